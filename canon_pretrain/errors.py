@@ -10,7 +10,7 @@ EXIT_CODE = 2
 
 
 class UserError(Exception):
-    """Bad input from the person or the machine: names what was given, what was expected, the way out.
+    """Bad input: the message names what was given, what was expected and the way out.
 
     An entry point prints it without a traceback and exits with code 2. A fault of our own is any
     other exception, and keeps its traceback.

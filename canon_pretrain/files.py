@@ -13,7 +13,7 @@ READ_BYTES = 1 << 20
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable: a rename is lost in a crash until its folder is synced."""
+    """Make the names in `folder` durable: until then a crash may undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,0 +1,61 @@
+# make quickstart   text -> shards -> a trained, stopped and resumed Canon model -> its held-out loss
+# make test         the test suite
+# make check        ruff, mypy and the contracts on imports
+#
+# Each makes .venv and installs into it once; a second call installs nothing.
+# PYTHON=python3.12 chooses the interpreter, RUN=dir the quickstart's folder,
+# TORCH=... what pip installs as torch before the rest (default: the version this was tested with).
+
+SHELL := /bin/bash
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+RUN ?= outputs/quickstart
+STOP_AT ?= 200
+
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+CONFIG := train_configs/quickstart.toml
+LAUNCH := torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
+INSTALLED := .venv/.installed
+
+# $(call stage,number and title,command): say it, run it, say how long it took
+define stage
+	@printf '\n== %s\n   %s\n\n' '$(1)' '$(2)'
+	@start=$$SECONDS; $(2) && printf '   took %d s\n' $$((SECONDS - start))
+endef
+
+.PHONY: quickstart test check install clean-quickstart
+
+quickstart: $(INSTALLED)
+	@$(MAKE) --no-print-directory $(RUN)/run/DONE
+	$(call stage,4/4 held-out loss beside count models of the same shards,python -m eval run --checkpoint $(RUN)/run/checkpoint/step-400 --suite validation)
+
+$(RUN)/data/plan.json $(RUN)/data/validation/manifest.json &: | $(INSTALLED)
+	$(call stage,1/4 text -> tokenizer -> shards,python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --workers 2 --out $(RUN)/data)
+
+$(RUN)/run/checkpoint/step-$(STOP_AT)/.metadata: $(RUN)/data/validation/manifest.json
+	$(call stage,2/4 train on two FSDP2 ranks and stop in the middle,$(LAUNCH) --run.stop_at $(STOP_AT))
+
+$(RUN)/run/DONE: $(RUN)/run/checkpoint/step-$(STOP_AT)/.metadata
+	$(call stage,3/4 resume and finish,$(LAUNCH))
+
+test: $(INSTALLED)
+	python -m pytest
+
+check: $(INSTALLED)
+	ruff check .
+	ruff format --check .
+	mypy
+	lint-imports
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; choose one with PYTHON=")'
+	$(PYTHON) -m venv .venv
+	python -m pip install --quiet '$(TORCH)'
+	python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+clean-quickstart:
+	rm -rf $(RUN)

@@ -1,0 +1,60 @@
+"""Checkpoints from outside the trainer: find one, and read its weights on one process.
+
+A checkpoint is RUN/checkpoint/step-N in torch's distributed format, written by any number of
+ranks. Model parameters stand at its top level under their own names. No torchtitan here, so that
+evaluation and export run where it is not installed.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
+
+METADATA = ".metadata"
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The N of a folder named step-N; raises UserError for any other name."""
+    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    if match is None:
+        raise UserError(f"{checkpoint} is not a checkpoint: expected RUN/{CHECKPOINTS}/step-N")
+    return int(match.group(1))
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Raise UserError, naming the steps that there are, unless `checkpoint` is a whole one."""
+    checkpoint_step(checkpoint)
+    if (checkpoint / METADATA).is_file():
+        return
+    steps = sorted(
+        int(path.name.removeprefix("step-"))
+        for path in checkpoint.parent.glob("step-*")
+        if re.fullmatch(r"step-\d+", path.name) and (path / METADATA).is_file()
+    )
+    there = ", ".join(map(str, steps)) or "none"
+    raise UserError(f"no checkpoint at {checkpoint}; steps in {checkpoint.parent}: {there}")
+
+
+def read_weights(checkpoint: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a checkpoint as whole CPU tensors with the names, shapes and dtypes of `like`.
+
+    `like` may be on the meta device. Raises UserError where the checkpoint has no such weights.
+    """
+    check_checkpoint(checkpoint)
+    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    for name, tensor in like.items():
+        size = getattr(stored.get(name), "size", None)
+        if size != tensor.shape:
+            found = "absent" if size is None else f"of shape {tuple(size)}"
+            raise UserError(
+                f"{checkpoint} is of another model: {name} is {found} there, expected "
+                f"{tuple(tensor.shape)} from {RunFolder.of_checkpoint(checkpoint).config_file}"
+            )
+    weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()}
+    dcp.load(weights, checkpoint_id=checkpoint, no_dist=True)
+    return weights

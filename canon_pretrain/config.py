@@ -1,0 +1,162 @@
+"""Experiment files: TOML with `extends`, checked key by key and type by type, and our own sections.
+
+The first room of a run: train.py reads a file through `read_experiment`, titan/job_config.py puts
+our sections beside torchtitan's and builds the job from it. Nothing here knows torchtitan, so a
+laptop without it can read and check an experiment too.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from canon_pretrain.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Data:
+    """The `[data]` section: which shards, in which order."""
+
+    path: str = ""
+    """Folder written by `python -m data_prep build`; holds train/ and validation/."""
+
+    data_seed: int = 0
+    """Seed of the sample order alone: window i of a run is a function of (data_seed, i)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The `[run]` section: how far this launch goes. It never changes what is computed."""
+
+    stop_at: int | None = None
+    """Stop after this step with a checkpoint that can be resumed. `training.steps`, and so the
+    learning-rate schedule, stays what it is. Unset: go on to `training.steps`."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """A sentence that names the nearest of `known`, or all of them where none is near."""
+    options = sorted(known)
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
+    return f"did you mean '{near[0]}'?" if near else f"known are: {', '.join(options)}"
+
+
+def read_experiment(path: Path) -> dict[str, Any]:
+    """Read a TOML file and all that it `extends`; later files win, key by key.
+
+    `extends` is a path, or a list of paths, relative to the file that names it; a list is merged
+    from left to right. Raises UserError for a missing file, TOML that does not parse, or a cycle.
+    """
+    return _read(path, chain=())
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    resolved = path.resolve()
+    if resolved in chain:
+        names = " -> ".join(str(p) for p in (*chain, resolved))
+        raise UserError(f"{path}: `extends` goes in a circle: {names}")
+    try:
+        with open(path, "rb") as file:
+            own = tomllib.load(file)
+    except FileNotFoundError:
+        named_by = f" (named by `extends` in {chain[-1]})" if chain else ""
+        raise UserError(f"config file {path} does not exist{named_by}") from None
+    except IsADirectoryError:
+        raise UserError(f"config file {path} is a folder; give a .toml file in it") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    bases = own.pop("extends", [])
+    if isinstance(bases, str):
+        bases = [bases]
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(f"{path}: `extends` must be a path or a list of paths, not {bases!r}")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        merged = merge(merged, _read(path.parent / base, (*chain, resolved)))
+    return merge(merged, own)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A new dict with `over` laid on `base`: tables are merged, any other value is replaced."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = merge(old, value)
+        result[key] = value
+    return result
+
+
+def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = "") -> T:
+    """An instance of dataclass `cls` from TOML `values`, every key and type checked.
+
+    `source` names the file in messages, `prefix` the section so far. Raises UserError for an
+    unknown key (with the nearest known one) or a value of the wrong type (with the right one).
+    """
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    arguments = {}
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if key not in names:
+            kind = "section" if not prefix else "key"
+            raise UserError(f"{source}: unknown {kind} '{dotted}': {suggest(key, names)}")
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            if not isinstance(value, dict):
+                raise UserError(f"{source}: '{dotted}' is a section, written [{dotted}]")
+            arguments[key] = build(hint, value, source, prefix=f"{dotted}.")
+        elif fits(value, hint):
+            arguments[key] = value
+        else:
+            raise UserError(
+                f"{source}: '{dotted}' = {value!r} is {_kind(value)}; expected {describe(hint)}"
+            )
+    return cls(**arguments)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a TOML value is of the annotated type; an int may be a float, a bool no number."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, option) for option in typing.get_args(hint))
+    if origin is list:
+        (item,) = typing.get_args(hint)
+        return isinstance(value, list) and all(fits(entry, item) for entry in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, hint)
+
+
+def describe(hint: Any) -> str:
+    """The annotated type in a person's words, for error messages."""
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(option) for option in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(option) for option in arguments if option is not type(None))
+    if origin is list:
+        return f"a list of {describe(arguments[0])}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(
+        hint, getattr(hint, "__name__", str(hint))
+    )
+
+
+def _kind(value: Any) -> str:
+    """What a TOML value is, in the words of `describe`."""
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list):
+        return "a list"
+    return describe(type(value))

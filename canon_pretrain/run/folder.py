@@ -1,0 +1,85 @@
+"""What lies in a run folder, and the rule that one folder holds one run.
+
+    config.json     the resolved job, and the facts that make the run what it is (`identity`)
+    log.jsonl       one line an event (run/log.py)
+    checkpoint/     step-N/, written by the trainer
+    evals/          results, written by `python -m eval`
+    DONE            written last, when training.steps is reached
+
+The trainer writes it, eval and the report read it. No torch here.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.files import write_atomic, write_json
+
+CHECKPOINTS = "checkpoint"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths in one run folder and the few files that are not the log or a checkpoint."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def log_file(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @property
+    def done_file(self) -> Path:
+        return self.path / "DONE"
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path) -> "RunFolder":
+        """The run that a RUN/checkpoint/step-N folder belongs to."""
+        return cls(checkpoint.resolve().parent.parent)
+
+    def read_config(self) -> dict[str, Any]:
+        """The content of config.json; raises UserError where there is none."""
+        try:
+            return json.loads(self.config_file.read_text())
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.path} is not a run folder: it has no {self.config_file.name}. Expected a "
+                "folder that canon_pretrain.train wrote (job.dump_folder)"
+            ) from None
+        except json.JSONDecodeError as error:
+            raise UserError(f"{self.config_file} is damaged: {error}") from None
+
+    def check_identity(self, identity: dict[str, Any]) -> None:
+        """Refuse to go on with a run under another model, data, batch or schedule.
+
+        A folder without config.json is new. Raises UserError naming each field, old and new.
+        """
+        if not self.config_file.exists():
+            return
+        old = self.read_config().get("identity", {})
+        changed = [
+            f"{name}: {old.get(name)!r} -> {identity.get(name)!r}"
+            for name in sorted(old.keys() | identity.keys())
+            if old.get(name) != identity.get(name)
+        ]
+        if changed:
+            raise UserError(
+                f"{self.path} holds another run; going on would change it: "
+                + "; ".join(changed)
+                + ". Choose another folder with --job.dump_folder, or undo the change"
+            )
+
+    def write_config(self, config: dict[str, Any], identity: dict[str, Any]) -> None:
+        """Record the resolved job; the folder is made if need be."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.config_file, {"identity": identity, "config": config})
+
+    def write_done(self, step: int) -> None:
+        """Mark the run finished; written after its last checkpoint."""
+        write_atomic(self.done_file, f"{step}\n".encode())

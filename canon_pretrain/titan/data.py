@@ -1,0 +1,74 @@
+"""Our numpy loader behind torchtitan's dataloader interface."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from canon_pretrain.data.loader import BatchLoader
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.errors import UserError
+from canon_pretrain.titan.job_config import CanonJobConfig
+
+
+class CanonDataLoader(BaseDataLoader):
+    """Endless micro-batches of this rank; its state is the same on every rank.
+
+    Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead of the input.
+    """
+
+    def __init__(self, loader: BatchLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            window = torch.from_numpy(self.loader.next_batch())
+            yield {"input": window[:, :-1].contiguous()}, window[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state_dict)
+
+
+def build_dataloader(
+    dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer | None, job_config: CanonJobConfig
+) -> CanonDataLoader:
+    """The TrainSpec's builder; `tokenizer` is None, since shards hold token ids."""
+    training = job_config.training
+    loader = BatchLoader(
+        open_shards(job_config),
+        data_seed=job_config.data.data_seed,
+        seq_len=training.seq_len,
+        global_batch_size=training.global_batch_size,
+        local_batch_size=training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+    )
+    return CanonDataLoader(loader)
+
+
+def open_shards(job: CanonJobConfig) -> TokenShards:
+    """The training split of `data.path`; raises UserError where it does not fit the job's model."""
+    if not job.data.path:
+        raise UserError(
+            "data.path is not set: name the folder that `python -m data_prep build` wrote"
+        )
+    shards = TokenShards.open(Path(job.data.path) / "train")
+    vocab_size = job.model_args.vocab_size
+    if shards.vocab_size != vocab_size:
+        raise UserError(
+            f"the model has model.vocab_size = {vocab_size}, but {job.data.path} was tokenized "
+            f"with {shards.vocab_size} pieces: set model.vocab_size = {shards.vocab_size}, or "
+            "choose other shards"
+        )
+    if shards.num_tokens <= job.training.seq_len:
+        raise UserError(
+            f"{job.data.path} holds {shards.num_tokens:,} training tokens, fewer than one window "
+            f"of training.seq_len + 1 = {job.training.seq_len + 1}"
+        )
+    return shards

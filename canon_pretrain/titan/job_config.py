@@ -1,0 +1,212 @@
+"""torchtitan's JobConfig with our sections, our defaults and our checks.
+
+train.py calls `parse_job` with the command line; what comes back is complete and checked, so that
+everything behind it can trust it. torchtitan's silent defaults for the optimizer, the schedule,
+activation checkpointing and the last checkpoint are replaced here, in the open.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from torchtitan.config import job_config as titan
+from torchtitan.config.manager import custom_registry
+
+from canon_pretrain import config as experiment
+from canon_pretrain.errors import UserError
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import flavor as model_flavor
+
+USAGE = "torchrun -m canon_pretrain.train --config FILE.toml [--section.key value ...]"
+
+
+@dataclass
+class Model(titan.Model):
+    """The model: a flavor (a size), and what differs from it. An unset key is the flavor's."""
+
+    name: str = "canon"
+    flavor: str = "debug"
+    vocab_size: int | None = None
+    """Must equal the vocabulary of the shards."""
+    position: str | None = None
+    """rope, nope, or partial_rope_a, _b, _c (the layouts of the paper's Figure 22)."""
+    canon_set: str | None = None
+    """Any subset of ABCD; empty for no Canon layers."""
+    canon_kernel: int | None = None
+    canon_residual: bool | None = None
+    canon_activation: bool | None = None
+    qk_norm: bool | None = None
+    init: str | None = None
+    """paper: N(0, 0.02); lingua: truncated normal with std D^-1/2."""
+    init_seed: int | None = None
+    """Seed of the initial weights alone; they are the same at every world size."""
+
+
+@dataclass
+class Optimizer(titan.Optimizer):
+    """AdamW as in the paper's appendix B."""
+
+    lr: float = 1e-3
+    beta2: float = 0.98
+    eps: float = 1e-6
+    weight_decay: float = 0.03
+
+
+@dataclass
+class LRScheduler(titan.LRScheduler):
+    """1000 warm-up steps, cosine to 10 % (assumed: the paper states none)."""
+
+    warmup_steps: int = 1000
+    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
+    min_lr_factor: float = 0.1
+
+
+@dataclass
+class Checkpoint(titan.Checkpoint):
+    """Always on, and the last one can be resumed."""
+
+    enable: bool = True
+    last_save_model_only: bool = False
+
+
+@dataclass
+class ActivationCheckpoint(titan.ActivationCheckpoint):
+    """Off unless asked for: the 1.3B states leave room for the activations."""
+
+    mode: Literal["selective", "full", "memory_budget", "none"] = "none"
+
+
+@dataclass
+class CanonJobConfig(titan.JobConfig):
+    """One training job: torchtitan's sections, and `[data]` and `[run]`."""
+
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    data: experiment.Data = field(default_factory=experiment.Data)
+    run: experiment.Run = field(default_factory=experiment.Run)
+
+    @property
+    def model_args(self) -> ModelArgs:
+        """The model's arguments: the flavor with this job's keys on top, checked by ModelArgs."""
+        base = model_flavor(self.model.flavor)
+        names = {f.name for f in dataclasses.fields(ModelArgs)}
+        own = {
+            key: value
+            for key, value in vars(self.model).items()
+            if key in names and value is not None
+        }
+        return dataclasses.replace(base, max_seq_len=self.training.seq_len, **own)
+
+
+def parse_job(arguments: list[str], *, quiet: bool = False) -> CanonJobConfig:
+    """The job that a command line describes.
+
+    `arguments` is `--config FILE.toml` and any `--section.key value`; those win over the file.
+    With `quiet` nothing is printed (the ranks above 0). Raises UserError; a fault in the overrides
+    is printed by tyro, with the nearest option, and leaves with exit code 2.
+    """
+    path, overrides = _split_config(arguments)
+    if path is None:
+        if not any(word in ("-h", "--help") for word in overrides):
+            raise UserError(f"no config file given. Usage: {USAGE}")
+        base = CanonJobConfig()
+    else:
+        values = experiment.read_experiment(path)
+        base = experiment.build(CanonJobConfig, values, source=str(path))
+    job = tyro.cli(
+        CanonJobConfig,
+        args=overrides,
+        default=base,
+        registry=custom_registry,
+        prog=USAGE,
+        console_outputs=not quiet,
+    )
+    job.job.config_file = str(path)
+    check_job(job)
+    return job
+
+
+def _split_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """Take `--config FILE` (or torchtitan's `--job.config_file FILE`) out of the command line."""
+    names = ("--config", "--job.config_file", "--job.config-file")
+    path: Path | None = None
+    rest = []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in names:
+            rest.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if not value:
+            raise UserError(f"{name} needs a file. Usage: {USAGE}")
+        path = Path(value)
+    return path, rest
+
+
+def check_job(job: CanonJobConfig) -> None:
+    """Refuse what would train something else than the file says; raises UserError."""
+    if job.model.name != "canon":
+        raise UserError(f"model.name = '{job.model.name}': this trainer trains 'canon' only")
+    _ = job.model_args  # ModelArgs checks itself
+    training = job.training
+    if training.global_batch_size < 1:
+        raise UserError(
+            f"training.global_batch_size = {training.global_batch_size}: set it in sequences; it "
+            "is what every architecture shares, at any number of ranks"
+        )
+    for name, value in (
+        ("training.steps", training.steps),
+        ("training.seq_len", training.seq_len),
+        ("training.local_batch_size", training.local_batch_size),
+        ("checkpoint.interval", job.checkpoint.interval),
+        ("metrics.log_freq", job.metrics.log_freq),
+    ):
+        if value < 1:
+            raise UserError(f"{name} = {value}: expected at least 1")
+    if job.run.stop_at is not None and not 1 <= job.run.stop_at <= training.steps:
+        raise UserError(
+            f"run.stop_at = {job.run.stop_at}: expected a step from 1 to training.steps = "
+            f"{training.steps}"
+        )
+    if job.lr_scheduler.warmup_steps > training.steps and job.lr_scheduler.total_steps is None:
+        raise UserError(
+            f"lr_scheduler.warmup_steps = {job.lr_scheduler.warmup_steps} is more than "
+            f"training.steps = {training.steps}: the schedule would be cut short in silence"
+        )
+    for name in (
+        "data_parallel_replicate_degree",
+        "tensor_parallel_degree",
+        "pipeline_parallel_degree",
+        "context_parallel_degree",
+        "expert_parallel_degree",
+    ):
+        if getattr(job.parallelism, name) != 1:
+            raise UserError(
+                f"parallelism.{name} = {getattr(job.parallelism, name)}: only FSDP2 over all ranks "
+                "is supported; leave it at 1"
+            )
+
+
+def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
+    """Sequences in one forward pass of one rank: a divisor of the rank's share of the global batch.
+
+    It is the largest one that is at most `training.local_batch_size`, which therefore is an upper
+    bound set by memory and never changes what a step computes on. Raises UserError where
+    `world_size` does not divide `training.global_batch_size`, naming the ones that do.
+    """
+    total = job.training.global_batch_size
+    if total % world_size:
+        valid = [str(n) for n in range(1, total + 1) if total % n == 0]
+        raise UserError(
+            f"training.global_batch_size = {total} can't be shared by {world_size} ranks. World "
+            f"sizes that divide it: {', '.join(valid)}"
+        )
+    share = total // world_size
+    bound = min(share, job.training.local_batch_size)
+    return next(size for size in range(bound, 0, -1) if share % size == 0)

@@ -1,0 +1,74 @@
+"""The TrainSpec that plugs our model, data and metrics into torchtitan's Trainer."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torchtitan.components.loss import build_cross_entropy_loss
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.optimizer import build_optimizers
+from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token, num_parameters
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.titan.data import build_dataloader
+from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.metrics import build_metrics
+from canon_pretrain.titan.parallelize import parallelize, write_shard
+
+
+@dataclass
+class TitanModelArgs(BaseModelArgs):
+    """Our frozen ModelArgs in the mutable box that torchtitan's Trainer fills from the job."""
+
+    args: ModelArgs = field(default_factory=ModelArgs)
+
+    def update_from_config(self, job_config: CanonJobConfig, **kwargs: object) -> None:
+        self.args = job_config.model_args
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        return num_parameters(self.args), flops_per_token(self.args, seq_len)
+
+
+class TitanFlavors(Mapping[str, TitanModelArgs]):
+    """The flavors, each look-up a fresh box: the Trainer mutates what it is given."""
+
+    def __getitem__(self, name: str) -> TitanModelArgs:
+        return TitanModelArgs(FLAVORS[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FLAVORS)
+
+    def __len__(self) -> int:
+        return len(FLAVORS)
+
+
+class TitanTransformer(Transformer):
+    """The model as the Trainer builds it: from the box, with weights written shard by shard."""
+
+    def __init__(self, model_args: TitanModelArgs) -> None:
+        super().__init__(model_args.args)
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
+        super().init_weights(write=write_shard, buffer_device=buffer_device)
+
+
+def register() -> None:
+    """Make `model.name = "canon"` known to torchtitan; called by train.py, once a process."""
+    spec = TrainSpec(
+        model_cls=TitanTransformer,
+        model_args=TitanFlavors(),
+        parallelize_fn=parallelize,
+        pipelining_fn=None,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=build_dataloader,
+        build_tokenizer_fn=None,
+        build_loss_fn=build_cross_entropy_loss,
+        build_metrics_processor_fn=build_metrics,
+    )
+    with contextlib.suppress(ValueError):  # registered by an earlier call in this process
+        register_train_spec("canon", spec)

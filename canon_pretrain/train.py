@@ -1,0 +1,108 @@
+"""The entry point: read the TOML, check it against the machine and the data, hand over.
+
+    torchrun --nproc-per-node 8 -m canon_pretrain.train --config train_configs/nope_canon.toml
+    python -m canon_pretrain.train --config train_configs/quickstart.toml        (one rank)
+
+Any `--section.key value` after it wins over the file; --help lists them all. Bad input is one
+message and exit code 2. (torchrun itself turns any failure of a worker into its own report and
+exit code 1; the message stands above that report.)
+"""
+
+import logging
+import os
+import socket
+import sys
+
+from canon_pretrain.errors import UserError, exit_with
+from canon_pretrain.titan.device import prepare_device
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one training job; `argv` defaults to the command line. Exits with code 2 on bad input."""
+    alone = "RANK" not in os.environ
+    if alone:
+        _stand_alone()
+    prepare_device()
+    # a fault that all ranks share is told once a node: files may be missing on one node alone
+    quiet = os.environ["LOCAL_RANK"] != "0"
+    try:
+        _run(sys.argv[1:] if argv is None else argv, quiet=quiet)
+    except UserError as error:
+        exit_with(error, quiet=quiet and not _training())
+    finally:
+        if alone:
+            for name in _STAND_ALONE:
+                del os.environ[name]
+
+
+_STAND_ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _stand_alone() -> None:
+    """Set what torchrun would: one rank, on a free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    values = ("0", "0", "1", "127.0.0.1", str(port))
+    os.environ.update(zip(_STAND_ALONE, values, strict=True))
+
+
+def _training() -> bool:
+    """Whether the ranks have met: from then on a rank may fail alone, and speaks for itself."""
+    import torch.distributed
+
+    return torch.distributed.is_initialized()
+
+
+def _run(argv: list[str], *, quiet: bool) -> None:
+    """Parse, check, train, and take the process group down again."""
+    # torchtitan reads the device at import time: only after prepare_device()
+    import torch
+
+    from canon_pretrain.titan.data import open_shards
+    from canon_pretrain.titan.job_config import micro_batch_size, parse_job
+    from canon_pretrain.titan.spec import register
+    from canon_pretrain.titan.trainer import CanonTrainer
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    job = parse_job(argv, quiet=quiet)
+    micro_batch_size(job, world_size)
+    shards = open_shards(job)
+    fingerprint = shards.fingerprint
+    shards.close()
+    _init_logging(int(os.environ["RANK"]))
+    register()
+    trainer = None
+    try:
+        trainer = CanonTrainer(job, world_size=world_size, fingerprint=fingerprint)
+        trainer.train()
+    finally:
+        if trainer is not None:
+            trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+# torchtitan tells of every garbage collection, and on a CPU that it knows no peak FLOP/s of it
+_NOISE = ("[GC]", "Error running lspci", "Peak flops undefined", "Peak FLOPS used")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of torchtitan's log tells its reader anything."""
+    return not record.getMessage().startswith(_NOISE)
+
+
+def _init_logging(rank: int) -> None:
+    """Rank 0 tells the story on stdout, the other ranks only what went wrong."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(_is_news)
+    root.addHandler(handler)
+    root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    os.environ["KINETO_LOG_LEVEL"] = "5"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""One checkpoint on one suite: load, ask, print, record."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from canon_pretrain.checkpoint import check_checkpoint, checkpoint_step
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.errors import UserError
+from canon_pretrain.files import write_json
+from canon_pretrain.run.folder import RunFolder
+from eval.model import load_model
+from eval.validation import HeldOutLoss, baseline_losses, model_loss, windows
+
+SUITES = ("validation",)
+
+
+def run_suite(arguments: argparse.Namespace) -> None:
+    """Run `arguments.suite` on `arguments.checkpoint`; prints a table and writes results.json."""
+    if arguments.suite not in SUITES:
+        raise UserError(f"unknown suite '{arguments.suite}'; known are: {', '.join(SUITES)}")
+    checkpoint: Path = arguments.checkpoint
+    check_checkpoint(checkpoint)
+    folder = RunFolder.of_checkpoint(checkpoint)
+    config = folder.read_config()
+    data = arguments.data or Path(config["config"]["data"]["path"])
+    train, held_out = TokenShards.open(data / "train"), TokenShards.open(data / "validation")
+    trained_on = config["identity"]["data_fingerprint"]
+    if train.fingerprint != trained_on:
+        raise UserError(
+            f"{data} is not what {folder.path} was trained on: its fingerprint is "
+            f"{train.fingerprint[:12]}, the run's {trained_on[:12]}. Name the run's shards with "
+            "--data"
+        )
+    seq_len = config["config"]["training"]["seq_len"]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(checkpoint, device)
+    total = sum(1 for _ in windows(held_out.num_tokens, seq_len, arguments.limit))
+    console = Console()
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("held-out windows", total=total)
+        losses = {
+            "model": model_loss(
+                model,
+                held_out,
+                seq_len=seq_len,
+                batch_size=arguments.batch_size,
+                device=device,
+                limit=arguments.limit,
+                advance=lambda done: progress.advance(task, done),
+            )
+        }
+    losses |= baseline_losses(train, held_out, seq_len=seq_len, limit=arguments.limit)
+    _print(console, checkpoint, losses)
+    step = checkpoint_step(checkpoint)
+    out = arguments.out or folder.path / "evals" / f"step-{step}" / arguments.suite
+    out.mkdir(parents=True, exist_ok=True)
+    record = {
+        "checkpoint": str(checkpoint),
+        "step": step,
+        "suite": arguments.suite,
+        "limit": arguments.limit,
+        "seq_len": seq_len,
+        "held_out_fingerprint": held_out.fingerprint,
+        "results": {name: asdict(loss) for name, loss in losses.items()},
+    }
+    write_json(out / "results.json", record)
+    console.print(f"written to {out / 'results.json'}", soft_wrap=True)
+
+
+def _print(console: Console, checkpoint: Path, losses: dict[str, HeldOutLoss]) -> None:
+    """The losses as a table, best first."""
+    tokens = losses["model"].num_tokens
+    table = Table(title=f"held-out loss over {tokens:,} tokens: {checkpoint}", title_justify="left")
+    table.add_column("model")
+    table.add_column("nats/token", justify="right")
+    table.add_column("bits/byte", justify="right")
+    for name, loss in sorted(losses.items(), key=lambda item: item[1].bits_per_byte):
+        label = f"{name} of the training shards" if name != "model" else "this checkpoint"
+        table.add_row(label, f"{loss.nats_per_token:.4f}", f"{loss.bits_per_byte:.4f}")
+    console.print(table)

@@ -1,0 +1,140 @@
+"""The suite `validation`: held-out loss of a checkpoint, beside count models of the same shards.
+
+Every held-out token but the first is predicted once: windows of `seq_len + 1` tokens overlap by
+one, the last is shorter. The mean is over tokens, in float64, so it does not depend on batching.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.model.transformer import Transformer
+
+BASELINE_TOKENS = 20_000_000
+"""Training tokens that the count models see at most: a few hundred MB of counts."""
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Mean negative log-likelihood over `num_tokens` predicted tokens."""
+
+    nats_per_token: float
+    num_tokens: int
+    bits_per_byte: float
+    """Bits a token times tokens a byte; bytes are the UTF-8 bytes of the held-out text."""
+
+
+def _loss(total_nats: float, num_tokens: int, shards: TokenShards) -> HeldOutLoss:
+    nats = total_nats / num_tokens
+    tokens_per_byte = shards.num_tokens / shards.num_bytes
+    return HeldOutLoss(nats, num_tokens, nats / math.log(2) * tokens_per_byte)
+
+
+def windows(num_tokens: int, seq_len: int, limit: int | None) -> Iterator[tuple[int, int]]:
+    """(offset, count) of the windows; with `limit`, the first that many only."""
+    for index, offset in enumerate(range(0, num_tokens - 1, seq_len)):
+        if limit is not None and index >= limit:
+            return
+        yield offset, min(seq_len + 1, num_tokens - offset)
+
+
+@torch.inference_mode()
+def model_loss(
+    model: Transformer,
+    shards: TokenShards,
+    *,
+    seq_len: int,
+    batch_size: int,
+    device: torch.device,
+    limit: int | None = None,
+    advance: Callable[[int], None] = lambda windows: None,
+) -> HeldOutLoss:
+    """The model's held-out loss; log-softmax in float32, the sum in float64.
+
+    `limit` takes the first that many windows only; `advance` is told of windows done.
+    """
+    total, count = 0.0, 0
+    batch: list[np.ndarray] = []
+
+    def flush() -> None:
+        nonlocal total, count
+        if not batch:
+            return
+        tokens_BT = torch.from_numpy(np.stack(batch)).to(device)
+        logits_BTV = model(tokens_BT[:, :-1]).float()
+        labels_N = tokens_BT[:, 1:].flatten()
+        nats_N = F.cross_entropy(logits_BTV.flatten(0, 1), labels_N, reduction="none")
+        total += nats_N.double().sum().item()
+        count += labels_N.numel()
+        advance(len(batch))
+        batch.clear()
+
+    for offset, size in windows(shards.num_tokens, seq_len, limit):
+        if batch and (len(batch) == batch_size or batch[0].size != size):
+            flush()
+        batch.append(shards.read(offset, size))
+    flush()
+    return _loss(total, count, shards)
+
+
+class CountModels:
+    """A unigram and a bigram model counted on training shards: what any model must beat.
+
+    The unigram is add-one smoothed over the vocabulary V. The bigram is absolute discounting
+    (d = 0.75) interpolated with that unigram (Ney, Essen and Kneser 1994, equation 2.3 of Chen and
+    Goodman 1998): p(b|a) = max(c(ab) - d, 0) / c(a) + d * |{b: c(ab) > 0}| / c(a) * p(b).
+    """
+
+    discount = 0.75
+
+    def __init__(self, tokens: np.ndarray, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        counts = np.bincount(tokens, minlength=vocab_size)
+        self.unigram = (counts + 1.0) / (counts.sum() + vocab_size)
+        pairs = self._pairs(tokens)
+        self.pairs, self.pair_counts = np.unique(pairs, return_counts=True)
+        first = self.pairs // vocab_size
+        self.context = np.bincount(first, weights=self.pair_counts, minlength=vocab_size)
+        self.followers = np.bincount(first, minlength=vocab_size)
+
+    def _pairs(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens[:-1].astype(np.int64) * self.vocab_size + tokens[1:]
+
+    def unigram_nats(self, tokens: np.ndarray) -> float:
+        """Summed negative log-likelihood of tokens[1:]."""
+        return float(-np.log(self.unigram[tokens[1:]]).sum())
+
+    def bigram_nats(self, tokens: np.ndarray) -> float:
+        """Summed negative log-likelihood of tokens[1:], each given the token before it."""
+        first, second = tokens[:-1], tokens[1:]
+        pairs = self._pairs(tokens)
+        place = np.searchsorted(self.pairs, pairs)
+        place[place == self.pairs.size] = 0
+        seen = np.where(self.pairs[place] == pairs, self.pair_counts[place], 0)
+        context = self.context[first]
+        safe = np.maximum(context, 1)
+        direct = np.maximum(seen - self.discount, 0) / safe
+        backoff = np.where(context > 0, self.discount * self.followers[first] / safe, 1.0)
+        return float(-np.log(direct + backoff * self.unigram[second]).sum())
+
+
+def baseline_losses(
+    train: TokenShards, held_out: TokenShards, *, seq_len: int, limit: int | None = None
+) -> dict[str, HeldOutLoss]:
+    """Unigram and bigram losses on the tokens that `model_loss` predicts.
+
+    They count the first BASELINE_TOKENS of the training split.
+    """
+    models = CountModels(train.read(0, min(train.num_tokens, BASELINE_TOKENS)), train.vocab_size)
+    unigram, bigram, count = 0.0, 0.0, 0
+    for offset, size in windows(held_out.num_tokens, seq_len, limit):
+        tokens = held_out.read(offset, size)
+        unigram += models.unigram_nats(tokens)
+        bigram += models.bigram_nats(tokens)
+        count += size - 1
+    return {"unigram": _loss(unigram, count, held_out), "bigram": _loss(bigram, count, held_out)}
