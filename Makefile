@@ -15,7 +15,9 @@ STOP_AT ?= 200
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 CONFIG := train_configs/quickstart.toml
-LAUNCH := torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
+# two ranks share the cores; torchrun would give each a single thread, and say so
+THREADS := $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n > 1 ? n / 2 : 1)))
+LAUNCH := OMP_NUM_THREADS=$(THREADS) torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
 INSTALLED := .venv/.installed
 
 # $(call stage,number and title,command): say it, run it, say how long it took

@@ -6,6 +6,7 @@ evaluation and export run where it is not installed.
 """
 
 import re
+import warnings
 from pathlib import Path
 
 import torch
@@ -46,9 +47,9 @@ def read_weights(checkpoint: Path, like: dict[str, Tensor]) -> dict[str, Tensor]
     `like` may be on the meta device. Raises UserError where the checkpoint has no such weights.
     """
     check_checkpoint(checkpoint)
-    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    stored = tensor_shapes(checkpoint)
     for name, tensor in like.items():
-        size = getattr(stored.get(name), "size", None)
+        size = stored.get(name)
         if size != tensor.shape:
             found = "absent" if size is None else f"of shape {tuple(size)}"
             raise UserError(
@@ -56,5 +57,19 @@ def read_weights(checkpoint: Path, like: dict[str, Tensor]) -> dict[str, Tensor]
                 f"{tuple(tensor.shape)} from {RunFolder.of_checkpoint(checkpoint).config_file}"
             )
     weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()}
-    dcp.load(weights, checkpoint_id=checkpoint, no_dist=True)
+    load_alone(weights, checkpoint)
     return weights
+
+
+def tensor_shapes(checkpoint: Path) -> dict[str, torch.Size]:
+    """Shape by name of every tensor in a checkpoint: weights and optimizer state."""
+    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {name: meta.size for name, meta in stored.items() if hasattr(meta, "size")}
+
+
+def load_alone(tensors: dict[str, Tensor], checkpoint: Path) -> None:
+    """Fill `tensors` in place from a checkpoint, in a process without ranks."""
+    with warnings.catch_warnings():
+        # torch says that it assumes what no_dist states
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)

@@ -5,7 +5,9 @@ everything behind it can trust it. torchtitan's silent defaults for the optimize
 activation checkpointing and the last checkpoint are replaced here, in the open.
 """
 
+import contextlib
 import dataclasses
+import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -118,14 +120,17 @@ def parse_job(arguments: list[str], *, quiet: bool = False) -> CanonJobConfig:
     else:
         values = experiment.read_experiment(path)
         base = experiment.build(CanonJobConfig, values, source=str(path))
-    job = tyro.cli(
-        CanonJobConfig,
-        args=overrides,
-        default=base,
-        registry=custom_registry,
-        prog=USAGE,
-        console_outputs=not quiet,
-    )
+    with contextlib.ExitStack() as silence:
+        if quiet:  # tyro's own switch does not cover wrong values
+            silence.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        job = tyro.cli(
+            CanonJobConfig,
+            args=overrides,
+            default=base,
+            registry=custom_registry,
+            prog="torchrun -m canon_pretrain.train",
+        )
     job.job.config_file = str(path)
     check_job(job)
     return job

@@ -37,7 +37,7 @@ class TitanFlavors(Mapping[str, TitanModelArgs]):
     """The flavors, each look-up a fresh box: the Trainer mutates what it is given."""
 
     def __getitem__(self, name: str) -> TitanModelArgs:
-        return TitanModelArgs(FLAVORS[name])
+        return TitanModelArgs(args=FLAVORS[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(FLAVORS)

@@ -1,6 +1,7 @@
 """torchtitan's Trainer as a run of ours: one folder, counted tokens, a stop that can be resumed."""
 
 import contextlib
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class CanonTrainer(Trainer):
         self.folder = RunFolder(Path(job.job.dump_folder))
         self.identity = run_identity(job, fingerprint)
         self.folder.check_identity(self.identity)
+        job.metrics.disable_color_printing |= not sys.stdout.isatty()
         super().__init__(job)
         # FSDP2 stands at every world size and does the casting: autocast on top of it at one rank
         # would give that rank other numerics than many have
@@ -63,7 +65,9 @@ class CanonTrainer(Trainer):
 
     def batch_generator(self, data_iterable: Any) -> Any:
         # the first thing that Trainer.train does once a checkpoint is loaded
-        self._announce()
+        self.first_step = self.step
+        if self.should_continue_training():
+            self._announce()
         return super().batch_generator(data_iterable)
 
     def _announce(self) -> None:
@@ -79,28 +83,36 @@ class CanonTrainer(Trainer):
             metrics.event("resume", from_step=self.step, **facts)
         else:
             metrics.event("start", **facts)
-        verb = "resuming after" if self.step else "starting at"
-        logger.info(f"{verb} step {self.step} of {job.training.steps} in {self.folder.path}")
+        verb = "going on" if self.step else "starting"
+        logger.info(
+            f"{verb} at step {self.step + 1} of {job.training.steps}, to step {self.last_step}, "
+            f"in {self.folder.path}"
+        )
         metrics.begin(self.step)
 
     def train(self) -> None:
         """Train to the last step of this launch and leave a checkpoint there."""
         super().train()
+        self.checkpointer._async_wait()  # torchtitan leaves without it, and may lose the last one
         job = self.job_config
-        interval_saved = self.step % job.checkpoint.interval == 0
-        if self.step < job.training.steps:
-            if not interval_saved:
+        if self.step == self.first_step:
+            logger.info(
+                f"nothing to do: {self.folder.path} stands at step {self.step}, and this launch "
+                f"was to go to step {self.last_step}"
+            )
+        elif self.step < job.training.steps:
+            if self.step % job.checkpoint.interval:
                 self.checkpointer.save(self.step, last_step=True)
             self.metrics_processor.event("stop", step=self.step, reason="run.stop_at")
             logger.info(
                 f"stopped at step {self.step} of {job.training.steps} as --run.stop_at asks; the "
                 "same command without it goes on from here"
             )
-            return
-        self.metrics_processor.event("done", step=self.step)
-        if torch.distributed.get_rank() == 0:
+        else:
+            self.metrics_processor.event("done", step=self.step)
+            logger.info(f"finished: {self.checkpointer.folder}/step-{self.step}")
+        if self.step == job.training.steps and torch.distributed.get_rank() == 0:
             self.folder.write_done(self.step)
-        logger.info(f"finished: {self.checkpointer.folder}/step-{self.step}")
 
 
 def run_identity(job: CanonJobConfig, fingerprint: str) -> dict[str, Any]:

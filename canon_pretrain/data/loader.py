@@ -1,0 +1,129 @@
+"""Batches of windows in numpy, identical in order on any number of ranks.
+
+Between the shards and the trainer's data loader (titan/data.py makes tensors of them). Sample i of
+the run is `sampler.window_offset(data_seed, i)`; with b = local_batch_size and dp ranks,
+
+    i = step * global_batch + microbatch * (dp * b) + rank * b + j
+
+so a step's global batch holds the same samples whatever the world size, and the state is one
+number, equal on every rank.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from canon_pretrain.data.sampler import MODE, window_offset
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.errors import UserError
+
+STATE_VERSION = 1
+
+_WAYS_OUT = {
+    "version": "resume with the program's version that wrote the checkpoint",
+    "fingerprint": "point the run at the data it started with, or start a new run",
+    "seed": "set data_seed back, or start a new run",
+    "mode": "set the sampling mode back, or start a new run",
+    "seq_len": "set seq_len back, or start a new run",
+    "global_batch": "set the global batch size back, or start a new run",
+}
+
+
+class BatchLoader:
+    """This rank's micro-batches of a run, endless.
+
+    `next_sample` is the global index of the first sample of the next round of micro-batches, the
+    same on every rank. Raises UserError for sizes that do not fit each other or the data.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        *,
+        data_seed: int,
+        seq_len: int,
+        global_batch_size: int,
+        local_batch_size: int,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+    ) -> None:
+        for name, value in (
+            ("seq_len", seq_len),
+            ("global_batch_size", global_batch_size),
+            ("local_batch_size", local_batch_size),
+            ("dp_world_size", dp_world_size),
+        ):
+            if value < 1:
+                raise UserError(f"{name} is {value}, expected at least 1")
+        if not 0 <= dp_rank < dp_world_size:
+            raise UserError(f"dp_rank is {dp_rank}, expected 0 to {dp_world_size - 1}")
+        if not 0 <= data_seed < 1 << 64:
+            raise UserError(f"data_seed is {data_seed}, expected 0 to 2**64 - 1")
+        self._round = dp_world_size * local_batch_size
+        if global_batch_size % self._round:
+            raise UserError(
+                f"global_batch_size {global_batch_size} is not a multiple of dp_world_size "
+                f"{dp_world_size} * local_batch_size {local_batch_size} = {self._round}; change "
+                f"one of the three"
+            )
+        window_offset(data_seed, 0, shards.num_tokens, seq_len)  # raises where the data is short
+        self._shards = shards
+        self._seed = data_seed
+        self._seq_len = seq_len
+        self._global_batch = global_batch_size
+        self._local_batch = local_batch_size
+        self._rank = dp_rank
+        self.next_sample = 0
+
+    def next_batch(self) -> np.ndarray:
+        """This rank's next micro-batch, int64 [local_batch_size, seq_len + 1].
+
+        Raises ShardError where the data on disk is damaged; the position is then unchanged.
+        """
+        batch = np.empty((self._local_batch, self._seq_len + 1), dtype=np.int64)
+        first = self.next_sample + self._rank * self._local_batch
+        for j in range(self._local_batch):
+            offset = window_offset(self._seed, first + j, self._shards.num_tokens, self._seq_len)
+            batch[j] = self._shards.read(offset, self._seq_len + 1)
+        self.next_sample += self._round
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what it is relative to: equal on every rank, free of the world size."""
+        return {
+            "version": STATE_VERSION,
+            "next_sample": self.next_sample,
+            "fingerprint": self._shards.fingerprint,
+            "seed": self._seed,
+            "mode": MODE,
+            "seq_len": self._seq_len,
+            "global_batch": self._global_batch,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at `state`, of any world size; the loader is unchanged when it is refused.
+
+        Raises UserError naming the field, where anything but the world size differs, and where
+        next_sample is not at a boundary of this world's rounds (it always is between steps).
+        """
+        current = self.state_dict()
+        missing = [field for field in current if field not in state]
+        if missing:
+            raise UserError(
+                f"the checkpoint's data-loader state has no {missing[0]!r} (it has "
+                f"{sorted(state)}): it is not from this loader; start a new run"
+            )
+        for field, way_out in _WAYS_OUT.items():
+            if state[field] != current[field]:
+                raise UserError(
+                    f"the checkpoint's data order does not fit this run: {field} is "
+                    f"{state[field]!r} in the checkpoint, {current[field]!r} now; {way_out}"
+                )
+        next_sample = state["next_sample"]
+        if not isinstance(next_sample, int) or next_sample < 0 or next_sample % self._round:
+            raise UserError(
+                f"the checkpoint's next_sample is {next_sample!r}, expected a multiple of "
+                f"dp_world_size * local_batch_size = {self._round}: the checkpoint was written "
+                f"between two steps' micro-batches; resume at the world size that wrote it"
+            )
+        self.next_sample = next_sample

@@ -1,0 +1,306 @@
+"""Writing a split of token shards, part by part: the other half of `shards.py`.
+
+data_prep writes each unit of its plan with a `UnitWriter` and ends with `write_manifest`; tests
+and small tools use `write_shards`. A part is committed by its mark: .bin, .docs and .crc are
+written under temporary names, synced and renamed, and only then the mark. What is written depends
+on the documents and options alone, never on time, process or machine.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from canon_pretrain.data.shards import (
+    BLOCK_BYTES,
+    FORMAT,
+    MANIFEST,
+    MAX_PART_TOKENS,
+    VERSION,
+    ShardError,
+    block_crcs,
+    dtype_for,
+    make_manifest,
+    part_name,
+    way_out,
+)
+from canon_pretrain.files import publish, sha256_file, write_atomic, write_json
+
+SUFFIXES = ("bin", "docs", "crc")
+
+
+class _PartFile:
+    """The growing .bin file of one part, with its hash and block CRCs."""
+
+    def __init__(self, path: Path, first_row: int) -> None:
+        self.path = path
+        self.first_row = first_row
+        self.last_row = first_row
+        self.size = 0
+        self.tokens = 0
+        self.text_bytes = 0
+        self.max_id = 0
+        self.ends: list[int] = []
+        self._crcs: list[np.ndarray] = []
+        self._pending = bytearray()
+        self._digest = hashlib.sha256()
+        self._file: BinaryIO = open(self._temporary(), "wb")
+
+    def _temporary(self) -> Path:
+        return self.path.with_name(self.path.name + ".bin.tmp")
+
+    def add(self, content: bytes) -> None:
+        self._pending += content
+        whole = len(self._pending) // BLOCK_BYTES * BLOCK_BYTES
+        if whole:
+            self._flush(whole)
+
+    def _flush(self, count: int) -> None:
+        piece = bytes(self._pending[:count])
+        del self._pending[:count]
+        self._crcs.append(block_crcs(piece))
+        self._digest.update(piece)
+        self._file.write(piece)
+        self.size += count
+
+    def publish(self) -> dict[str, dict[str, Any]]:
+        """Give the three files their names; return each one's size and sha256."""
+        self._flush(len(self._pending))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        publish(self._temporary(), self.path.with_name(self.path.name + ".bin"))
+        files = {"bin": {"size": self.size, "sha256": self._digest.hexdigest()}}
+        docs = np.array(self.ends, dtype="<u8").tobytes()
+        for suffix, content in (("docs", docs), ("crc", np.concatenate(self._crcs).tobytes())):
+            write_atomic(self.path.with_name(f"{self.path.name}.{suffix}"), content)
+            digest = hashlib.sha256(content).hexdigest()
+            files[suffix] = {"size": len(content), "sha256": digest}
+        return files
+
+    def abandon(self) -> None:
+        self._file.close()
+        self._temporary().unlink(missing_ok=True)
+
+
+class UnitWriter:
+    """Writes the documents of one unit as parts of at most `max_part_tokens` tokens.
+
+    A unit has at least one part, if an empty one; its last part's mark says so and thereby commits
+    the unit (`unit_marks`). Leaving the `with` block by an exception drops the part in progress.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        unit: int,
+        *,
+        vocab_size: int,
+        eos_id: int,
+        plan_sha256: str = "",
+        max_part_tokens: int = MAX_PART_TOKENS,
+    ) -> None:
+        if not 0 <= eos_id < vocab_size:
+            raise ShardError(f"eos id {eos_id} is outside the vocabulary of {vocab_size}")
+        self._folder = folder
+        self._unit = unit
+        self._vocab_size = vocab_size
+        self._dtype = dtype_for(vocab_size)
+        self._plan_sha256 = plan_sha256
+        self._max_part_tokens = max_part_tokens
+        self._num_parts = 0
+        self._part: _PartFile | None = None
+
+    def add(self, ids: np.ndarray, *, num_bytes: int, row: int) -> None:
+        """Append one document, stored as it is: the caller has put the EOS id at its end.
+
+        `ids` int [at least 1]; `num_bytes` the UTF-8 size of its text; `row` its number in the
+        unit. Raises ShardError for an id outside the vocabulary or a document longer than a part.
+        """
+        count = len(ids)
+        if count == 0:
+            raise ShardError(f"row {row} of unit {self._unit}: a document without tokens")
+        if count > self._max_part_tokens:
+            raise ShardError(
+                f"row {row} of unit {self._unit}: a document of {count} tokens, a part holds at "
+                f"most {self._max_part_tokens}; split or drop this document in the source"
+            )
+        low, high = int(ids.min()), int(ids.max())
+        # before the cast: numpy would store 70000 as uint16 4464 without a word
+        if low < 0 or high >= self._vocab_size:
+            raise ShardError(
+                f"row {row} of unit {self._unit}: token id {low if low < 0 else high} is outside "
+                f"the vocabulary of {self._vocab_size}; the tokenizer is not the plan's"
+            )
+        if self._part and self._part.tokens + count > self._max_part_tokens:
+            self._commit(last=False, skipped={})
+        part = self._part = self._part or self._new_part(row)
+        part.add(ids.astype(self._dtype).tobytes())
+        part.tokens += count
+        part.ends.append(part.tokens)
+        part.text_bytes += num_bytes
+        part.max_id = max(part.max_id, high)
+        part.last_row = row + 1
+
+    def finish(self, skipped: Mapping[str, int] | None = None) -> None:
+        """Commit the last part, and with it the unit; `skipped` counts skipped rows by reason."""
+        self._part = self._part or self._new_part(0)
+        self._commit(last=True, skipped=skipped or {})
+
+    def __enter__(self) -> "UnitWriter":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._part:
+            self._part.abandon()
+            self._part = None
+
+    def _new_part(self, row: int) -> _PartFile:
+        return _PartFile(self._folder / part_name(self._unit, self._num_parts), row)
+
+    def _commit(self, *, last: bool, skipped: Mapping[str, int]) -> None:
+        part = self._part
+        assert part is not None
+        files = part.publish()
+        mark = {
+            "format": FORMAT,
+            "version": VERSION,
+            "unit": self._unit,
+            "part": self._num_parts,
+            "last_in_unit": last,
+            "tokens": part.tokens,
+            "documents": len(part.ends),
+            "text_bytes": part.text_bytes,
+            "rows": [part.first_row, part.last_row],
+            "max_id": part.max_id,
+            "skipped": dict(sorted(skipped.items())),
+            "plan_sha256": self._plan_sha256,
+            "files": files,
+        }
+        write_json(self._folder / f"{part.path.name}.json", mark)
+        self._part = None
+        self._num_parts += 1
+
+
+def unit_marks(folder: Path, unit: int, plan_sha256: str) -> list[dict[str, Any]] | None:
+    """The commit marks of a unit's parts in order, or None when the unit is not complete.
+
+    Complete: an unbroken row of marks of this plan up to the last one of the unit, and files of
+    the sizes that the marks name (contents are verify's work).
+    """
+    marks: list[dict[str, Any]] = []
+    while not marks or not marks[-1]["last_in_unit"]:
+        name = part_name(unit, len(marks))
+        try:
+            mark = json.loads((folder / f"{name}.json").read_bytes())
+            if (mark["version"], mark["plan_sha256"]) != (VERSION, plan_sha256):
+                return None
+            for suffix in SUFFIXES:
+                if (folder / f"{name}.{suffix}").stat().st_size != mark["files"][suffix]["size"]:
+                    return None
+            mark["last_in_unit"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+        marks.append(mark)
+    return marks
+
+
+def drop_changed_marks(folder: Path) -> None:
+    """Remove marks that are not those of the split's manifest, so that their units are rebuilt.
+
+    Otherwise writing the manifest again would take a damaged mark for the truth.
+    """
+    try:
+        parts = json.loads((folder / MANIFEST).read_bytes())["parts"]
+        expected = {folder / f"{part['name']}.json": part["mark_sha256"] for part in parts}
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    for path, digest in expected.items():
+        if path.exists() and sha256_file(path) != digest:
+            path.unlink()
+
+
+def remove_unit(folder: Path, unit: int) -> None:
+    """Remove what an earlier attempt left of a unit: marks first, so that nothing looks whole."""
+    left = sorted(folder.glob(f"part-{unit:05d}-*"), key=lambda path: ".json" not in path.name)
+    for path in left:
+        path.unlink()
+
+
+def read_marks(folder: Path, num_units: int) -> list[tuple[str, bytes]]:
+    """Every part's (name, commit mark's bytes) of units 0 to num_units - 1, in stream order.
+
+    Raises ShardError for a unit whose marks do not reach its last part.
+    """
+    marks = []
+    for unit in range(num_units):
+        last = False
+        part = 0
+        while not last:
+            name = part_name(unit, part)
+            try:
+                content = (folder / f"{name}.json").read_bytes()
+                last = bool(json.loads(content)["last_in_unit"])
+            except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+                raise ShardError(
+                    f"{folder / name}.json: missing or no commit mark ({error!r}); {way_out(name)}"
+                ) from None
+            marks.append((name, content))
+            part += 1
+    return marks
+
+
+def write_manifest(
+    folder: Path,
+    num_units: int,
+    *,
+    vocab_size: int,
+    eos_id: int,
+    tokenizer_sha256: str = "",
+    plan_sha256: str = "",
+) -> dict[str, Any]:
+    """Finish the split: write and return the manifest over all its parts. Raises ShardError."""
+    header = {
+        "vocab_size": vocab_size,
+        "eos_id": eos_id,
+        "tokenizer_sha256": tokenizer_sha256,
+        "plan_sha256": plan_sha256,
+    }
+    manifest = make_manifest(header, read_marks(folder, num_units))
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def write_shards(
+    folder: Path,
+    documents: Iterable[np.ndarray],
+    *,
+    vocab_size: int,
+    eos_id: int,
+    num_bytes: Iterable[int] | None = None,
+    tokenizer_sha256: str = "",
+    max_part_tokens: int = MAX_PART_TOKENS,
+) -> None:
+    """Write `documents` (int arrays, each ending with its EOS id) as a finished split of one unit.
+
+    `num_bytes` are the UTF-8 sizes of their texts, 0 each where not given. `folder` is made.
+    Raises ShardError, as UnitWriter.add does, and where `folder` already holds a split.
+    """
+    if (folder / MANIFEST).exists():
+        raise ShardError(f"{folder}: holds a split already; give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    documents = list(documents)
+    sizes = [0] * len(documents) if num_bytes is None else list(num_bytes)
+    with UnitWriter(
+        folder, 0, vocab_size=vocab_size, eos_id=eos_id, max_part_tokens=max_part_tokens
+    ) as writer:
+        for row, (ids, size) in enumerate(zip(documents, sizes, strict=True)):
+            writer.add(np.asarray(ids), num_bytes=size, row=row)
+        writer.finish()
+    write_manifest(
+        folder, 1, vocab_size=vocab_size, eos_id=eos_id, tokenizer_sha256=tokenizer_sha256
+    )

@@ -1,0 +1,120 @@
+"""Initial weights as pure functions: the same bits at any world size, in any order, in any split.
+
+`Transformer.init_weights` asks for one `InitialValue` a parameter; a single process copies all of
+its rows, a rank of a sharded run only those that it holds. FSDP2's own random initialisation gives
+every rank the same shard on a CPU, and depends on the world size elsewhere.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from canon_pretrain.model.args import ModelArgs
+
+BLOCK_ELEMENTS = 2**16
+KINDS = ("ones", "normal", "truncated_normal", "uniform")
+TRUNCATE_SIGMAS = 3.0
+PAPER_STD = 0.02
+# what torch.compile and activation checkpointing insert into a parameter's name
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class InitialValue:
+    """The whole initial value of one parameter: a pure function of seed, name, shape and law.
+
+    `kind`: `ones`; `normal` N(0, scale); `truncated_normal` the same, cut at 3 sigma; `uniform`
+    U(-scale, scale). Raises ValueError for another kind, or for a shape without rows.
+    """
+
+    name: str
+    shape: torch.Size
+    seed: int
+    kind: str
+    scale: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f'kind "{self.kind}" of {self.name}; expected one of {KINDS}')
+        if len(self.shape) == 0 or math.prod(self.shape) == 0:
+            raise ValueError(
+                f"{self.name} has the shape {tuple(self.shape)}; expected rows to fill"
+            )
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows that share one generator: about 2^16 elements, at least one row."""
+        return max(1, BLOCK_ELEMENTS // math.prod(self.shape[1:]))
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return the rows [start, stop) of dim 0 as float32 on the CPU; start = stop gives none.
+
+        Any split of the rows gives the same bits: blocks are always generated whole, then cut.
+        Raises ValueError unless 0 <= start <= stop <= shape[0].
+        """
+        if not 0 <= start <= stop <= self.shape[0]:
+            raise ValueError(
+                f"rows [{start}, {stop}) of {self.name} do not exist: it has {self.shape[0]}"
+            )
+        size = (stop - start, *self.shape[1:])
+        if self.kind == "ones":
+            return torch.ones(size, device="cpu", dtype=torch.float32)
+        values = torch.empty(size, device="cpu", dtype=torch.float32)
+        row = start
+        while row < stop:
+            index, skip = divmod(row, self.rows_per_block)
+            take = min(self.rows_per_block - skip, stop - row)
+            values[row - start : row - start + take] = self._block(index)[skip : skip + take]
+            row += take
+        return values
+
+    def _block(self, index: int) -> Tensor:
+        """Generate block `index`, all of it, from its own generator."""
+        rows = min(self.rows_per_block, self.shape[0] - index * self.rows_per_block)
+        block = torch.empty((rows, *self.shape[1:]), device="cpu", dtype=torch.float32)
+        digest = hashlib.sha256(f"{self.seed}/{self.name}/{index}".encode()).digest()
+        # 63 bits: manual_seed takes no more without wrapping
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        if self.kind == "uniform":
+            return block.uniform_(-self.scale, self.scale, generator=generator)
+        if self.kind == "normal":
+            return block.normal_(0.0, self.scale, generator=generator)
+        bound = TRUNCATE_SIGMAS * self.scale
+        return torch.nn.init.trunc_normal_(
+            block, 0.0, self.scale, -bound, bound, generator=generator
+        )
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what torch.compile and checkpoint wrappers insert."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue:
+    """Return the initial value of the parameter `name` of `Transformer(args)`.
+
+    Canon: PyTorch's Conv1d default U(-K^-1/2, K^-1/2), +-1/2 at kernel 4 (appendix C, "default
+    initialisation"), whatever the preset. Norm gains: 1. All else is a matrix [out, in]: N(0, 0.02)
+    with `paper`; with `lingua` std in^-1/2 (D^-1/2, and F^-1/2 for w2) cut at 3 sigma.
+    Raises ValueError for a name of no known law.
+    """
+    name = plain_name(name)
+    module = name.split(".")[-2] if "." in name else ""
+
+    def value(kind: str, scale: float) -> InitialValue:
+        return InitialValue(name, torch.Size(shape), args.init_seed, kind, scale)
+
+    if module.startswith("canon_"):
+        return value("uniform", args.canon_kernel**-0.5)
+    if module.endswith("norm"):
+        return value("ones", 0.0)
+    if len(shape) != 2:
+        raise ValueError(f"no initialisation is known for {name} of shape {tuple(shape)}")
+    if args.init == "lingua":
+        return value("truncated_normal", shape[1] ** -0.5)
+    return value("normal", PAPER_STD)

@@ -1,0 +1,36 @@
+"""Fixtures of the whole suite: small shards, and the debug experiment run in several ways."""
+
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.titan.device import prepare_device
+from tests.support import Runs, debug_run, train, write_data
+
+prepare_device()  # test files import torchtitan at their top, and it looks for a device then
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards as data_prep leaves them, of 512 pieces: train/ and validation/."""
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def runs(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The debug experiment, 12 steps: straight on 2 ranks; stopped at 5 and resumed on 2 ranks;
+    and stopped at 5 on 3 ranks, then finished on one."""
+    base = tmp_path_factory.mktemp("runs")
+    folders = Runs(base / "straight", base / "resumed", base / "elastic")
+
+    def launch(folder: Path, ranks: int | None, *more: object) -> None:
+        train(*debug_run(data_folder, folder), *more, ranks=ranks)
+
+    launch(folders.straight, 2)
+    launch(folders.resumed, 2, "--run.stop_at", 5)
+    launch(folders.resumed, 2)
+    launch(folders.elastic, 3, "--run.stop_at", 5)
+    launch(folders.elastic, None)
+    return folders

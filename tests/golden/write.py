@@ -1,0 +1,25 @@
+"""Write the golden losses anew: `python -m tests.golden.write`, after a change that is meant to
+change them. Say in the commit why they changed."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.log import read_log
+from tests.support import ROOT, debug_run, train, write_data
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        data, run = Path(folder, "data"), Path(folder, "run")
+        write_data(data)
+        train(*debug_run(data, run), ranks=2)
+        events = [e for e in read_log(RunFolder(run).log_file) if e["event"] == "step"]
+    golden = {name: [event[name] for event in events] for name in ("loss", "grad_norm")}
+    path = ROOT / "tests" / "golden" / "debug_losses.json"
+    path.write_text(json.dumps(golden, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

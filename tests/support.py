@@ -1,0 +1,82 @@
+"""What test files share: token streams, and the trainer as a user starts it."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from canon_pretrain.data.shard_writer import write_shards
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCAB_SIZE = 512
+EOS_ID = 2
+
+
+def token_documents(seed: int, count: int, length: int) -> list[np.ndarray]:
+    """`count` documents that a model can learn: each id follows from the last, with some noise.
+
+    From NumPy's raw Philox words alone, which never change between versions.
+    """
+    words = np.random.Philox(key=seed).random_raw(count * length).astype(np.uint64)
+    noise = (words >> np.uint64(32)) % np.uint64(7)
+    documents = []
+    for k in range(count):
+        ids = [3 + int(words[k * length]) % (VOCAB_SIZE - 3)]
+        for step in noise[k * length + 1 : (k + 1) * length - 1]:
+            ids.append(3 + (ids[-1] * 5 + int(step)) % (VOCAB_SIZE - 3))
+        documents.append(np.array([*ids, EOS_ID]))
+    return documents
+
+
+def write_data(folder: Path) -> None:
+    """Shards as data_prep leaves them: `folder`/train and `folder`/validation, 512 pieces."""
+    for name, seed, count in (("train", 1, 100), ("validation", 2, 8)):
+        documents = token_documents(seed, count, length=200)
+        write_shards(
+            folder / name,
+            documents,
+            vocab_size=VOCAB_SIZE,
+            eos_id=EOS_ID,
+            num_bytes=[3 * len(ids) for ids in documents],
+        )
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Folders of one experiment run in several ways; see the fixture `runs`."""
+
+    straight: Path
+    resumed: Path
+    elastic: Path
+
+
+def debug_run(data: Path, folder: Path) -> list[object]:
+    """The command line of the debug experiment on `data` into `folder`."""
+    config = ROOT / "train_configs" / "debug.toml"
+    return ["--config", config, "--data.path", data, "--job.dump_folder", folder]
+
+
+def train(
+    *arguments: object, ranks: int | None = None, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """`python -m canon_pretrain.train` with `arguments`, or torchrun with the same.
+
+    `ranks=None` starts one process without torchrun. With `check`, a failure fails the test and
+    shows the output.
+    """
+    launch = [sys.executable, "-m"]
+    if ranks is not None:
+        # a free port a launch: tests may run side by side with others on this machine
+        launch += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    command = [*launch, "canon_pretrain.train", *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    if check and done.returncode:
+        pytest.fail(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    return done

@@ -1,0 +1,109 @@
+"""Experiment files: `extends`, and errors that name the key and the way out."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from canon_pretrain.config import build, merge, read_experiment, suggest
+from canon_pretrain.errors import UserError
+
+
+@dataclass
+class Inner:
+    steps: int = 1
+    lr: float = 0.1
+    name: str | None = None
+    kind: Literal["a", "b"] = "a"
+    parts: list[str] = field(default_factory=list)
+    on: bool = False
+
+
+@dataclass
+class Outer:
+    training: Inner = field(default_factory=Inner)
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_extends_merges_key_by_key_and_the_later_file_wins(tmp_path: Path) -> None:
+    write(tmp_path, "base/size.toml", "[training]\nsteps = 1\nlr = 0.5\n")
+    write(tmp_path, "base/data.toml", "[data]\npath = 'x'\n[training]\nsteps = 2\n")
+    write(tmp_path, "mid.toml", 'extends = ["base/size.toml", "base/data.toml"]\n')
+    top = write(tmp_path, "top.toml", 'extends = "mid.toml"\n[training]\nname = "n"\n')
+    assert read_experiment(top) == {
+        "training": {"steps": 2, "lr": 0.5, "name": "n"},
+        "data": {"path": "x"},
+    }
+
+
+def test_merge_leaves_its_arguments_alone() -> None:
+    base, over = {"a": {"b": 1}}, {"a": {"c": 2}}
+    assert merge(base, over) == {"a": {"b": 1, "c": 2}}
+    assert (base, over) == ({"a": {"b": 1}}, {"a": {"c": 2}})
+
+
+def test_a_circle_of_extends_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "a.toml", 'extends = "b.toml"')
+    write(tmp_path, "b.toml", 'extends = "a.toml"')
+    with pytest.raises(UserError, match=r"circle.*a\.toml -> .*b\.toml -> .*a\.toml"):
+        read_experiment(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('extends = "gone.toml"', r"gone\.toml does not exist \(named by `extends` in .*top\.toml"),
+        ("extends = 3", "`extends` must be a path or a list of paths, not 3"),
+        ("[training\n", r"top\.toml is not valid TOML"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_experiment(write(tmp_path, "top.toml", text))
+
+
+def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist$"):
+        read_experiment(tmp_path / "none.toml")
+    with pytest.raises(UserError, match="is a folder"):
+        read_experiment(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"trainin": {}}, "unknown section 'trainin': did you mean 'training'"),
+        ({"training": {"step": 1}}, r"unknown key 'training\.step': did you mean 'steps'"),
+        ({"training": {"zzz": 1}}, r"'training\.zzz': known are: kind, lr, name, on, parts, steps"),
+        ({"training": 3}, r"'training' is a section, written \[training\]"),
+        ({"training": {"steps": "5"}}, "'training.steps' = '5' is a string; expected a whole"),
+        ({"training": {"steps": 1.5}}, "is a number; expected a whole number"),
+        ({"training": {"steps": True}}, "is true or false; expected a whole number"),
+        ({"training": {"lr": True}}, "expected a number"),
+        ({"training": {"on": 1}}, "expected true or false"),
+        ({"training": {"kind": "c"}}, "expected one of 'a', 'b'"),
+        ({"training": {"parts": "a"}}, "expected a list of a string"),
+        ({"training": {"name": ["a"]}}, "is a list; expected a string"),
+        ({"training": {"name": {}}}, "is a section; expected a string"),
+    ],
+)
+def test_wrong_keys_and_types_are_refused(values: dict, message: str) -> None:
+    with pytest.raises(UserError, match=f"^f.toml: .*{message}"):
+        build(Outer, values, source="f.toml")
+
+
+def test_right_types_are_taken_as_they_are() -> None:
+    values = {"steps": 3, "lr": 2, "name": "x", "kind": "b", "parts": ["p"], "on": True}
+    assert build(Outer, {"training": values}, source="f.toml") == Outer(Inner(**values))
+
+
+def test_suggest_names_the_nearest_or_all() -> None:
+    assert suggest("stepz", ["steps", "lr"]) == "did you mean 'steps'?"
+    assert suggest("qqq", ["steps", "lr"]) == "known are: lr, steps"

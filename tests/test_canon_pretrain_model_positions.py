@@ -1,0 +1,91 @@
+"""Rotary positions: against complex numbers, what each layout rotates, distances, dtypes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from canon_pretrain.model.args import ModelArgs, flavor
+from canon_pretrain.model.positions import Rope, apply_rope, rope_tables
+
+LAYOUTS = {  # heads, dims that rotate at H = 4, K = 16
+    "rope": (4, 16),
+    "partial_rope_a": (2, 8),
+    "partial_rope_b": (1, 16),
+    "partial_rope_c": (4, 4),
+}
+
+
+def _args(position: str) -> ModelArgs:
+    return replace(flavor("debug"), position=position)
+
+
+@pytest.mark.parametrize(("position", "layout"), LAYOUTS.items())
+def test_rotates_exactly_the_layouts_coordinates(position, layout):
+    x = torch.randn(2, 9, 4, 16, generator=torch.Generator().manual_seed(0))
+    y = Rope(_args(position))(x)
+    heads, dims = layout
+    expected = torch.zeros(4, 16, dtype=torch.bool)
+    expected[:heads, :dims] = True
+    assert torch.equal((y != x).any(dim=(0, 1)), expected)
+    assert torch.equal(y[:, 0], x[:, 0])
+    if position != "rope":
+        assert expected.sum() * 4 == expected.numel()
+
+
+@pytest.mark.parametrize(("position", "layout"), LAYOUTS.items())
+def test_equals_complex_multiplication(position, layout):
+    x = torch.randn(2, 9, 4, 16, generator=torch.Generator().manual_seed(1))
+    heads, dims = layout
+    # the exponent is 2i / rope_dim: relative to what rotates, not to the head
+    frequency = 10000.0 ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+    angle = torch.outer(torch.arange(9, dtype=torch.float64), frequency)[:, None]
+    moving = x[:, :, :heads, :dims].double().unflatten(-1, (-1, 2)).contiguous()
+    turned = torch.view_as_complex(moving) * torch.polar(torch.ones_like(angle), angle)
+    expected = x.clone()
+    expected[:, :, :heads, :dims] = torch.view_as_real(turned).flatten(-2).float()
+    torch.testing.assert_close(Rope(_args(position))(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_depend_on_the_distance_only():
+    rope = Rope(_args("rope"))
+    q, k = torch.randn(2, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    q_T = rope(q.expand(1, 64, 4, 16))[0, :, 0]
+    k_T = rope(k.expand(1, 64, 4, 16))[0, :, 0]
+    scores = q_T @ k_T.T
+    for distance in (0, 1, 7, 30):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)
+    assert (scores[0, 0] - scores[7, 0]).abs() > 1e-3
+
+
+def test_tables_turn_the_first_pair_by_one_radian_a_token_without_frequency_scaling():
+    cos, sin = rope_tables(5, 8, 10000.0)
+    assert cos.shape == sin.shape == (5, 4)
+    token = torch.arange(5.0)
+    torch.testing.assert_close(cos[:, 0], token.cos())
+    torch.testing.assert_close(sin[:, 3], (token * 1e-3).sin())
+
+
+def test_result_keeps_the_dtype_and_is_computed_in_float32():
+    cos, sin = rope_tables(9, 16, 10000.0)
+    x = torch.randn(1, 9, 4, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
+    y = apply_rope(x, cos, sin, rope_heads=4)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, apply_rope(x.float(), cos, sin, rope_heads=4).bfloat16())
+
+
+def test_tables_stay_float32_when_the_model_is_cast():
+    rope = Rope(_args("rope"))
+    before = rope.cos_TR.clone()
+    rope.to(torch.bfloat16)
+    assert rope.cos_TR.dtype == rope.sin_TR.dtype == torch.float32
+    assert torch.equal(rope.cos_TR, before)
+
+
+def test_tables_are_on_the_meta_device_until_reset_and_never_saved():
+    with torch.device("meta"):
+        rope = Rope(_args("rope"))
+    assert rope.cos_TR.is_meta and not rope.state_dict()
+    rope.to_empty(device="cpu").reset(torch.device("cpu"))
+    assert torch.equal(rope.sin_TR, Rope(_args("rope")).sin_TR)

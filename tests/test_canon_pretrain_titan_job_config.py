@@ -1,0 +1,127 @@
+"""The job: what a file and a command line come to, and what is refused."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.model.args import FLAVORS, ModelArgs
+from canon_pretrain.titan.job_config import CanonJobConfig, Model, micro_batch_size, parse_job
+from tests.support import ROOT
+
+DEBUG = str(ROOT / "train_configs" / "debug.toml")
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("train_configs/*.toml")), ids=lambda p: p.stem)
+def test_every_experiment_parses_and_builds(path: Path) -> None:
+    job = parse_job(["--config", str(path)])
+    assert job.model_args.max_seq_len == job.training.seq_len
+    assert job.job.config_file == str(path)
+
+
+def test_the_command_line_wins_over_the_file() -> None:
+    words = "--training.steps 7 --model.canon-set=ca --run.stop_at 3 --compile.enable".split()
+    job = parse_job(["--config", DEBUG, *words])
+    assert (job.training.steps, job.run.stop_at, job.compile.enable) == (7, 3, True)
+    assert job.model_args.canon_set == "AC"
+    assert job.optimizer.lr == 3e-3  # the file's
+    assert parse_job([f"--job.config_file={DEBUG}"]).training.steps == 12
+
+
+def test_defaults_are_the_papers_and_not_torchtitans() -> None:
+    """spec/model.md, "Training settings": torchtitan's own defaults are never relied on."""
+    job = CanonJobConfig()
+    optimizer, schedule = job.optimizer, job.lr_scheduler
+    assert (optimizer.name, optimizer.beta1, optimizer.beta2) == ("AdamW", 0.9, 0.98)
+    assert (optimizer.eps, optimizer.weight_decay) == (1e-6, 0.03)
+    assert (schedule.warmup_steps, schedule.decay_type, schedule.min_lr_factor) == (
+        1000,
+        "cosine",
+        0.1,
+    )
+    assert job.checkpoint.enable
+    assert not job.checkpoint.last_save_model_only
+    assert job.activation_checkpoint.mode == "none"
+
+
+def test_every_model_key_of_the_toml_reaches_the_model() -> None:
+    ours = {f.name for f in dataclasses.fields(Model)} & {
+        f.name for f in dataclasses.fields(ModelArgs)
+    }
+    values = {
+        "vocab_size": 77,
+        "position": "partial_rope_c",
+        "canon_set": "BD",
+        "canon_kernel": 3,
+        "canon_residual": False,
+        "canon_activation": True,
+        "qk_norm": True,
+        "init": "lingua",
+        "init_seed": 9,
+    }
+    assert ours == values.keys()
+    job = CanonJobConfig(model=Model(flavor="162M", **values))  # type: ignore[arg-type]
+    expected = dataclasses.replace(FLAVORS["162M"], max_seq_len=job.training.seq_len, **values)
+    assert job.model_args == expected
+    assert CanonJobConfig(model=Model(flavor="4M")).model_args.vocab_size == 2000
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, 12, 16, 24, 48])
+@pytest.mark.parametrize("bound", [1, 4, 5, 16, 100])
+def test_micro_batches_always_make_up_the_global_batch(world_size: int, bound: int) -> None:
+    job = CanonJobConfig()
+    job.training.global_batch_size = 48
+    job.training.local_batch_size = bound
+    size = micro_batch_size(job, world_size)
+    assert 1 <= size <= bound
+    assert 48 % (size * world_size) == 0
+    larger = range(size + 1, bound + 1)
+    assert not any(48 % (other * world_size) == 0 for other in larger)
+
+
+def test_a_world_size_that_does_not_divide_names_the_ones_that_do() -> None:
+    job = CanonJobConfig()
+    job.training.global_batch_size = 12
+    with pytest.raises(UserError, match=r"12 can't be shared by 5 ranks.*: 1, 2, 3, 4, 6, 12$"):
+        micro_batch_size(job, 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--training.global_batch_size", "-1"], "global_batch_size = -1: set it in sequences"),
+        (["--training.steps", "0"], r"training\.steps = 0: expected at least 1"),
+        (["--run.stop_at", "13"], r"run\.stop_at = 13: expected a step from 1 to .* = 12"),
+        (["--lr_scheduler.warmup_steps", "13"], "warmup_steps = 13 is more than"),
+        (["--parallelism.tensor_parallel_degree", "2"], "only FSDP2 over all ranks"),
+        (["--model.name", "llama3"], "this trainer trains 'canon' only"),
+        (["--model.canon_set", "ABE"], 'names the Canon site "E"; only A, B, C and D exist'),
+        (["--model.flavor", "1b4"], '"1b4" is not known'),
+        (["--model.position", "ropee"], '"ropee" is not known.*Did you mean "rope"'),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_job(["--config", DEBUG, *words])
+
+
+def test_no_file_gives_the_usage() -> None:
+    with pytest.raises(UserError, match="no config file given. Usage: torchrun -m"):
+        parse_job(["--training.steps", "3"])
+    with pytest.raises(UserError, match="--config needs a file"):
+        parse_job(["--config"])
+
+
+@pytest.mark.parametrize("words", [["--training.stepz", "3"], ["--training.steps", "many"]])
+def test_a_wrong_override_suggests_and_exits_with_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_job(["--config", DEBUG, *words])
+    assert left.value.code == 2
+    assert "--training.steps" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_job(["--config", DEBUG, *words], quiet=True)
+    printed = capsys.readouterr()
+    assert printed.out + printed.err == ""

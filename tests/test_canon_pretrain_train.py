@@ -1,0 +1,216 @@
+"""The trainer as a user starts it: stop, resume, other world sizes, golden losses, errors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from canon_pretrain.checkpoint import load_alone, tensor_shapes
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.log import read_log
+from canon_pretrain.train import main
+from tests.support import ROOT, Runs, debug_run, train
+
+GOLDEN = ROOT / "tests" / "golden" / "debug_losses.json"
+STEPS = 12
+
+
+def step_events(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in read_log(RunFolder(folder).log_file) if event["event"] == "step"]
+
+
+def curve(folder: Path, name: str) -> list[float]:
+    events = step_events(folder)
+    assert [event["step"] for event in events] == list(range(1, STEPS + 1))
+    return [event[name] for event in events]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the last checkpoint: weights and optimizer moments, whole."""
+    checkpoint = folder / "checkpoint" / f"step-{STEPS}"
+    state = {name: torch.empty(shape) for name, shape in tensor_shapes(checkpoint).items()}
+    assert any(name.startswith("optimizer.") for name in state)
+    load_alone(state, checkpoint)
+    return state
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs: Runs) -> None:
+    for name in ("loss", "max_loss", "grad_norm", "lr", "tokens"):
+        assert curve(runs.resumed, name) == curve(runs.straight, name), name
+    straight, resumed = tensors(runs.straight), tensors(runs.resumed)
+    assert straight.keys() == resumed.keys()
+    for name, tensor in straight.items():
+        assert torch.equal(tensor, resumed[name]), name
+
+
+def test_another_world_size_takes_up_the_same_run(runs: Runs) -> None:
+    """Stopped on 3 ranks, finished on 1: the same samples, token counts, schedule and losses."""
+    for name in ("lr", "tokens"):
+        assert curve(runs.elastic, name) == curve(runs.straight, name), name
+    for name in ("loss", "grad_norm"):
+        expected = pytest.approx(curve(runs.straight, name), rel=1e-5)
+        assert curve(runs.elastic, name) == expected, name
+    worlds = [e["world_size"] for e in read_log(RunFolder(runs.elastic).log_file) if "torch" in e]
+    assert worlds == [3, 1]
+
+
+def test_losses_are_the_golden_ones(runs: Runs) -> None:
+    """Written by `python -m tests.golden.write`; equal across machines to 1e-4 (style.md)."""
+    golden = json.loads(GOLDEN.read_text())
+    assert curve(runs.straight, "loss") == pytest.approx(golden["loss"], rel=1e-4)
+    assert curve(runs.straight, "grad_norm") == pytest.approx(golden["grad_norm"], rel=1e-3)
+
+
+def test_the_model_learns(runs: Runs) -> None:
+    losses = curve(runs.straight, "loss")
+    assert losses[0] == pytest.approx(6.238, abs=0.05)  # ln 512: nothing is known yet
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_tokens_are_counted_over_all_ranks(runs: Runs) -> None:
+    assert curve(runs.straight, "tokens") == [12 * 64 * step for step in range(1, STEPS + 1)]
+
+
+def test_the_schedule_is_that_of_training_steps_though_stopped(runs: Runs) -> None:
+    """Warm-up (i + 1) / 4, then cosine to 10 % over all 12 steps."""
+    rates = curve(runs.resumed, "lr")
+    assert rates[:4] == pytest.approx([3e-3 * k / 4 for k in (1, 2, 3, 4)])
+    assert rates[4] == pytest.approx(3e-3)
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert 3e-4 < rates[-1] < 5e-4
+
+
+def test_the_run_folder_says_what_the_run_was(runs: Runs, data_folder: Path) -> None:
+    folder = RunFolder(runs.straight)
+    identity = folder.read_config()["identity"]
+    with TokenShards.open(data_folder / "train") as shards:
+        assert identity["data_fingerprint"] == shards.fingerprint
+    assert identity["model.canon_set"] == "ABCD"
+    assert folder.done_file.read_text() == "12\n"
+    assert not (runs.straight / "checkpoint" / "step-5").exists()
+    assert (runs.resumed / "checkpoint" / "step-5").exists()
+    names = [event["event"] for event in read_log(RunFolder(runs.resumed).log_file)]
+    assert (names[0], names.count("resume"), names[-1]) == ("start", 1, "done")
+
+
+def test_a_finished_run_started_again_changes_nothing(runs: Runs, data_folder: Path) -> None:
+    def files() -> dict[Path, int]:
+        return {p: p.stat().st_mtime_ns for p in runs.elastic.rglob("checkpoint/**/*")}
+
+    before, events = files(), step_events(runs.elastic)
+    done = train(*debug_run(data_folder, runs.elastic))
+    assert "nothing to do" in done.stdout
+    assert (files(), step_events(runs.elastic)) == (before, events)
+
+
+def exits_with_2(argv: list[object], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run the trainer in this process; it must leave with code 2 and one line, which is given."""
+    with pytest.raises(SystemExit) as left:
+        main([str(word) for word in argv])
+    assert left.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "Traceback" not in message
+    assert message.count("\n") == 1
+    return message
+
+
+def test_shards_of_another_vocabulary(
+    data_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*debug_run(data_folder, tmp_path / "run"), "--model.vocab_size", 100]
+    message = exits_with_2(argv, capsys)
+    assert "model.vocab_size = 100" in message
+    assert "set model.vocab_size = 512" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_and_a_damaged_shard_folder(
+    data_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    message = exits_with_2(debug_run(tmp_path / "nowhere", run), capsys)
+    assert "no such folder of token shards" in message
+    (tmp_path / "broken" / "train").mkdir(parents=True)
+    for file in (data_folder / "train").iterdir():
+        (tmp_path / "broken" / "train" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "broken" / "train" / "part-00000-0.bin").write_bytes(b"short")
+    message = exits_with_2(debug_run(tmp_path / "broken", run), capsys)
+    assert "part-00000-0.bin" in message
+    assert "5 bytes, expected" in message
+    assert not run.exists()
+    argv = [*debug_run(data_folder, run), "--training.seq_len", 1_000_000]
+    assert "fewer than one window" in exits_with_2(argv, capsys)
+    config = ROOT / "train_configs" / "debug.toml"
+    assert "data.path is not set" in exits_with_2(["--config", config], capsys)
+
+
+def test_a_byte_flipped_in_a_shard_stops_the_run(data_folder: Path, tmp_path: Path) -> None:
+    """Nothing is trained on damaged data: the CRC is checked at the read itself."""
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    for file in (data_folder / "train").iterdir():
+        (tmp_path / "data" / "train" / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / "data" / "train" / "part-00000-0.bin"
+    content = bytearray(path.read_bytes())
+    content[1000] ^= 1
+    path.write_bytes(content)
+    done = train(*debug_run(tmp_path / "data", tmp_path / "run"), check=False)
+    assert done.returncode == 2
+    assert "64-KiB block 0" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert step_events(tmp_path / "run") == []
+
+
+def test_a_world_size_that_does_not_divide_under_torchrun(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """The message is told once; torchrun adds its own report and makes the exit code 1."""
+    done = train(*debug_run(data_folder, tmp_path / "run"), ranks=5, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("can't be shared by 5 ranks") == 1
+    assert "World sizes that divide it: 1, 2, 3, 4, 6, 12" in done.stderr
+    assert "exitcode  : 2" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_world_size_that_does_not_divide_exits_with_2(
+    data_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "5")):
+        monkeypatch.setenv(name, value)
+    message = exits_with_2(debug_run(data_folder, tmp_path / "run"), capsys)
+    assert "World sizes that divide it: 1, 2, 3, 4, 6, 12" in message
+
+
+def test_another_model_in_the_same_folder_is_refused(
+    runs: Runs, data_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = RunFolder(runs.straight).config_file.read_bytes()
+    argv = [*debug_run(data_folder, runs.straight), "--model.canon_set", "AC"]
+    message = exits_with_2(argv, capsys)
+    assert "model.canon_set: 'ABCD' -> 'AC'" in message
+    assert RunFolder(runs.straight).config_file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[training]\nsteps = 3\nstepz = 4\n",
+            "unknown key 'training.stepz': did you mean 'steps'",
+        ),
+        ("[training]\nsteps = '3'\n", "'training.steps' = '3' is a string; expected a whole"),
+        ("[model]\ncanon_set = 'ABX'\n", 'canon_set = "ABX" names the Canon site "X"'),
+    ],
+)
+def test_a_wrong_file_is_one_message(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.toml").write_text(f'extends = "{ROOT}/train_configs/debug.toml"\n{text}')
+    assert message in exits_with_2(["--config", tmp_path / "c.toml"], capsys)

@@ -1,0 +1,122 @@
+"""The plan: units, the held-out rule, saving and loading, and what differs in words."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.errors import UserError
+from data_prep.plan import (
+    Input,
+    Options,
+    Plan,
+    TokenizerRecord,
+    cut_units,
+    differences,
+    hash_inputs,
+    is_held_out,
+    load_plan,
+    read_input,
+    refuse_changes,
+    save_plan,
+)
+
+INPUTS = tuple(Input(f"f{i}.py", 10 * i, f"{i:064x}") for i in range(12))
+PLAN = Plan(
+    source="stdlib",
+    source_version="python 3",
+    options=Options(holdout=0.1),
+    tokenizer=TokenizerRecord("train:300", "ab", 300, 1, 2, {"x": [5]}),
+    units=cut_units(INPUTS, 100),
+    inputs=INPUTS,
+)
+
+
+def test_units_cover_the_inputs_in_order() -> None:
+    assert PLAN.units == ((0, 5), (5, 7), (7, 9), (9, 11), (11, 12))
+    assert cut_units(INPUTS, 10**9) == ((0, 12),)
+    assert cut_units(INPUTS[5:], 1) == tuple((i, i + 1) for i in range(7))
+    assert cut_units([], 1) == ()
+
+
+def test_held_out_by_hash() -> None:
+    texts = [f"document {i}".encode() for i in range(4000)]
+    held_out = [text for text in texts if is_held_out(text, 0.1)]
+    assert 330 < len(held_out) < 470
+    assert set(held_out) < {text for text in texts if is_held_out(text, 0.2)}
+    assert not any(is_held_out(text, 0.0) for text in texts)
+    share = int(hashlib.sha256(b"holdout" + texts[0]).hexdigest()[:16], 16) / 2**64
+    assert is_held_out(texts[0], share + 1e-9) and not is_held_out(texts[0], share - 1e-9)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    save_plan(tmp_path, PLAN)
+    assert load_plan(tmp_path) == PLAN
+    assert load_plan(tmp_path).sha256 == PLAN.sha256
+    assert replace(PLAN, source="x").sha256 != PLAN.sha256
+
+
+def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no plan.json"):
+        load_plan(tmp_path)
+    save_plan(tmp_path, PLAN)
+    path = tmp_path / "plan.json"
+    good = path.read_text()
+    stored = json.loads(good)
+    for bad, message in [
+        (good[:-20], "damaged"),
+        ("[]", "damaged"),
+        (json.dumps({**stored, "version": 7}), "version 7"),
+        (json.dumps({**stored, "source": "x"}), "does not fit its hash"),
+        (json.dumps({**stored, "extra": 1}), "does not fit its hash"),
+        (json.dumps({**stored, "options": {"holdout": 3}}), "damaged"),
+        (json.dumps({**stored, "units": [[1]]}), "damaged"),
+    ]:
+        path.write_text(bad)
+        with pytest.raises(UserError, match=message):
+            load_plan(tmp_path)
+
+
+def test_differences_name_each_field() -> None:
+    assert differences(PLAN, PLAN) == []
+    changed = (
+        replace(INPUTS[0], size=3, sha256="f" * 64),
+        *INPUTS[2:],
+        Input("new.py", 1, "e" * 64),
+    )
+    new = replace(
+        PLAN,
+        options=Options(holdout=0.2),
+        tokenizer=replace(PLAN.tokenizer, requested="train:400"),
+        inputs=changed,
+    )
+    assert differences(PLAN, new) == [
+        "holdout: 0.1 -> 0.2",
+        "tokenizer requested: train:300 -> train:400",
+        "input f0.py: 0 bytes, sha256 000000000000 -> 3 bytes, sha256 ffffffffffff",
+        "input f1.py: 10 bytes, sha256 000000000000 -> none",
+        "input new.py: none -> 1 bytes, sha256 eeeeeeeeeeee",
+    ]
+    assert "another order" in differences(PLAN, replace(PLAN, inputs=INPUTS[::-1]))[0]
+    with pytest.raises(UserError, match="and 4 more"):
+        refuse_changes(Path("x"), PLAN, replace(PLAN, inputs=()))
+
+
+@pytest.mark.parametrize("holdout", [-0.1, 1.0, float("nan")])
+def test_holdout_outside_its_range(holdout: float) -> None:
+    with pytest.raises(UserError, match="outside"):
+        Options(holdout=holdout)
+
+
+def test_inputs_are_hashed_while_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"one")
+    (known,) = hash_inputs(tmp_path, ["a"])
+    assert known == Input("a", 3, hashlib.sha256(b"one").hexdigest())
+    assert read_input(tmp_path, known) == b"one"
+    (tmp_path / "a").write_bytes(b"two")
+    with pytest.raises(UserError, match="changed since the plan was made"):
+        read_input(tmp_path, known)
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        hash_inputs(tmp_path, ["b"])

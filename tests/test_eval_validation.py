@@ -1,0 +1,157 @@
+"""Held-out loss: exact whatever the batching, and count models that count right."""
+
+import json
+import math
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.model.args import FLAVORS
+from canon_pretrain.model.transformer import Transformer
+from eval.__main__ import main
+from eval.model import load_model
+from eval.validation import CountModels, baseline_losses, model_loss, windows
+from tests.support import Runs
+
+CPU = torch.device("cpu")
+
+
+def held_out(data_folder: Path) -> TokenShards:
+    return TokenShards.open(data_folder / "validation")
+
+
+@pytest.mark.parametrize(("tokens", "seq_len"), [(2, 5), (6, 5), (7, 5), (100, 7), (11, 5)])
+def test_windows_predict_every_token_but_the_first_once(tokens: int, seq_len: int) -> None:
+    predicted = [
+        position
+        for offset, size in windows(tokens, seq_len, None)
+        for position in range(offset + 1, offset + size)
+    ]
+    assert predicted == list(range(1, tokens))
+    assert len(list(windows(tokens, seq_len, 1))) == 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_loss_is_the_token_weighted_mean_at_any_batch_size(
+    data_folder: Path, batch_size: int
+) -> None:
+    model = Transformer(FLAVORS["debug"]).eval()
+    model.init_weights()
+    shards = held_out(data_folder)
+    total = 0.0
+    with torch.no_grad():  # window by window, token by token, in float64
+        for offset in range(0, shards.num_tokens - 1, 50):
+            ids = torch.from_numpy(shards.read(offset, min(51, shards.num_tokens - offset)))
+            logits = model(ids[None, :-1])[0].double()
+            for t, target in enumerate(ids[1:]):
+                total -= torch.log_softmax(logits[t], 0)[target].item()
+    loss = model_loss(model, shards, seq_len=50, batch_size=batch_size, device=CPU)
+    assert loss.num_tokens == shards.num_tokens - 1
+    assert loss.nats_per_token == pytest.approx(total / loss.num_tokens, rel=1e-6)
+    bytes_a_token = shards.num_bytes / shards.num_tokens
+    assert loss.bits_per_byte == pytest.approx(loss.nats_per_token / math.log(2) / bytes_a_token)
+
+
+def test_count_models_equal_a_count_by_hand() -> None:
+    rng = np.random.default_rng(0)
+    train, test = rng.integers(0, 9, 300), rng.integers(0, 10, 80)  # 9 is unseen
+    models = CountModels(train, vocab_size=10)
+    counts, pairs = Counter(train.tolist()), Counter(zip(train[:-1], train[1:], strict=True))
+    context = Counter(train[:-1].tolist())
+    followers = Counter(a for a, _ in pairs)
+    unigram = {v: (counts[v] + 1) / (300 + 10) for v in range(10)}
+
+    def bigram(a: int, b: int) -> float:
+        if not context[a]:
+            return unigram[b]
+        direct = max(pairs[a, b] - 0.75, 0) / context[a]
+        return direct + 0.75 * followers[a] / context[a] * unigram[b]
+
+    for a in range(10):
+        assert sum(bigram(a, b) for b in range(10)) == pytest.approx(1)
+    expected = -sum(math.log(unigram[b]) for b in test[1:])
+    assert models.unigram_nats(test) == pytest.approx(expected)
+    expected = -sum(math.log(bigram(a, b)) for a, b in zip(test[:-1], test[1:], strict=True))
+    assert models.bigram_nats(test) == pytest.approx(expected)
+
+
+def test_baselines_predict_the_same_tokens_as_the_model(data_folder: Path) -> None:
+    train = TokenShards.open(data_folder / "train")
+    losses = baseline_losses(train, held_out(data_folder), seq_len=50)
+    again = baseline_losses(train, held_out(data_folder), seq_len=13)
+    assert losses["bigram"].num_tokens == held_out(data_folder).num_tokens - 1
+    for name, loss in losses.items():
+        assert again[name].nats_per_token == pytest.approx(loss.nats_per_token)
+    # the stream was made of bigrams with 7 equally likely followers
+    assert math.log(7) < losses["bigram"].nats_per_token < losses["unigram"].nats_per_token
+
+
+def test_the_command_evaluates_a_checkpoint(
+    runs: Runs, data_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = runs.straight / "checkpoint" / "step-12"
+    main(["run", "--checkpoint", str(checkpoint), "--suite", "validation"])
+    assert "bits/byte" in capsys.readouterr().out
+    record = json.loads((runs.straight / "evals/step-12/validation/results.json").read_text())
+    model = load_model(checkpoint, CPU)
+    loss = model_loss(model, held_out(data_folder), seq_len=64, batch_size=8, device=CPU)
+    found = record["results"]["model"]["nats_per_token"]
+    assert found == pytest.approx(loss.nats_per_token)
+    # the weights are the trained ones: far from ln 512, near the training loss
+    assert found == pytest.approx(5.9, abs=0.15)
+    assert record["step"] == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--suite", "validaton"], "unknown suite 'validaton'; known are: validation"),
+        (["--checkpoint", "{run}/checkpoint/step-7"], "no checkpoint at .*; steps in .*: 6, 12"),
+        (["--checkpoint", "{run}"], "is not a checkpoint: expected RUN/checkpoint/step-N"),
+        (["--data", "{run}"], "no such folder of token shards"),
+    ],
+)
+def test_errors_are_one_message_and_exit_code_2(
+    words: list[str], message: str, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run", "--checkpoint", f"{runs.straight}/checkpoint/step-12", "--suite", "validation"]
+    argv += [word.format(run=runs.straight) for word in words]
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert printed.count("\n") == 1
+    assert re.search(message, printed)
+
+
+def test_shards_of_another_run_are_refused(
+    runs: Runs, data_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("train", "validation"):  # the two splits exchanged: another fingerprint
+        other = {"train": "validation", "validation": "train"}[name]
+        (tmp_path / name).symlink_to(data_folder / other)
+    checkpoint = f"{runs.straight}/checkpoint/step-12"
+    with pytest.raises(SystemExit):
+        main(["run", "--checkpoint", checkpoint, "--suite", "validation", "--data", str(tmp_path)])
+    assert "is not what" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    config = json.loads((runs.straight / "config.json").read_text())
+    config["identity"]["model.ffn_dim"] = 200
+    shutil.copytree(runs.straight / "checkpoint" / "step-12", run / "checkpoint" / "step-12")
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as left:
+        main(["run", "--checkpoint", f"{run}/checkpoint/step-12", "--suite", "validation"])
+    assert left.value.code == 2
+    assert "is of another model: layers.0.feed_forward." in capsys.readouterr().err
