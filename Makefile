@@ -3,14 +3,17 @@
 # make check        ruff, mypy and the contracts on imports
 #
 # Each makes .venv and installs into it once; a second call installs nothing.
-# PYTHON=python3.12 chooses the interpreter, RUN=dir the quickstart's folder,
-# TORCH=... what pip installs as torch before the rest (default: the version this was tested with).
+# PYTHON=python3.12 chooses the interpreter, TORCH=... what pip installs as torch before the rest.
 
 SHELL := /bin/bash
 PYTHON ?= python3
+# the version that this is tested with; a range would take a newer one, with another CUDA
 TORCH ?= torch==2.13.0
-RUN ?= outputs/quickstart
-STOP_AT ?= 200
+
+# as in train_configs/quickstart.toml
+RUN := outputs/quickstart
+STEPS := 500
+STOP_AT := 250
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
@@ -30,15 +33,15 @@ endef
 
 quickstart: $(INSTALLED)
 	@$(MAKE) --no-print-directory $(RUN)/run/DONE
-	$(call stage,4/4 held-out loss beside count models of the same shards,python -m eval run --checkpoint $(RUN)/run/checkpoint/step-400 --suite validation)
+	$(call stage,4/4 held-out loss beside count models of the same shards,python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS) --suite validation)
 
-$(RUN)/data/plan.json $(RUN)/data/validation/manifest.json &: | $(INSTALLED)
-	$(call stage,1/4 text -> tokenizer -> shards,python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --workers 2 --out $(RUN)/data)
+$(RUN)/data/validation/manifest.json: | $(INSTALLED)
+	$(call stage,1/4 text -> tokenizer -> shards,python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --out $(RUN)/data)
 
-$(RUN)/run/checkpoint/step-$(STOP_AT)/.metadata: $(RUN)/data/validation/manifest.json
+$(RUN)/run/checkpoint/step-$(STOP_AT)/.metadata: | $(RUN)/data/validation/manifest.json
 	$(call stage,2/4 train on two FSDP2 ranks and stop in the middle,$(LAUNCH) --run.stop_at $(STOP_AT))
 
-$(RUN)/run/DONE: $(RUN)/run/checkpoint/step-$(STOP_AT)/.metadata
+$(RUN)/run/DONE: | $(RUN)/run/checkpoint/step-$(STOP_AT)/.metadata
 	$(call stage,3/4 resume and finish,$(LAUNCH))
 
 test: $(INSTALLED)

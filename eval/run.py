@@ -1,15 +1,17 @@
 """One checkpoint on one suite: load, ask, print, record."""
 
 import argparse
+import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from canon_pretrain.checkpoint import check_checkpoint, checkpoint_step
+from canon_pretrain.checkpoint import METADATA, check_checkpoint, checkpoint_step
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_json
@@ -18,6 +20,7 @@ from eval.model import load_model
 from eval.validation import HeldOutLoss, baseline_losses, model_loss, windows
 
 SUITES = ("validation",)
+RESULTS = "results.json"
 
 
 def run_suite(arguments: argparse.Namespace) -> None:
@@ -38,10 +41,26 @@ def run_suite(arguments: argparse.Namespace) -> None:
             "--data"
         )
     seq_len = config["config"]["training"]["seq_len"]
+    step = checkpoint_step(checkpoint)
+    out = arguments.out or folder.path / "evals" / f"step-{step}" / arguments.suite
+    asked = {
+        "checkpoint": str(checkpoint),
+        "written_ns": (checkpoint / METADATA).stat().st_mtime_ns,
+        "step": step,
+        "suite": arguments.suite,
+        "limit": arguments.limit,
+        "seq_len": seq_len,
+        "train_fingerprint": train.fingerprint,
+        "held_out_fingerprint": held_out.fingerprint,
+    }
+    console = Console()
+    if known := _known_results(out / RESULTS, asked):
+        _print(console, checkpoint, known)
+        console.print(f"as found in {out / RESULTS}", soft_wrap=True)
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(checkpoint, device)
     total = sum(1 for _ in windows(held_out.num_tokens, seq_len, arguments.limit))
-    console = Console()
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -64,20 +83,21 @@ def run_suite(arguments: argparse.Namespace) -> None:
         }
     losses |= baseline_losses(train, held_out, seq_len=seq_len, limit=arguments.limit)
     _print(console, checkpoint, losses)
-    step = checkpoint_step(checkpoint)
-    out = arguments.out or folder.path / "evals" / f"step-{step}" / arguments.suite
     out.mkdir(parents=True, exist_ok=True)
-    record = {
-        "checkpoint": str(checkpoint),
-        "step": step,
-        "suite": arguments.suite,
-        "limit": arguments.limit,
-        "seq_len": seq_len,
-        "held_out_fingerprint": held_out.fingerprint,
-        "results": {name: asdict(loss) for name, loss in losses.items()},
-    }
-    write_json(out / "results.json", record)
-    console.print(f"written to {out / 'results.json'}", soft_wrap=True)
+    results = {name: asdict(loss) for name, loss in losses.items()}
+    write_json(out / RESULTS, {"asked": asked, "results": results})
+    console.print(f"written to {out / RESULTS}", soft_wrap=True)
+
+
+def _known_results(path: Path, asked: dict[str, Any]) -> dict[str, HeldOutLoss] | None:
+    """What an earlier call found for exactly the same question; None where there is none."""
+    try:
+        record = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if record["asked"] != asked:
+        return None
+    return {name: HeldOutLoss(**loss) for name, loss in record["results"].items()}
 
 
 def _print(console: Console, checkpoint: Path, losses: dict[str, HeldOutLoss]) -> None:

@@ -105,7 +105,26 @@ def test_the_command_evaluates_a_checkpoint(
     assert found == pytest.approx(loss.nats_per_token)
     # the weights are the trained ones: far from ln 512, near the training loss
     assert found == pytest.approx(5.9, abs=0.15)
-    assert record["step"] == 12
+    assert record["asked"]["step"] == 12
+
+
+def test_the_same_question_is_answered_from_what_was_found(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", "--checkpoint", f"{runs.elastic}/checkpoint/step-12", "--suite", "validation"]
+    main(words)
+    path = runs.elastic / "evals/step-12/validation/results.json"
+    record = json.loads(path.read_text())
+    record["results"]["model"]["bits_per_byte"] = 1.2345  # what a second look must show
+    path.write_text(json.dumps(record))
+    capsys.readouterr()
+    main(words)
+    assert "1.2345" in capsys.readouterr().out
+    main([*words, "--limit", "2"])  # another question
+    assert "1.2345" not in capsys.readouterr().out
+    path.write_text("{")  # torn: asked again
+    main(words)
+    assert json.loads(path.read_text())["asked"]["limit"] is None
 
 
 @pytest.mark.parametrize(
