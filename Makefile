@@ -58,8 +58,8 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; choose one with PYTHON=")'
 	$(PYTHON) -m venv .venv
-	python -m pip install --quiet '$(TORCH)'
-	python -m pip install --quiet --editable '.[dev]'
+	python -m pip install '$(TORCH)'
+	python -m pip install --editable '.[dev]'
 	@touch $@
 
 clean-quickstart:
