@@ -109,12 +109,19 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_NOISE)
 
 
+class _Printer(logging.Handler):
+    """Prints to the present sys.stdout: a progress bar puts itself there, and stays below."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), flush=True)
+
+
 def _init_logging(rank: int) -> None:
     """Rank 0 tells the story on stdout, the other ranks only what went wrong."""
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Printer()
     handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     handler.addFilter(_is_news)
     root.addHandler(handler)
