@@ -19,8 +19,11 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 CONFIG := train_configs/quickstart.toml
 # two ranks share the cores; torchrun would give each a single thread, and say so
-THREADS := $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n > 1 ? n / 2 : 1)))
-LAUNCH := OMP_NUM_THREADS=$(THREADS) torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
+THREADS := $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n > 1 ? n / 2 : 1)))
+# a single GPU cannot hold two ranks: the CPU then does
+GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
+DEVICE := $(if $(filter 1,$(GPUS)),CUDA_VISIBLE_DEVICES= )
+LAUNCH := $(DEVICE)OMP_NUM_THREADS=$(THREADS) torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
 INSTALLED := .venv/.installed
 
 # $(call stage,number and title,command): say it, run it, say how long it took
@@ -29,11 +32,13 @@ define stage
 	@start=$$SECONDS; $(2) && printf '   took %d s\n' $$((SECONDS - start))
 endef
 
+# an interrupted recipe must not take a checkpoint or a manifest with it
+.PRECIOUS: $(RUN)/%
 .PHONY: quickstart test check install clean-quickstart
 
 quickstart: $(INSTALLED)
 	@$(MAKE) --no-print-directory $(RUN)/run/DONE
-	$(call stage,4/4 held-out loss beside count models of the same shards,python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS) --suite validation)
+	$(call stage,4/4 held-out loss beside count models of the same shards,python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS) --suite validation --must_beat unigram)
 
 $(RUN)/data/validation/manifest.json: | $(INSTALLED)
 	$(call stage,1/4 text -> tokenizer -> shards,python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --out $(RUN)/data)
@@ -56,7 +61,7 @@ check: $(INSTALLED)
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; choose one with PYTHON=")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and f"Python 3.11, 3.12 or 3.13 is needed; {sys.executable} is {sys.version.split()[0]}; choose one with PYTHON=")'
 	$(PYTHON) -m venv .venv
 	python -m pip install '$(TORCH)'
 	python -m pip install --editable '.[dev]'

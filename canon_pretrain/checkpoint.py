@@ -57,8 +57,17 @@ def read_weights(checkpoint: Path, like: dict[str, Tensor]) -> dict[str, Tensor]
                 f"{tuple(tensor.shape)} from {RunFolder.of_checkpoint(checkpoint).config_file}"
             )
     weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()}
-    load_alone(weights, checkpoint)
+    try:
+        load_alone(weights, checkpoint)
+    except (EOFError, OSError, RuntimeError, ValueError, dcp.CheckpointException) as error:
+        raise UserError(f"{checkpoint} is damaged: {_first_line(error)}") from error
     return weights
+
+
+def _first_line(error: BaseException) -> str:
+    """What a torch error says, without the stack that it may carry."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
 def tensor_shapes(checkpoint: Path) -> dict[str, torch.Size]:

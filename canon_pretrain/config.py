@@ -69,6 +69,8 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raise UserError(f"config file {path} does not exist{named_by}") from None
     except IsADirectoryError:
         raise UserError(f"config file {path} is a folder; give a .toml file in it") from None
+    except OSError as error:
+        raise UserError(f"config file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from None
     bases = own.pop("extends", [])

@@ -1,6 +1,6 @@
 """Small file operations that survive a crash: atomic writes, folder sync, hashes.
 
-A leaf of the package: data shards, run folders and checkpoints are all written through it.
+A leaf of the package: data shards, run folders and results are written through it.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The entry point: read the TOML, check it against the machine and the data, hand over.
 
-    torchrun --nproc-per-node 8 -m canon_pretrain.train --config train_configs/nope_canon.toml
+    torchrun --nproc-per-node 2 -m canon_pretrain.train --config train_configs/quickstart.toml
     python -m canon_pretrain.train --config train_configs/quickstart.toml        (one rank)
 
 Any `--section.key value` after it wins over the file; --help lists them all. Bad input is one
@@ -13,30 +13,51 @@ import os
 import socket
 import sys
 import warnings
+from pathlib import Path
 
 from canon_pretrain.errors import UserError, exit_with
-from canon_pretrain.titan.device import prepare_device
+from canon_pretrain.titan.device import device_count, has_accelerator, prepare_device
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run one training job; `argv` defaults to the command line. Exits with code 2 on bad input."""
-    alone = "RANK" not in os.environ
+    alone = not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if alone:
         _stand_alone()
     prepare_device()
     # a fault that all ranks share is told once a node: files may be missing on one node alone
-    quiet = os.environ["LOCAL_RANK"] != "0"
+    quiet = os.environ.get("LOCAL_RANK", "0") != "0"
     try:
+        _check_launch()
         _run(sys.argv[1:] if argv is None else argv, quiet=quiet)
     except UserError as error:
+        # torchtitan wrote its traceback for torchrun's report; the message is all there is to say
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            Path(report).unlink(missing_ok=True)
         exit_with(error, quiet=quiet and not _training())
     finally:
-        if alone:
-            for name in _STAND_ALONE:
+        if alone:  # tests call main() more than once in a process
+            for name in _TORCHRUN:
                 del os.environ[name]
 
 
-_STAND_ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _check_launch() -> None:
+    """Raise UserError unless torchrun's variables are all there and each rank has a device."""
+    missing = [name for name in _TORCHRUN if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} not set, though others of torchrun's variables are: start "
+            "with torchrun, or with none of them set for a single rank"
+        )
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if has_accelerator() and device_count() < ranks:
+        raise UserError(
+            f"{ranks} ranks on this node, but {device_count()} GPU(s): start at most one rank a "
+            "GPU, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
 
 
 def _stand_alone() -> None:
@@ -44,8 +65,8 @@ def _stand_alone() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    values = ("0", "0", "1", "127.0.0.1", str(port))
-    os.environ.update(zip(_STAND_ALONE, values, strict=True))
+    values = ("0", "0", "1", "1", "127.0.0.1", str(port))
+    os.environ.update(zip(_TORCHRUN, values, strict=True))
 
 
 def _training() -> bool:

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--workers",
         type=int,
-        default=len(os.sched_getaffinity(0)),
+        default=_cores(),
         metavar="N",
         help="processes; the result is the same for any number (default: the cores, %(default)s)",
     )
@@ -92,6 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("folder", type=Path, metavar="DIR", help="the --out of a build")
     return parser
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 if __name__ == "__main__":

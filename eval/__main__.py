@@ -21,6 +21,11 @@ def main(argv: list[str] | None = None) -> None:
     run.add_argument("--out", type=Path, help="default: RUN/evals/step-N/SUITE")
     run.add_argument("--data", type=Path, help="shards to use; default: those of the run")
     run.add_argument("--batch_size", type=int, default=8, help="windows in a forward pass")
+    run.add_argument(
+        "--must_beat",
+        choices=("unigram", "bigram"),
+        help="exit with code 2 unless the checkpoint's bits per byte are below this count model's",
+    )
     arguments = parser.parse_args(argv)
     try:
         # torch is imported behind the parser, so that --help and a typo answer at once

@@ -27,6 +27,7 @@ def load_model(checkpoint: Path, device: torch.device) -> Transformer:
         model = Transformer(model_args_of(RunFolder.of_checkpoint(checkpoint)))
     weights = read_weights(checkpoint, dict(model.named_parameters()))
     model.to_empty(device=device)
-    model.init_weights(buffer_device=device)
-    model.load_state_dict(weights, strict=False)
+    if model.rope is not None:
+        model.rope.reset(device)
+    model.load_state_dict(weights)
     return model.eval()

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from canon_pretrain.checkpoint import METADATA, check_checkpoint, checkpoint_step
@@ -17,6 +16,7 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_json
 from canon_pretrain.run.folder import RunFolder
 from eval.model import load_model
+from eval.progress import progress
 from eval.validation import HeldOutLoss, baseline_losses, model_loss, windows
 
 SUITES = ("validation",)
@@ -27,12 +27,20 @@ def run_suite(arguments: argparse.Namespace) -> None:
     """Run `arguments.suite` on `arguments.checkpoint`; prints a table and writes results.json."""
     if arguments.suite not in SUITES:
         raise UserError(f"unknown suite '{arguments.suite}'; known are: {', '.join(SUITES)}")
+    for name in ("limit", "batch_size"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value}: expected at least 1")
     checkpoint: Path = arguments.checkpoint
     check_checkpoint(checkpoint)
     folder = RunFolder.of_checkpoint(checkpoint)
     config = folder.read_config()
     data = arguments.data or Path(config["config"]["data"]["path"])
     train, held_out = TokenShards.open(data / "train"), TokenShards.open(data / "validation")
+    if held_out.num_tokens < 2:
+        raise UserError(
+            f"{data / 'validation'} holds no text: build the data with --holdout above 0"
+        )
     trained_on = config["identity"]["data_fingerprint"]
     if train.fingerprint != trained_on:
         raise UserError(
@@ -57,19 +65,12 @@ def run_suite(arguments: argparse.Namespace) -> None:
     if known := _known_results(out / RESULTS, asked):
         _print(console, checkpoint, known)
         console.print(f"as found in {out / RESULTS}", soft_wrap=True)
+        _check_beaten(known, arguments.must_beat)
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(checkpoint, device)
     total = sum(1 for _ in windows(held_out.num_tokens, seq_len, arguments.limit))
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("held-out windows", total=total)
+    with progress(console, "held-out windows", total) as advance:
         losses = {
             "model": model_loss(
                 model,
@@ -78,15 +79,27 @@ def run_suite(arguments: argparse.Namespace) -> None:
                 batch_size=arguments.batch_size,
                 device=device,
                 limit=arguments.limit,
-                advance=lambda done: progress.advance(task, done),
+                advance=advance,
             )
         }
+    console.print("counting the training shards' unigrams and bigrams")
     losses |= baseline_losses(train, held_out, seq_len=seq_len, limit=arguments.limit)
     _print(console, checkpoint, losses)
     out.mkdir(parents=True, exist_ok=True)
     results = {name: asdict(loss) for name, loss in losses.items()}
     write_json(out / RESULTS, {"asked": asked, "results": results})
     console.print(f"written to {out / RESULTS}", soft_wrap=True)
+    _check_beaten(losses, arguments.must_beat)
+
+
+def _check_beaten(losses: dict[str, HeldOutLoss], name: str | None) -> None:
+    """Raise UserError unless the model has fewer bits per byte than the count model `name`."""
+    if name is None or losses["model"].bits_per_byte < losses[name].bits_per_byte:
+        return
+    raise UserError(
+        f"the checkpoint's {losses['model'].bits_per_byte:.4f} bits per byte do not beat the "
+        f"{name} model's {losses[name].bits_per_byte:.4f}, as --must_beat asks"
+    )
 
 
 def _known_results(path: Path, asked: dict[str, Any]) -> dict[str, HeldOutLoss] | None:

@@ -73,7 +73,12 @@ def train(
         # a free port a launch: tests may run side by side with others on this machine
         launch += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     command = [*launch, "canon_pretrain.train", *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # the CPU, on a machine with GPUs too: it may have fewer than the ranks asked for
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )

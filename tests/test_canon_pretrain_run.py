@@ -31,6 +31,14 @@ def test_a_resume_drops_the_steps_that_it_went_back_over(tmp_path: Path) -> None
     ]
 
 
+def test_a_second_start_drops_all_steps_of_the_first(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    for event in ("start", "step", "step", "start", "step"):
+        log.write(event, step=len(read_log(tmp_path / "log.jsonl")))
+    log.close()
+    assert [e["event"] for e in read_log(tmp_path / "log.jsonl")] == ["start", "start", "step"]
+
+
 @pytest.mark.parametrize("cut", [1, 5, 20])
 def test_a_torn_last_line_costs_itself_only(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "log.jsonl"

@@ -1,5 +1,6 @@
 """Sharding: the weights that a seed gives, on any number of ranks."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ ARGS = [
 
 def _init_on_ranks(rank: int, folder: str) -> None:
     """On a world of 4: shard over its first n ranks, initialise, and let rank 0 save the whole."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU, on a machine with GPUs too
     prepare_device()
     from canon_pretrain.titan.parallelize import shard, write_shard
 

@@ -133,6 +133,8 @@ def test_the_same_question_is_answered_from_what_was_found(
         (["--suite", "validaton"], "unknown suite 'validaton'; known are: validation"),
         (["--checkpoint", "{run}/checkpoint/step-7"], "no checkpoint at .*; steps in .*: 6, 12"),
         (["--checkpoint", "{run}"], "is not a checkpoint: expected RUN/checkpoint/step-N"),
+        (["--limit", "0"], "--limit 0: expected at least 1"),
+        (["--batch_size", "0"], "--batch_size 0: expected at least 1"),
         (["--data", "{run}"], "no such folder of token shards"),
     ],
 )
@@ -160,6 +162,34 @@ def test_shards_of_another_run_are_refused(
     with pytest.raises(SystemExit):
         main(["run", "--checkpoint", checkpoint, "--suite", "validation", "--data", str(tmp_path)])
     assert "is not what" in capsys.readouterr().err
+
+
+def test_must_beat_fails_a_checkpoint_that_learned_nothing(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """12 steps beat the unigram model, not the bigram one."""
+    words = ["run", "--checkpoint", f"{runs.straight}/checkpoint/step-12", "--suite", "validation"]
+    for again in range(2):  # asked, and answered from results.json
+        main([*words, "--must_beat", "unigram"])
+        with pytest.raises(SystemExit) as left:
+            main([*words, "--must_beat", "bigram"])
+        assert left.value.code == 2, again
+        assert "do not beat the bigram model's" in capsys.readouterr().err
+
+
+def test_a_truncated_checkpoint_is_one_message(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(runs.straight, tmp_path / "run", ignore=shutil.ignore_patterns("evals"))
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-12"
+    for file in checkpoint.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(SystemExit) as left:
+        main(["run", "--checkpoint", str(checkpoint), "--suite", "validation"])
+    assert left.value.code == 2
+    printed = capsys.readouterr().err
+    assert "step-12 is damaged" in printed
+    assert printed.count("\n") == 1
 
 
 def test_a_checkpoint_of_another_model_is_refused(

@@ -1,7 +1,6 @@
 """Text to token ids and back, with a SentencePiece model such as Llama-2's.
 
-Used by data_prep to write shards and by the evaluation to encode prompts; BOS and EOS are the
-caller's, `encode` adds neither.
+Used by data_prep to write shards. BOS and EOS are the caller's, `encode` adds neither.
 """
 
 import hashlib

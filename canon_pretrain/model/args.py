@@ -1,7 +1,8 @@
 """What a model is: its sizes, its variant, and the numbers that follow without building it.
 
-The first stop of `model/`: `config.py` fills a `ModelArgs` from TOML, starting from a named flavor,
-and hands it to `Transformer`. A flavor is a size; Canon, positions and QK-norm are set on top.
+The first stop of `model/`: `titan/job_config.py` fills a `ModelArgs` from TOML, starting from a
+named flavor, and `Transformer` is built from it. A flavor is a size; Canon, positions and QK-norm
+are set on top.
 
 Letters: L layers, D hidden, H heads, K head dim, F ffn dim, V vocabulary, T tokens.
 """

@@ -45,7 +45,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """All events in order, without the steps that a later resume went back over.
 
     A line that is no JSON (torn by a crash, or still being written) is left out. A `resume` event
-    with `from_step` drops the `step` events after that step that stand before it.
+    with `from_step` drops the `step` events after that step that stand before it; a `start` (again
+    after a run that died before its first checkpoint) drops them all.
     """
     events: list[dict[str, Any]] = []
     with open(path, encoding="utf-8") as file:
@@ -54,8 +55,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
                 event = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if event["event"] == "resume":
-                last = event["from_step"]
+            if event["event"] in ("start", "resume"):
+                last = event.get("from_step", 0)
                 events = [e for e in events if e["event"] != "step" or e["step"] <= last]
             events.append(event)
     return events

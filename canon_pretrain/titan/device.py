@@ -20,6 +20,11 @@ def has_accelerator() -> bool:
     return torch.cuda.is_available()
 
 
+def device_count() -> int:
+    """How many CUDA devices this process can use."""
+    return torch.cuda.device_count()
+
+
 def prepare_device() -> None:
     """Let the CPU stand in for the accelerator; idempotent.
 

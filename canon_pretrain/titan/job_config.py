@@ -7,10 +7,12 @@ activation checkpointing and the last checkpoint are replaced here, in the open.
 
 import contextlib
 import dataclasses
+import functools
 import io
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 from torchtitan.config import job_config as titan
@@ -51,6 +53,7 @@ class Optimizer(titan.Optimizer):
     """AdamW as in the paper's appendix B."""
 
     lr: float = 1e-3
+    beta1: float = 0.9
     beta2: float = 0.98
     eps: float = 1e-6
     weight_decay: float = 0.03
@@ -63,6 +66,13 @@ class LRScheduler(titan.LRScheduler):
     warmup_steps: int = 1000
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
     min_lr_factor: float = 0.1
+
+
+@dataclass
+class Training(titan.Training):
+    """Gradients are clipped at norm 1 (assumed: the paper states no clipping)."""
+
+    max_norm: float | int = 1.0
 
 
 @dataclass
@@ -85,6 +95,7 @@ class CanonJobConfig(titan.JobConfig):
     """One training job: torchtitan's sections, and `[data]` and `[run]`."""
 
     model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -184,18 +195,85 @@ def check_job(job: CanonJobConfig) -> None:
             f"lr_scheduler.warmup_steps = {job.lr_scheduler.warmup_steps} is more than "
             f"training.steps = {training.steps}: the schedule would be cut short in silence"
         )
-    for name in (
-        "data_parallel_replicate_degree",
-        "tensor_parallel_degree",
-        "pipeline_parallel_degree",
-        "context_parallel_degree",
-        "expert_parallel_degree",
-    ):
-        if getattr(job.parallelism, name) != 1:
+    _check_numbers(job)
+    _check_checkpoint(job)
+    defaults = CanonJobConfig()
+    for name in UNSUPPORTED:
+        given, default = _value(job, name), _value(defaults, name)
+        if given != default:
             raise UserError(
-                f"parallelism.{name} = {getattr(job.parallelism, name)}: only FSDP2 over all ranks "
-                "is supported; leave it at 1"
+                f"{name} = {given!r}: this trainer does not have it (it shards with FSDP2 over all "
+                f"ranks and reads `data.path`); leave it at {default!r}"
             )
+
+
+UNSUPPORTED = (
+    "job.custom_config_module",
+    "model.converters",
+    "model.hf_assets_path",
+    "model.tokenizer_path",
+    "optimizer.early_step_in_backward",
+    "training.dataset",
+    "training.dataset_path",
+    "training.dataloader",
+    "parallelism.data_parallel_replicate_degree",
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.context_parallel_degree",
+    "parallelism.expert_parallel_degree",
+    "checkpoint.create_seed_checkpoint",
+    "checkpoint.initial_load_in_hf",
+    "checkpoint.last_save_in_hf",
+    "checkpoint.last_save_model_only",
+    "checkpoint.load_only",
+    "quantize",
+    "comm.mode",
+    "memory_estimation.enable",
+    "fault_tolerance.enable",
+    "experimental",
+    "validation.enable",
+)
+"""torchtitan's keys that would crash, be ignored, or leave a run that can't be resumed."""
+
+
+def _value(job: CanonJobConfig, dotted: str) -> Any:
+    return functools.reduce(getattr, dotted.split("."), job)
+
+
+def _check_numbers(job: CanonJobConfig) -> None:
+    """Raise UserError for numbers outside their range."""
+    for name, low in (
+        ("optimizer.lr", 0.0),
+        ("optimizer.eps", 0.0),
+        ("optimizer.weight_decay", 0.0),
+        ("training.max_norm", 0.0),
+        ("lr_scheduler.warmup_steps", 0),
+        ("lr_scheduler.min_lr_factor", 0.0),
+    ):
+        value = _value(job, name)
+        if not (math.isfinite(value) and value >= low):
+            raise UserError(f"{name} = {value}: expected a finite number of at least {low}")
+    if not 0 <= job.data.data_seed < 1 << 64:
+        raise UserError(f"data.data_seed = {job.data.data_seed}: expected 0 to 2**64 - 1")
+
+
+def _check_checkpoint(job: CanonJobConfig) -> None:
+    """Raise UserError for checkpoint options that can't do what they say."""
+    checkpoint = job.checkpoint
+    if checkpoint.keep_latest_k == 1 or checkpoint.keep_latest_k < 0:
+        raise UserError(
+            f"checkpoint.keep_latest_k = {checkpoint.keep_latest_k}: expected 0 (all) or at least "
+            "2, since the newest may still be in writing"
+        )
+    if not checkpoint.enable and job.run.stop_at is not None:
+        raise UserError("run.stop_at leaves a checkpoint, but checkpoint.enable is false")
+    folder = Path(job.job.dump_folder) / checkpoint.folder
+    if checkpoint.load_step != -1 and not (folder / f"step-{checkpoint.load_step}").is_dir():
+        there = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "none"
+        raise UserError(
+            f"checkpoint.load_step = {checkpoint.load_step}: not in {folder}; there are: {there}"
+        )
 
 
 def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:

@@ -1,6 +1,5 @@
 """The TrainSpec that plugs our model, data and metrics into torchtitan's Trainer."""
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -9,8 +8,8 @@ from torch import nn
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
+from torchtitan.protocols import train_spec
 from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token, num_parameters
 from canon_pretrain.model.transformer import Transformer
@@ -57,8 +56,8 @@ class TitanTransformer(Transformer):
 
 
 def register() -> None:
-    """Make `model.name = "canon"` known to torchtitan; called by train.py, once a process."""
-    spec = TrainSpec(
+    """Make `model.name = "canon"` known to torchtitan; called by train.py."""
+    spec = train_spec.TrainSpec(
         model_cls=TitanTransformer,
         model_args=TitanFlavors(),
         parallelize_fn=parallelize,
@@ -70,5 +69,5 @@ def register() -> None:
         build_loss_fn=build_cross_entropy_loss,
         build_metrics_processor_fn=build_metrics,
     )
-    with contextlib.suppress(ValueError):  # registered by an earlier call in this process
-        register_train_spec("canon", spec)
+    if "canon" not in train_spec._extra_train_specs:  # it refuses a second time in one process
+        train_spec.register_train_spec("canon", spec)

@@ -11,7 +11,8 @@ import torchtitan
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.errors import UserError
+from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.metrics import CanonMetrics
 
@@ -66,9 +67,21 @@ class CanonTrainer(Trainer):
     def batch_generator(self, data_iterable: Any) -> Any:
         # the first thing that Trainer.train does once a checkpoint is loaded
         self.first_step = self.step
+        if not self.step:
+            self._refuse_a_second_beginning()
         if self.should_continue_training():
             self._announce()
         return super().batch_generator(data_iterable)
+
+    def _refuse_a_second_beginning(self) -> None:
+        """Raise UserError before step 1 of a run whose folder holds checkpoints that failed."""
+        left = sorted((self.folder.path / CHECKPOINTS).glob("step-*"))
+        if left and self.checkpointer.enable:
+            raise UserError(
+                f"{left[-1].parent} holds {', '.join(path.name for path in left)}, and none of "
+                "them is whole, so this run would begin again at step 1. Move that folder away to "
+                "do so, or put a whole checkpoint there to go on from it"
+            )
 
     def _announce(self) -> None:
         """Say and log where this launch begins."""
@@ -93,7 +106,8 @@ class CanonTrainer(Trainer):
     def train(self) -> None:
         """Train to the last step of this launch and leave a checkpoint there."""
         super().train()
-        self.checkpointer._async_wait()  # torchtitan leaves without it, and may lose the last one
+        if self.checkpointer.enable:
+            self.checkpointer._async_wait()  # torchtitan leaves without it, and may lose the last
         job = self.job_config
         if self.step == self.first_step:
             logger.info(
@@ -110,7 +124,7 @@ class CanonTrainer(Trainer):
             )
         else:
             self.metrics_processor.event("done", step=self.step)
-            logger.info(f"finished: {self.checkpointer.folder}/step-{self.step}")
+            logger.info(f"finished: step {self.step} of {self.folder.path}")
         if self.step == job.training.steps and torch.distributed.get_rank() == 0:
             self.folder.write_done(self.step)
 
