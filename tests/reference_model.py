@@ -53,7 +53,7 @@ def _rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
     q, k, v = (x @ layer[f"attention.{name}.weight"].T for name in ("wq", "wk", "wv"))
-    if cfg.qk_norm:
+    if cfg.qk_norm == "full":
         q = _rms(q, layer["attention.q_norm.weight"], cfg.norm_eps)
         k = _rms(k, layer["attention.k_norm.weight"], cfg.norm_eps)
     if "B" in cfg.canon_set:
@@ -65,8 +65,11 @@ def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
     outputs = []
     for head in range(cfg.num_heads):
         dims = slice(head * head_dim, (head + 1) * head_dim)
-        q_head = _rotate(cfg, q[..., dims], head)
-        k_head = _rotate(cfg, k[..., dims], head)
+        q_head, k_head = q[..., dims], k[..., dims]
+        if cfg.qk_norm == "per_head":
+            q_head = _rms(q_head, layer["attention.q_norm.weight"], cfg.norm_eps)
+            k_head = _rms(k_head, layer["attention.k_norm.weight"], cfg.norm_eps)
+        q_head, k_head = _rotate(cfg, q_head, head), _rotate(cfg, k_head, head)
         scores = torch.einsum("btk,bsk->bts", q_head, k_head) / head_dim**0.5
         future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
         weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)

@@ -25,7 +25,7 @@ def _built_parameters(args: ModelArgs) -> int:
         ("1b3", {"canon_set": "AC"}, 1_345_423_360 + 393_216),
         ("1b3", {"canon_set": "ABCD"}, 1_345_423_360 + 2_039_808),
         ("1b3", {"canon_set": "ABCD", "position": "nope"}, 1_347_463_168),
-        ("1b3", {"qk_norm": True}, 1_345_423_360 + 98_304),
+        ("1b3", {"qk_norm": "full"}, 1_345_423_360 + 98_304),
         ("1b3_released", {}, 1_364_297_728),
         ("1b3_released", {"canon_set": "ABCD"}, 1_364_297_728 + 2_064_384),
     ],
@@ -38,9 +38,9 @@ def test_parameter_counts_of_the_specification(name, changes, expected):
 
 @pytest.mark.parametrize("name", FLAVORS)
 @pytest.mark.parametrize("canon_set", ["", "B", "ABCD"])
-@pytest.mark.parametrize("canon_kernel", [2, 4])
-def test_closed_form_equals_the_built_model(name, canon_set, canon_kernel):
-    args = replace(flavor(name), canon_set=canon_set, canon_kernel=canon_kernel, qk_norm=True)
+@pytest.mark.parametrize("qk_norm", ["full", "per_head"])
+def test_closed_form_equals_the_built_model(name, canon_set, qk_norm):
+    args = replace(flavor(name), canon_set=canon_set, canon_kernel=3, qk_norm=qk_norm)
     assert num_parameters(args) == _built_parameters(args)
 
 

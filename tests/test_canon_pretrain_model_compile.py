@@ -25,18 +25,20 @@ def _fresh_compiler():
 
 # every part alone, then every layout without and with all parts: tracing all 70 variants takes 35 s
 TRACED = [
-    ("nope", canon_set, qk_norm) for canon_set in ("A", "B", "C", "D", "AC") for qk_norm in (0, 1)
+    ("nope", canon_set, qk_norm)
+    for canon_set in ("A", "B", "C", "D", "AC")
+    for qk_norm in ("none", "full")
 ]
 TRACED += [
     (position, canon_set, qk_norm)
     for position in POSITIONS
-    for canon_set, qk_norm in (("", 0), ("", 1), ("ABCD", 1))
+    for canon_set, qk_norm in (("", "none"), ("", "full"), ("ABCD", "per_head"))
 ]
 
 
 @pytest.mark.parametrize(("position", "canon_set", "qk_norm"), TRACED)
 def test_a_block_is_one_graph(position, canon_set, qk_norm):
-    args = replace(SMALL, position=position, canon_set=canon_set, qk_norm=bool(qk_norm))
+    args = replace(SMALL, position=position, canon_set=canon_set, qk_norm=qk_norm)
     block = TransformerBlock(args, Rope(args) if args.rope_dim else None)
     x = torch.randn(2, 8, args.dim, generator=torch.Generator().manual_seed(0))
     # fullgraph raises at a graph break
@@ -50,7 +52,7 @@ def test_a_block_is_one_graph(position, canon_set, qk_norm):
 @pytest.mark.skipif(COMPILER is None, reason="inductor needs a C++ compiler (g++, c++ or clang++)")
 @pytest.mark.parametrize(
     "changes",
-    [{"position": "nope", "canon_set": "ABCD"}, {"qk_norm": True}],
+    [{"position": "nope", "canon_set": "ABCD"}, {"qk_norm": "full"}],
     ids=["nope-ABCD", "rope-qk"],
 )
 def test_compiled_blocks_give_the_eager_logits_and_gradients(changes):

@@ -12,7 +12,7 @@ from canon_pretrain.model.init import InitialValue, initial_value, plain_name
 from canon_pretrain.model.transformer import Transformer
 
 ARGS = ModelArgs()
-FULL = replace(flavor("debug"), canon_set="ABCD", qk_norm=True)
+FULL = replace(flavor("debug"), canon_set="ABCD", qk_norm="full")
 
 
 def _whole(args: ModelArgs, name: str, *shape: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import canon_pretrain.model.canon as canon_module
 from canon_pretrain.errors import UserError
-from canon_pretrain.model.args import POSITIONS, ModelArgs, flavor
+from canon_pretrain.model.args import POSITIONS, QK_NORMS, ModelArgs, flavor
 from canon_pretrain.model.transformer import Transformer
 from tests.reference_model import reference_logits
 
@@ -20,7 +20,7 @@ SMALL = ModelArgs(
 )
 VARIANTS = [
     replace(SMALL, canon_set=canon_set, position=position, qk_norm=qk_norm)
-    for canon_set, position, qk_norm in itertools.product(CANON_SETS, POSITIONS, (False, True))
+    for canon_set, position, qk_norm in itertools.product(CANON_SETS, POSITIONS, QK_NORMS)
 ]
 
 
@@ -37,7 +37,7 @@ def _model(args: ModelArgs) -> Transformer:
 
 
 def _variant_id(args: ModelArgs) -> str:
-    return f"{args.position}-{args.canon_set or 'none'}-{'qk' if args.qk_norm else 'plain'}"
+    return f"{args.position}-{args.canon_set or 'none'}-{args.qk_norm}"
 
 
 def _influence(model: Transformer, num_tokens: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _configurations(draw: st.DrawFn) -> ModelArgs:
         canon_kernel=draw(st.integers(2, 4)),
         canon_residual=draw(st.booleans()),
         canon_activation=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
+        qk_norm=draw(st.sampled_from(QK_NORMS)),
         init="lingua",
         init_seed=draw(st.integers(0, 100)),
     )
@@ -124,7 +124,7 @@ def test_logits_and_gradients_equal_the_independent_implementation(args):
 
 
 def test_parameter_names_are_the_interop_table():
-    args = replace(SMALL, canon_set="ABCD", qk_norm=True, num_layers=1)
+    args = replace(SMALL, canon_set="ABCD", qk_norm="full", num_layers=1)
     with torch.device("meta"):
         names = {name.removesuffix(".weight") for name, _ in Transformer(args).named_parameters()}
     layer = {"attention_norm", "ffn_norm", "canon_a", "canon_c"}
@@ -169,7 +169,7 @@ def test_first_loss_is_close_to_uniform():
 
 
 def test_bfloat16_model_runs_and_stays_close():
-    args = replace(SMALL, canon_set="ABCD", qk_norm=True)
+    args = replace(SMALL, canon_set="ABCD", qk_norm="full")
     tokens = torch.arange(10)[None]
     logits = _model(args).bfloat16()(tokens)
     assert logits.dtype == torch.bfloat16

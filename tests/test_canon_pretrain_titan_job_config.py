@@ -56,7 +56,7 @@ def test_every_model_key_of_the_toml_reaches_the_model() -> None:
         "canon_kernel": 3,
         "canon_residual": False,
         "canon_activation": True,
-        "qk_norm": True,
+        "qk_norm": "per_head",
         "init": "lingua",
         "init_seed": 9,
     }

@@ -25,7 +25,7 @@ ARGS = [
         max_seq_len=16,
         position="partial_rope_a",
         canon_set="ABCD",
-        qk_norm=True,
+        qk_norm="full",
         init=init,
         init_seed=seed,
     )

@@ -123,7 +123,7 @@ def test_a_run_whose_checkpoints_are_broken_does_not_begin_again(
 
 
 VARIANT = [
-    *("--model.position", "partial_rope_a", "--model.qk_norm", "True"),
+    *("--model.position", "partial_rope_a", "--model.qk_norm", "full"),
     *("--training.mixed_precision_param", "bfloat16", "--training.steps", 6),
 ]
 

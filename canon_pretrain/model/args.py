@@ -17,6 +17,7 @@ from canon_pretrain.errors import UserError
 
 POSITIONS = ("rope", "nope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
 INITS = ("paper", "lingua")
+QK_NORMS = ("none", "full", "per_head")
 CANON_SITES = "ABCD"
 CANON_KERNELS = (2, 3, 4)
 
@@ -29,7 +30,8 @@ class ModelArgs:
     the heads, half of each one's dims; `b` a quarter of the heads, all dims; `c` all heads, a
     quarter of each one's dims.
     `canon_set`: any subset of the sites A, B, C, D of section 4; stored sorted and upper-case.
-    `qk_norm`: RMSNorm over the whole H*K vector of q and of k, before Canon-B.
+    `qk_norm`: `full` RMSNorm over the whole H*K vector of q and of k, before Canon-B (the released
+    models); `per_head` over each head's K dims, one gain for all heads, after Canon-B (Qwen3's).
     `init`: `paper` N(0, 0.02); `lingua` a normal of std fan_in^-1/2 cut at 3 sigma.
 
     Raises UserError for any value outside its range or that does not fit the others.
@@ -48,7 +50,7 @@ class ModelArgs:
     canon_kernel: int = 4
     canon_residual: bool = True
     canon_activation: bool = False
-    qk_norm: bool = False
+    qk_norm: str = "none"
     init: str = "paper"
     init_seed: int = 0
 
@@ -58,12 +60,18 @@ class ModelArgs:
         _check_ranges(self)
         _check_choice("position", self.position, POSITIONS)
         _check_choice("init", self.init, INITS)
+        _check_choice("qk_norm", self.qk_norm, QK_NORMS)
         _check_heads(self)
 
     @property
     def head_dim(self) -> int:
         """K, the width of one head."""
         return self.dim // self.num_heads
+
+    @property
+    def canon_bound(self) -> float:
+        """Canon weights start in U(-bound, bound): PyTorch's Conv1d default, 1/2 at kernel 4."""
+        return self.canon_kernel**-0.5
 
     @property
     def rope_heads(self) -> int:
@@ -164,8 +172,7 @@ def num_parameters(args: ModelArgs) -> int:
     canon_channels = {"A": args.dim, "B": 3 * args.dim, "C": args.dim, "D": 2 * args.ffn_dim}
     layer = 4 * args.dim**2 + 3 * args.dim * args.ffn_dim + 2 * args.dim
     layer += sum(canon_channels[site] for site in args.canon_set) * args.canon_kernel
-    if args.qk_norm:
-        layer += 2 * args.dim
+    layer += {"none": 0, "full": 2 * args.dim, "per_head": 2 * args.head_dim}[args.qk_norm]
     return 2 * args.vocab_size * args.dim + args.num_layers * layer + args.dim
 
 

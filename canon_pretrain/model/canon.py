@@ -24,6 +24,7 @@ class Canon(nn.Module):
         self.residual = args.canon_residual
         self.activation = args.canon_activation
         self.weight = nn.Parameter(torch.empty(channels, 1, args.canon_kernel))
+        nn.init.uniform_(self.weight, -args.canon_bound, args.canon_bound)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Return y_BTC of equation 4.1, in the dtype of x."""

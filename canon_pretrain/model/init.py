@@ -110,7 +110,7 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
         return InitialValue(name, torch.Size(shape), args.init_seed, kind, scale)
 
     if module.startswith("canon_"):
-        return value("uniform", args.canon_kernel**-0.5)
+        return value("uniform", args.canon_bound)
     if module.endswith("norm"):
         return value("ones", 0.0)
     if len(shape) != 2:

@@ -41,7 +41,8 @@ class Model(titan.Model):
     canon_kernel: int | None = None
     canon_residual: bool | None = None
     canon_activation: bool | None = None
-    qk_norm: bool | None = None
+    qk_norm: str | None = None
+    """none; full: over all heads, before Canon-B; per_head: over each head, after Canon-B."""
     init: str | None = None
     """paper: N(0, 0.02); lingua: truncated normal with std D^-1/2."""
     init_seed: int | None = None
@@ -66,6 +67,9 @@ class LRScheduler(titan.LRScheduler):
     warmup_steps: int = 1000
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
     min_lr_factor: float = 0.1
+    decay_steps: int | None = None
+    """Length of the decay after warm-up, whatever `training.steps` is; the rate then stays at
+    `min_lr_factor` (InfiniteLR). Unset: the decay ends with the run, as in torchtitan."""
 
 
 @dataclass
@@ -190,6 +194,15 @@ def check_job(job: CanonJobConfig) -> None:
             f"run.stop_at = {job.run.stop_at}: expected a step from 1 to training.steps = "
             f"{training.steps}"
         )
+    schedule = job.lr_scheduler
+    if schedule.decay_steps is not None:
+        if schedule.decay_steps < 1:
+            raise UserError(f"lr_scheduler.decay_steps = {schedule.decay_steps}: expected >= 1")
+        if schedule.decay_ratio is not None or schedule.total_steps is not None:
+            raise UserError(
+                "lr_scheduler.decay_steps sets the decay's length by itself; unset decay_ratio and "
+                "total_steps"
+            )
     if job.lr_scheduler.warmup_steps > training.steps and job.lr_scheduler.total_steps is None:
         raise UserError(
             f"lr_scheduler.warmup_steps = {job.lr_scheduler.warmup_steps} is more than "

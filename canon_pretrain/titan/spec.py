@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torchtitan.components.loss import build_cross_entropy_loss
-from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.model import BaseModelArgs
@@ -17,6 +16,7 @@ from canon_pretrain.titan.data import build_dataloader
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.metrics import build_metrics
 from canon_pretrain.titan.parallelize import parallelize, write_shard
+from canon_pretrain.titan.schedule import build_schedule
 
 
 @dataclass
@@ -63,7 +63,7 @@ def register() -> None:
         parallelize_fn=parallelize,
         pipelining_fn=None,
         build_optimizers_fn=build_optimizers,
-        build_lr_schedulers_fn=build_lr_schedulers,
+        build_lr_schedulers_fn=build_schedule,
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=None,
         build_loss_fn=build_cross_entropy_loss,
