@@ -3,20 +3,27 @@
     torchrun --nproc-per-node 2 -m canon_pretrain.train --config train_configs/quickstart.toml
     python -m canon_pretrain.train --config train_configs/quickstart.toml        (one rank)
 
-Any `--section.key value` after it wins over the file; --help lists them all. Bad input is one
-message and exit code 2. (torchrun itself turns any failure of a worker into its own report and
-exit code 1; the message stands above that report.)
+Any `--section.key value` after it wins over the file; --help lists them all. `--dry_run [--gpu
+h100|h200|a100] [--world N] [--mfu F]` prints what the run would take and trains nothing. Bad input
+is one message and exit code 2. (torchrun itself turns any failure of a worker into its own report
+and exit code 1; the message stands above that report.)
 """
 
+import argparse
 import logging
 import os
 import socket
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from canon_pretrain.errors import UserError, exit_with
 from canon_pretrain.titan.device import device_count, has_accelerator, prepare_device
+
+if TYPE_CHECKING:  # it imports torchtitan, which must wait for prepare_device()
+    from canon_pretrain.titan.job_config import CanonJobConfig
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -87,12 +94,18 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     from canon_pretrain.titan.trainer import CanonTrainer
 
     world_size = int(os.environ["WORLD_SIZE"])
+    dry_run, argv = _dry_run_options(argv)
     job = parse_job(argv, quiet=quiet)
+    if dry_run.dry_run:
+        _print_dry_run(job, dry_run, world_size, quiet=quiet)
+        return
     micro_batch_size(job, world_size)
     shards = open_shards(job)
     fingerprint = shards.fingerprint
     shards.close()
     _init_logging(int(os.environ["RANK"]))
+    for warning in _first_words(job, world_size):
+        logging.getLogger().info(f"NOTE: {warning}")
     register()
     trainer = None
     try:
@@ -102,6 +115,57 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         if trainer is not None:
             trainer.close()
     torch.distributed.destroy_process_group()
+
+
+def _dry_run_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of --dry_run, and the words that are left for the job."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--dry_run", "--dry-run", action="store_true")
+    parser.add_argument("--gpu")
+    parser.add_argument("--world", type=int)
+    parser.add_argument("--mfu", type=float)
+    try:
+        options, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from None
+    given = [f"--{name}" for name in ("gpu", "world", "mfu") if getattr(options, name) is not None]
+    if given and not options.dry_run:
+        raise UserError(f"{', '.join(given)} belong(s) to --dry_run, which is not given")
+    return options, rest
+
+
+def _print_dry_run(
+    job: "CanonJobConfig", options: argparse.Namespace, world_size: int, *, quiet: bool
+) -> None:
+    """Make the plan on every rank, so that all fail alike; one prints it."""
+    from rich.console import Console
+
+    from canon_pretrain.titan import dry_run
+
+    world = options.world if options.world is not None else world_size
+    if options.world is None and world_size == 1:
+        world = dry_run.default_world_size(job)
+    mfu = dry_run.DEFAULT_MFU if options.mfu is None else options.mfu
+    plan = dry_run.make_plan(job, (options.gpu or "h100").lower(), world, mfu)
+    if not quiet:
+        dry_run.print_plan(job, plan, Console())
+
+
+def _first_words(job: "CanonJobConfig", world_size: int) -> Iterator[str]:
+    """What a person should know before a real run begins to use up their time."""
+    import torch
+
+    from canon_pretrain.titan.dry_run import describe_duration
+
+    ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), device_count()
+    if has_accelerator() and ranks < devices:
+        yield (
+            f"this run uses {ranks} of the {devices} GPUs of this node; torchrun "
+            f"--nproc-per-node {devices} would use all"
+        )
+    name = torch.cuda.get_device_name() if has_accelerator() else None
+    if duration := describe_duration(job, world_size, name):
+        yield duration
 
 
 # What torchtitan's log says that is no news (garbage collections, waits), does not hold here (a

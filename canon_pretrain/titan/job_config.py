@@ -289,6 +289,11 @@ def _check_checkpoint(job: CanonJobConfig) -> None:
         )
 
 
+def valid_world_sizes(global_batch_size: int) -> list[int]:
+    """The numbers of ranks that can share a global batch: its divisors."""
+    return [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
+
+
 def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
     """Sequences in one forward pass of one rank: a divisor of the rank's share of the global batch.
 
@@ -298,10 +303,10 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
     """
     total = job.training.global_batch_size
     if total % world_size:
-        valid = [str(n) for n in range(1, total + 1) if total % n == 0]
+        valid = ", ".join(map(str, valid_world_sizes(total)))
         raise UserError(
             f"training.global_batch_size = {total} can't be shared by {world_size} ranks. World "
-            f"sizes that divide it: {', '.join(valid)}"
+            f"sizes that divide it: {valid}"
         )
     share = total // world_size
     bound = min(share, job.training.local_batch_size)

@@ -1,0 +1,288 @@
+"""The plan of a run before a GPU is booked: parameters, memory, disk and time, on any laptop.
+
+    python -m canon_pretrain.train --config FILE.toml --dry_run [--gpu h100] [--world 8] [--mfu 0.4]
+
+Nothing is trained and nothing written. Sizes of weights and states follow from the parameter count;
+activations are counted, not guessed: a block runs under FakeTensorMode, which computes shapes and
+no numbers, and every tensor that autograd keeps for backward is added up.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from canon_pretrain.data.shards import ShardError, TokenShards
+from canon_pretrain.errors import UserError
+from canon_pretrain.model.args import ModelArgs, flops_per_token, num_parameters
+from canon_pretrain.model.positions import Rope
+from canon_pretrain.model.transformer import Transformer, TransformerBlock
+from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes
+
+GIB = 2**30
+WEEK_S = 7 * 86_400
+DEFAULT_MFU = 0.4
+# measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
+CPU_FLOPS_PER_RANK = 3e10
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
+
+    memory_gib: float
+    peak_flops: float
+
+
+GPUS = {
+    "a100": Gpu(79.2, 312e12),
+    "h100": Gpu(79.6, 989e12),
+    "h200": Gpu(139.8, 989e12),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job would take on `world_size` GPUs; bytes are per GPU unless they say otherwise."""
+
+    gpu: str
+    world_size: int
+    mfu: float
+    parameters: int
+    flops_per_token: int
+    tokens: int
+    tokens_per_step: int
+    steps: int
+    micro_batch: int
+    world_sizes: list[int]
+    memory: dict[str, int]
+    checkpoint_bytes: int
+    checkpoints_kept: int
+    data_bytes: int
+    data_fingerprint: str | None
+
+    @property
+    def seconds(self) -> float:
+        """Expected wall time at `mfu`."""
+        flops = self.tokens * self.flops_per_token
+        return flops / (self.world_size * GPUS[self.gpu].peak_flops * self.mfu)
+
+
+def make_plan(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Plan:
+    """The plan of `job`. Raises UserError for an unknown GPU or a world size that cannot be."""
+    if gpu not in GPUS:
+        raise UserError(f"--gpu {gpu}: expected one of {', '.join(GPUS)}")
+    if not 0 < mfu <= 1:
+        raise UserError(f"--mfu {mfu}: expected a fraction above 0 and up to 1, such as 0.4")
+    if world_size < 1:
+        raise UserError(f"--world {world_size}: expected at least 1")
+    args, training = job.model_args, job.training
+    micro_batch = micro_batch_size(job, world_size)
+    with torch.device("meta"):
+        model = Transformer(args)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters == num_parameters(args), "the closed form and the built model differ"
+    tokens_per_step = training.global_batch_size * training.seq_len
+    data_bytes, fingerprint = _data(job, tokens_per_step * training.steps)
+    keep = job.checkpoint.keep_latest_k or training.steps // job.checkpoint.interval
+    return Plan(
+        gpu=gpu,
+        world_size=world_size,
+        mfu=mfu,
+        parameters=parameters,
+        flops_per_token=flops_per_token(args, training.seq_len),
+        tokens=tokens_per_step * training.steps,
+        tokens_per_step=tokens_per_step,
+        steps=training.steps,
+        micro_batch=micro_batch,
+        world_sizes=valid_world_sizes(training.global_batch_size),
+        memory=memory_by_part(
+            args,
+            model,
+            world_size=world_size,
+            micro_batch=micro_batch,
+            dtype=TORCH_DTYPE_MAP[training.dtype],
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        ),
+        checkpoint_bytes=3 * parameters * TORCH_DTYPE_MAP[training.dtype].itemsize,
+        checkpoints_kept=keep,
+        data_bytes=data_bytes,
+        data_fingerprint=fingerprint,
+    )
+
+
+def memory_by_part(
+    args: ModelArgs,
+    model: nn.Module,
+    *,
+    world_size: int,
+    micro_batch: int,
+    dtype: torch.dtype,
+    param_dtype: torch.dtype,
+) -> dict[str, int]:
+    """Bytes on one GPU by part; `model` may be on the meta device.
+
+    Activations are eager PyTorch's: with torch.compile they are fewer. FSDP2's own buffers are the
+    gathered weights of two blocks (one computes, one is prefetched), of the embedding and the
+    head, and one block's gradient in float32 for the reduction.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
+    ends = parameters - args.num_layers * block
+    shard = -(-parameters // world_size) * dtype.itemsize
+    saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype)
+    logits = micro_batch * args.max_seq_len * args.vocab_size
+    return {
+        "weights": shard,
+        "gradients": shard,
+        "optimizer (two moments)": 2 * shard,
+        "gathered by FSDP2": (2 * block + ends) * param_dtype.itemsize + 4 * block,
+        "activations": args.num_layers * saved_block,
+        "logits and loss": saved_head + logits * (4 + param_dtype.itemsize),
+    }
+
+
+def saved_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that autograd keeps for backward: of one block, and of norm, head and loss.
+
+    For `micro_batch` sequences of args.max_seq_len tokens with weights in `dtype`; the weights
+    themselves are not counted.
+    """
+    shape = (micro_batch, args.max_seq_len)
+    before = torch.get_default_dtype()
+    with FakeTensorMode():
+        torch.set_default_dtype(dtype)
+        try:
+            rope = Rope(args) if args.rope_dim else None
+            block = TransformerBlock(args, rope)
+            norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+            output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        finally:
+            torch.set_default_dtype(before)
+        h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
+        labels_BT = torch.zeros(shape, dtype=torch.int64)
+
+        def head() -> Tensor:
+            logits = output(norm(h_BTD)).flatten(0, 1).float()
+            return F.cross_entropy(logits, labels_BT.flatten(), reduction="sum")
+
+        modules = nn.ModuleList([block, norm, output])
+        return (
+            count_saved(lambda: block(h_BTD), modules),
+            count_saved(head, modules),
+        )
+
+
+def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
+    """Bytes of the storages that `forward` leaves for backward, parameters and buffers left out."""
+    own = {t.untyped_storage()._cdata for t in (*modules.parameters(), *modules.buffers())}
+    kept: dict[int, Tensor] = {}  # the tensors are held, so that no storage's address is used again
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage()._cdata
+        if address not in own:
+            kept.setdefault(address, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    del out
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _data(job: CanonJobConfig, tokens: int) -> tuple[int, str | None]:
+    """Bytes of the training data and its fingerprint; a guess of 2 bytes a token without it."""
+    width = 2 if job.model_args.vocab_size <= 65_535 else 4
+    try:
+        with TokenShards.open(Path(job.data.path) / "train") as shards:
+            return shards.num_tokens * width, shards.fingerprint
+    except ShardError:
+        return tokens * width, None
+
+
+def print_plan(job: CanonJobConfig, plan: Plan, console: Console) -> None:
+    """The plan as tables a person can check."""
+    gpu = GPUS[plan.gpu]
+    args = job.model_args
+    console.print(f"[bold]{job.job.description}[/bold]  (dry run: nothing is trained or written)")
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_column(style="cyan")
+    facts.add_column()
+    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
+    hours = plan.seconds / 3600
+    there = plan.data_fingerprint or "not there yet; 2 bytes a token drawn, no token twice"
+    rows = {
+        "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
+        f"{args.dim}, F {args.ffn_dim}, {args.position}, {canon}, QK-norm {args.qk_norm}",
+        "parameters": f"{plan.parameters:,}",
+        "FLOPs per token": f"{plan.flops_per_token / 1e9:.2f} G = 6(N - embeddings) + 12LHKT, "
+        "causality not halved",
+        "steps": f"{plan.steps:,} of {plan.tokens_per_step:,} tokens: {plan.tokens / 1e9:.1f}B "
+        "tokens",
+        "valid world sizes": ", ".join(map(str, plan.world_sizes)),
+        "this plan": f"{plan.world_size} x {plan.gpu.upper()}, {plan.micro_batch} sequence(s) of "
+        f"{job.training.seq_len} at once on each",
+        "time at "
+        f"{plan.mfu:.0%} MFU": f"{plan.seconds / 86_400:.2f} days, {hours * plan.world_size:,.0f} "
+        f"GPU-hours, {plan.tokens / plan.seconds:,.0f} tokens/s (MFU is an assumption)",
+        "disk for data": f"{plan.data_bytes / 1e9:,.1f} GB ({job.data.path or 'data.path unset'})",
+        "data fingerprint": there,
+        "disk for checkpoints": f"{plan.checkpoints_kept} + 1 in writing, of "
+        f"{plan.checkpoint_bytes / 1e9:.1f} GB: "
+        f"{(plan.checkpoints_kept + 1) * plan.checkpoint_bytes / 1e9:,.1f} GB",
+    }
+    for name, value in rows.items():
+        facts.add_row(name, value)
+    console.print(facts)
+    total = sum(plan.memory.values())
+    memory = Table(title="memory on one GPU", title_justify="left")
+    memory.add_column("part")
+    memory.add_column("GiB", justify="right")
+    for name, size in plan.memory.items():
+        memory.add_row(name, f"{size / GIB:.2f}")
+    memory.add_section()
+    memory.add_row("sum", f"{total / GIB:.2f}")
+    memory.add_row(f"{plan.gpu.upper()} has", f"{gpu.memory_gib:.1f}")
+    console.print(memory)
+    if job.compile.enable:
+        console.print("compile.enable: torch.compile keeps fewer activations than counted here")
+    if total > gpu.memory_gib * GIB:
+        console.print(
+            "[bold]does not fit as counted[/bold]: lower training.local_batch_size (it changes no "
+            "result), use more GPUs, or activation_checkpoint.mode"
+        )
+
+
+def describe_duration(job: CanonJobConfig, world_size: int, device_name: str | None) -> str | None:
+    """A sentence for a run that would take over a week on this machine; None for a shorter one.
+
+    `device_name` is the GPU's, None for a CPU. A GPU that is not in GPUS is taken for an A100.
+    """
+    if device_name is None:
+        flops_per_s, assumed = world_size * CPU_FLOPS_PER_RANK, "30 GFLOP/s a CPU rank"
+    else:
+        name = next((name for name in GPUS if name.upper() in device_name.upper()), "a100")
+        flops_per_s = world_size * GPUS[name].peak_flops * DEFAULT_MFU
+        assumed = f"{DEFAULT_MFU:.0%} MFU of an {name.upper()}"
+    training = job.training
+    steps = job.run.stop_at or training.steps
+    tokens = steps * training.global_batch_size * training.seq_len
+    seconds = tokens * flops_per_token(job.model_args, training.seq_len) / flops_per_s
+    if seconds <= WEEK_S:
+        return None
+    return (
+        f"this run would take about {seconds / 86_400:,.0f} days on {world_size} rank(s), at "
+        f"{assumed}; --dry_run shows what it needs"
+    )
+
+
+def default_world_size(job: CanonJobConfig) -> int:
+    """One node of 8, or the largest smaller number that divides the global batch."""
+    return max(n for n in valid_world_sizes(job.training.global_batch_size) if n <= 8)

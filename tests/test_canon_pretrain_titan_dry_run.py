@@ -1,0 +1,153 @@
+"""The plan of a run: its figures against a real tiny model's, and what it tells a person."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.errors import UserError
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.titan.dry_run import (
+    count_saved,
+    default_world_size,
+    describe_duration,
+    make_plan,
+    memory_by_part,
+    saved_bytes,
+)
+from canon_pretrain.titan.job_config import CanonJobConfig, parse_job
+from canon_pretrain.train import main
+from tests.support import ROOT, debug_run, train
+
+CONFIGS = ROOT / "train_configs"
+
+
+def job_of(name: str, *words: str) -> CanonJobConfig:
+    return parse_job(["--config", str(CONFIGS / f"{name}.toml"), *words])
+
+
+def test_the_1b3_figures_of_the_specification() -> None:
+    plan = make_plan(job_of("nope_canon"), "h100", 8, 0.5)
+    assert plan.parameters == 1_347_463_168
+    assert plan.tokens == pytest.approx(100.2e9, rel=1e-3)
+    assert plan.steps == 510_000
+    # spec/operations.md: 100.2B tokens on 8 H100 at 50 % MFU take 2.96 days (without Canon)
+    assert plan.seconds / 86_400 == pytest.approx(2.97, abs=0.01)
+    bare = make_plan(job_of("rope"), "h100", 8, 0.5)
+    assert bare.flops_per_token == pytest.approx(10.10e9, rel=1e-3)
+    assert bare.seconds / 86_400 == pytest.approx(2.96, abs=0.01)
+    assert plan.world_sizes == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
+    assert plan.checkpoint_bytes == 12 * plan.parameters
+    assert plan.data_fingerprint is None
+    assert plan.data_bytes == 2 * plan.tokens
+
+
+@pytest.mark.parametrize("canon_set", ["", "AC", "ABCD"])
+@pytest.mark.parametrize("position", ["nope", "rope", "partial_rope_b"])
+def test_memory_equals_what_a_real_tiny_model_holds(canon_set: str, position: str) -> None:
+    job = job_of("debug", "--model.canon_set", canon_set, "--model.position", position)
+    args, batch = job.model_args, 3
+    model = Transformer(args)
+    model.init_weights()
+    planned = memory_by_part(
+        args, model, world_size=1, micro_batch=batch, dtype=torch.float32, param_dtype=torch.float32
+    )
+    tokens = torch.arange(batch * args.max_seq_len).reshape(batch, -1) % args.vocab_size
+
+    def forward() -> torch.Tensor:
+        logits = model(tokens).flatten(0, 1).float()
+        return F.cross_entropy(logits, tokens.flatten(), reduction="sum")
+
+    saved = count_saved(forward, model)
+    block, head = saved_bytes(args, batch, torch.float32)
+    assert planned["activations"] == args.num_layers * block
+    # the whole model keeps the token ids as well, and a block's output once where we count it in
+    # the next block and in the head
+    assert args.num_layers * block + head == pytest.approx(saved, rel=0.02)
+    optimizer = torch.optim.AdamW(model.parameters())
+    forward().backward()
+    optimizer.step()
+    assert planned["weights"] == sum(p.nbytes for p in model.parameters())
+    assert planned["gradients"] == sum(p.grad.nbytes for p in model.parameters())  # type: ignore
+    moments = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+    assert planned["optimizer (two moments)"] == sum(t.nbytes for t in moments)
+
+
+def test_states_are_shared_by_the_world_and_activations_grow_with_the_batch() -> None:
+    job = job_of("debug")
+    small, large = make_plan(job, "a100", 1, 0.4), make_plan(job, "a100", 12, 0.4)
+    assert small.micro_batch == 4
+    assert large.micro_batch == 1
+    assert small.memory["weights"] == pytest.approx(12 * large.memory["weights"], rel=1e-3)
+    ratio = small.memory["activations"] / large.memory["activations"]
+    assert ratio == pytest.approx(4, rel=0.01)
+    assert small.seconds == pytest.approx(12 * large.seconds)
+
+
+def test_the_data_that_is_there_is_measured(data_folder: Path) -> None:
+    plan = make_plan(job_of("debug", "--data.path", str(data_folder)), "h200", 2, 0.4)
+    with TokenShards.open(data_folder / "train") as shards:
+        assert plan.data_fingerprint == shards.fingerprint
+        assert plan.data_bytes == 2 * shards.num_tokens
+
+
+def test_a_run_of_over_a_week_says_so_first() -> None:
+    big, small = job_of("nope_canon"), job_of("debug")
+    assert describe_duration(big, 8, "NVIDIA H100 80GB HBM3") is None  # 3.7 days
+    assert "about 30 days on 1 rank" in str(describe_duration(big, 1, "NVIDIA H200"))
+    assert "days on 2 rank(s), at 30 GFLOP/s a CPU rank" in str(describe_duration(big, 2, None))
+    assert describe_duration(small, 1, None) is None
+    big.run = type(big.run)(stop_at=10)
+    assert describe_duration(big, 8, "NVIDIA H200") is None
+
+
+def test_the_default_world_is_one_node_or_what_divides() -> None:
+    job = CanonJobConfig()
+    for batch, world in ((48, 8), (12, 6), (7, 7), (11, 1)):
+        job.training.global_batch_size = batch
+        assert default_world_size(job) == world
+
+
+@pytest.mark.parametrize(
+    ("gpu", "world", "mfu", "message"),
+    [
+        ("h10", 8, 0.4, "--gpu h10: expected one of a100, h100, h200"),
+        ("h100", 5, 0.4, "can't be shared by 5 ranks"),
+        ("h100", 0, 0.4, "--world 0: expected at least 1"),
+        ("h100", 8, 1.5, "--mfu 1.5: expected a fraction"),
+    ],
+)
+def test_what_cannot_be_planned(gpu: str, world: int, mfu: float, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_plan(job_of("nope_canon"), gpu, world, mfu)
+
+
+def test_the_command_prints_the_plan_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    config = str(CONFIGS / "nope_canon.toml")
+    main(["--config", config, "--dry_run", "--gpu", "H200", "--world", "16", "--mfu", "0.5"])
+    out = capsys.readouterr().out
+    for text in ("1,347,463,168", "6(N - embeddings) + 12LHKT", "16 x H200", "time at 50% MFU"):
+        assert text in out
+    assert list(tmp_path.iterdir()) == []
+    for words, message in (
+        (["--gpu", "h100"], "--gpu belong(s) to --dry_run"),
+        (["--dry_run", "--world", "many"], "invalid int value"),
+        (["--dry_run", "--model.canon_set", "X"], 'names the Canon site "X"'),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(["--config", config, *words])
+        assert left.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_under_torchrun_one_rank_prints(data_folder: Path, tmp_path: Path) -> None:
+    done = train(*debug_run(data_folder, tmp_path / "run"), "--dry_run", ranks=2)
+    assert done.stdout.count("memory on one GPU") == 1
+    assert "2 x H100" in done.stdout
+    assert not (tmp_path / "run").exists()

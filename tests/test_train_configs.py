@@ -1,0 +1,170 @@
+"""Every experiment: it parses, builds, says only what it changes, and marks what is assumed."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from canon_pretrain.config import read_experiment
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.titan.job_config import CanonJobConfig, parse_job
+from tests.support import ROOT
+
+FOLDER = ROOT / "train_configs"
+EXPERIMENTS = sorted(p for p in FOLDER.rglob("*.toml") if p.parent.name != "base")
+ALL = sorted(FOLDER.rglob("*.toml"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(FOLDER).with_suffix(""))
+
+
+def job_of(name: str) -> CanonJobConfig:
+    return parse_job(["--config", str(FOLDER / f"{name}.toml")])
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=name_of)
+def test_it_parses_and_builds_on_meta(path: Path) -> None:
+    job = parse_job(["--config", str(path)])
+    with torch.device("meta"):
+        Transformer(job.model_args)
+    assert job.job.description != "default job"
+
+
+@pytest.mark.parametrize("path", ALL, ids=name_of)
+def test_a_file_says_only_what_it_changes(path: Path) -> None:
+    with open(path, "rb") as file:
+        own = tomllib.load(file)
+    bases = own.pop("extends", [])
+    inherited: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        inherited |= flat(read_experiment(path.parent / base))
+    repeated = {k: v for k, v in flat(own).items() if k in inherited and inherited[k] == v}
+    assert not repeated
+    if bases:
+        assert flat(read_experiment(path)) != inherited
+
+
+def test_no_two_experiments_are_one_or_share_a_run_folder() -> None:
+    jobs = [parse_job(["--config", str(path)]) for path in EXPERIMENTS]
+    folders = [job.job.dump_folder for job in jobs]
+    assert len(set(folders)) == len(folders)
+    facts = [
+        (job.model_args, job.data, job.optimizer.lr, job.training.steps, job.training.seq_len)
+        for job in jobs
+    ]
+    assert all(facts[i] != facts[j] for i in range(len(facts)) for j in range(i))
+
+
+ROPE_1B3 = {"": 1_345_423_360, "A": 196_608, "AC": 393_216, "ABCD": 2_039_808}
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "canon_set", "residual"),
+    [
+        ("rope", "rope", "", True),
+        ("nope", "nope", "", True),
+        ("rope_canon", "rope", "ABCD", True),
+        ("nope_canon", "nope", "ABCD", True),
+        ("partial_rope_canon", "partial_rope_a", "ABCD", True),
+        ("canon_a", "rope", "A", True),
+        ("canon_ac", "rope", "AC", True),
+        ("canon_b", "rope", "B", True),
+        ("canon_abcd_nores", "rope", "ABCD", False),
+    ],
+)
+def test_the_1b3_runs_differ_in_the_architecture_alone(
+    name: str, position: str, canon_set: str, residual: bool
+) -> None:
+    job, base = job_of(name), job_of("rope")
+    args = job.model_args
+    assert (args.position, args.canon_set, args.canon_residual) == (position, canon_set, residual)
+    same = ("training", "optimizer", "lr_scheduler", "data")
+    assert all(getattr(job, part) == getattr(base, part) for part in same)
+    assert (args.dim, args.num_layers, args.num_heads, args.ffn_dim) == (2048, 24, 32, 5504)
+    training, optimizer = job.training, job.optimizer
+    assert (training.global_batch_size, training.seq_len, training.steps) == (48, 4096, 510_000)
+    assert (optimizer.lr, optimizer.beta1, optimizer.beta2) == (1e-3, 0.9, 0.98)
+    assert (optimizer.eps, optimizer.weight_decay) == (1e-6, 0.03)
+    assert job.data.path == "data/fineweb_edu"
+
+
+@pytest.mark.parametrize("name", ["rope", "nope", "rope_canon", "nope_canon", "partial_rope_canon"])
+def test_slimpajama_runs_differ_in_the_data_alone(name: str) -> None:
+    job, base = job_of(f"slimpajama_{name}"), job_of(name)
+    assert job.data.path == "data/slimpajama"
+    assert job.model_args == base.model_args
+    assert (job.training, job.optimizer) == (base.training, base.optimizer)
+
+
+def test_the_other_runs_of_the_specification() -> None:
+    big = job_of("slimpajama_300b_canon")
+    assert big.training.steps * big.training.global_batch_size * 4096 == pytest.approx(
+        301.5e9, 1e-3
+    )
+    assert (big.model_args.dim, big.model_args.num_heads, big.model_args.ffn_dim) == (
+        2304,
+        24,
+        6144,
+    )
+    released = job_of("released_1b")
+    assert released.model_args.ffn_dim == 5632
+    assert (released.model_args.rope_heads, released.model_args.rope_dim) == (32, 16)
+    assert released.model_args.qk_norm == "full"
+    schedule, optimizer = released.lr_scheduler, released.optimizer
+    assert (optimizer.lr, optimizer.beta2, optimizer.eps, optimizer.weight_decay) == (
+        *(2e-3, 0.95, 1e-8),
+        0.02,
+    )
+    assert (schedule.warmup_steps, released.training.steps, schedule.min_lr_factor) == (
+        *(8000, 240_000),
+        0.01,
+    )
+    small = job_of("custom_canon_162m").model_args
+    assert (small.num_layers, small.dim, small.num_heads, small.ffn_dim) == (16, 768, 8, 2048)
+    assert (small.position, small.canon_set, small.qk_norm) == ("nope", "A", "per_head")
+
+
+def test_the_nine_runs_of_seed_000() -> None:
+    names = sorted(path.stem for path in (FOLDER / "tiny").glob("*.toml"))
+    jobs = {name: job_of(f"tiny/{name}") for name in names}
+    variants = {(j.model_args.canon_set, j.model_args.position) for j in jobs.values()}
+    assert variants == {
+        *(("", "rope"), ("", "nope"), ("A", "rope"), ("AB", "rope"), ("AC", "rope")),
+        *(("B", "rope"), ("BD", "rope"), ("ABCD", "rope"), ("ABCD", "nope")),
+    }
+    for job in jobs.values():
+        schedule, training = job.lr_scheduler, job.training
+        assert (schedule.warmup_steps, schedule.decay_steps) == (500, 50_000)
+        assert job.optimizer.lr * schedule.min_lr_factor == pytest.approx(1e-4)
+        assert (training.global_batch_size, training.seq_len) == (32, 512)
+
+
+STATED = {
+    "base/1b3": "flavor vocab_size seq_len global_batch_size steps name lr beta1 beta2 eps",
+    "custom_canon_162m": "flavor vocab_size position canon_set qk_norm",
+    "tiny/llama": "flavor vocab_size position canon_set path seq_len global_batch_size lr "
+    "warmup_steps decay_steps decay_type min_lr_factor",
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_what_the_sources_leave_open_is_marked(name: str) -> None:
+    """Each setting is stated by its source (listed above), or marked as assumed or as ours."""
+    section = ""
+    for line in (FOLDER / f"{name}.toml").read_text().splitlines():
+        section = line if line.startswith("[") else section
+        key, equals, rest = line.partition(" = ")
+        if not equals or line.startswith("#") or section == "[job]":
+            continue
+        if key not in STATED[name].split():
+            assert "assumed" in rest or "# ours" in rest, line
