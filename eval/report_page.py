@@ -1,0 +1,204 @@
+"""Show the report's content to people: one HTML page, and Markdown.
+
+The page holds everything it needs, plotly.js included, and asks the network for nothing: its
+Content-Security-Policy forbids that, and any script but the two whose hashes it names.
+"""
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def html_page(content: dict[str, Any]) -> str:
+    """The self-contained page of `report_content`."""
+    # autoescape covers every value; only files of ours and plotly's are marked as safe
+    scripts = [get_plotlyjs(), (TEMPLATES / "report.js").read_text("utf-8")]
+    hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            content=content,
+            style=Markup((TEMPLATES / "report.css").read_text("utf-8")),
+            scripts=[Markup(script) for script in scripts],
+            script_hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in hashes)),
+        )
+    )
+
+
+def markdown_page(content: dict[str, Any]) -> str:
+    """The same as Markdown; curves are there as their key figures."""
+    environment = _environment(autoescape=False)
+    return environment.get_template("report.md.jinja").render(content=content)
+
+
+def _environment(*, autoescape: bool = True) -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {
+        "allow_nan": False,
+        "ensure_ascii": False,
+        "separators": (",", ":"),
+    }
+    environment.filters |= {
+        "facts": facts,
+        "score": score,
+        "number": number,
+        "limit": limit_words,
+        "restarts": restart_words,
+        "gaps": gap_words,
+        "md": escape_markdown,
+        "setting": setting,
+    }
+    return environment
+
+
+def escape_markdown(text: object) -> str:
+    """`text` on one line, without any character that could begin markup or a table cell."""
+    line = " ".join(str(text).split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*\[\]|~])", r"\\\1", line)
+
+
+def number(value: float | None, decimals: int = 4) -> str:
+    """A figure for a table; thousands are parted by commas."""
+    return "–" if value is None else f"{value:,.{decimals}f}"
+
+
+def score(cell: dict[str, Any] | None) -> tuple[str, str, str]:
+    """(value, ± standard error, n = items) of a table cell; what is unknown is empty."""
+    if cell is None:
+        return "–", "", ""
+    value, stderr, count = cell["value"], cell["stderr"], cell["num_samples"]
+    items = "" if count is None else f"n = {count:,}"
+    if isinstance(value, str):
+        return f"not finite ({value})", "", items
+    decimals = 4 if abs(value) < 100 else 2
+    if stderr is None:
+        return number(value, decimals), "", items
+    shown = stderr if isinstance(stderr, str) else number(stderr, decimals)
+    return number(value, decimals), f"± {shown}", items
+
+
+def limit_words(limit: int | None) -> str:
+    """The mark of an evaluation that was cut short; empty for a whole one."""
+    return "" if limit is None else f"first {limit:,} items only: not a result"
+
+
+def setting(value: object) -> str:
+    """One value of config.json, readable: a fingerprint is cut."""
+    text = "–" if value is None else '""' if value == "" else str(value)
+    return text if len(text) <= 24 else text[:12] + "…"
+
+
+def state_words(run: dict[str, Any]) -> str:
+    """Where a run stands."""
+    step, total = run["step"], run["total_steps"]
+    of = f" of {total:,}" if isinstance(total, int) else ""
+    return {
+        "done": f"done, step {step:,}{of}",
+        "stopped": f"stopped on request at step {step:,}{of}",
+        "unfinished": f"not done, at step {step:,}{of}",
+    }[run["state"]]
+
+
+def facts(run: dict[str, Any]) -> list[tuple[str, str]]:
+    """The header of a run: (name, words), without what is unknown."""
+    model = run["model"]
+    qk_norm = model.get("qk_norm")
+    shape = [
+        f"{model[field]:,} {words}"
+        for field, words in (
+            ("num_layers", "layers"),
+            ("dim", "wide"),
+            ("num_heads", "heads"),
+            ("ffn_dim", "FFN"),
+            ("vocab_size", "vocabulary"),
+        )
+        if isinstance(model.get(field), int)
+    ]
+    variant = [
+        f"position {model['position']}" if "position" in model else "",
+        f"Canon-{model['canon_set']}" if model.get("canon_set") else "no Canon",
+        f"QK-norm {qk_norm}" if qk_norm not in (None, False, "none") else "",
+    ]
+    flavor = f"{run['flavor']}: " if run["flavor"] else ""
+    seq_len, batch = run["seq_len"], run["global_batch_size"]
+    known = {
+        "State": state_words(run),
+        "Tokens": f"{run['tokens']:,}",
+        "Parameters": f"{run['num_parameters']:,}" if run["num_parameters"] else "",
+        "Model": flavor + ", ".join(shape) if shape else "",
+        "Variant": ", ".join(filter(None, variant)) if model else "",
+        "Batch": f"{batch:,} × {seq_len:,} tokens a step" if batch and seq_len else "",
+        "Optimizer": _joined([run["optimizer"], run["learning_rate"], run["schedule"]]),
+        "Data": str(run["data_fingerprint"] or "")[:12],
+        "Seeds": _joined([f"data {run['data_seed']}", f"init {run['init_seed']}"]),
+        "Devices": ", then ".join(str(size) for size in run["world_sizes"]),
+        "Software": _joined(
+            [
+                *(f"torch {version}" for version in run["torch"]),
+                *(f"torchtitan {version}" for version in run["torchtitan"]),
+            ]
+        ),
+        "Began": _time(run["first_event"]),
+        "Last event": _time(run["last_event"]),
+    }
+    return [(name, words) for name, words in known.items() if words]
+
+
+def _joined(values: list[Any]) -> str:
+    return ", ".join(str(value) for value in values if value is not None)
+
+
+def _time(time: str | None) -> str:
+    """2026-11-20 10:05 UTC, of the log's ISO time."""
+    return f"{time[:16].replace('T', ' ')} UTC" if isinstance(time, str) else ""
+
+
+def restart_words(run: dict[str, Any]) -> list[str]:
+    """A sentence for each restart."""
+    sentences = []
+    for restart in run["restarts"]:
+        size = restart["world_size"]
+        devices = f" on {size} device{'s' if size != 1 else ''}" if size else ""
+        when = f", {_time(restart['time'])}" if restart["time"] else ""
+        sentences.append(
+            f"{run['label']}: resumed from step {restart['from_step']:,}{devices}{when}"
+        )
+    return sentences
+
+
+def gap_words(curve: dict[str, Any]) -> list[str]:
+    """Sentences on what a curve does not show: values that are not finite, and thinned points."""
+    sentences = []
+    for line in curve["lines"]:
+        logged, shown = line["logged"], len(line["values"])
+        if not logged:
+            sentences.append(f"{line['run']}: no step logged yet.")
+        if line["not_finite"]:
+            sentences.append(
+                f"{line['run']}: {line['not_finite']:,} of {logged:,} logged values are missing or "
+                f"not finite (the first at step {line['first_not_finite_step']:,}): gaps in the "
+                "curve."
+            )
+        if shown < logged:
+            sentences.append(
+                f"{line['run']}: {shown:,} of {logged:,} logged points are drawn: of each "
+                "stretch the lowest and the highest."
+            )
+    return sentences

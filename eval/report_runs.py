@@ -1,0 +1,159 @@
+"""Read what the report shows of one run: its config, its log and its evaluations, checked.
+
+The first half of `python -m eval report`; `report_content` turns these into numbers to show.
+No torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.log import read_log
+from eval.results import RESULTS, Results, read_results
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as it lies on disk; `label` is its name in this report, unlike any other's."""
+
+    label: str
+    folder: RunFolder
+    config: dict[str, Any]
+    events: list[dict[str, Any]]
+    evaluations: list[Results]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes the run what it is: see `run/folder.py`."""
+        return self.config["identity"]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The `step` events, in order."""
+        return [event for event in self.events if event["event"] == "step"]
+
+    @property
+    def launches(self) -> list[dict[str, Any]]:
+        """The `start` and `resume` events, in order."""
+        return [event for event in self.events if event["event"] in ("start", "resume")]
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read every run. Raises UserError for what is no run, or holds another run's results."""
+    labels = unique_labels(paths)
+    return [_read_run(path, label) for path, label in zip(paths, labels, strict=True)]
+
+
+def unique_labels(paths: Sequence[Path]) -> list[str]:
+    """The folders' names, with as many of their parents as it takes to tell them apart.
+
+    Raises UserError where one folder is given twice.
+    """
+    resolved = [path.resolve() for path in paths]
+    for k, path in enumerate(resolved):
+        if path in resolved[:k]:
+            raise UserError(f"{paths[k]} is given twice: name each run once")
+    depths = [1] * len(resolved)
+    while True:
+        labels = [
+            printable("/".join(path.parts[-depth:]).replace("//", "/"))
+            for path, depth in zip(resolved, depths, strict=True)
+        ]
+        # every name among the equal ones grows; a path that is used up stays as it is
+        grown = [
+            depth + (labels.count(label) > 1 and depth < len(path.parts))
+            for path, depth, label in zip(resolved, depths, labels, strict=True)
+        ]
+        if grown == depths:
+            return labels
+        depths = grown
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with the replacement character for what can't be shown or encoded."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _read_run(path: Path, label: str) -> Run:
+    folder = RunFolder(path)
+    config = folder.read_config()
+    if not isinstance(config, dict) or not isinstance(config.get("identity"), dict):
+        raise UserError(f"{folder.config_file} is damaged: it has no `identity`")
+    return Run(label, folder, config, _read_events(folder), _read_evaluations(folder, config))
+
+
+def _read_events(folder: RunFolder) -> list[dict[str, Any]]:
+    """The log's events, each with the fields that the report counts on."""
+    try:
+        events = read_log(folder.log_file)
+        for event in events:
+            needed = {"step": ("step", "tokens"), "resume": ("from_step",)}
+            for field in needed.get(event["event"], ()):
+                if not isinstance(event[field], int):
+                    raise TypeError(f"{field} is {event[field]!r}")
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder.path} has no log: {folder.log_file.name} is missing. The trainer writes it "
+            "at its first launch"
+        ) from None
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder.log_file} is damaged: {error!r}") from None
+    return events
+
+
+def _read_evaluations(folder: RunFolder, config: dict[str, Any]) -> list[Results]:
+    """All results in the run folder, by suite and step.
+
+    Raises UserError for results of another run, checkpoint or suite than their place says.
+    """
+    found = []
+    for path in sorted((folder.path / "evals").glob(f"step-*/*/{RESULTS}")):
+        results = read_results(path)
+        _check_place(path, results, folder, config)
+        found.append(results)
+    return sorted(found, key=lambda results: (results.asked["suite"], results.asked["step"]))
+
+
+def _check_place(path: Path, results: Results, folder: RunFolder, config: dict[str, Any]) -> None:
+    """Raise UserError unless `results` are of this run and lie where their step and suite say."""
+    asked = results.asked
+    missing = [
+        name
+        for name in ("checkpoint", "step", "suite", "limit", "train_fingerprint")
+        if name not in asked
+    ]
+    if missing:
+        raise UserError(f"{path}: damaged (`asked` lacks {', '.join(missing)}); evaluate again")
+    scores = [score for metrics in results.scores.values() for score in metrics.values()]
+    for score in scores:
+        if not isinstance(score.value, int | float):
+            raise UserError(f"{path}: damaged (a score is {score.value!r}); evaluate again")
+    again = "delete it and evaluate this run's checkpoint"
+    if not _is_checkpoint_of(folder.path, Path(asked["checkpoint"])):
+        raise UserError(
+            f"{path} holds results of {asked['checkpoint']}, which is no checkpoint of "
+            f"{folder.path}: {again}"
+        )
+    trained_on = config["identity"].get("data_fingerprint")
+    if asked["train_fingerprint"] != trained_on:
+        raise UserError(
+            f"{path} holds results of a model trained on data {asked['train_fingerprint']}, but "
+            f"{folder.path} was trained on {trained_on}: {again}"
+        )
+    place = (f"step-{asked['step']}", asked["suite"])
+    if place != (path.parent.parent.name, path.parent.name):
+        raise UserError(f"{path} holds results of {'/'.join(place)}: {again}")
+
+
+def _is_checkpoint_of(run: Path, checkpoint: Path) -> bool:
+    """Whether `checkpoint`, as `eval run` was given it, lies in the folder `run`.
+
+    A path that does not exist here was relative to another working directory, or the run was
+    moved since: then the run folder's name must be the same.
+    """
+    if checkpoint.resolve().is_relative_to(run.resolve()):
+        return True
+    return not checkpoint.exists() and checkpoint.parent.parent.name == run.resolve().name

@@ -1,0 +1,158 @@
+"use strict";
+// Draws the page's curves from its own JSON; what can be read without it stands in the HTML.
+(() => {
+  const content = JSON.parse(document.getElementById("content").textContent);
+  const hidden = new Set();
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const touch = matchMedia("(pointer: coarse)");
+  const bar = () => !touch.matches && innerWidth >= 600;
+  const dashes = ["solid", "dash", "dot", "dashdot"];
+
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const runColor = (k) => color(`--run-${k % 8}`);
+  // plotly reads its texts as a kind of HTML
+  const plain = (text) =>
+    text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const short = (text) => {  // on a phone the hover box has room for less
+    const half = innerWidth < 600 ? 6 : 16;
+    return text.length > 2 * half + 2 ? `${text.slice(0, half)}…${text.slice(-half)}` : text;
+  };
+  const grouped = (count) => count.toLocaleString("en-US");
+
+  function valueTrace(curve, line, k) {
+    const { values } = line;
+    // a value between two gaps has no line to be seen by
+    const alone = values.map((v, i) => v !== null
+      && (values[i - 1] ?? null) === null && (values[i + 1] ?? null) === null);
+    const marked = values.length <= 40 || alone.includes(true);
+    return {
+      type: "scatter",
+      mode: marked ? "lines+markers" : "lines",
+      name: plain(short(line.run)),
+      x: line.tokens,
+      y: values,
+      customdata: line.steps.map(grouped),
+      connectgaps: false,
+      line: {
+        color: runColor(k), width: values.length > 1000 ? 1.2 : 1.8,
+        dash: dashes[Math.floor(k / 8) % dashes.length],
+      },
+      marker: { color: runColor(k), size: values.length <= 40 ? 5 : alone.map((a) => (a ? 5 : 0)) },
+      hovertemplate:
+        `%{fullData.name}: <b>%{y:,.${curve.decimals}f}</b>, step %{customdata}<extra></extra>`,
+    };
+  }
+
+  function gapTrace(line, k) {
+    const at = line.values.flatMap((value, i) => (value === null ? [i] : []));
+    return {
+      type: "scatter",
+      mode: "markers",
+      name: plain(short(line.run)),
+      yaxis: "y2",
+      x: at.map((i) => line.tokens[i]),
+      y: at.map(() => 0.02),
+      customdata: at.map((i) => grouped(line.steps[i])),
+      marker: { symbol: "x", size: 7, color: runColor(k) },
+      hovertemplate: "%{fullData.name}: <b>not finite</b>, step %{customdata}<extra></extra>",
+    };
+  }
+
+  function restartTrace(run, k) {
+    const restarts = run.restarts.filter((restart) => restart.tokens !== null);
+    return {
+      type: "scatter",
+      mode: "markers",
+      name: plain(short(run.label)),
+      yaxis: "y2",
+      x: restarts.map((restart) => restart.tokens),
+      y: restarts.map(() => 0.98),
+      customdata: restarts.map((restart) => grouped(restart.from_step)),
+      marker: { symbol: "triangle-down", size: 9, color: runColor(k) },
+      hovertemplate:
+        "%{fullData.name}: <b>restart</b> from step %{customdata}<extra></extra>",
+    };
+  }
+
+  // then 2 and 5 between the powers of ten are ticks enough
+  function overADecade(curve) {
+    const figures = curve.lines.map((line) => line.figures).filter((f) => f !== null);
+    const lowest = Math.min(...figures.map((f) => f.lowest.value));
+    return Math.max(...figures.map((f) => f.highest.value)) > 10 * lowest;
+  }
+
+  const restartLine = (restart, k) => ({
+    type: "line", xref: "x", yref: "paper", x0: restart.tokens, x1: restart.tokens, y0: 0, y1: 1,
+    line: { color: runColor(k), width: 1, dash: "dot" },
+  });
+
+  function layout(curve, logScale) {
+    const axis = {
+      gridcolor: color("--grid"), zeroline: false, linecolor: color("--line"), automargin: true,
+    };
+    const restarts = curve.field === "tokens_per_second"
+      ? content.runs.flatMap((run, k) => (hidden.has(k) ? [] : run.restarts
+        .filter((restart) => restart.tokens !== null).map((restart) => restartLine(restart, k))))
+      : [];
+    return {
+      autosize: true,
+      margin: { l: 52, r: 12, t: bar() ? 28 : 8, b: 40 },
+      showlegend: false,
+      hovermode: "x unified",
+      hoverdistance: 30,
+      modebar: {
+        bgcolor: "rgba(0,0,0,0)", color: color("--soft"), activecolor: color("--ink"),
+      },
+      dragmode: touch.matches ? false : "zoom",
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("--soft") },
+      hoverlabel: {
+        bgcolor: color("--card"), bordercolor: color("--line"),
+        font: { color: color("--ink"), size: 12 }, namelength: -1,
+      },
+      xaxis: {
+        ...axis, title: { text: "tokens", standoff: 8 }, exponentformat: "B",
+        unifiedhovertitle: { text: "%{x:,d} tokens" }, nticks: innerWidth < 600 ? 5 : 10,
+        showspikes: false,
+      },
+      yaxis: {
+        ...axis, type: logScale ? "log" : "linear", exponentformat: "B",
+        ...(logScale && overADecade(curve) ? { dtick: "D2" } : { nticks: logScale ? 5 : 7 }),
+      },
+      yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
+      shapes: restarts,
+    };
+  }
+
+  function draw(curve) {
+    const logScale = document.querySelector(`[data-log="${curve.field}"]`).checked;
+    const traces = curve.lines.flatMap((line, k) => {
+      const all = [valueTrace(curve, line, k), gapTrace(line, k)];
+      if (curve.field === "tokens_per_second") all.push(restartTrace(content.runs[k], k));
+      return all.map((trace) => ({ ...trace, visible: !hidden.has(k) }));
+    });
+    return Plotly.react(`curve-${curve.field}`, traces, layout(curve, logScale), {
+      responsive: true, displaylogo: false, displayModeBar: bar() ? "hover" : false,
+      // named one by one: plotly's own set has a button that sends the chart to its makers
+      modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+    });
+  }
+
+  const drawAll = () => Promise.all(content.curves.map(draw));
+
+  for (const box of document.querySelectorAll("[data-log]")) {
+    box.addEventListener("change", () =>
+      draw(content.curves.find((curve) => curve.field === box.dataset.log)));
+  }
+  for (const button of document.querySelectorAll("[data-run]")) {
+    button.addEventListener("click", () => {
+      const k = Number(button.dataset.run);
+      if (!hidden.delete(k)) hidden.add(k);
+      button.setAttribute("aria-pressed", String(!hidden.has(k)));
+      drawAll();
+    });
+  }
+  dark.addEventListener("change", drawAll);
+  drawAll().then(() => document.documentElement.setAttribute("data-drawn", "yes"));
+})();

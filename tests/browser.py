@@ -1,0 +1,114 @@
+"""Headless Chromium for tests that look at a page: no network, a fresh profile, a kept console.
+
+Needs Debian's chromium and chromium-driver and the package selenium; `chromium()` skips the test
+with the reason where one of them is missing.
+"""
+
+import base64
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
+
+
+class Browser:
+    """One Chromium; every page it opens is held to have neither errors nor requests."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
+        """Open a local page in a window of that inner size, and wait until its curves stand."""
+        self.resize(width, height)
+        self.driver.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]},
+        )
+        self.driver.get(page.resolve().as_uri())
+        self.wait_for("return document.documentElement.dataset.drawn")
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the window that inner size; under 600 px it is a phone's."""
+        self.driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600},
+        )
+
+    def wait_for(self, script: str, *arguments: Any) -> Any:
+        """The first value of `script` that is true; fails after 20 s."""
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        return WebDriverWait(self.driver, 20, poll_frequency=0.05).until(
+            lambda driver: driver.execute_script(script, *arguments)
+        )
+
+    def move_to(self, x: float, y: float) -> None:
+        """Move the mouse to a point of the window."""
+        self.driver.execute_cdp_cmd(
+            "Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y}
+        )
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """The value that JavaScript `script` returns."""
+        return self.driver.execute_script(script, *arguments)
+
+    def console(self) -> list[str]:
+        """What the console said since the last call, errors of the network included."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def requests(self) -> list[str]:
+        """The addresses asked for since the last call."""
+        messages = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
+        return [
+            message["params"]["request"]["url"]
+            for message in messages
+            if message["method"] == "Network.requestWillBeSent"
+        ]
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page, top to bottom, as PNG."""
+        shot = self.driver.execute_cdp_cmd(
+            "Page.captureScreenshot", {"captureBeyondViewport": True, "format": "png"}
+        )
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+
+@contextmanager
+def chromium(profile: Path) -> Iterator[Browser]:
+    """A browser with its own `profile` folder; skips where there is none to start."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+    binaries = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    for name, path in binaries.items():
+        if path is None:
+            pytest.skip(f"needs {name}: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binaries["chromium"]
+    for flag in (*FLAGS, f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(binaries["chromedriver"])
+    )
+    try:
+        driver.get("about:blank")  # leave Chromium's own first page, and forget what it did
+        driver.get_log("performance")
+        yield Browser(driver)
+    finally:
+        driver.quit()
