@@ -1,4 +1,4 @@
-# make quickstart   text -> shards -> a trained, stopped and resumed Canon model -> its held-out loss
+# make quickstart   text -> shards -> a trained, stopped and resumed Canon model -> scores -> a report
 # make test         the test suite
 # make check        ruff, mypy and the contracts on imports
 #
@@ -24,6 +24,7 @@ THREADS := $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
 DEVICE := $(if $(filter 1,$(GPUS)),CUDA_VISIBLE_DEVICES= )
 LAUNCH := $(DEVICE)OMP_NUM_THREADS=$(THREADS) torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
+EVAL := python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS)
 INSTALLED := .venv/.installed
 
 # $(call stage,number and title,command): say it, run it, say how long it took
@@ -38,16 +39,18 @@ endef
 
 quickstart: $(INSTALLED)
 	@$(MAKE) --no-print-directory $(RUN)/run/DONE
-	$(call stage,4/4 held-out loss beside count models of the same shards,python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS) --suite validation --must_beat unigram)
+	$(call stage,4/6 held-out loss beside count models of the same shards,$(EVAL) --suite validation --must_beat unigram)
+	$(call stage,5/6 birth-year probes: the first 100 items of each,$(EVAL) --suite birth-year --limit 100 --max_length 512)
+	$(call stage,6/6 a page to look at,python -m eval report $(RUN)/run)
 
 $(RUN)/data/validation/manifest.json: | $(INSTALLED)
-	$(call stage,1/4 text -> tokenizer -> shards,python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --out $(RUN)/data)
+	$(call stage,1/6 text -> tokenizer -> shards,python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --out $(RUN)/data)
 
 $(RUN)/run/checkpoint/step-$(STOP_AT)/.metadata: | $(RUN)/data/validation/manifest.json
-	$(call stage,2/4 train on two FSDP2 ranks and stop in the middle,$(LAUNCH) --run.stop_at $(STOP_AT))
+	$(call stage,2/6 train on two FSDP2 ranks and stop in the middle,$(LAUNCH) --run.stop_at $(STOP_AT))
 
 $(RUN)/run/DONE: | $(RUN)/run/checkpoint/step-$(STOP_AT)/.metadata
-	$(call stage,3/4 resume and finish,$(LAUNCH))
+	$(call stage,3/6 resume and finish,$(LAUNCH))
 
 test: $(INSTALLED)
 	python -m pytest

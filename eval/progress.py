@@ -30,6 +30,7 @@ def progress(console: Console, what: str, total: int) -> Iterator[Callable[[int]
             return
         shown = now
         left = (now - started) / done * (total - done)
-        console.print(f"{what}: {done}/{total}, about {left:.0f} s left", highlight=False)
+        when = f"about {left:.0f} s left" if done < total else f"took {now - started:.0f} s"
+        console.print(f"{what}: {done}/{total}, {when}", highlight=False)
 
     yield advance

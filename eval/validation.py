@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch.nn import functional as F
 
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.model.transformer import Transformer
+from eval.lm import CanonLM
 
 BASELINE_TOKENS = 20_000_000
 """Training tokens that the count models see at most: a few hundred MB of counts."""
@@ -43,14 +41,11 @@ def windows(num_tokens: int, seq_len: int, limit: int | None) -> Iterator[tuple[
         yield offset, min(seq_len + 1, num_tokens - offset)
 
 
-@torch.inference_mode()
 def model_loss(
-    model: Transformer,
+    lm: CanonLM,
     shards: TokenShards,
     *,
     seq_len: int,
-    batch_size: int,
-    device: torch.device,
     limit: int | None = None,
     advance: Callable[[int], None] = lambda windows: None,
 ) -> HeldOutLoss:
@@ -59,25 +54,20 @@ def model_loss(
     `limit` takes the first that many windows only; `advance` is told of windows done.
     """
     total, count = 0.0, 0
-    batch: list[np.ndarray] = []
+    batch: list[list[int]] = []
 
     def flush() -> None:
         nonlocal total, count
-        if not batch:
-            return
-        tokens_BT = torch.from_numpy(np.stack(batch)).to(device)
-        logits_BTV = model(tokens_BT[:, :-1]).float()
-        labels_N = tokens_BT[:, 1:].flatten()
-        nats_N = F.cross_entropy(logits_BTV.flatten(0, 1), labels_N, reduction="none")
-        total += nats_N.double().sum().item()
-        count += labels_N.numel()
+        counts = [len(row) - 1 for row in batch]
+        total -= sum(score for score, _ in lm.score_tokens(batch, counts))
+        count += sum(counts)
         advance(len(batch))
         batch.clear()
 
     for offset, size in windows(shards.num_tokens, seq_len, limit):
-        if batch and (len(batch) == batch_size or batch[0].size != size):
+        if batch and (len(batch) + 1) * seq_len > lm.batch_tokens:
             flush()
-        batch.append(shards.read(offset, size))
+        batch.append(shards.read(offset, size).tolist())
     flush()
     return _loss(total, count, shards)
 

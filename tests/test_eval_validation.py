@@ -15,6 +15,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.model.args import FLAVORS
 from canon_pretrain.model.transformer import Transformer
 from eval.__main__ import main
+from eval.lm import CanonLM
 from eval.model import load_model
 from eval.validation import CountModels, baseline_losses, model_loss, windows
 from tests.support import Runs
@@ -51,7 +52,8 @@ def test_loss_is_the_token_weighted_mean_at_any_batch_size(
             logits = model(ids[None, :-1])[0].double()
             for t, target in enumerate(ids[1:]):
                 total -= torch.log_softmax(logits[t], 0)[target].item()
-    loss = model_loss(model, shards, seq_len=50, batch_size=batch_size, device=CPU)
+    lm = CanonLM(model, None, max_length=50, batch_tokens=50 * batch_size)
+    loss = model_loss(lm, shards, seq_len=50)
     assert loss.num_tokens == shards.num_tokens - 1
     assert loss.nats_per_token == pytest.approx(total / loss.num_tokens, rel=1e-6)
     bytes_a_token = shards.num_bytes / shards.num_tokens
@@ -99,13 +101,20 @@ def test_the_command_evaluates_a_checkpoint(
     main(["run", "--checkpoint", str(checkpoint), "--suite", "validation"])
     assert "bits/byte" in capsys.readouterr().out
     record = json.loads((runs.straight / "evals/step-12/validation/results.json").read_text())
-    model = load_model(checkpoint, CPU)
-    loss = model_loss(model, held_out(data_folder), seq_len=64, batch_size=8, device=CPU)
-    found = record["results"]["model"]["nats_per_token"]
+    lm = CanonLM(load_model(checkpoint, CPU), None, max_length=64)
+    loss = model_loss(lm, held_out(data_folder), seq_len=64)
+    found = record["scores"]["validation"]["nats_per_token"]["value"]
     assert found == pytest.approx(loss.nats_per_token)
+    assert record["num_samples"]["validation"] == loss.num_tokens
+    assert set(record["scores"]) == {"validation", "unigram", "bigram"}
     # the weights are the trained ones: far from ln 512, near the training loss
     assert found == pytest.approx(5.9, abs=0.15)
-    assert record["asked"]["step"] == 12
+    asked = record["asked"]
+    assert (asked["step"], asked["suite"], asked["limit"], asked["max_length"]) == (
+        12, "validation", None, 64
+    )  # fmt: skip
+    shards = TokenShards.open(data_folder / "train")
+    assert asked["train_fingerprint"] == shards.fingerprint
 
 
 def test_the_same_question_is_answered_from_what_was_found(
@@ -115,7 +124,9 @@ def test_the_same_question_is_answered_from_what_was_found(
     main(words)
     path = runs.elastic / "evals/step-12/validation/results.json"
     record = json.loads(path.read_text())
-    record["results"]["model"]["bits_per_byte"] = 1.2345  # what a second look must show
+    record["scores"]["validation"]["bits_per_byte"]["value"] = (
+        1.2345  # what a second look must show
+    )
     path.write_text(json.dumps(record))
     capsys.readouterr()
     main(words)
@@ -130,11 +141,11 @@ def test_the_same_question_is_answered_from_what_was_found(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--suite", "validaton"], "unknown suite 'validaton'; known are: validation"),
+        (["--suite", "validaton"], "unknown suite 'validaton', did you mean 'validation'"),
         (["--checkpoint", "{run}/checkpoint/step-7"], "no checkpoint at .*; steps in .*: 6, 12"),
         (["--checkpoint", "{run}"], "is not a checkpoint: expected RUN/checkpoint/step-N"),
         (["--limit", "0"], "--limit 0: expected at least 1"),
-        (["--batch_size", "0"], "--batch_size 0: expected at least 1"),
+        (["--batch_tokens", "0"], "--batch_tokens 0: expected at least 1"),
         (["--data", "{run}"], "no such folder of token shards"),
     ],
 )

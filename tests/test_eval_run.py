@@ -1,0 +1,348 @@
+"""`python -m eval run` on a run that has text: suites, files and every error."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from canon_pretrain.data.shard_writer import write_shards
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.data.tokenizer import Tokenizer
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.folder import RunFolder
+from data_prep.train_tokenizer import train_tokenizer
+from eval.__main__ import main
+from eval.lm import CanonLM
+from eval.model import load_model
+from eval.results import find_results, read_results
+from eval.suites import TASKS, file_suite, task_files
+from tests.support import ROOT
+
+WORDS = "the a one no river stone light house year born was in of and said went saw".split()
+MAX_LENGTH = 900  # three lengths of probes fit, in pieces of a vocabulary of 300
+
+pytestmark = pytest.mark.filterwarnings(
+    # torch.distributed.checkpoint on itself, when it saves without ranks
+    "ignore:torch.distributed is disabled:UserWarning"
+)
+
+
+def document(seed: int) -> str:
+    picks = np.random.Philox(key=seed).random_raw(400) % np.uint64(len(WORDS))
+    words = [WORDS[int(pick)] for pick in picks]
+    return "\n".join(" ".join(words[i : i + 8]).capitalize() + "." for i in range(0, 400, 8))
+
+
+def write_run(base: Path) -> Path:
+    """Shards of text in base/data, and an untrained checkpoint of step 3 in base/run."""
+    texts = [document(seed) for seed in range(6)]
+    tokenizer = Tokenizer(train_tokenizer(texts, 300), "test")
+    for name, part in (("train", texts[:3]), ("validation", texts[3:])):
+        write_shards(
+            base / "data" / name,
+            [np.append(tokenizer.encode(text), tokenizer.eos_id) for text in part],
+            vocab_size=300,
+            eos_id=tokenizer.eos_id,
+            num_bytes=[len(text) for text in part],
+            tokenizer_sha256=tokenizer.sha256,
+        )
+    (base / "data" / "tokenizer.model").write_bytes(tokenizer.model)
+    args = ModelArgs(
+        vocab_size=300, num_layers=1, dim=32, num_heads=2, ffn_dim=48, max_seq_len=1000,
+        canon_set="ABCD", position="nope",
+    )  # fmt: skip
+    model = Transformer(args)
+    model.init_weights()
+    run = base / "run"
+    for step in (2, 3):
+        dcp.save(dict(model.named_parameters()), checkpoint_id=run / "checkpoint" / f"step-{step}")
+    identity = {f"model.{name}": value for name, value in asdict(args).items()}
+    identity["data_fingerprint"] = TokenShards.open(base / "data" / "train").fingerprint
+    config = {"data": {"path": str(base / "data")}, "training": {"seq_len": MAX_LENGTH}}
+    RunFolder(run).write_config(config, identity)
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A run of one's own, with its data."""
+    ignore = shutil.ignore_patterns("evals")
+    shutil.copytree(run.parent, tmp_path / "copy", ignore=ignore)
+    return tmp_path / "copy" / "run"
+
+
+Ask = Callable[..., str]
+
+
+@pytest.fixture
+def ask(run: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Evaluate step 3 and give what was printed; `code` is the expected exit code."""
+
+    def asking(suite: str, *words: object, of: Path = run, step: int = 3, code: int = 0) -> str:
+        argv = ["run", "--checkpoint", of / "checkpoint" / f"step-{step}", "--suite", suite]
+        if not code:
+            main([*map(str, argv), *map(str, words)])
+            return capsys.readouterr().out
+        with pytest.raises(SystemExit) as left:
+            main([*map(str, argv), *map(str, words)])
+        assert left.value.code == code
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        return error
+
+    return asking
+
+
+def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
+    state = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    printed = ask("birth-year", "--limit", 3)
+    assert torch.equal(state[0], torch.get_rng_state())
+    assert state[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
+    assert "freezing the probes 1-hop-0 in" in printed
+    assert "left out, not fitting max_length 900" in printed
+    assert "L = 1024, L = 2048, L = 4096" in printed
+    results = read_results(run / "evals/step-3/birth-year/results.json")
+    names = set(results.scores)
+    assert {"1-hop-0", "1-hop-random-0", "2-hop-0"} <= names
+    manifest = json.loads((run / "evals/probes/sets.json").read_text())
+    for name in names:
+        assert set(results.scores[name]) == {"exact", "rank"}
+        assert results.num_samples[name] == 3
+        lines = (run / f"evals/step-3/birth-year/samples-{name}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        assert [sample["doc_id"] for sample in samples] == [0, 1, 2]
+        for metric, score in results.scores[name].items():
+            assert score.value == pytest.approx(np.mean([sample[metric] for sample in samples]))
+        set_hash = manifest["sets"][name]["sha256"]
+        assert results.asked["tasks"][name] == {"version": 1, "sha256": set_hash}
+    tokenizer = Tokenizer.load(run.parent / "data" / "tokenizer.model")
+    assert results.asked["tokenizer_sha256"] == manifest["tokenizer_sha256"] == tokenizer.sha256
+    assert results.asked["dtype"] == "float32" and results.asked["limit"] == 3
+    # another step answers the same probes; the same question is not asked again
+    printed = ask("birth-year", "--limit", 3, step=2)
+    assert "freezing" not in printed
+    assert "as found in" in ask("birth-year", "--limit", 3)
+    assert [found.asked["step"] for found in find_results(RunFolder(run))][:2] == [2, 3]
+
+
+def test_probes_hide_in_the_held_out_part(run: Path, ask: Ask) -> None:
+    ask("birth-year", "--limit", 1)
+    first = (run / "evals/probes/1-hop-256.jsonl").read_text().splitlines()[0]
+    text = json.loads(first)["prompt"].partition("\n\nAnswer me")[0]
+    held_out = " ".join(" ".join(document(seed).split()) for seed in (3, 4, 5))
+    junk = [s for s in re.findall(r"[A-Z][^.]*\.", text) if " born in the year of 1" not in s]
+    found = [held_out.index(" ".join(s.split())) for s in junk if "20" not in s]
+    assert len(found) > 5 and found == sorted(found)
+
+
+def test_the_model_may_read_more_than_in_training(run: Path, ask: Ask, copy: Path) -> None:
+    assert "1-hop-1024" in ask("birth-year", "--limit", 1, "--max_length", 2000, of=copy)
+    short, long = (load_model(run / "checkpoint/step-3", torch.device("cpu"), n) for n in (0, 1500))
+    tokens = torch.arange(1500)[None] % 300
+    with torch.no_grad():
+        assert torch.equal(short(tokens[:, :900]), long(tokens[:, :900]))
+        assert long(tokens).shape == (1, 1500, 300)
+
+
+def test_a_junk_file_is_used(run: Path, ask: Ask, tmp_path: Path) -> None:
+    junk = tmp_path / "junk.txt"
+    junk.write_text(" ".join(f"Here is a marked line of {word}." for word in WORDS * 5))
+    ask("birth-year", "--limit", 1, "--junk", junk, "--out", tmp_path / "out")
+    assert "Here is a marked line" in (tmp_path / "out/probes/1-hop-256.jsonl").read_text()
+    assert (tmp_path / "out/results.json").exists()
+    error = ask("birth-year", "--limit", 1, "--out", tmp_path / "out", code=2)
+    assert "were frozen with junk 'file " in error
+
+
+def test_the_zen_of_python_is_rolling_perplexity(run: Path, ask: Ask) -> None:
+    printed = ask("zen_of_python")
+    assert "byte_perplexity" in printed
+    assert "Beautiful is better than ugly" not in printed
+    results = read_results(run / "evals/step-3/zen_of_python/results.json")
+    scores = results.scores["zen_of_python"]
+    assert set(scores) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
+    task = file_suite("zen_of_python", task_files()["zen_of_python"]).tasks()["zen_of_python"]
+    (text,) = (doc["text"] for doc in task.eval_docs)
+    assert text.startswith("The Zen of Python, by Tim Peters\n") and text.endswith("of those!")
+    tokenizer = Tokenizer.load(run.parent / "data" / "tokenizer.model")
+    model = load_model(run / "checkpoint" / "step-3", torch.device("cpu"))
+    lm = CanonLM(model, tokenizer, max_length=MAX_LENGTH)
+    row = [tokenizer.eos_id, *tokenizer.encode(text)]
+    assert len(row) > 300
+    total = 0.0
+    for start in range(0, len(row) - 1, MAX_LENGTH):
+        piece = row[: start + MAX_LENGTH + 1][-(MAX_LENGTH + 1) :]
+        total += lm.score_tokens([piece], [min(MAX_LENGTH, len(row) - 1 - start)])[0][0]
+    bits = -total / np.log(2) / len(text.encode())
+    assert scores["bits_per_byte"].value == pytest.approx(bits, rel=1e-6)
+    # an untrained model: ln V nats a token
+    assert total == pytest.approx(-np.log(300) * (len(row) - 1), rel=0.02)
+
+
+def test_our_tasks_load_through_the_harness_itself() -> None:
+    """As `lm_eval --include_path eval/tasks` does, in a process without our code."""
+    program = (
+        "from lm_eval.tasks import TaskManager\n"
+        f"manager = TaskManager(include_path={str(TASKS)!r}, include_defaults=False)\n"
+        "tasks = manager.load(manager.all_subtasks)['tasks']\n"
+        "print({name: (task.OUTPUT_TYPE, len(task.eval_docs)) for name, task in tasks.items()})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd=ROOT.parent
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "{'zen_of_python': ('loglikelihood_rolling', 1)}\n"
+    assert set(task_files()) == {"zen_of_python"}
+
+
+TASK = """
+task: colours
+custom_dataset: !function colours.load
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_choice: [red, green, blue]
+doc_to_target: "{{answer}}"
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+LOAD = """
+import random, datasets
+def load(**_):
+    questions = ["Grass is", "Blood is", "The sky is"]
+    rows = [{"question": q, "answer": a} for q, a in zip(questions, [1, 0, 2], strict=True)]
+    return {"test": datasets.Dataset.from_list(rows)}
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Path:
+    (tmp_path / "colours.py").write_text(LOAD)
+    (tmp_path / "colours.yaml").write_text(TASK)
+    return tmp_path / "colours.yaml"
+
+
+def test_a_task_file_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
+    assert "acc" in ask(str(task_file), of=copy)
+    results = read_results(copy / "evals/step-3/colours/results.json")
+    score = results.scores["colours"]["acc"]
+    assert results.num_samples == {"colours": 3}
+    assert score.stderr == pytest.approx((score.value * (1 - score.value) / 2) ** 0.5)
+    assert "as found in" in ask(str(task_file), of=copy)
+    task_file.with_name("colours.py").write_text(LOAD.replace("Blood", "Milk"))
+    assert "as found in" not in ask(str(task_file), of=copy)  # another question
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda yaml: yaml.replace("task: colours", "tusk: colours"), "ValueError: .*tusk"),
+        (lambda yaml: yaml.replace("colours.load", "colours.lead"), "colours.*has no function"),
+        (lambda yaml: yaml.replace("multiple_choice", "choices"), "invalid output_type 'choices'"),
+        (lambda yaml: yaml + "metric_list: [", "YAMLError|ParserError|while parsing"),
+        (lambda yaml: yaml.replace("test_split", "test_splt"), "test_splt"),
+    ],
+)
+def test_a_task_file_that_does_not_load(
+    run: Path, ask: Ask, task_file: Path, change: Callable[[str], str], reason: str
+) -> None:
+    task_file.write_text(change(TASK))
+    error = ask(str(task_file), code=2)
+    assert f"{task_file}: this task file does not load: " in error
+    assert re.search(reason, error)
+
+
+@pytest.mark.parametrize(
+    ("suite", "words", "message"),
+    [
+        ("zen_of_pyton", [], "unknown suite 'zen_of_pyton', did you mean 'zen_of_python'?"),
+        (
+            "x",
+            [],
+            "unknown suite 'x'; suites: validation, birth-year; tasks in .*: zen_of_python; or",
+        ),
+        ("nowhere.yaml", [], "--suite nowhere.yaml: no such task file"),
+        ("birth-year", ["--limit", "0"], "--limit 0: expected at least 1"),
+        ("birth-year", ["--max_length", "0"], "--max_length 0: expected at least 1"),
+        ("birth-year", ["--max_length", "50"], "no set of birth-year fits max_length 50"),
+        ("birth-year", ["--must_beat", "unigram"], "--must_beat is for --suite validation"),
+        ("validation", ["--junk", "x.txt"], "--junk is for --suite birth-year"),
+        ("birth-year", ["--junk", "nowhere.txt"], "--junk nowhere.txt: cannot be read"),
+    ],
+)
+def test_what_cannot_be_asked(ask: Ask, suite: str, words: list[str], message: str) -> None:
+    assert re.search(message, ask(suite, *words, code=2))
+
+
+def test_a_missing_step_names_those_there(ask: Ask) -> None:
+    error = ask("birth-year", step=7, code=2)
+    assert re.search("no checkpoint at .*step-7; steps in .*: 2, 3", error)
+
+
+def test_text_needs_the_tokenizer_of_the_data(copy: Path, ask: Ask) -> None:
+    words = ("--data", copy.parent / "data")
+    path = copy.parent / "data" / "tokenizer.model"
+    path.write_bytes(train_tokenizer([document(9)], 290))
+    error = ask("birth-year", *words, of=copy, code=2)
+    assert "is not the tokenizer that" in error
+    path.unlink()
+    for suite in ("birth-year", "zen_of_python"):
+        assert "tokenizer.model is missing" in ask(suite, *words, of=copy, code=2)
+    assert "this checkpoint" in ask("validation", *words, of=copy)
+
+
+def test_a_changed_probe_is_refused(copy: Path, ask: Ask) -> None:
+    words = ("--max_length", 500)
+    ask("birth-year", *words, "--limit", 1, of=copy)
+    path = copy / "evals/probes/1-hop-0.jsonl"
+    path.write_bytes(path.read_bytes() + b"\n")
+    error = ask("birth-year", *words, "--limit", 2, of=copy, code=2)
+    assert "1-hop-0.jsonl was changed after it was frozen" in error
+
+
+def test_results_of_another_checkpoint_are_not_written_over(
+    ask: Ask, tmp_path: Path, copy: Path
+) -> None:
+    out = tmp_path / "out"
+    ask("zen_of_python", "--out", out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert "of another" not in ask("zen_of_python", "--out", out)
+    for suite, more in (("zen_of_python", {"step": 2}), ("zen_of_python", {"of": copy})):
+        error = ask(suite, "--out", out, code=2, **more)
+        assert re.search(r"--out .* holds results of .*step-3 on zen_of_python, not of", error)
+    assert "holds results of" in ask("validation", "--out", out, code=2)
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.ffn_dim", 40, r"step-3 is of another model: layers\.0\.feed_forward"),
+        ("model.qk_norm", False, "gives model.qk_norm as False, expected a value like 'none'"),
+        ("model.canon_set", None, "gives model.canon_set as None"),
+    ],
+)
+def test_a_checkpoint_of_another_architecture(
+    copy: Path, ask: Ask, name: str, value: object, message: str
+) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["identity"][name] = value
+    (copy / "config.json").write_text(json.dumps(config))
+    assert re.search(message, ask("zen_of_python", of=copy, code=2))
