@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import canon_pretrain.train as entry
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.transformer import Transformer
@@ -101,6 +102,18 @@ def test_a_run_of_over_a_week_says_so_first() -> None:
     assert describe_duration(small, 1, None) is None
     big.run = type(big.run)(stop_at=10)
     assert describe_duration(big, 8, "NVIDIA H200") is None
+
+
+def test_a_run_on_one_of_several_gpus_says_so_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(entry, "has_accelerator", lambda: True)
+    monkeypatch.setattr(entry, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    words = list(entry._first_words(job_of("nope_canon"), 1))
+    assert words[0].startswith("this run uses 1 of the 8 GPUs of this node")
+    assert "about 30 days on 1 rank(s), at 40% MFU of an H100" in words[1]
+    monkeypatch.setattr(entry, "device_count", lambda: 1)
+    assert list(entry._first_words(job_of("debug"), 1)) == []
 
 
 def test_the_default_world_is_one_node_or_what_divides() -> None:
