@@ -5,6 +5,7 @@ ranks. Model parameters stand at its top level under their own names. No torchti
 evaluation and export run where it is not installed.
 """
 
+import pickle
 import re
 import warnings
 from pathlib import Path
@@ -17,6 +18,8 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 
 METADATA = ".metadata"
+TRAINING_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
+"""What else than weights a checkpoint holds, by the beginning of its names."""
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -48,13 +51,20 @@ def read_weights(checkpoint: Path, like: dict[str, Tensor]) -> dict[str, Tensor]
     """
     check_checkpoint(checkpoint)
     stored = tensor_shapes(checkpoint)
+    config = RunFolder.of_checkpoint(checkpoint).config_file
     for name, tensor in like.items():
         size = stored.get(name)
         if size != tensor.shape:
             found = "absent" if size is None else f"of shape {tuple(size)}"
             raise UserError(
                 f"{checkpoint} is of another model: {name} is {found} there, expected "
-                f"{tuple(tensor.shape)} from {RunFolder.of_checkpoint(checkpoint).config_file}"
+                f"{tuple(tensor.shape)} from {config}"
+            )
+    for name in stored:
+        if name not in like and not name.startswith(TRAINING_STATE):
+            raise UserError(
+                f"{checkpoint} is of another model: it holds {name}, which the model of {config} "
+                "does not have"
             )
     weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()}
     try:
@@ -71,8 +81,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def tensor_shapes(checkpoint: Path) -> dict[str, torch.Size]:
-    """Shape by name of every tensor in a checkpoint: weights and optimizer state."""
-    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    """Shape by name of every tensor in a checkpoint: weights and optimizer state.
+
+    Raises UserError where its metadata can't be read.
+    """
+    try:
+        stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    except (EOFError, OSError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+        raise UserError(f"{checkpoint / METADATA} is damaged: {_first_line(error)}") from error
     return {name: meta.size for name, meta in stored.items() if hasattr(meta, "size")}
 
 

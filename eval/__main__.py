@@ -4,8 +4,8 @@
     python -m eval report RUN [RUN ...] --out DIR
 
 The last stage of the flow: it reads what training left on disk and writes beside it, to
-RUN/evals/step-N/SUITE/results.json. Also installed as `canon-eval`. Exit code 2 with one message
-for bad input.
+RUN/evals/step-N/SUITE/QUESTION/results.json. Also installed as `canon-eval`. Exit code 2 with one
+message for bad input.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         help="validation, birth-year, a task in eval/tasks, or the path of a task's YAML",
     )
     run.add_argument("--limit", type=int, help="the first N windows or items only: not a result")
-    run.add_argument("--out", type=Path, help="default: RUN/evals/step-N/SUITE")
+    run.add_argument("--out", type=Path, help="default: a folder of the question in RUN/evals")
     run.add_argument("--data", type=Path, help="the run's shards, where they were moved to")
     run.add_argument(
         "--max_length",

@@ -29,6 +29,7 @@ from eval.progress import progress
 BATCH_TOKENS = 8192
 """Tokens in a forward pass: at 32,000 pieces their float32 logits are 1 GB."""
 DEFAULT_GEN_TOKENS = 256
+GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
 
 
 class TextTokenizer(Protocol):
@@ -192,8 +193,13 @@ class CanonLM(TemplateLM):
 
     def _answer(self, context: str, options: dict[str, Any]) -> _Answer:
         options = dict(normalize_gen_kwargs(options, DEFAULT_GEN_TOKENS))
-        if options.get("do_sample") or options.get("temperature", 0.0) > 0:
-            raise UserError(f"generation options {options}: only greedy decoding is supported")
+        unknown = options.keys() - GENERATION_OPTIONS
+        sampled = options.get("do_sample") or options.get("temperature", 0.0) > 0
+        if sampled or options.get("num_beams", 1) != 1 or unknown:
+            raise UserError(
+                f"generation options {options}: only greedy decoding is supported (until, "
+                "max_gen_toks)"
+            )
         room = self.max_length - options["max_gen_toks"]
         if room < 1:
             raise UserError(

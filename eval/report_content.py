@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from canon_pretrain.errors import UserError
@@ -204,7 +205,7 @@ def _suite_content(suite: str, runs: Sequence[Run]) -> dict[str, Any]:
             }
             for task, metric in rows
             for label, found in by_run.items()
-            for results in found
+            for results in sorted(found, key=lambda results: results.asked["step"])
             if (cell := _cell(results, task, metric))
         ]
         if several
@@ -237,6 +238,11 @@ def _suite_warnings(latest: dict[str, Results]) -> list[str]:
         for label, results in latest.items()
         if results.asked["limit"] is not None
     ]
+    warnings += [
+        f"{label}: its checkpoint was written again after this was asked; evaluate it again."
+        for label, results in latest.items()
+        if _was_rewritten(results)
+    ]
     if len({results.asked["step"] for results in latest.values()}) > 1:
         warnings.append("The columns stand at different steps.")
     asked = {label: _flat(results.asked) for label, results in latest.items()}
@@ -252,6 +258,16 @@ def _suite_warnings(latest: dict[str, Results]) -> list[str]:
     if len(differing) > MAX_DIFFERENCES:
         warnings.append(f"{len(differing) - MAX_DIFFERENCES} more parts of the question differ.")
     return warnings
+
+
+def _was_rewritten(results: Results) -> bool:
+    """Whether the checkpoint is there and was written at another time than what was asked."""
+    written = results.asked.get("written_ns")
+    try:
+        now = (Path(results.asked["checkpoint"]) / ".metadata").stat().st_mtime_ns
+    except OSError:
+        return False
+    return written is not None and now != written
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, str]:

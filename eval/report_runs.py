@@ -105,28 +105,24 @@ def _read_events(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _read_evaluations(folder: RunFolder, config: dict[str, Any]) -> list[Results]:
-    """All results in the run folder, by suite and step.
+    """All results in the run folder, by suite; those cut short first, then by step and time.
 
     Raises UserError for results of another run, checkpoint or suite than their place says.
     """
     found = []
-    for path in sorted((folder.path / "evals").glob(f"step-*/*/{RESULTS}")):
+    for path in sorted((folder.path / "evals").glob(f"step-*/*/*/{RESULTS}")):
         results = read_results(path)
         _check_place(path, results, folder, config)
-        found.append(results)
-    return sorted(found, key=lambda results: (results.asked["suite"], results.asked["step"]))
+        asked = results.asked
+        # the last of a suite is shown first: a whole result before a trial, then the newest
+        order = (asked["suite"], asked["limit"] is None, asked["step"], path.stat().st_mtime_ns)
+        found.append((order, results))
+    return [results for _, results in sorted(found, key=lambda pair: pair[0])]
 
 
 def _check_place(path: Path, results: Results, folder: RunFolder, config: dict[str, Any]) -> None:
     """Raise UserError unless `results` are of this run and lie where their step and suite say."""
     asked = results.asked
-    missing = [
-        name
-        for name in ("checkpoint", "step", "suite", "limit", "train_fingerprint")
-        if name not in asked
-    ]
-    if missing:
-        raise UserError(f"{path}: damaged (`asked` lacks {', '.join(missing)}); evaluate again")
     scores = [score for metrics in results.scores.values() for score in metrics.values()]
     for score in scores:
         if not isinstance(score.value, int | float):
@@ -144,7 +140,7 @@ def _check_place(path: Path, results: Results, folder: RunFolder, config: dict[s
             f"{folder.path} was trained on {trained_on}: {again}"
         )
     place = (f"step-{asked['step']}", asked["suite"])
-    if place != (path.parent.parent.name, path.parent.name):
+    if place != (path.parents[2].name, path.parents[1].name):
         raise UserError(f"{path} holds results of {'/'.join(place)}: {again}")
 
 

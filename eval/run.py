@@ -1,7 +1,7 @@
 """`eval run`: one checkpoint on one suite: load, ask, print, record.
 
 Reads what training left in the run folder and the data that it names; writes results.json and a
-line an item (results.py) to RUN/evals/step-N/SUITE. The same question is answered from there.
+line an item to RUN/evals (results.py). The same question is answered from there.
 """
 
 import argparse
@@ -60,16 +60,29 @@ class Subject:
         check_checkpoint(checkpoint)
         folder = RunFolder.of_checkpoint(checkpoint)
         config = folder.read_config()
-        data = data or Path(config["config"]["data"]["path"])
+        try:
+            recorded = Path(config["config"]["data"]["path"])
+            seq_len = int(config["config"]["training"]["seq_len"])
+            trained_on = config["identity"]["data_fingerprint"]
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"{folder.config_file} is damaged, or another version of this program wrote it: it "
+                f"lacks {error}"
+            ) from None
+        if data is None and not recorded.is_dir():
+            raise UserError(
+                f"{recorded}, the data of {folder.path}, is not there: name the folder that it was "
+                "moved to with --data"
+            )
+        data = data or recorded
         train, held_out = TokenShards.open(data / "train"), TokenShards.open(data / "validation")
-        trained_on = config["identity"]["data_fingerprint"]
         if train.fingerprint != trained_on:
             raise UserError(
                 f"{data} is not what {folder.path} was trained on: its fingerprint is "
                 f"{train.fingerprint[:12]}, the run's {trained_on[:12]}. Name the run's shards "
                 "with --data"
             )
-        max_length = max_length or config["config"]["training"]["seq_len"]
+        max_length = max_length or seq_len
         step = checkpoint_step(checkpoint)
         return cls(checkpoint.resolve(), folder, step, data, train, held_out, max_length)
 
@@ -96,9 +109,6 @@ def run_suite(arguments: argparse.Namespace) -> None:
     _check_options(arguments)
     name, path = find_suite(arguments.suite)
     subject = Subject.open(arguments.checkpoint, arguments.data, arguments.max_length)
-    out = arguments.out or results_folder(subject.folder, subject.step, name)
-    if arguments.out:
-        _refuse_foreign(out, subject, name)
     console = Console()
     suite = _open_suite(console, subject, name, path, arguments)
     asked = {
@@ -115,7 +125,12 @@ def run_suite(arguments: argparse.Namespace) -> None:
         "lm_eval": version("lm_eval"),
         "tasks": suite.described if suite else {VALIDATION: {"version": 1}},
     }
-    if known := _known(out, asked):
+    out = arguments.out or results_folder(subject.folder, asked)
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # now: nobody waits hours to learn that it can't be
+    except OSError as error:
+        raise UserError(f"{out} can't hold the results: {error.strerror}") from None
+    if known := _known(out, asked, foreign=arguments.out is not None):
         _print(console, subject, known)
         console.print(f"as found in {out / RESULTS}", soft_wrap=True)
         _check_beaten(known, arguments.must_beat)
@@ -148,19 +163,6 @@ def _check_options(arguments: argparse.Namespace) -> None:
     for name, suite in (("must_beat", VALIDATION), ("junk", BIRTH_YEAR)):
         if getattr(arguments, name) is not None and arguments.suite != suite:
             raise UserError(f"--{name} is for --suite {suite}, not for {arguments.suite}")
-
-
-def _refuse_foreign(out: Path, subject: Subject, suite: str) -> None:
-    """Raise UserError where `out` holds results of another checkpoint or suite."""
-    try:
-        there = read_results(out / RESULTS).asked
-    except UserError:
-        return  # none, or torn: nothing to lose
-    if (there["checkpoint"], there["suite"]) != (str(subject.checkpoint), suite):
-        raise UserError(
-            f"--out {out} holds results of {there['checkpoint']} on {there['suite']}, not of "
-            f"{subject.checkpoint} on {suite}: choose another folder"
-        )
 
 
 def _open_suite(
@@ -254,13 +256,27 @@ def _check_beaten(results: Results, name: str | None) -> None:
         )
 
 
-def _known(out: Path, asked: dict[str, Any]) -> Results | None:
-    """What an earlier call found for exactly the same question; None where there is none."""
+def _known(out: Path, asked: dict[str, Any], *, foreign: bool) -> Results | None:
+    """What an earlier call found for exactly the same question; None where there is none.
+
+    `foreign`: `out` is a folder that the caller named, so it may hold anyone's results. Those of
+    another question are not written over: UserError. In the run's own folder, which is named after
+    the question, only the checkpoint's file can differ (written again, or the run was moved).
+    """
     try:
         results = read_results(out / RESULTS)
     except UserError:
         return None  # none, torn, or of an older version: asked again
-    return results if results.asked == asked else None
+    if results.asked == asked:
+        return results
+    for name in sorted(results.asked.keys() | asked.keys()):
+        before, now = results.asked.get(name), asked.get(name)
+        if foreign and before != now and name != "written_ns":
+            raise UserError(
+                f"--out {out} holds results of another question ({name} {before!r}, asked for is "
+                f"{now!r}): choose another folder"
+            )
+    return None
 
 
 def _print(console: Console, subject: Subject, results: Results) -> None:

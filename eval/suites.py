@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,6 +69,11 @@ def find_suite(given: str) -> tuple[str, Path | None]:
         path = Path(given)
         if not path.is_file():
             raise UserError(f"--suite {given}: no such task file")
+        ours = files.get(path.stem, path)
+        if path.stem in (VALIDATION, BIRTH_YEAR) or path.resolve() != ours.resolve():
+            raise UserError(
+                f"--suite {given}: '{path.stem}' is the name of another suite; rename the file"
+            )
         return path.stem, path
     known = [VALIDATION, BIRTH_YEAR, *files]
     nearest = difflib.get_close_matches(given, known, n=1)
@@ -85,6 +91,8 @@ def file_suite(name: str, path: Path) -> Suite:
             manager = TaskManager(include_path=TASKS, include_defaults=False)
             tasks = manager.load([str(path)])["tasks"]
     except Exception as error:
+        if re.search(r"^group:", path.read_text(errors="replace"), re.MULTILINE):
+            raise UserError(f"{path}: is a group of tasks; give the file of one task") from error
         # anything may come out of a task file: it names YAML, templates, Python, data sets
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path}: this task file does not load: {reason}") from error

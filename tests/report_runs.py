@@ -96,7 +96,7 @@ def plant_results(
         "train_fingerprint": run.read_config()["identity"]["data_fingerprint"],
         **asked,
     }
-    folder = results_folder(run, at, suite)
+    folder = results_folder(run, asked)
     planted = {task: dict(metrics) for task, metrics in scores.items()}
     write_results(folder, Results(asked, planted, dict.fromkeys(scores, items)), {})
     return folder / "results.json"

@@ -1,10 +1,14 @@
 """The plan of a run: its figures against a real tiny model's, and what it tells a person."""
 
+import dataclasses
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import canon_pretrain.train as entry
 from canon_pretrain.data.shards import TokenShards
@@ -76,6 +80,81 @@ def test_memory_equals_what_a_real_tiny_model_holds(canon_set: str, position: st
     assert planned["optimizer (two moments)"] == sum(t.nbytes for t in moments)
 
 
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of live storages, and their most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
+        out = func(*args, **(kwargs or {}))
+        tree_map(self._add, out)
+        return out
+
+    def _add(self, value: object) -> None:
+        if not isinstance(value, torch.Tensor):
+            return
+        storage = value.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if address not in self.live:
+            self.live[address] = size
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._drop, address)
+
+    def _drop(self, address: int) -> None:
+        self.now -= self.live.pop(address, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_of_the_loss_is_the_real_one(dtype: torch.dtype) -> None:
+    args = dataclasses.replace(job_of("debug").model_args, vocab_size=32_000, dim=64)
+    with torch.device("meta"):
+        model = Transformer(args)
+    planned = memory_by_part(
+        args, model, world_size=1, micro_batch=4, dtype=torch.float32, param_dtype=dtype
+    )
+    weight = torch.randn(32_000, 64, dtype=dtype, requires_grad=True)
+    h = torch.randn(4 * args.max_seq_len, 64, dtype=dtype, requires_grad=True)
+    labels = torch.zeros(4 * args.max_seq_len, dtype=torch.int64)
+    with PeakMemory() as memory:
+        logits = (h @ weight.T).float()
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        del logits
+        loss.backward()
+    # the weight's own gradient is not the loss's: it is counted with the gradients
+    assert planned["logits and loss"] == pytest.approx(memory.peak, rel=0.1)
+
+
+def test_full_checkpointing_keeps_the_blocks_inputs_and_one_block() -> None:
+    plain = make_plan(job_of("nope_canon"), "h100", 8, 0.4)
+    full = make_plan(job_of("nope_canon", "--activation_checkpoint.mode", "full"), "h100", 8, 0.4)
+    inputs = 24 * 2 * 4096 * 2048 * 2
+    assert full.memory["activations"] == inputs + plain.memory["activations"] // 24
+    assert {k: v for k, v in full.memory.items() if k != "activations"} == {
+        k: v for k, v in plain.memory.items() if k != "activations"
+    }
+
+
+def test_what_fsdp2_gathers_is_counted_from_the_models_units() -> None:
+    args = job_of("debug").model_args
+    model = Transformer(args)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    block = sum(n for name, n in sizes.items() if name.startswith("layers.1."))
+    ends = sizes["tok_embeddings.weight"] + sizes["norm.weight"] + sizes["output.weight"]
+    planned = memory_by_part(
+        args, model, world_size=4, micro_batch=1, dtype=torch.float32, param_dtype=torch.bfloat16
+    )
+    assert planned["gathered by FSDP2"] == 2 * (2 * block + ends) + 4 * block
+
+
+def test_no_more_checkpoints_are_planned_than_are_saved() -> None:
+    plan = make_plan(job_of("debug"), "h100", 1, 0.4)
+    assert plan.checkpoints_kept == 2  # every 6 of 12 steps; up to 10 would be kept
+
+
 def test_states_are_shared_by_the_world_and_activations_grow_with_the_batch() -> None:
     job = job_of("debug")
     small, large = make_plan(job, "a100", 1, 0.4), make_plan(job, "a100", 12, 0.4)
@@ -97,8 +176,10 @@ def test_the_data_that_is_there_is_measured(data_folder: Path) -> None:
 def test_a_run_of_over_a_week_says_so_first() -> None:
     big, small = job_of("nope_canon"), job_of("debug")
     assert describe_duration(big, 8, "NVIDIA H100 80GB HBM3") is None  # 3.7 days
-    assert "about 30 days on 1 rank" in str(describe_duration(big, 1, "NVIDIA H200"))
-    assert "days on 2 rank(s), at 30 GFLOP/s a CPU rank" in str(describe_duration(big, 2, None))
+    assert "about 30 days in all on 1 rank" in str(describe_duration(big, 1, "NVIDIA H200"))
+    assert "days in all on 2 rank(s), at 30 GFLOP/s a CPU rank" in str(
+        describe_duration(big, 2, None)
+    )
     assert describe_duration(small, 1, None) is None
     big.run = type(big.run)(stop_at=10)
     assert describe_duration(big, 8, "NVIDIA H200") is None
@@ -111,7 +192,7 @@ def test_a_run_on_one_of_several_gpus_says_so_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     words = list(entry._first_words(job_of("nope_canon"), 1))
     assert words[0].startswith("this run uses 1 of the 8 GPUs of this node")
-    assert "about 30 days on 1 rank(s), at 40% MFU of an H100" in words[1]
+    assert "about 30 days in all on 1 rank(s), at 40% MFU of an H100" in words[1]
     monkeypatch.setattr(entry, "device_count", lambda: 1)
     assert list(entry._first_words(job_of("debug"), 1)) == []
 

@@ -250,6 +250,8 @@ def test_softmax_is_float32_for_a_bfloat16_model(pair: tuple[CanonLM, HFLM]) -> 
     ("options", "message"),
     [
         ({"do_sample": True}, "only greedy decoding"),
+        ({"num_beams": 4}, "only greedy decoding"),
+        ({"repetition_penalty": 1.2}, "only greedy decoding"),
         ({"do_sample": True, "temperature": 0.7}, "only greedy decoding"),
         ({"max_gen_toks": MAX_LENGTH}, "leaves no room for a prompt"),
     ],

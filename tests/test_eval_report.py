@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -229,6 +230,29 @@ def test_every_step_is_listed_where_there_are_several(run: RunFolder) -> None:
     assert ["lambada", "acc", "canon", "20", "0.2500", "± 0.0100", "n = 1,000"] in Page(page).rows
 
 
+def test_a_trial_never_stands_before_a_whole_result(run: RunFolder) -> None:
+    whole = {"task": {"acc": Score(0.25)}}
+    plant_results(run, 30, "mine", whole)
+    plant_results(run, 30, "mine", {"task": {"acc": Score(0.75)}}, limit=5)
+    content = json.loads((report([run.path], None).parent / "report.json").read_text())
+    (suite,) = [s for s in content["suites"] if s["suite"] == "mine"]
+    assert suite["columns"] == [{"run": run.path.name, "step": 30, "limit": None}]
+    assert suite["rows"][0]["cells"][0]["value"] == 0.25
+    assert sorted(row["value"] for row in suite["every_step"]) == [0.25, 0.75]
+
+
+def test_a_checkpoint_written_again_is_said_in_words(run: RunFolder) -> None:
+    checkpoint = run.path / "checkpoint" / "step-30"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / ".metadata").write_bytes(b"")
+    written = (checkpoint / ".metadata").stat().st_mtime_ns
+    plant_results(run, 30, "mine", {"task": {"acc": Score(0.25)}}, written_ns=written)
+    again = "its checkpoint was written again after this was asked"
+    assert again not in (report([run.path], None).parent / "report.md").read_text()
+    os.utime(checkpoint / ".metadata", ns=(written + 1, written + 1))
+    assert again in (report([run.path], None).parent / "report.md").read_text()
+
+
 def test_different_data_and_different_questions_are_said_in_words(tmp_path: Path) -> None:
     runs = []
     for name, data in (("a", "a" * 64), ("b", "b" * 64)):
@@ -443,7 +467,7 @@ def test_refuses_results_without_what_was_asked(run: RunFolder) -> None:
     stored = json.loads(path.read_text())
     del stored["asked"]["limit"]
     path.write_text(json.dumps(stored))
-    assert f"{path}: damaged (`asked` lacks limit)" in refused([run.path])
+    assert f"{path}: damaged (KeyError('limit'))" in refused([run.path])
 
 
 def test_refuses_an_out_that_is_a_file(run: RunFolder, tmp_path: Path) -> None:

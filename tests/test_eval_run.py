@@ -24,7 +24,7 @@ from data_prep.train_tokenizer import train_tokenizer
 from eval.__main__ import main
 from eval.lm import CanonLM
 from eval.model import load_model
-from eval.results import find_results, read_results
+from eval.results import Results, read_results, write_results
 from eval.suites import TASKS, file_suite, task_files
 from tests.support import ROOT
 
@@ -108,6 +108,12 @@ def ask(run: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
     return asking
 
 
+def only_result(folder: Path) -> Path:
+    """The one results.json below RUN/evals/step-N/SUITE."""
+    (path,) = folder.glob("*/results.json")
+    return path
+
+
 def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
     state = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
     printed = ask("birth-year", "--limit", 3)
@@ -116,14 +122,15 @@ def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
     assert "freezing the probes 1-hop-0 in" in printed
     assert "left out, not fitting max_length 900" in printed
     assert "L = 1024, L = 2048, L = 4096" in printed
-    results = read_results(run / "evals/step-3/birth-year/results.json")
+    path = only_result(run / "evals/step-3/birth-year")
+    results = read_results(path)
     names = set(results.scores)
     assert {"1-hop-0", "1-hop-random-0", "2-hop-0"} <= names
     manifest = json.loads((run / "evals/probes/sets.json").read_text())
     for name in names:
         assert set(results.scores[name]) == {"exact", "rank"}
         assert results.num_samples[name] == 3
-        lines = (run / f"evals/step-3/birth-year/samples-{name}.jsonl").read_text().splitlines()
+        lines = path.with_name(f"samples-{name}.jsonl").read_text().splitlines()
         samples = [json.loads(line) for line in lines]
         assert [sample["doc_id"] for sample in samples] == [0, 1, 2]
         for metric, score in results.scores[name].items():
@@ -137,7 +144,6 @@ def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
     printed = ask("birth-year", "--limit", 3, step=2)
     assert "freezing" not in printed
     assert "as found in" in ask("birth-year", "--limit", 3)
-    assert [found.asked["step"] for found in find_results(RunFolder(run))][:2] == [2, 3]
 
 
 def test_probes_hide_in_the_held_out_part(run: Path, ask: Ask) -> None:
@@ -173,7 +179,7 @@ def test_the_zen_of_python_is_rolling_perplexity(run: Path, ask: Ask) -> None:
     printed = ask("zen_of_python")
     assert "byte_perplexity" in printed
     assert "Beautiful is better than ugly" not in printed
-    results = read_results(run / "evals/step-3/zen_of_python/results.json")
+    results = read_results(only_result(run / "evals/step-3/zen_of_python"))
     scores = results.scores["zen_of_python"]
     assert set(scores) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
     task = file_suite("zen_of_python", task_files()["zen_of_python"]).tasks()["zen_of_python"]
@@ -241,7 +247,7 @@ def task_file(tmp_path: Path) -> Path:
 
 def test_a_task_file_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
     assert "acc" in ask(str(task_file), of=copy)
-    results = read_results(copy / "evals/step-3/colours/results.json")
+    results = read_results(only_result(copy / "evals/step-3/colours"))
     score = results.scores["colours"]["acc"]
     assert results.num_samples == {"colours": 3}
     assert score.stderr == pytest.approx((score.value * (1 - score.value) / 2) ** 0.5)
@@ -326,8 +332,11 @@ def test_results_of_another_checkpoint_are_not_written_over(
     assert "of another" not in ask("zen_of_python", "--out", out)
     for suite, more in (("zen_of_python", {"step": 2}), ("zen_of_python", {"of": copy})):
         error = ask(suite, "--out", out, code=2, **more)
-        assert re.search(r"--out .* holds results of .*step-3 on zen_of_python, not of", error)
-    assert "holds results of" in ask("validation", "--out", out, code=2)
+        assert re.search(
+            r"--out .* holds results of another question \(checkpoint .*step-3'", error
+        )
+    assert "holds results of another" in ask("validation", "--out", out, code=2)
+    assert "(limit None" in ask("zen_of_python", "--limit", 1, "--out", out, code=2)
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
@@ -346,3 +355,77 @@ def test_a_checkpoint_of_another_architecture(
     config["identity"][name] = value
     (copy / "config.json").write_text(json.dumps(config))
     assert re.search(message, ask("zen_of_python", of=copy, code=2))
+
+
+def test_a_trial_or_another_length_replaces_no_result(copy: Path, ask: Ask) -> None:
+    ask("validation", of=copy)
+    whole = only_result(copy / "evals/step-3/validation")
+    before = whole.read_bytes()
+    ask("validation", "--limit", 2, of=copy)
+    ask("validation", "--max_length", 100, of=copy)
+    assert whole.read_bytes() == before
+    questions = [read_results(p) for p in (copy / "evals/step-3/validation").glob("*/*.json")]
+    assert len(questions) == 3
+    assert sorted(str(q.asked["limit"]) for q in questions) == ["2", "None", "None"]
+
+
+def test_samples_of_an_earlier_answer_do_not_stay(tmp_path: Path) -> None:
+    write_results(tmp_path, Results({}, {}, {}), {"old": [{"doc_id": 0}]})
+    write_results(tmp_path, Results({}, {}, {}), {"new": [{"doc_id": 0}]})
+    assert [path.name for path in tmp_path.glob("samples-*")] == ["samples-new.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["validation", "birth-year", "zen_of_python"])
+def test_a_task_file_may_not_take_the_name_of_a_suite(ask: Ask, task_file: Path, name: str) -> None:
+    mine = task_file.rename(task_file.with_name(f"{name}.yaml"))
+    assert "is the name of another suite; rename the file" in ask(str(mine), code=2)
+
+
+def test_a_group_of_tasks_is_refused(ask: Ask, tmp_path: Path) -> None:
+    path = tmp_path / "many.yaml"
+    path.write_text("group: many\ntask:\n  - zen_of_python\n")
+    assert "is a group of tasks; give the file of one task" in ask(str(path), code=2)
+
+
+def test_a_folder_that_cannot_be_is_refused_before_asking(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "x"):
+        assert "can't hold the results" in ask("validation", "--out", out, code=2)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"identity": {}}', '{"identity": {}, "config": {}}'])
+def test_a_config_of_another_version_is_one_message(copy: Path, ask: Ask, content: str) -> None:
+    (copy / "config.json").write_text(content)
+    assert "config.json is damaged" in ask("validation", of=copy, code=2)
+
+
+def test_data_that_was_moved_is_asked_for(copy: Path, ask: Ask) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["config"]["data"]["path"] = "/nowhere/data"
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "name the folder that it was moved to with --data" in ask("validation", of=copy, code=2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("model.canon_set", "", "canon"),
+        ("model.num_layers", 2, r"layers\.1\..* is absent"),
+        ("model.qk_norm", "full", "q_norm"),
+    ],
+)
+def test_a_model_with_a_part_more_or_less_is_another(
+    copy: Path, ask: Ask, key: str, value: object, named: str
+) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["identity"][key] = value
+    (copy / "config.json").write_text(json.dumps(config))
+    error = ask("validation", of=copy, code=2)
+    assert "is of another model: " in error
+    assert re.search(named, error)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04garbage"])
+def test_damaged_metadata_is_one_message(copy: Path, ask: Ask, content: bytes) -> None:
+    (copy / "checkpoint" / "step-3" / ".metadata").write_bytes(content)
+    assert ".metadata is damaged" in ask("validation", of=copy, code=2)

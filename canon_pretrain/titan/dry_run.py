@@ -91,7 +91,8 @@ def make_plan(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Pla
     assert parameters == num_parameters(args), "the closed form and the built model differ"
     tokens_per_step = training.global_batch_size * training.seq_len
     data_bytes, fingerprint = _data(job, tokens_per_step * training.steps)
-    keep = job.checkpoint.keep_latest_k or training.steps // job.checkpoint.interval
+    saves = -(-training.steps // job.checkpoint.interval)
+    keep = min(job.checkpoint.keep_latest_k or saves, saves)
     return Plan(
         gpu=gpu,
         world_size=world_size,
@@ -110,6 +111,7 @@ def make_plan(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Pla
             micro_batch=micro_batch,
             dtype=TORCH_DTYPE_MAP[training.dtype],
             param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            recompute=job.activation_checkpoint.mode == "full",
         ),
         checkpoint_bytes=3 * parameters * TORCH_DTYPE_MAP[training.dtype].itemsize,
         checkpoints_kept=keep,
@@ -126,26 +128,33 @@ def memory_by_part(
     micro_batch: int,
     dtype: torch.dtype,
     param_dtype: torch.dtype,
+    recompute: bool = False,
 ) -> dict[str, int]:
     """Bytes on one GPU by part; `model` may be on the meta device.
 
-    Activations are eager PyTorch's: with torch.compile they are fewer. FSDP2's own buffers are the
-    gathered weights of two blocks (one computes, one is prefetched), of the embedding and the
-    head, and one block's gradient in float32 for the reduction.
+    Activations are an upper bound: what eager PyTorch keeps on a CPU, whose RMSNorm holds float32
+    copies that a GPU's fused one does not; torch.compile keeps fewer still. With `recompute` (full
+    activation checkpointing) they are the blocks' inputs, and one block's at a time. FSDP2's own
+    buffers are the gathered weights of two blocks (one computes, one is prefetched), of the
+    embedding and the head, and one block's gradient in float32 for the reduction. The loss's peak
+    is what forward keeps and two float32 gradients of the logits that backward holds at once.
     """
     parameters = sum(p.numel() for p in model.parameters())
     block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
     ends = parameters - args.num_layers * block
     shard = -(-parameters // world_size) * dtype.itemsize
     saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype)
-    logits = micro_batch * args.max_seq_len * args.vocab_size
+    tokens = micro_batch * args.max_seq_len
+    activations = args.num_layers * saved_block
+    if recompute:
+        activations = args.num_layers * tokens * args.dim * param_dtype.itemsize + saved_block
     return {
         "weights": shard,
         "gradients": shard,
         "optimizer (two moments)": 2 * shard,
         "gathered by FSDP2": (2 * block + ends) * param_dtype.itemsize + 4 * block,
-        "activations": args.num_layers * saved_block,
-        "logits and loss": saved_head + logits * (4 + param_dtype.itemsize),
+        "activations": activations,
+        "logits and loss": saved_head + 2 * tokens * args.vocab_size * 4,
     }
 
 
@@ -217,25 +226,24 @@ def print_plan(job: CanonJobConfig, plan: Plan, console: Console) -> None:
     facts.add_column()
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
     hours = plan.seconds / 3600
-    there = plan.data_fingerprint or "not there yet; 2 bytes a token drawn, no token twice"
+    width = plan.data_bytes // plan.tokens
+    there = plan.data_fingerprint or f"not there yet; {width} bytes a token drawn, none twice"
     rows = {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
         f"{args.dim}, F {args.ffn_dim}, {args.position}, {canon}, QK-norm {args.qk_norm}",
         "parameters": f"{plan.parameters:,}",
-        "FLOPs per token": f"{plan.flops_per_token / 1e9:.2f} G = 6(N - embeddings) + 12LHKT, "
-        "causality not halved",
-        "steps": f"{plan.steps:,} of {plan.tokens_per_step:,} tokens: {plan.tokens / 1e9:.1f}B "
-        "tokens",
+        "FLOPs per token": f"{_short(plan.flops_per_token)} by PaLM's formula, 6(N - embeddings) "
+        "+ 12LHKT, causality not halved",
+        "steps": f"{plan.steps:,} of {plan.tokens_per_step:,} tokens: {_short(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, plan.world_sizes)),
         "this plan": f"{plan.world_size} x {plan.gpu.upper()}, {plan.micro_batch} sequence(s) of "
         f"{job.training.seq_len} at once on each",
-        "time at "
-        f"{plan.mfu:.0%} MFU": f"{plan.seconds / 86_400:.2f} days, {hours * plan.world_size:,.0f} "
+        f"time at {plan.mfu:.0%} MFU": f"{_duration(plan.seconds)}, {hours * plan.world_size:,.1f} "
         f"GPU-hours, {plan.tokens / plan.seconds:,.0f} tokens/s (MFU is an assumption)",
         "disk for data": f"{plan.data_bytes / 1e9:,.1f} GB ({job.data.path or 'data.path unset'})",
         "data fingerprint": there,
         "disk for checkpoints": f"{plan.checkpoints_kept} + 1 in writing, of "
-        f"{plan.checkpoint_bytes / 1e9:.1f} GB: "
+        f"{plan.checkpoint_bytes / 1e9:.2f} GB: "
         f"{(plan.checkpoints_kept + 1) * plan.checkpoint_bytes / 1e9:,.1f} GB",
     }
     for name, value in rows.items():
@@ -251,13 +259,32 @@ def print_plan(job: CanonJobConfig, plan: Plan, console: Console) -> None:
     memory.add_row("sum", f"{total / GIB:.2f}")
     memory.add_row(f"{plan.gpu.upper()} has", f"{gpu.memory_gib:.1f}")
     console.print(memory)
-    if job.compile.enable:
-        console.print("compile.enable: torch.compile keeps fewer activations than counted here")
+    console.print(
+        "activations are an upper bound: a GPU's fused kernels and torch.compile keep fewer"
+    )
+    if job.activation_checkpoint.mode in ("selective", "memory_budget"):
+        console.print(f"activation_checkpoint.mode = {job.activation_checkpoint.mode}: not counted")
     if total > gpu.memory_gib * GIB:
         console.print(
             "[bold]does not fit as counted[/bold]: lower training.local_batch_size (it changes no "
-            "result), use more GPUs, or activation_checkpoint.mode"
+            "result), use more GPUs, or --activation_checkpoint.mode full"
         )
+
+
+def _short(value: float) -> str:
+    """A number in billions or millions, as the field counts tokens and FLOPs."""
+    for unit, word in ((1e9, "billion"), (1e6, "million")):
+        if value >= unit:
+            return f"{value / unit:,.2f} {word}"
+    return f"{value:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """Days, or hours or minutes where those say more."""
+    for unit, name in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= unit:
+            return f"{seconds / unit:.2f} {name}"
+    return f"{seconds:.0f} seconds"
 
 
 def describe_duration(job: CanonJobConfig, world_size: int, device_name: str | None) -> str | None:
@@ -278,7 +305,7 @@ def describe_duration(job: CanonJobConfig, world_size: int, device_name: str | N
     if seconds <= WEEK_S:
         return None
     return (
-        f"this run would take about {seconds / 86_400:,.0f} days on {world_size} rank(s), at "
+        f"this run takes about {seconds / 86_400:,.0f} days in all on {world_size} rank(s), at "
         f"{assumed}; --dry_run shows what it needs"
     )
 

@@ -23,6 +23,11 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.args import flavor as model_flavor
 
+DESCRIPTION = """Train one job: --config FILE.toml, and any key below on top of it.
+
+With --dry_run [--gpu h100|h200|a100] [--world N] [--mfu F] print what it would take instead:
+parameters, memory, disk, time.
+"""
 USAGE = "torchrun -m canon_pretrain.train --config FILE.toml [--section.key value ...]"
 
 
@@ -145,6 +150,7 @@ def parse_job(arguments: list[str], *, quiet: bool = False) -> CanonJobConfig:
             default=base,
             registry=custom_registry,
             prog="torchrun -m canon_pretrain.train",
+            description=DESCRIPTION,
         )
     job.job.config_file = str(path)
     check_job(job)
@@ -203,9 +209,10 @@ def check_job(job: CanonJobConfig) -> None:
                 "lr_scheduler.decay_steps sets the decay's length by itself; unset decay_ratio and "
                 "total_steps"
             )
-    if job.lr_scheduler.warmup_steps > training.steps and job.lr_scheduler.total_steps is None:
+    ends_with_run = schedule.decay_steps is None and schedule.total_steps is None
+    if schedule.warmup_steps > training.steps and ends_with_run:
         raise UserError(
-            f"lr_scheduler.warmup_steps = {job.lr_scheduler.warmup_steps} is more than "
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is more than "
             f"training.steps = {training.steps}: the schedule would be cut short in silence"
         )
     _check_numbers(job)

@@ -40,7 +40,10 @@ class CanonTrainer(Trainer):
         self.maybe_enable_amp = contextlib.nullcontext()
         self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
         if torch.distributed.get_rank() == 0:
-            self.folder.write_config(job.to_dict(), self.identity)
+            config = job.to_dict()
+            # whoever reads the run may stand in another folder
+            config["data"]["path"] = str(Path(job.data.path).resolve())
+            self.folder.write_config(config, self.identity)
         if job.training.local_batch_size != asked:
             logger.info(
                 f"training.local_batch_size is {job.training.local_batch_size} (at most {asked} "
