@@ -6,7 +6,6 @@ laptop without it can read and check an experiment too.
 """
 
 import dataclasses
-import difflib
 import tomllib
 import types
 import typing
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.errors import UserError, nearest
 
 T = TypeVar("T")
 
@@ -43,8 +42,8 @@ class Run:
 def suggest(name: str, known: Iterable[str]) -> str:
     """A sentence that names the nearest of `known`, or all of them where none is near."""
     options = sorted(known)
-    near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
-    return f"did you mean '{near[0]}'?" if near else f"known are: {', '.join(options)}"
+    near = nearest(name, options)
+    return f"did you mean '{near}'?" if near else f"known are: {', '.join(options)}"
 
 
 def read_experiment(path: Path) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 A leaf of the package: every room may raise it, only the entry points catch it.
 """
 
+import difflib
 import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 EXIT_CODE = 2
@@ -15,6 +17,11 @@ class UserError(Exception):
     An entry point prints it without a traceback and exits with code 2. A fault of our own is any
     other exception, and keeps its traceback.
     """
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that a person who wrote `name` may have meant; None where none is near."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
 
 
 def exit_with(error: UserError, *, quiet: bool = False) -> NoReturn:

@@ -4,7 +4,6 @@ Between the command (run.py) and the harness. `validation` is no lm_eval task (v
 `birth-year` is made here from the frozen probes (birth_year.py); everything else is a task file.
 """
 
-import difflib
 import hashlib
 import json
 import logging
@@ -27,7 +26,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.errors import UserError, nearest
 from eval.birth_year import ANSWER_TOKENS, VERSION, ProbeSet
 from eval.results import Score
 
@@ -76,9 +75,9 @@ def find_suite(given: str) -> tuple[str, Path | None]:
             )
         return path.stem, path
     known = [VALIDATION, BIRTH_YEAR, *files]
-    nearest = difflib.get_close_matches(given, known, n=1)
+    near = nearest(given, known)
     raise UserError(
-        f"unknown suite '{given}'{f', did you mean {nearest[0]!r}?' if nearest else ''}; suites: "
+        f"unknown suite '{given}'{f', did you mean {near!r}?' if near else ''}; suites: "
         f"{VALIDATION}, {BIRTH_YEAR}; tasks in {TASKS}: {', '.join(files) or 'none'}; or give the "
         "path of a task's YAML"
     )

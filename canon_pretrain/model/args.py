@@ -7,13 +7,12 @@ are set on top.
 Letters: L layers, D hidden, H heads, K head dim, F ffn dim, V vocabulary, T tokens.
 """
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.errors import UserError, nearest
 
 POSITIONS = ("rope", "nope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
 INITS = ("paper", "lingua")
@@ -135,8 +134,8 @@ def _check_choice(name: str, given: str, choices: Iterable[str]) -> None:
 
 
 def _suggestion(given: str, choices: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(given, list(choices), n=1)
-    return f' Did you mean "{nearest[0]}"?' if nearest else ""
+    near = nearest(given, choices)
+    return f' Did you mean "{near}"?' if near else ""
 
 
 def _check_heads(args: ModelArgs) -> None:
@@ -176,12 +175,15 @@ def num_parameters(args: ModelArgs) -> int:
     return 2 * args.vocab_size * args.dim + args.num_layers * layer + args.dim
 
 
+FLOPS_FORMULA = "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halved"
+
+
 def flops_per_token(args: ModelArgs, seq_len: int) -> int:
     """Return the training FLOPs of one token: 6 (N - V D) + 12 L H K T.
 
-    The model-FLOPs formula of PaLM (Chowdhery et al. 2022, appendix B), as torchtitan counts it:
-    the token embedding is a look-up and left out; attention counts all T x T scores, so causality
-    does not halve it. Forward plus backward, nothing recomputed. T is `seq_len`.
+    FLOPS_FORMULA: the model FLOPs of PaLM (Chowdhery et al. 2022, appendix B), as torchtitan counts
+    them: the token embedding is a look-up and left out; attention counts all T x T scores, so
+    causality does not halve it. Forward plus backward, nothing recomputed. T is `seq_len`.
     """
     matmul_parameters = num_parameters(args) - args.vocab_size * args.dim
     return 6 * matmul_parameters + 12 * args.num_layers * args.dim * seq_len

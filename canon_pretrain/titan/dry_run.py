@@ -21,7 +21,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.errors import UserError
-from canon_pretrain.model.args import ModelArgs, flops_per_token, num_parameters
+from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token, num_parameters
 from canon_pretrain.model.positions import Rope
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes
@@ -232,8 +232,7 @@ def print_plan(job: CanonJobConfig, plan: Plan, console: Console) -> None:
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
         f"{args.dim}, F {args.ffn_dim}, {args.position}, {canon}, QK-norm {args.qk_norm}",
         "parameters": f"{plan.parameters:,}",
-        "FLOPs per token": f"{_short(plan.flops_per_token)} by PaLM's formula, 6(N - embeddings) "
-        "+ 12LHKT, causality not halved",
+        "FLOPs per token": f"{_short(plan.flops_per_token)} by {FLOPS_FORMULA}",
         "steps": f"{plan.steps:,} of {plan.tokens_per_step:,} tokens: {_short(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, plan.world_sizes)),
         "this plan": f"{plan.world_size} x {plan.gpu.upper()}, {plan.micro_batch} sequence(s) of "

@@ -16,6 +16,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
+from canon_pretrain.model.args import FLOPS_FORMULA
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog
 from canon_pretrain.titan.device import has_accelerator
@@ -86,7 +87,7 @@ class CanonMetrics(MetricsProcessor):
         if has_accelerator():  # a CPU has no stated peak to be a fraction of
             flops = self.num_flops_per_token * tokens_per_second / self.world_size
             fields["mfu"] = flops / self.gpu_peak_flops
-            fields["mfu_formula"] = "6(N - embeddings) + 12LHKT, causality not halved"
+            fields["mfu_formula"] = FLOPS_FORMULA
         self.event("step", **fields)
         self.logger.log({k: v for k, v in fields.items() if isinstance(v, int | float)}, step)
         if self.is_writer:
