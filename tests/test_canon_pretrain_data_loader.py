@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from canon_pretrain.data.loader import BatchLoader
+from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.errors import UserError
@@ -162,3 +162,15 @@ def test_damage_leaves_the_position(tmp_path: Path) -> None:
     assert loader.next_sample == 0
     path.write_bytes(content)
     assert loader.next_batch().shape == (12, SEQ_LEN + 1)
+
+
+def test_the_digest_of_a_batch_is_the_sum_of_its_shares_in_any_order() -> None:
+    batch = np.arange(6 * 9, dtype=np.int64).reshape(6, 9)
+    whole = samples_digest(batch)
+    assert whole == samples_digest(batch[::-1])
+    assert whole == (samples_digest(batch[:2]) + samples_digest(batch[2:])) % 2**64
+    for place in np.ndindex(batch.shape):  # one other token anywhere is another digest
+        changed = batch.copy()
+        changed[place] += 1
+        assert samples_digest(changed) != whole
+    assert samples_digest(batch[:0]) == 0

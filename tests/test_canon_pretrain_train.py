@@ -1,5 +1,6 @@
 """The trainer as a user starts it: stop, resume, other world sizes, golden losses, errors."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from canon_pretrain.checkpoint import load_alone, tensor_shapes
+from canon_pretrain.data.sampler import window_offset
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
@@ -58,6 +60,22 @@ def test_another_world_size_takes_up_the_same_run(runs: Runs) -> None:
         assert curve(runs.elastic, name) == expected, name
     worlds = [e["world_size"] for e in read_log(RunFolder(runs.elastic).log_file) if "torch" in e]
     assert worlds == [3, 1]
+
+
+def test_every_step_saw_the_same_token_ids_in_every_run(runs: Runs, data_folder: Path) -> None:
+    """The digests in the log, against the samples as the shards themselves hold them."""
+    digests = curve(runs.straight, "data_digest")
+    assert curve(runs.resumed, "data_digest") == digests
+    assert curve(runs.elastic, "data_digest") == digests
+    assert len(set(digests)) == STEPS
+    with TokenShards.open(data_folder / "train") as shards:
+        for step, digest in enumerate(digests):
+            total = 0
+            for i in range(12 * step, 12 * (step + 1)):
+                ids = shards.read(window_offset(0, i, shards.num_tokens, 64), 65)
+                own = hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8)
+                total += int.from_bytes(own.digest(), "little")
+            assert digest == f"{total % 2**64:016x}"
 
 
 def test_losses_are_the_golden_ones(runs: Runs) -> None:

@@ -9,6 +9,7 @@ so a step's global batch holds the same samples whatever the world size, and the
 number, equal on every rank.
 """
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,19 @@ _WAYS_OUT = {
     "seq_len": "set seq_len back, or start a new run",
     "global_batch": "set the global batch size back, or start a new run",
 }
+
+
+def samples_digest(windows: np.ndarray) -> int:
+    """A digest of a set of samples, int64 [samples, tokens], as an unsigned 64-bit number.
+
+    The sum of the samples' own BLAKE2b digests modulo 2^64: it does not depend on their order, so
+    the digests of the ranks' shares add up to that of the global batch, at any world size.
+    """
+    total = 0
+    for window in np.ascontiguousarray(windows, dtype="<i8"):
+        digest = hashlib.blake2b(window.tobytes(), digest_size=8).digest()
+        total += int.from_bytes(digest, "little")
+    return total % (1 << 64)
 
 
 class BatchLoader:

@@ -8,7 +8,7 @@ import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from canon_pretrain.data.loader import BatchLoader
+from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -18,14 +18,21 @@ class CanonDataLoader(BaseDataLoader):
     """Endless micro-batches of this rank; its state is the same on every rank.
 
     Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead of the input.
+    `step_digest` is that of this rank's samples of the present step.
     """
 
-    def __init__(self, loader: BatchLoader) -> None:
+    def __init__(self, loader: BatchLoader, global_batch_size: int) -> None:
         self.loader = loader
+        self.step_digest = 0
+        self._global_batch_size = global_batch_size
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
-            window = torch.from_numpy(self.loader.next_batch())
+            first_of_step = self.loader.next_sample % self._global_batch_size == 0
+            batch = self.loader.next_batch()
+            before = 0 if first_of_step else self.step_digest
+            self.step_digest = (before + samples_digest(batch)) % (1 << 64)
+            window = torch.from_numpy(batch)
             yield {"input": window[:, :-1].contiguous()}, window[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,7 +56,7 @@ def build_dataloader(
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
     )
-    return CanonDataLoader(loader)
+    return CanonDataLoader(loader, training.global_batch_size)
 
 
 def open_shards(job: CanonJobConfig) -> TokenShards:

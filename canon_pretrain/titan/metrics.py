@@ -15,10 +15,12 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
 
 from canon_pretrain.model.args import FLOPS_FORMULA
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog
+from canon_pretrain.titan.data import CanonDataLoader
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
 
@@ -37,6 +39,7 @@ class CanonMetrics(MetricsProcessor):
         self.ntokens_since_last_log: int = 0
         self.is_writer = torch.distributed.get_rank() == 0
         self.run_log: RunLog | None = None
+        self.dataloader: CanonDataLoader | None = None  # set by the trainer, which builds it later
         self.console = Console(self.total_steps)
         if self.is_writer:
             self.run_log = RunLog(RunFolder(Path(job.job.dump_folder)).log_file)
@@ -88,6 +91,7 @@ class CanonMetrics(MetricsProcessor):
             flops = self.num_flops_per_token * tokens_per_second / self.world_size
             fields["mfu"] = flops / self.gpu_peak_flops
             fields["mfu_formula"] = FLOPS_FORMULA
+        fields["data_digest"] = f"{self._global_digest():016x}"
         self.event("step", **fields)
         self.logger.log({k: v for k, v in fields.items() if isinstance(v, int | float)}, step)
         if self.is_writer:
@@ -98,6 +102,15 @@ class CanonMetrics(MetricsProcessor):
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
+
+    def _global_digest(self) -> int:
+        """The digest of the step's global batch: equal in two runs that saw the same samples."""
+        own = self.dataloader.step_digest if self.dataloader is not None else 0
+        # int64 holds the bits; its sum wraps as the digest's does
+        signed = own - (1 << 64) if own >= 1 << 63 else own
+        total = torch.tensor(signed, dtype=torch.int64, device=device_type)
+        torch.distributed.all_reduce(total)
+        return int(total.item()) % (1 << 64)
 
     def close(self) -> None:
         self.console.end()

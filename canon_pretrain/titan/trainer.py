@@ -4,7 +4,7 @@ import contextlib
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torchtitan
@@ -13,6 +13,7 @@ from torchtitan.train import Trainer
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
+from canon_pretrain.titan.data import CanonDataLoader
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.metrics import CanonMetrics
 
@@ -38,6 +39,7 @@ class CanonTrainer(Trainer):
         # FSDP2 stands at every world size and does the casting: autocast on top of it at one rank
         # would give that rank other numerics than many have
         self.maybe_enable_amp = contextlib.nullcontext()
+        self.metrics_processor.dataloader = cast(CanonDataLoader, self.dataloader)
         self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
         if torch.distributed.get_rank() == 0:
             config = job.to_dict()
