@@ -33,23 +33,27 @@ define stage
 	@start=$$SECONDS; $(2) && printf '   took %d s\n' $$((SECONDS - start))
 endef
 
-# an interrupted recipe must not take a checkpoint or a manifest with it
-.PRECIOUS: $(RUN)/%
+SHARDS := $(RUN)/data/validation/manifest.json
+STOPPED := $(RUN)/run/checkpoint/step-$(STOP_AT)/.metadata
+DONE := $(RUN)/run/DONE
+
+# make deletes the target of an interrupted recipe, which here would be a checkpoint's heart
+.PRECIOUS: $(SHARDS) $(STOPPED) $(DONE)
 .PHONY: quickstart test check install clean-quickstart
 
 quickstart: $(INSTALLED)
-	@$(MAKE) --no-print-directory $(RUN)/run/DONE
+	@$(MAKE) --no-print-directory $(DONE)
 	$(call stage,4/6 held-out loss beside count models of the same shards,$(EVAL) --suite validation --must_beat unigram)
 	$(call stage,5/6 birth-year probes: the first 100 items of each,$(EVAL) --suite birth-year --limit 100 --max_length 512)
 	$(call stage,6/6 a page to look at,python -m eval report $(RUN)/run)
 
-$(RUN)/data/validation/manifest.json: | $(INSTALLED)
+$(SHARDS): | $(INSTALLED)
 	$(call stage,1/6 text -> tokenizer -> shards,python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --out $(RUN)/data)
 
-$(RUN)/run/checkpoint/step-$(STOP_AT)/.metadata: | $(RUN)/data/validation/manifest.json
+$(STOPPED): | $(SHARDS)
 	$(call stage,2/6 train on two FSDP2 ranks and stop in the middle,$(LAUNCH) --run.stop_at $(STOP_AT))
 
-$(RUN)/run/DONE: | $(RUN)/run/checkpoint/step-$(STOP_AT)/.metadata
+$(DONE): | $(STOPPED)
 	$(call stage,3/6 resume and finish,$(LAUNCH))
 
 test: $(INSTALLED)
