@@ -4,7 +4,6 @@ Numbers are unrounded here; `report_page` formats them. No torch.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs, num_parameters
+from canon_pretrain.run.log import json_value
 from eval.report_curves import CURVES, line
 from eval.report_runs import Run, printable
 from eval.results import Results
@@ -219,16 +219,10 @@ def _cell(results: Results, task: str, metric: str) -> dict[str, Any] | None:
     if score is None:
         return None
     return {
-        "value": _json_number(score.value),
-        "stderr": None if score.stderr is None else _json_number(score.stderr),
+        "value": json_value(score.value),
+        "stderr": None if score.stderr is None else json_value(score.stderr),
         "num_samples": results.num_samples.get(task),
     }
-
-
-def _json_number(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
 def _suite_warnings(latest: dict[str, Results]) -> list[str]:

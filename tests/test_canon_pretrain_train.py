@@ -127,14 +127,17 @@ def test_a_finished_run_started_again_changes_nothing(runs: Runs, data_folder: P
     assert (files(), step_events(runs.elastic)) == (before, events)
 
 
+@pytest.mark.parametrize("name", ["checkpoint", "elsewhere"])
 def test_a_run_whose_checkpoints_are_broken_does_not_begin_again(
-    runs: Runs, data_folder: Path, tmp_path: Path
+    runs: Runs, data_folder: Path, tmp_path: Path, name: str
 ) -> None:
     shutil.copytree(runs.straight, tmp_path / "run")
+    (tmp_path / "run" / "checkpoint").rename(tmp_path / "run" / name)
     for step in (6, 12):
-        (tmp_path / "run" / "checkpoint" / f"step-{step}" / ".metadata").unlink()
+        (tmp_path / "run" / name / f"step-{step}" / ".metadata").unlink()
     events = step_events(tmp_path / "run")
-    done = train(*debug_run(data_folder, tmp_path / "run"), check=False)
+    argv = [*debug_run(data_folder, tmp_path / "run"), "--checkpoint.folder", name]
+    done = train(*argv, check=False)
     assert done.returncode == 2
     assert "none of them is whole" in done.stderr
     assert step_events(tmp_path / "run") == events

@@ -89,6 +89,11 @@ class BatchLoader:
         self._rank = dp_rank
         self.next_sample = 0
 
+    @property
+    def at_step_start(self) -> bool:
+        """Whether the next micro-batch is the first of a step."""
+        return self.next_sample % self._global_batch == 0
+
     def next_batch(self) -> np.ndarray:
         """This rank's next micro-batch, int64 [local_batch_size, seq_len + 1].
 

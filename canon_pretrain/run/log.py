@@ -27,14 +27,14 @@ class RunLog:
     def write(self, event: str, **fields: Any) -> None:
         """Append one event with its UTC time; non-finite floats become strings."""
         record = {"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}
-        record |= {name: _finite(value) for name, value in fields.items()}
+        record |= {name: json_value(value) for name, value in fields.items()}
         os.write(self._descriptor, (json.dumps(record, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-def _finite(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """`value` as JSON can hold it: "NaN", "Infinity" or "-Infinity" for a non-finite float."""
     if not isinstance(value, float) or math.isfinite(value):
         return value

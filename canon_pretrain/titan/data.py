@@ -21,16 +21,14 @@ class CanonDataLoader(BaseDataLoader):
     `step_digest` is that of this rank's samples of the present step.
     """
 
-    def __init__(self, loader: BatchLoader, global_batch_size: int) -> None:
+    def __init__(self, loader: BatchLoader) -> None:
         self.loader = loader
         self.step_digest = 0
-        self._global_batch_size = global_batch_size
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
-            first_of_step = self.loader.next_sample % self._global_batch_size == 0
+            before = 0 if self.loader.at_step_start else self.step_digest
             batch = self.loader.next_batch()
-            before = 0 if first_of_step else self.step_digest
             self.step_digest = (before + samples_digest(batch)) % (1 << 64)
             window = torch.from_numpy(batch)
             yield {"input": window[:, :-1].contiguous()}, window[:, 1:].contiguous()
@@ -56,7 +54,7 @@ def build_dataloader(
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
     )
-    return CanonDataLoader(loader, training.global_batch_size)
+    return CanonDataLoader(loader)
 
 
 def open_shards(job: CanonJobConfig) -> TokenShards:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from canon_pretrain.data.shards import ShardError, TokenShards
+from canon_pretrain.data.shards import ShardError, TokenShards, dtype_for
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token, num_parameters
 from canon_pretrain.model.positions import Rope
@@ -207,8 +207,8 @@ def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
 
 
 def _data(job: CanonJobConfig, tokens: int) -> tuple[int, str | None]:
-    """Bytes of the training data and its fingerprint; a guess of 2 bytes a token without it."""
-    width = 2 if job.model_args.vocab_size <= 65_535 else 4
+    """Bytes of the training data and its fingerprint; as many as `tokens` take without it."""
+    width = dtype_for(job.model_args.vocab_size).itemsize
     try:
         with TokenShards.open(Path(job.data.path) / "train") as shards:
             return shards.num_tokens * width, shards.fingerprint
@@ -226,7 +226,7 @@ def print_plan(job: CanonJobConfig, plan: Plan, console: Console) -> None:
     facts.add_column()
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
     hours = plan.seconds / 3600
-    width = plan.data_bytes // plan.tokens
+    width = dtype_for(args.vocab_size).itemsize
     there = plan.data_fingerprint or f"not there yet; {width} bytes a token drawn, none twice"
     rows = {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
@@ -298,8 +298,7 @@ def describe_duration(job: CanonJobConfig, world_size: int, device_name: str | N
         flops_per_s = world_size * GPUS[name].peak_flops * DEFAULT_MFU
         assumed = f"{DEFAULT_MFU:.0%} MFU of an {name.upper()}"
     training = job.training
-    steps = job.run.stop_at or training.steps
-    tokens = steps * training.global_batch_size * training.seq_len
+    tokens = job.last_step * training.global_batch_size * training.seq_len
     seconds = tokens * flops_per_token(job.model_args, training.seq_len) / flops_per_s
     if seconds <= WEEK_S:
         return None

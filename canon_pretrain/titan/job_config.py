@@ -113,6 +113,11 @@ class CanonJobConfig(titan.JobConfig):
     run: experiment.Run = field(default_factory=experiment.Run)
 
     @property
+    def last_step(self) -> int:
+        """The step after which this launch ends."""
+        return self.run.stop_at or self.training.steps
+
+    @property
     def model_args(self) -> ModelArgs:
         """The model's arguments: the flavor with this job's keys on top, checked by ModelArgs."""
         base = model_flavor(self.model.flavor)

@@ -34,7 +34,7 @@ class CanonMetrics(MetricsProcessor):
     def __init__(self, job: CanonJobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job, parallel_dims)
         self.world_size = parallel_dims.world_size
-        self.last_step = job.run.stop_at or job.training.steps
+        self.last_step = job.last_step
         self.total_steps = job.training.steps
         self.ntokens_since_last_log: int = 0
         self.is_writer = torch.distributed.get_rank() == 0

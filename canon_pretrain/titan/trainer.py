@@ -12,7 +12,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
+from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan.data import CanonDataLoader
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.metrics import CanonMetrics
@@ -53,13 +53,8 @@ class CanonTrainer(Trainer):
                 f"of {world_size} ranks make the global batch of {job.training.global_batch_size}"
             )
 
-    @property
-    def last_step(self) -> int:
-        """The step after which this launch ends."""
-        return self.job_config.run.stop_at or self.job_config.training.steps
-
     def should_continue_training(self) -> bool:
-        return self.step < self.last_step
+        return self.step < self.job_config.last_step
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -80,8 +75,10 @@ class CanonTrainer(Trainer):
 
     def _refuse_a_second_beginning(self) -> None:
         """Raise UserError before step 1 of a run whose folder holds checkpoints that failed."""
-        left = sorted((self.folder.path / CHECKPOINTS).glob("step-*"))
-        if left and self.checkpointer.enable:
+        if not self.checkpointer.enable:
+            return
+        left = sorted(Path(self.checkpointer.folder).glob("step-*"))
+        if left:
             raise UserError(
                 f"{left[-1].parent} holds {', '.join(path.name for path in left)}, and none of "
                 "them is whole, so this run would begin again at step 1. Move that folder away to "
@@ -103,7 +100,7 @@ class CanonTrainer(Trainer):
             metrics.event("start", **facts)
         verb = "going on" if self.step else "starting"
         logger.info(
-            f"{verb} at step {self.step + 1} of {job.training.steps}, to step {self.last_step}, "
+            f"{verb} at step {self.step + 1} of {job.training.steps}, to step {job.last_step}, "
             f"in {self.folder.path}"
         )
         metrics.begin(self.step)
@@ -117,7 +114,7 @@ class CanonTrainer(Trainer):
         if self.step == self.first_step:
             logger.info(
                 f"nothing to do: {self.folder.path} stands at step {self.step}, and this launch "
-                f"was to go to step {self.last_step}"
+                f"was to go to step {job.last_step}"
             )
         elif self.step < job.training.steps:
             if self.step % job.checkpoint.interval:
