@@ -10,7 +10,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +37,30 @@ class Run:
     stop_at: int | None = None
     """Stop after this step with a checkpoint that can be resumed. `training.steps`, and so the
     learning-rate schedule, stays what it is. Unset: go on to `training.steps`."""
+
+    allow_changes: list[str] = field(default_factory=list)
+    """Names (such as `optimizer.lr`) of what this launch may change in the run that it goes on
+    with. Any other difference in seeds, data, model, batch or schedule is refused."""
+
+    heartbeat_s: float = 10.0
+    """Seconds between two signs of life in lock.json and status.json; a lock that is silent for
+    six of them may be taken over."""
+
+
+@dataclass(frozen=True)
+class Guards:
+    """The `[guards]` section: which steps leave the weights as they are."""
+
+    max_bad_steps: int = 5
+    """The run ends, with a checkpoint from before them, after this many steps in a row whose loss
+    or gradient is not finite. Each such step is skipped on all ranks."""
+
+    outlier_sigma: float | None = None
+    """Skip a step whose gradient norm is more than this many standard deviations above the mean of
+    the last `outlier_window` ones (OLMo's SkipStep: 6). Unset: never."""
+
+    outlier_window: int = 128
+    """Gradient norms that an outlier is judged by; nothing is, before half of them are there."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -15,8 +15,13 @@ class UserError(Exception):
     """Bad input: the message names what was given, what was expected and the way out.
 
     An entry point prints it without a traceback and exits with code 2. A fault of our own is any
-    other exception, and keeps its traceback.
+    other exception, and keeps its traceback. With `shared` it is raised on all ranks alike, and
+    rank 0 alone tells it.
     """
+
+    def __init__(self, message: str, *, shared: bool = False) -> None:
+        super().__init__(message)
+        self.shared = shared
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -6,6 +6,7 @@ A leaf of the package: data shards, run folders and results are written through 
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ def write_atomic(path: Path, content: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """`write_atomic` of `value` as indented JSON; keys keep their order."""
     write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may still write where `path` is, or will be."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
 
 
 def sha256_file(path: Path) -> str:

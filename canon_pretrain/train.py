@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from canon_pretrain.errors import UserError, exit_with
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.session import Session
 from canon_pretrain.titan.device import device_count, has_accelerator, prepare_device
 
 if TYPE_CHECKING:  # it imports torchtitan, which must wait for prepare_device()
@@ -34,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     prepare_device()
     # a fault that all ranks share is told once a node: files may be missing on one node alone
     quiet = os.environ.get("LOCAL_RANK", "0") != "0"
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
         _check_launch()
         _run(sys.argv[1:] if argv is None else argv, quiet=quiet)
@@ -41,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         # torchtitan wrote its traceback for torchrun's report; the message is all there is to say
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             Path(report).unlink(missing_ok=True)
-        exit_with(error, quiet=quiet and not _training())
+        exit_with(error, quiet=error.shared and not is_first or quiet and not _training())
     finally:
         if alone:  # tests call main() more than once in a process
             for name in _TORCHRUN:
@@ -91,7 +94,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     from canon_pretrain.titan.data import open_shards
     from canon_pretrain.titan.job_config import micro_batch_size, parse_job
     from canon_pretrain.titan.spec import register
-    from canon_pretrain.titan.trainer import CanonTrainer
+    from canon_pretrain.titan.trainer import CanonTrainer, prepare_folder
 
     world_size = int(os.environ["WORLD_SIZE"])
     dry_run, argv = _dry_run_options(argv)
@@ -103,18 +106,35 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     shards = open_shards(job)
     fingerprint = shards.fingerprint
     shards.close()
-    _init_logging(int(os.environ["RANK"]))
+    rank = int(os.environ["RANK"])
+    _init_logging(rank)
     for warning in _first_words(job, world_size):
-        logging.getLogger().info(f"NOTE: {warning}")
+        _say(f"NOTE: {warning}")
     register()
     trainer = None
-    try:
-        trainer = CanonTrainer(job, world_size=world_size, fingerprint=fingerprint)
-        trainer.train()
-    finally:
-        if trainer is not None:
-            trainer.close()
+    with Session(
+        RunFolder(Path(job.job.dump_folder)),
+        rank=rank,
+        world_size=world_size,
+        steps=job.training.steps,
+        heartbeat_s=job.run.heartbeat_s,
+        say=_say,
+    ) as session:
+        if rank == 0:
+            prepare_folder(job, session)
+        try:
+            trainer = CanonTrainer(
+                job, world_size=world_size, fingerprint=fingerprint, session=session
+            )
+            trainer.train()
+        finally:
+            if trainer is not None:
+                trainer.close()
     torch.distributed.destroy_process_group()
+
+
+def _say(text: str) -> None:
+    logging.getLogger().info(text)
 
 
 def _dry_run_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

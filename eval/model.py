@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from canon_pretrain.checkpoint import check_checkpoint, read_weights
+from canon_pretrain.checkpoint.weights import check_checkpoint, read_weights
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from canon_pretrain.checkpoint import METADATA, check_checkpoint, checkpoint_step
+from canon_pretrain.checkpoint.weights import METADATA, check_checkpoint, checkpoint_step
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.errors import UserError

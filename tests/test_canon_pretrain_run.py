@@ -86,17 +86,6 @@ def test_lines_of_two_writers_never_mix(tmp_path: Path) -> None:
     ]
 
 
-def test_one_folder_holds_one_run(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.check_identity({"model.dim": 64})  # a new folder takes any run
-    folder.write_config({"job": {}}, {"model.dim": 64, "training.steps": 5})
-    before = folder.config_file.read_bytes()
-    folder.check_identity({"model.dim": 64, "training.steps": 5})
-    with pytest.raises(UserError, match=r"model\.dim: 64 -> 128; training\.steps: 5 -> None"):
-        folder.check_identity({"model.dim": 128})
-    assert folder.config_file.read_bytes() == before
-
-
 def test_what_is_no_run_folder_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a run folder: it has no config\.json"):
         RunFolder(tmp_path).read_config()

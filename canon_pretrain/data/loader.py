@@ -6,10 +6,12 @@ the run is `sampler.window_offset(data_seed, i)`; with b = local_batch_size and 
     i = step * global_batch + microbatch * (dp * b) + rank * b + j
 
 so a step's global batch holds the same samples whatever the world size, and the state is one
-number, equal on every rank.
+number, equal on every rank. (Where a run was told to change its batch size, `step` counts from
+the sample at which it did: `origin`.)
 """
 
 import hashlib
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -88,11 +90,12 @@ class BatchLoader:
         self._local_batch = local_batch_size
         self._rank = dp_rank
         self.next_sample = 0
+        self._origin = 0
 
     @property
     def at_step_start(self) -> bool:
         """Whether the next micro-batch is the first of a step."""
-        return self.next_sample % self._global_batch == 0
+        return (self.next_sample - self._origin) % self._global_batch == 0
 
     def next_batch(self) -> np.ndarray:
         """This rank's next micro-batch, int64 [local_batch_size, seq_len + 1].
@@ -112,6 +115,7 @@ class BatchLoader:
         return {
             "version": STATE_VERSION,
             "next_sample": self.next_sample,
+            "origin": self._origin,
             "fingerprint": self._shards.fingerprint,
             "seed": self._seed,
             "mode": MODE,
@@ -119,11 +123,13 @@ class BatchLoader:
             "global_batch": self._global_batch,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], allow: Collection[str] = frozenset()) -> None:
         """Continue at `state`, of any world size; the loader is unchanged when it is refused.
 
-        Raises UserError naming the field, where anything but the world size differs, and where
-        next_sample is not at a boundary of this world's rounds (it always is between steps).
+        Fields named in `allow` may differ: the order then changes from this sample on, and `origin`
+        (the sample that steps are counted from) moves here. Raises UserError naming the field,
+        where anything else but the world size differs, and where next_sample is not at a boundary
+        of this world's rounds (it always is between steps).
         """
         current = self.state_dict()
         missing = [field for field in current if field not in state]
@@ -132,17 +138,22 @@ class BatchLoader:
                 f"the checkpoint's data-loader state has no {missing[0]!r} (it has "
                 f"{sorted(state)}): it is not from this loader; start a new run"
             )
-        for field, way_out in _WAYS_OUT.items():
-            if state[field] != current[field]:
+        changed = [field for field in _WAYS_OUT if state[field] != current[field]]
+        for field in changed:
+            if field not in allow:
                 raise UserError(
                     f"the checkpoint's data order does not fit this run: {field} is "
-                    f"{state[field]!r} in the checkpoint, {current[field]!r} now; {way_out}"
+                    f"{state[field]!r} in the checkpoint, {current[field]!r} now; "
+                    f"{_WAYS_OUT[field]}"
                 )
         next_sample = state["next_sample"]
-        if not isinstance(next_sample, int) or next_sample < 0 or next_sample % self._round:
+        origin = next_sample if changed else state["origin"]
+        whole = isinstance(next_sample, int) and isinstance(origin, int)
+        if not whole or not 0 <= origin <= next_sample or (next_sample - origin) % self._round:
             raise UserError(
-                f"the checkpoint's next_sample is {next_sample!r}, expected a multiple of "
-                f"dp_world_size * local_batch_size = {self._round}: the checkpoint was written "
-                f"between two steps' micro-batches; resume at the world size that wrote it"
+                f"the checkpoint's next_sample is {next_sample!r} (counted from {origin!r}), "
+                f"expected a multiple of dp_world_size * local_batch_size = {self._round}: the "
+                f"checkpoint was written between two steps' micro-batches; resume at the world "
+                f"size that wrote it"
             )
-        self.next_sample = next_sample
+        self.next_sample, self._origin = next_sample, origin

@@ -2,6 +2,9 @@
 
     config.json     the resolved job, and the facts that make the run what it is (`identity`)
     log.jsonl       one line an event (run/log.py)
+    status.json     where the run stands and whether it lives (run/status.py)
+    lock.json       the launch that writes the folder, while there is one (run/lock.py)
+    STOP            made by a person or a script: save, and end
     checkpoint/     step-N/, written by the trainer
     evals/          results, written by `python -m eval`
     DONE            written last, when training.steps is reached
@@ -35,8 +38,24 @@ class RunFolder:
         return self.path / "log.jsonl"
 
     @property
+    def status_file(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "lock.json"
+
+    @property
+    def stop_file(self) -> Path:
+        return self.path / "STOP"
+
+    @property
     def done_file(self) -> Path:
         return self.path / "DONE"
+
+    @property
+    def obeyed_file(self) -> Path:
+        return self.path / "obeyed.json"
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> "RunFolder":
@@ -54,26 +73,6 @@ class RunFolder:
             ) from None
         except json.JSONDecodeError as error:
             raise UserError(f"{self.config_file} is damaged: {error}") from None
-
-    def check_identity(self, identity: dict[str, Any]) -> None:
-        """Refuse to go on with a run under another model, data, batch or schedule.
-
-        A folder without config.json is new. Raises UserError naming each field, old and new.
-        """
-        if not self.config_file.exists():
-            return
-        old = self.read_config().get("identity", {})
-        changed = [
-            f"{name}: {old.get(name)!r} -> {identity.get(name)!r}"
-            for name in sorted(old.keys() | identity.keys())
-            if old.get(name) != identity.get(name)
-        ]
-        if changed:
-            raise UserError(
-                f"{self.path} holds another run; going on would change it: "
-                + "; ".join(changed)
-                + ". Choose another folder with --job.dump_folder, or undo the change"
-            )
 
     def write_config(self, config: dict[str, Any], identity: dict[str, Any]) -> None:
         """Record the resolved job; the folder is made if need be."""

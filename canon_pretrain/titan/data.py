@@ -1,6 +1,6 @@
 """Our numpy loader behind torchtitan's dataloader interface."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +13,49 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.titan.job_config import CanonJobConfig
 
+STATE_FIELDS = {
+    "data_fingerprint": "fingerprint",
+    "data.data_seed": "seed",
+    "training.seq_len": "seq_len",
+    "training.global_batch_size": "global_batch",
+}
+"""What of a run's identity stands in the loader's state, and under which name."""
+
 
 class CanonDataLoader(BaseDataLoader):
     """Endless micro-batches of this rank; its state is the same on every rank.
 
     Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead of the input.
-    `step_digest` is that of this rank's samples of the present step.
     """
 
     def __init__(self, loader: BatchLoader) -> None:
         self.loader = loader
-        self.step_digest = 0
+        self._allowed: set[str] = set()
+        self._digests: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
-            before = 0 if self.loader.at_step_start else self.step_digest
+            if self.loader.at_step_start:
+                self._digests.append(0)
             batch = self.loader.next_batch()
-            self.step_digest = (before + samples_digest(batch)) % (1 << 64)
+            self._digests[-1] = (self._digests[-1] + samples_digest(batch)) % (1 << 64)
             window = torch.from_numpy(batch)
             yield {"input": window[:, :-1].contiguous()}, window[:, 1:].contiguous()
+
+    def take_digests(self) -> list[int]:
+        """The digest of this rank's samples of each step since the last call, oldest first."""
+        digests, self._digests = self._digests, []
+        return digests
+
+    def allow_changes(self, names: Iterable[str]) -> None:
+        """Let a checkpoint's order differ in these parts of the run's identity."""
+        self._allowed = {STATE_FIELDS[name] for name in names if name in STATE_FIELDS}
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state_dict)
+        self.loader.load_state_dict(state_dict, self._allowed)
 
 
 def build_dataloader(

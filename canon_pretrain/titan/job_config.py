@@ -86,10 +86,17 @@ class Training(titan.Training):
 
 @dataclass
 class Checkpoint(titan.Checkpoint):
-    """Always on, and the last one can be resumed."""
+    """Always on, in the background, and the last one can be resumed."""
 
     enable: bool = True
     last_save_model_only: bool = False
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+    """`async` copies to (on a GPU pinned) CPU memory and writes from there while training goes on;
+    `async_with_pinned_mem`, torchtitan's other name, is the same here."""
+    fresh: bool = False
+    """Begin again at step 1 though there are checkpoints; the run so far moves to RUN/archive."""
+    max_held: int = 4
+    """Steps past `keep_latest_k` that are kept, as weights alone, for evaluations that wait."""
 
 
 @dataclass
@@ -101,7 +108,7 @@ class ActivationCheckpoint(titan.ActivationCheckpoint):
 
 @dataclass
 class CanonJobConfig(titan.JobConfig):
-    """One training job: torchtitan's sections, and `[data]` and `[run]`."""
+    """One training job: torchtitan's sections, and `[data]`, `[run]` and `[guards]`."""
 
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
@@ -111,6 +118,7 @@ class CanonJobConfig(titan.JobConfig):
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     data: experiment.Data = field(default_factory=experiment.Data)
     run: experiment.Run = field(default_factory=experiment.Run)
+    guards: experiment.Guards = field(default_factory=experiment.Guards)
 
     @property
     def last_step(self) -> int:

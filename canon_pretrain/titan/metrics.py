@@ -35,6 +35,9 @@ class CanonMetrics(MetricsProcessor):
         super().__init__(job, parallel_dims)
         self.world_size = parallel_dims.world_size
         self.last_step = job.last_step
+        self.must_log = False
+        """Set by the trainer before a step that is the last or leaves a checkpoint: a line for each
+        means that the digests of all that a checkpoint has seen stand in the log."""
         self.total_steps = job.training.steps
         self.ntokens_since_last_log: int = 0
         self.is_writer = torch.distributed.get_rank() == 0
@@ -45,7 +48,7 @@ class CanonMetrics(MetricsProcessor):
             self.run_log = RunLog(RunFolder(Path(job.job.dump_folder)).log_file)
 
     def should_log(self, step: int) -> bool:
-        return super().should_log(step) or step == self.last_step
+        return super().should_log(step) or self.must_log
 
     def event(self, name: str, **fields: Any) -> None:
         """Append an event to the run's log (rank 0 only)."""
@@ -91,7 +94,7 @@ class CanonMetrics(MetricsProcessor):
             flops = self.num_flops_per_token * tokens_per_second / self.world_size
             fields["mfu"] = flops / self.gpu_peak_flops
             fields["mfu_formula"] = FLOPS_FORMULA
-        fields["data_digest"] = f"{self._global_digest():016x}"
+        fields["data_digests"] = self._global_digests()
         self.event("step", **fields)
         self.logger.log({k: v for k, v in fields.items() if isinstance(v, int | float)}, step)
         if self.is_writer:
@@ -103,14 +106,17 @@ class CanonMetrics(MetricsProcessor):
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
 
-    def _global_digest(self) -> int:
-        """The digest of the step's global batch: equal in two runs that saw the same samples."""
-        own = self.dataloader.step_digest if self.dataloader is not None else 0
-        # int64 holds the bits; its sum wraps as the digest's does
-        signed = own - (1 << 64) if own >= 1 << 63 else own
+    def _global_digests(self) -> list[str]:
+        """A digest of each global batch since the last line, the last of them this step's.
+
+        Two runs with equal digests saw the same samples, at any world size.
+        """
+        own = self.dataloader.take_digests() if self.dataloader is not None else []
+        # int64 holds the bits; its sum wraps as the digests do
+        signed = [digest - (1 << 64) if digest >= 1 << 63 else digest for digest in own]
         total = torch.tensor(signed, dtype=torch.int64, device=device_type)
         torch.distributed.all_reduce(total)
-        return int(total.item()) % (1 << 64)
+        return [f"{digest % (1 << 64):016x}" for digest in total.tolist()]
 
     def close(self) -> None:
         self.console.end()

@@ -1,51 +1,90 @@
-"""torchtitan's Trainer as a run of ours: one folder, counted tokens, a stop that can be resumed."""
+"""torchtitan's Trainer as a run of ours: one folder, counted tokens, and no end that loses it.
+
+torchtitan builds the parts (mesh, model, optimizer, schedule, data, metrics); the loop is here,
+since each step also judges its gradient, asks all ranks whether to stop, and hears how the last
+checkpoint went. None of this makes the host wait for a running step.
+"""
 
 import contextlib
+import faulthandler
 import sys
-from dataclasses import asdict
+import time
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import torch
-import torchtitan
+import torch.distributed as dist
+import torchtitan.train
+from torch import Tensor
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
-from torchtitan.train import Trainer
+from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 
+from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.once import mark_obeyed, was_obeyed
+from canon_pretrain.run.session import Session, archive_traces
+from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
+from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.data import CanonDataLoader
+from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
+from canon_pretrain.titan.identity import check_identity, config_changes, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.metrics import CanonMetrics
 
+# the Trainer makes the manager that this name stands for
+torchtitan.train.CheckpointManager = CanonCheckpointManager
 
-class CanonTrainer(Trainer):
-    """Trains one CanonJobConfig from its newest checkpoint, or from its seeds.
+
+class CanonTrainer(torchtitan.train.Trainer):
+    """Trains one CanonJobConfig from its newest whole checkpoint, or from its seeds.
 
     `world_size` is fixed before the process group stands, so that a batch that can't be shared is
-    refused first. The shards' `fingerprint` is part of what the run is.
+    refused first. The shards' `fingerprint` is part of what the run is. `session` holds the run
+    folder. Raises UserError, before anything is trained, for a run that would change.
     """
 
     job_config: CanonJobConfig
     metrics_processor: CanonMetrics
+    checkpointer: CanonCheckpointManager
 
-    def __init__(self, job: CanonJobConfig, *, world_size: int, fingerprint: str) -> None:
+    def __init__(
+        self, job: CanonJobConfig, *, world_size: int, fingerprint: str, session: Session
+    ) -> None:
         asked = job.training.local_batch_size
         job.training.local_batch_size = micro_batch_size(job, world_size)
-        self.folder = RunFolder(Path(job.job.dump_folder))
+        self.session = session
+        self.folder = session.folder
         self.identity = run_identity(job, fingerprint)
-        self.folder.check_identity(self.identity)
+        fresh, allowed = job.checkpoint.fresh, job.run.allow_changes
+        self.changes = {} if fresh else check_identity(self.folder, self.identity, allowed)
+        self._config = job.to_dict()
+        # whoever reads the run may stand in another folder
+        self._config["data"]["path"] = str(Path(job.data.path).resolve())
+        self._config_changes = {} if fresh else config_changes(self.folder, self._config)
         job.metrics.disable_color_printing |= not sys.stdout.isatty()
         super().__init__(job)
         # FSDP2 stands at every world size and does the casting: autocast on top of it at one rank
         # would give that rank other numerics than many have
         self.maybe_enable_amp = contextlib.nullcontext()
         self.metrics_processor.dataloader = cast(CanonDataLoader, self.dataloader)
+        self.metrics_processor.dataloader.allow_changes(self.changes)
         self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
-        if torch.distributed.get_rank() == 0:
-            config = job.to_dict()
-            # whoever reads the run may stand in another folder
-            config["data"]["path"] = str(Path(job.data.path).resolve())
-            self.folder.write_config(config, self.identity)
+        # every label counts, so the number that a loss is divided by is known to all ranks
+        self._labels_per_step = torch.tensor(float(self.tokens_per_step), device=self.device)
+        self.tokens = 0
+        self.guards = StepGuards(job.guards, self.device)
+        self.readback = Readback(self.device)
+        self.checkpointer.attach(
+            event=self.metrics_processor.event, note=session.note, guards=self.guards
+        )
+        # host states of the last steps, to go back to when bad steps in a row end the run
+        self._before: deque[tuple[int, dict[str, Any]]] = deque(
+            maxlen=job.guards.max_bad_steps + Readback.LAG + 1
+        )
         if job.training.local_batch_size != asked:
             logger.info(
                 f"training.local_batch_size is {job.training.local_batch_size} (at most {asked} "
@@ -53,43 +92,78 @@ class CanonTrainer(Trainer):
                 f"of {world_size} ranks make the global batch of {job.training.global_batch_size}"
             )
 
-    def should_continue_training(self) -> bool:
-        return self.step < self.job_config.last_step
+    # -- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
+        return {"step": self.step, "tokens": self.tokens}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a checkpoint's step; this rank's token count follows from the present batch."""
-        self.step = state_dict["step"]
-        self.ntokens_seen = self.step * self.tokens_per_step // torch.distributed.get_world_size()
+        self.step, self.tokens = state_dict["step"], state_dict["tokens"]
 
-    def batch_generator(self, data_iterable: Any) -> Any:
-        # the first thing that Trainer.train does once a checkpoint is loaded
-        self.first_step = self.step
-        if not self.step:
-            self._refuse_a_second_beginning()
-        if self.should_continue_training():
-            self._announce()
-        return super().batch_generator(data_iterable)
+    def _host_state(self) -> dict[str, Any]:
+        """What a step changes besides tensors; a few numbers."""
+        assert self.dataloader is not None
+        return {
+            "trainer": self.state_dict(),
+            "schedule": self.lr_schedulers.state_dict(),
+            "data": self.dataloader.state_dict(),
+        }
 
-    def _refuse_a_second_beginning(self) -> None:
-        """Raise UserError before step 1 of a run whose folder holds checkpoints that failed."""
-        if not self.checkpointer.enable:
+    def _impose_hyperparameters(self) -> None:
+        """Give the optimizer and the schedule this job's numbers, not those of the checkpoint.
+
+        They differ only where `run.allow_changes` let them; else this writes what is there.
+        """
+        asked = self.job_config.optimizer
+        fields = {"weight_decay": asked.weight_decay, "betas": (asked.beta1, asked.beta2)}
+        fields |= {"eps": asked.eps, "initial_lr": asked.lr}
+        for optimizer, schedule in zip(self.optimizers, self.lr_schedulers.schedulers, strict=True):
+            schedule.base_lrs = [asked.lr] * len(optimizer.param_groups)
+            factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+            rates = [asked.lr * factor for factor in factors]
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group.update(fields | {"lr": rate})
+            schedule._last_lr = rates
+
+    # -- the launch --------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train to the last step of this launch, or until asked to stop; leave a checkpoint."""
+        job, session = self.job_config, self.session
+        session.progress(self.step, "loading")
+        loaded = self.checkpointer.load(step=job.checkpoint.load_step)
+        if loaded:
+            self._impose_hyperparameters()
+        first = self.step
+        if first >= job.last_step:
+            self._nothing_to_do()
             return
-        left = sorted(Path(self.checkpointer.folder).glob("step-*"))
-        if left:
-            raise UserError(
-                f"{left[-1].parent} holds {', '.join(path.name for path in left)}, and none of "
-                "them is whole, so this run would begin again at step 1. Move that folder away to "
-                "do so, or put a whole checkpoint there to go on from it"
-            )
+        self.checkpointer.check_room()
+        self._announce()
+        stop = self._loop()
+        if stop and LOST_LOCK in stop:
+            raise UserError(f"stopped after step {self.step} without saving: {stop}", shared=True)
+        self._save_last()
+        self._finish(stop)
+
+    def _nothing_to_do(self) -> None:
+        logger.info(
+            f"nothing to do: {self.folder.path} stands at step {self.step}, and this launch was "
+            f"to go to step {self.job_config.last_step}"
+        )
+        done = self.step >= self.job_config.training.steps
+        if done and dist.get_rank() == 0:
+            self.folder.write_done(self.step)
+        self.session.end("done" if done else "stopped", "nothing to do", self.step)
 
     def _announce(self) -> None:
-        """Say and log where this launch begins."""
+        """Record, say and log what this launch is and where it begins."""
         metrics, job = self.metrics_processor, self.job_config
+        if dist.get_rank() == 0:
+            self.folder.write_config(self._config, self.identity)
+            self.folder.done_file.unlink(missing_ok=True)
         facts = {
-            "world_size": torch.distributed.get_world_size(),
+            "world_size": dist.get_world_size(),
             "torch": torch.__version__,
             "torchtitan": torchtitan.__version__,
             "data_fingerprint": self.identity["data_fingerprint"],
@@ -98,6 +172,12 @@ class CanonTrainer(Trainer):
             metrics.event("resume", from_step=self.step, **facts)
         else:
             metrics.event("start", **facts)
+        differences = self.changes | self._config_changes
+        if differences:
+            metrics.event("changed", step=self.step, allowed=self.changes, config=differences)
+            for name, (old, new) in differences.items():
+                mark = " (allowed by run.allow_changes)" if name in self.changes else ""
+                logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")
         verb = "going on" if self.step else "starting"
         logger.info(
             f"{verb} at step {self.step + 1} of {job.training.steps}, to step {job.last_step}, "
@@ -105,46 +185,226 @@ class CanonTrainer(Trainer):
         )
         metrics.begin(self.step)
 
-    def train(self) -> None:
-        """Train to the last step of this launch and leave a checkpoint there."""
-        super().train()
-        if self.checkpointer.enable:
-            self.checkpointer._async_wait()  # torchtitan leaves without it, and may lose the last
-        job = self.job_config
-        if self.step == self.first_step:
-            logger.info(
-                f"nothing to do: {self.folder.path} stands at step {self.step}, and this launch "
-                f"was to go to step {job.last_step}"
-            )
-        elif self.step < job.training.steps:
-            if self.step % job.checkpoint.interval:
-                self.checkpointer.save(self.step, last_step=True)
-            self.metrics_processor.event("stop", step=self.step, reason="run.stop_at")
-            logger.info(
-                f"stopped at step {self.step} of {job.training.steps} as --run.stop_at asks; the "
-                "same command without it goes on from here"
-            )
-        else:
-            self.metrics_processor.event("done", step=self.step)
+    def _save_last(self) -> None:
+        """Save what stands now; raises UserError where the disk will not have it."""
+        self.session.progress(self.step, "saving")
+        for pause_s in (0, 1, 10):
+            time.sleep(pause_s)
+            self.checkpointer.save(self.step, last_step=True)
+            if not self.checkpointer.enable or self.checkpointer.saved_step == self.step:
+                return
+        raise UserError(
+            f"the last checkpoint, of step {self.step}, could not be saved (see the lines above); "
+            f"the newest one is of step {self.checkpointer.saved_step}. Make room and start again",
+            shared=True,
+        )
+
+    def _finish(self, stop: str | None) -> None:
+        """Leave the run folder in the state that it has come to."""
+        metrics, total = self.metrics_processor, self.job_config.training.steps
+        if self.step == total:
+            metrics.event("done", step=self.step)
+            if dist.get_rank() == 0:
+                self.folder.write_done(self.step)
+            self.session.end("done", f"step {total} is reached", self.step)
             logger.info(f"finished: step {self.step} of {self.folder.path}")
-        if self.step == job.training.steps and torch.distributed.get_rank() == 0:
-            self.folder.write_done(self.step)
+        else:
+            reason = stop or "run.stop_at"
+            metrics.event("stop", step=self.step, reason=reason)
+            self.session.end("stopped", reason, self.step)
+            logger.info(
+                f"stopped at step {self.step} of {total} by {reason}; the same command"
+                f"{'' if stop else ' without --run.stop_at'} goes on from here"
+            )
+        self.session.stop.obeyed()
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def _loop(self) -> str | None:
+        """Steps until this launch's last one; gives what asked to stop, if anything did."""
+        job = self.job_config
+        settings = {"global_step": self.step, "base_folder": job.job.dump_folder}
+        stop: str | None = None
+        with (
+            maybe_enable_profiling(job.profiling, **settings) as profiler,
+            maybe_enable_memory_snapshot(job.profiling, **settings) as snapshot,
+            self._hang_watch() as arm,
+        ):
+            data = self.batch_generator(self.dataloader)
+            begin, first = time.monotonic(), self.step
+            while self.step < job.last_step and stop is None:
+                stop = self._hear(self.readback.pop())
+                self._before.append((self.step, self._host_state()))
+                self.step += 1
+                self.tokens += self.tokens_per_step
+                is_last = stop is not None or self.step == job.last_step
+                self.metrics_processor.must_log = is_last or self.checkpointer.is_due(self.step)
+                self.gc_handler.run(self.step)
+                self.train_step(data)
+                self.checkpointer.save(self.step)
+                self.checkpointer.poll()
+                for tool in (profiler, snapshot):
+                    if tool:
+                        tool.step()
+                if self.step == first + 1:
+                    # lazy initialisation and compilation are over, on a resumed run as well
+                    limit = timedelta(seconds=job.comm.train_timeout_seconds)
+                    dist_utils.set_pg_timeouts(timeout=limit, parallel_dims=self.parallel_dims)
+                    begin = time.monotonic()
+                arm()
+                pace = (time.monotonic() - begin) / max(1, self.step - first - 1)
+                self.session.progress(self.step, "training", pace or None)
+            self._hear(self.readback.pop(last=True))
+        return stop
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
+        """One optimizer step on one global batch, or none where the guards skip it."""
+        self.optimizers.zero_grad()
+        rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        losses = []
+        for _ in range(self.gradient_accumulation_steps):
+            inputs, labels = next(data_iterator)
+            inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+            loss = self.forward_backward_step(
+                input_dict=inputs,
+                labels=labels.to(self.device),
+                global_valid_tokens=self._labels_per_step,
+            )
+            losses.append(loss.detach())
+        own_loss = torch.stack(losses).sum()
+        grad_norm = dist_utils.clip_grad_norm_(
+            [p for part in self.model_parts for p in part.parameters()],
+            self.job_config.training.max_norm,
+            foreach=True,
+        )
+        loss = self._share(own_loss, grad_norm)
+        self.lr_schedulers.step()
+        if self.metrics_processor.should_log(self.step):
+            largest = own_loss * dist.get_world_size()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            self.metrics_processor.log(
+                self.step,
+                loss.item(),
+                largest.item(),
+                grad_norm.item(),
+                extra_metrics={"n_tokens_seen": self.tokens, "lr": rate},
+            )
+
+    def _share(self, own_loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Add up losses and requests to stop over the ranks, judge the step, and take it or not.
+
+        Gives the loss of the global batch. What the host should know of the step is sent to it.
+        """
+        requests = torch.tensor(self.session.stop.poll(), dtype=torch.float32)
+        shared = torch.cat([own_loss.float()[None], requests.to(self.device, non_blocking=True)])
+        dist.all_reduce(shared)
+        skip = self.guards.judge(shared[0], grad_norm)
+        self.checkpointer.maybe_wait_for_staging()
+        self._step_unless(skip)
+        report = [shared.double(), grad_norm.double()[None], skip.double()[None]]
+        self.readback.push(self.step, torch.cat([*report, self.guards.counters]))
+        return shared[0]
+
+    def _step_unless(self, skip: Tensor) -> None:
+        """The optimizers' step, which changes nothing where `skip` is 1."""
+        if self.job_config.optimizer.implementation != "fused":
+            if not skip.item():  # only the fused kernels know found_inf: here the host has to wait
+                self.optimizers.step()
+            return
+        for optimizer in self.optimizers:
+            optimizer.grad_scale, optimizer.found_inf = None, skip
+        self.optimizers.step()
+
+    def _hear(self, reports: list[tuple[int, list[float]]]) -> str | None:
+        """Take note of past steps; gives what asks to stop. Raises UserError when guards halt."""
+        stop: str | None = None
+        for step, values in reports:
+            loss, *rest = values
+            asked, (grad_norm, skip, *counters) = rest[: len(REASONS)], rest[len(REASONS) :]
+            if any(asked):
+                stop = describe([value > 0 for value in asked])
+            if skip:
+                self._tell_skip(step, loss, grad_norm, counters)
+            if counters[HALTED]:
+                self._halt(step, counters)
+        return stop
+
+    def _tell_skip(self, step: int, loss: float, grad_norm: float, counters: list[float]) -> None:
+        finite = bool(torch.isfinite(torch.tensor([loss, grad_norm])).all())
+        why = "outlier" if finite else "not finite"
+        in_a_row = int(counters[IN_A_ROW])
+        self.metrics_processor.event(
+            "skip", step=step, reason=why, loss=loss, grad_norm=grad_norm, in_a_row=in_a_row
+        )
+        self.session.note(skipped_steps=int(counters[SKIPPED]))
+        text = f"step {step} is skipped ({why}): loss {loss:.4g}, grad_norm {grad_norm:.4g}"
+        logger.warning(f"{text}; {in_a_row} of {self.guards.config.max_bad_steps} in a row")
+
+    def _halt(self, step: int, counters: list[float]) -> None:
+        """End the run on the weights from before the bad steps in a row; raises UserError.
+
+        The weights still are those: every step since was skipped. What the host counts goes back
+        to that step, so that the checkpoint is the one that this step would have left.
+        """
+        # a launch that began between bad steps knows none from before itself
+        good = max(step - int(counters[IN_A_ROW]), self._before[0][0])
+        state = next(state for number, state in self._before if number == good)
+        assert self.dataloader is not None
+        self.load_state_dict(state["trainer"])
+        self.lr_schedulers.load_state_dict(state["schedule"])
+        self.dataloader.load_state_dict(state["data"])
+        self._impose_hyperparameters()
+        self.guards.counters.copy_(self.guards.before_the_streak())
+        if good:
+            self.checkpointer.go_back(good)
+            self._save_last()
+        self.metrics_processor.event("halt", step=step, good_step=good)
+        raise UserError(
+            f"the loss or gradient of {int(counters[IN_A_ROW])} steps in a row, the last of them "
+            f"step {step}, was not finite (guards.max_bad_steps = "
+            f"{self.guards.config.max_bad_steps}). None of them changed the weights; "
+            + (
+                f"the state from before them is checkpoint/step-{good}"
+                if good
+                else "nothing of the run is good: it was so from its first step"
+            )
+            + ". Look at those steps' data and learning rate; the same command tries them again",
+            shared=True,
+        )
+
+    @contextlib.contextmanager
+    def _hang_watch(self) -> Iterator[Any]:
+        """Gives a function to call after each step: where none follows in time, all threads' stacks
+        go to RUN/comm_traces/rank_K.stacks.txt, before the collective timeout ends the process."""
+        comm = self.job_config.comm
+        path = self.folder.path / comm.save_traces_folder / f"rank_{dist.get_rank()}.stacks.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w") as file:
+            try:
+                yield lambda: _dump_stacks_later(0.8 * comm.train_timeout_seconds, file)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        if not path.stat().st_size:
+            path.unlink()
 
 
-def run_identity(job: CanonJobConfig, fingerprint: str) -> dict[str, Any]:
-    """All that a run may not change between its launches; world size is not part of it."""
-    optimizer, schedule, training = job.optimizer, job.lr_scheduler, job.training
-    return {
-        **{f"model.{name}": value for name, value in asdict(job.model_args).items()},
-        **{f"optimizer.{name}": value for name, value in asdict(optimizer).items()},
-        **{f"lr_scheduler.{name}": value for name, value in asdict(schedule).items()},
-        "data_fingerprint": fingerprint,
-        "data.data_seed": job.data.data_seed,
-        "training.seq_len": training.seq_len,
-        "training.global_batch_size": training.global_batch_size,
-        "training.steps": training.steps,
-        "training.max_norm": training.max_norm,
-        "training.dtype": training.dtype,
-        "training.mixed_precision_param": training.mixed_precision_param,
-        "training.mixed_precision_reduce": training.mixed_precision_reduce,
-    }
+def _dump_stacks_later(seconds: float, file: TextIO) -> None:
+    faulthandler.dump_traceback_later(seconds, file=file)
+
+
+def prepare_folder(job: CanonJobConfig, session: Session) -> None:
+    """What rank 0 does to the run folder, under its lock, before the ranks meet."""
+    run = session.folder
+    checkpoints = CheckpointFolder(run.path / job.checkpoint.folder)
+    for sentence in checkpoints.recover():
+        logger.info(f"NOTE: {sentence}")
+    once = run.obeyed_file
+    if job.checkpoint.fresh and was_obeyed(once, "checkpoint.fresh"):
+        logger.info("NOTE: this job has begun the run afresh before: going on with it")
+    elif job.checkpoint.fresh:
+        kept = checkpoints.archive_all(run.path, "--checkpoint.fresh")
+        mark_obeyed(once, "checkpoint.fresh")
+        if kept is not None:
+            logger.info(f"NOTE: beginning again: the run so far is in {kept}")
+    if kept := archive_traces(run.path / job.comm.save_traces_folder):
+        logger.info(f"NOTE: communication traces of an earlier launch are in {kept}")

@@ -1,0 +1,156 @@
+"""A checkpoint's manifest: the hash of every file, written last, and the check against it.
+
+    step-N/manifest.json    step, kind, world size, time, and size and SHA-256 of each other file
+
+A checkpoint folder without a readable manifest, or one that differs from its manifest in any byte,
+is damaged; nothing goes on from it. No torch here.
+"""
+
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.files import sha256_file, write_json
+
+MANIFEST = "manifest.json"
+VERSION = 1
+
+Kind = Literal["full", "weights"]
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that is not what was saved; the message names the folder and each fault."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file of a checkpoint was when it was saved."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json."""
+
+    step: int
+    kind: Kind
+    """`full` can be resumed; `weights` holds the model alone, kept for an evaluation."""
+    world_size: int
+    torch: str
+    """The version that wrote it."""
+    files: dict[str, FileEntry]
+    """By path relative to the folder: all of it except the manifest."""
+    saved: str = ""
+    """UTC, ISO 8601."""
+    version: int = VERSION
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.files.values())
+
+    def write(self, folder: Path) -> None:
+        """Write it durably into `folder`, with the present time unless it has one."""
+        record = asdict(self)
+        record["saved"] = self.saved or datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(folder / MANIFEST, record)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """The manifest in `folder`; raises DamagedCheckpoint where it is missing or unreadable."""
+        try:
+            record = json.loads((folder / MANIFEST).read_bytes())
+            version = record["version"]
+            if version != VERSION:
+                raise DamagedCheckpoint(
+                    f"{folder / MANIFEST} has version {version!r}, expected {VERSION}: it was "
+                    "written by another version of canon_pretrain"
+                )
+            files = {
+                name: FileEntry(int(entry["bytes"]), str(entry["sha256"]))
+                for name, entry in record["files"].items()
+            }
+            if record["kind"] not in ("full", "weights"):
+                raise ValueError(f"kind {record['kind']!r}")
+            return cls(**{**record, "step": int(record["step"]), "files": files})
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{folder} has no {MANIFEST}: it was never finished") from None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{folder / MANIFEST} is damaged: {error!r}") from None
+
+
+def files_of(folder: Path) -> list[str]:
+    """Paths, relative to `folder`, of all files that a manifest of it must name."""
+    found = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+    return sorted(
+        name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST
+    )
+
+
+def find_faults(
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str] | None = None,
+    *,
+    hashes: bool = True,
+    workers: int = 1,
+) -> list[str]:
+    """How the files `names` (default: all) of `folder` differ from its manifest, in sentences.
+
+    An empty list means that they are what was saved. With `hashes=False` only presence and sizes
+    are compared. Where `names` is None, a file that the manifest does not name is a fault too.
+    """
+    chosen = sorted(manifest.files if names is None else names)
+    check = partial(_file_fault, folder, manifest, hashes=hashes)
+    with ThreadPoolExecutor(workers) as pool:
+        faults = [fault for fault in pool.map(check, chosen) if fault]
+    if names is None:
+        faults += [
+            f"{name} is not in the manifest"
+            for name in files_of(folder)
+            if name not in manifest.files
+        ]
+    return faults
+
+
+def _file_fault(folder: Path, manifest: Manifest, name: str, *, hashes: bool) -> str | None:
+    entry, path = manifest.files[name], folder / name
+    try:
+        size = path.stat().st_size
+        if size != entry.bytes:
+            return f"{name} has {size:,} bytes, expected {entry.bytes:,}"
+        if hashes and (found := sha256_file(path)) != entry.sha256:
+            return f"{name} has SHA-256 {found[:12]}..., expected {entry.sha256[:12]}..."
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return None
+
+
+def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
+    """The manifest of a checkpoint that holds what was saved; raises DamagedCheckpoint else.
+
+    The folder's name must be that of the manifest's step: step-N.
+    """
+    manifest = Manifest.read(folder)
+    faults = find_faults(folder, manifest, hashes=hashes, workers=workers)
+    if folder.name != f"step-{manifest.step}":
+        faults.insert(0, f"its manifest is that of step {manifest.step}")
+    if faults:
+        raise DamagedCheckpoint(f"{folder} is damaged: {'; '.join(faults)}")
+    return manifest
+
+
+def as_record(manifest: Manifest) -> dict[str, Any]:
+    """The manifest's facts without its files, for a log line or a table."""
+    record = asdict(manifest)
+    del record["files"]
+    return record | {"bytes": manifest.total_bytes, "num_files": len(manifest.files)}

@@ -1,0 +1,311 @@
+"""Which checkpoints stay: the newest K that are proved whole, and weights that are waited for.
+
+Between a save and the next one the trainer applies it in a thread; `python -m
+canon_pretrain.checkpoint prune` applies it by hand. A step counts only when its hashes were
+computed while it was written, or read back since and found right: newer broken ones cost no good
+one. No torch here.
+
+    RUN/evals/holds/step-N.NAME    an evaluation that still waits for step N; its content is free
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from canon_pretrain.checkpoint.folder import (
+    EVALS,
+    HOLDS,
+    CheckpointFolder,
+    entries,
+    remove_tree,
+    step_number,
+)
+from canon_pretrain.checkpoint.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    find_faults,
+    verify,
+)
+from canon_pretrain.files import fsync_folder
+
+MAX_HELD = 4
+
+_Signature = dict[str, tuple[int, ...]]
+
+
+@dataclass
+class Plan:
+    """What retention would do; each list ascending."""
+
+    kept: list[int] = field(default_factory=list)
+    """Full steps that are proved whole and stay."""
+    delete: list[int] = field(default_factory=list)
+    strip: list[int] = field(default_factory=list)
+    """Full steps of which the weights alone stay, for an evaluation."""
+    weights_only: list[int] = field(default_factory=list)
+    """Steps that hold weights alone already, and stay."""
+    over_bound: list[int] = field(default_factory=list)
+    """Those in `delete` that an evaluation waits for: too many wait."""
+    bad: dict[int, str] = field(default_factory=dict)
+    """Damaged steps and how; they go to quarantine."""
+
+
+@dataclass
+class Outcome:
+    """What retention did."""
+
+    kept: list[int] = field(default_factory=list)
+    """Full steps that are proved whole; fewer than asked for mean that nothing was deleted."""
+    deleted: list[int] = field(default_factory=list)
+    stripped: list[int] = field(default_factory=list)
+    over_bound: list[int] = field(default_factory=list)
+    """Those in `deleted` that an evaluation waited for."""
+    bad: dict[int, str] = field(default_factory=dict)
+    """Steps that were found damaged and went to quarantine, and how they were damaged."""
+    weights_only: list[int] = field(default_factory=list)
+    """Steps of which only the weights are there now."""
+    bytes_freed: int = 0
+    errors: list[str] = field(default_factory=list)
+    """What could not be done; the next `apply` tries it again."""
+
+
+class Retention:
+    """Keeps the newest `keep` verified full checkpoints of `folder`; 0 keeps all.
+
+    Nothing is deleted before `keep` verified ones are found. An older step that `holds` names is
+    replaced by its weights alone, which `strip(step_path, temporary)` writes as a whole, synced
+    checkpoint (it may raise any Exception); of these the newest `max_held` stay, as long as they
+    are held. They never count as kept. Steps that are links are no concern of it. `workers`
+    threads read files for their hashes.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        keep: int,
+        *,
+        holds: Callable[[], set[int]],
+        strip: Callable[[Path, Path], None],
+        max_held: int = MAX_HELD,
+        workers: int = 1,
+    ) -> None:
+        if keep < 0 or max_held < 0:
+            raise ValueError(f"keep={keep}, max_held={max_held}: expected 0 or more")
+        self.folder = folder
+        self.keep = keep
+        self.max_held = max_held
+        self._holds = holds
+        self._strip_weights = strip
+        self._workers = workers
+        self._verified: dict[int, _Signature] = {}
+        self._lock = threading.Lock()
+
+    def trust(self, step: int) -> None:
+        """Take `step` for whole as long as none of its files is touched.
+
+        For the one that wrote it just now and computed the hashes meanwhile. A step that can't be
+        looked at is not trusted.
+        """
+        try:
+            self._verified[step] = _signature(self.folder.step_path(step))
+        except OSError:
+            self._verified.pop(step, None)
+
+    def plan(self) -> Plan:
+        """What `apply` would do now; reads hashes of steps that are not known, and moves nothing.
+
+        Raises OSError where the folder or the holds can't be read.
+        """
+        plan = Plan()
+        if self.keep == 0:
+            return plan
+        older, weights = self._sort(plan)
+        if len(plan.kept) < self.keep:
+            plan.weights_only = weights
+            return plan
+        held = self._holds()
+        chosen: list[int] = []
+        for step in sorted((step for step in older + weights if step in held), reverse=True):
+            if len(chosen) == self.max_held:
+                plan.over_bound.insert(0, step)
+            elif step in older and (fault := self._fault(step)):
+                plan.bad[step] = fault
+            else:
+                chosen.append(step)
+        plan.strip = [step for step in older if step in chosen]
+        plan.weights_only = [step for step in weights if step in chosen]
+        stays = {*chosen, *plan.bad}
+        plan.delete = sorted(step for step in older + weights if step not in stays)
+        return plan
+
+    def _sort(self, plan: Plan) -> tuple[list[int], list[int]]:
+        """Fill `kept` and `bad`; returns older full steps and weights-only ones, ascending."""
+        older: list[int] = []
+        weights: list[int] = []
+        for step in reversed(self.folder.steps()):
+            path = self.folder.step_path(step)
+            if path.is_symlink():
+                continue
+            try:
+                kind = Manifest.read(path).kind
+            except DamagedCheckpoint as error:
+                plan.bad[step] = str(error)
+                continue
+            if kind == "weights":
+                weights.insert(0, step)
+            elif len(plan.kept) == self.keep:
+                older.insert(0, step)
+            elif fault := self._fault(step):
+                plan.bad[step] = fault
+            else:
+                plan.kept.insert(0, step)
+        return older, weights
+
+    def _fault(self, step: int) -> str | None:
+        """How a step is damaged; None if it is known to be whole or its hashes are right now."""
+        path = self.folder.step_path(step)
+        try:
+            # taken first: a file that changes while it is read makes the next look differ
+            signature = _signature(path)
+        except OSError as error:
+            return f"{path} cannot be read: {error}"
+        if self._verified.get(step) == signature:
+            return None
+        self._verified.pop(step, None)
+        try:
+            verify(path, workers=self._workers)
+        except DamagedCheckpoint as error:
+            return str(error)
+        self._verified[step] = signature
+        return None
+
+    def apply(self) -> Outcome:
+        """Set aside damaged steps, delete old ones and strip held ones.
+
+        Meant for a thread beside the training: it may save newer steps meanwhile. What fails at
+        one step is in `errors` and stops neither the others nor the caller.
+        """
+        outcome = Outcome()
+        with self._lock:
+            try:
+                plan = self.plan()
+            except OSError as error:
+                outcome.errors.append(f"{self.folder.path} can't be looked through: {error}")
+                return outcome
+            outcome.kept, outcome.weights_only = plan.kept, plan.weights_only
+            for step, fault in sorted(plan.bad.items()):
+                self._set_aside(step, fault, outcome)
+            # room first: a full disk leaves none for the weights
+            for step in plan.delete:
+                self._delete(step, plan, outcome)
+            for step in plan.strip:
+                self._strip(step, outcome)
+        outcome.weights_only.sort()
+        return outcome
+
+    def _set_aside(self, step: int, fault: str, outcome: Outcome) -> None:
+        self._verified.pop(step, None)
+        try:
+            self.folder.quarantine(self.folder.step_path(step), fault)
+            outcome.bad[step] = fault
+        except OSError as error:
+            outcome.errors.append(f"{fault}; it can't be moved to quarantine: {error}")
+
+    def _delete(self, step: int, plan: Plan, outcome: Outcome) -> None:
+        try:
+            # hashes take minutes: an evaluation may have asked for it since
+            if step not in plan.over_bound and step in self._holds():
+                return
+            outcome.bytes_freed += self.folder.delete_step(step)
+        except OSError as error:
+            outcome.errors.append(f"step {step} can't be deleted: {error}")
+        if not self.folder.step_path(step).exists():
+            self._verified.pop(step, None)
+            outcome.deleted.append(step)
+            if step in plan.over_bound:
+                outcome.over_bound.append(step)
+
+    def _strip(self, step: int, outcome: Outcome) -> None:
+        temporary = self.folder.saving_path(step)
+        try:
+            remove_tree(temporary)
+            self._strip_weights(self.folder.step_path(step), temporary)
+            _check_stripped(temporary, step)
+            outcome.bytes_freed += self.folder.replace_step(step)
+        # torch raises RuntimeError and more on a full disk; a thread's end would be silent
+        except Exception as error:
+            outcome.errors.append(f"step {step} can't be replaced by its weights: {error}")
+            try:
+                remove_tree(temporary)
+            except OSError as second:
+                outcome.errors.append(f"{temporary} can't be deleted: {second}")
+        if self._is_stripped(step):
+            self._verified.pop(step, None)
+            outcome.stripped.append(step)
+            outcome.weights_only.append(step)
+
+    def _is_stripped(self, step: int) -> bool:
+        """What lies there says it best: of a replacement, the last deletion alone may fail."""
+        try:
+            return Manifest.read(self.folder.step_path(step)).kind == "weights"
+        except DamagedCheckpoint:
+            return False
+
+
+def _check_stripped(temporary: Path, step: int) -> None:
+    """Raise DamagedCheckpoint unless `temporary` is the weights of `step`, all there by size."""
+    manifest = Manifest.read(temporary)
+    faults = find_faults(temporary, manifest, hashes=False)
+    if manifest.kind != "weights" or manifest.step != step:
+        faults.append(f"it is the {manifest.kind} checkpoint of step {manifest.step}")
+    if faults:
+        raise DamagedCheckpoint(f"{temporary} is damaged: {'; '.join(faults)}")
+
+
+def _signature(folder: Path) -> _Signature:
+    """Changes with every write into `folder`: its files' sizes, times and inodes.
+
+    A write can set mtime back, but not ctime.
+    """
+    found: _Signature = {}
+    for path in sorted(folder.rglob("*")):
+        stat = path.lstat()
+        if not path.is_dir():
+            found[path.relative_to(folder).as_posix()] = (
+                stat.st_size,
+                stat.st_mtime_ns,
+                stat.st_ino,
+                stat.st_ctime_ns,
+            )
+    return found
+
+
+def held_steps(run: Path) -> set[int]:
+    """Steps that an evaluation of `run` still waits for."""
+    numbers = (step_number(path.name.partition(".")[0]) for path in _holds(run))
+    return {step for step in numbers if step is not None}
+
+
+def hold(run: Path, step: int, name: str) -> None:
+    """Ask retention for the weights of `step`, durably, until `release` with the same name."""
+    path = _hold_file(run, step, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    fsync_folder(path.parent)
+
+
+def release(run: Path, step: int, name: str) -> None:
+    """Take back a `hold`; there need not be one."""
+    _hold_file(run, step, name).unlink(missing_ok=True)
+
+
+def _holds(run: Path) -> list[Path]:
+    return [path for path in entries(run / EVALS / HOLDS) if "." in path.name]
+
+
+def _hold_file(run: Path, step: int, name: str) -> Path:
+    if not name or os.sep in name or "\0" in name or step < 0:
+        raise ValueError(f"step {step}, name {name!r}: expected a step, and a name without /")
+    return run / EVALS / HOLDS / f"step-{step}.{name}"

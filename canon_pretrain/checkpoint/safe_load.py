@@ -1,0 +1,223 @@
+"""Reading a checkpoint without running what it says: an allow-list, and torch's weights-only load.
+
+torch's own reader unpickles `.metadata` and every entry that is no tensor freely, so a checkpoint
+from elsewhere can run anything. Here `.metadata` may name only what torch 2.11 to 2.13 write into
+it, and an entry only what torch.load(weights_only=True) takes:
+
+    dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner())
+
+The manifest says that a checkpoint is what was saved; this says that it does no harm.
+"""
+
+import io
+import pathlib
+import pickle
+import re
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.serialization import _get_layout
+
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint
+
+METADATA = ".metadata"
+
+RECORDS = (
+    _StorageInfo,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+
+def _memory_format(encoding: object, name: str) -> Enum:
+    """A member of torch's enum of memory formats: all that is left of `getattr` here."""
+    if encoding is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("it takes an attribute of what is no memory format")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+ALLOWED: dict[tuple[str, str], Callable[..., Any] | torch.dtype] = {
+    **{(record.__module__, record.__name__): record for record in RECORDS},
+    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__name__): _MEM_FORMAT_ENCODING,
+    # how Python 3.11.2 (Debian 12) pickles a member of an enum; newer ones call the class
+    ("builtins", "getattr"): _memory_format,
+    ("torch.serialization", "_get_layout"): _get_layout,
+    ("torch", "Size"): torch.Size,
+    **{
+        ("torch", str(dtype).removeprefix("torch.")): dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype)
+    },
+    # the folder that it was written to
+    ("pathlib", "PosixPath"): pathlib.PosixPath,
+    ("pathlib._local", "PosixPath"): pathlib.PosixPath,  # its name in Python 3.13
+}
+"""What `.metadata` may name, by module and name. No call of any of them reaches outside."""
+
+
+class _MetadataUnpickler(pickle._Unpickler):
+    """The standard library's unpickler in Python, which can be told what BUILD may touch."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which no checkpoint needs; nothing of it was run"
+            ) from None
+
+    def _build(self) -> None:
+        # else a pickle could set attributes of the allowed classes themselves, for the process
+        if type(self.stack[-2]) not in RECORDS:  # type: ignore[attr-defined]
+            raise pickle.UnpicklingError("it sets attributes of what is no record")
+        self.load_build()  # type: ignore[attr-defined]
+
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _build}  # type: ignore[assignment]
+
+
+def read_metadata(checkpoint: Path) -> Metadata:
+    """What a checkpoint's `.metadata` says, with every entry's place checked to lie inside.
+
+    Raises DamagedCheckpoint where it is missing, torn, names a global outside ALLOWED or a file
+    outside the checkpoint's folder, or lacks the place of an entry.
+    """
+    path = checkpoint / METADATA
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        _check_places(metadata)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path} is missing") from None
+    except Exception as error:  # from damaged bytes an unpickler may raise anything
+        text = str(error) if isinstance(error, pickle.UnpicklingError) else describe(error)
+        raise DamagedCheckpoint(f"{path} is damaged: {text}") from error
+    return metadata
+
+
+def _check_places(metadata: object) -> None:
+    """Every entry has a place in a file below the folder; raises UnpicklingError else."""
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, expected Metadata")
+    for info in metadata.storage_data.values():
+        path = PurePosixPath(info.relative_path)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise pickle.UnpicklingError(
+                f"it names the file {info.relative_path!r}, which is outside the checkpoint"
+            )
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            indices = [MetadataIndex(name)]
+        else:
+            indices = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
+        if not all(index in metadata.storage_data for index in indices):
+            raise pickle.UnpicklingError(f"it does not say where {name} is")
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's reader of a checkpoint folder, with the metadata through the allow-list."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        # where this fails torch asks again, for a rank's own metadata: we write none, and a
+        # planted one is not read
+        metadata = read_metadata(Path(self.path))
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """torch's load planner, taking from entries that are no tensors plain values only."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        loaded = _load_entry(name, value)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+class _DroppingPlanner(DefaultLoadPlanner):
+    """Loads entries for their errors alone."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        _load_entry(read_item.dest_index.fqn, value)
+
+
+def _load_entry(name: str, value: io.BytesIO) -> Any:
+    """The value of an entry; raises DamagedCheckpoint, naming it, for more than plain values."""
+    try:
+        return torch.load(value, map_location="cpu", weights_only=True)
+    except Exception as error:  # from damaged bytes torch.load may raise anything
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            text = f"names {found.group(1)}, which is no plain value; nothing of it was run"
+        else:
+            text = f"cannot be loaded: {describe(error)}"
+        raise DamagedCheckpoint(f"the checkpoint is damaged: its entry {name} {text}") from error
+
+
+def check_safe(checkpoint: Path) -> Metadata:
+    """The metadata of a checkpoint in which no pickle does more than make plain values.
+
+    Reads all entries that are no tensors and drops them. Raises DamagedCheckpoint naming the
+    first that does more, or that can't be read.
+    """
+    metadata = read_metadata(checkpoint)
+    nothing = torch.Size(())
+    items = [
+        ReadItem(
+            LoadItemType.BYTE_IO,
+            dest_index=MetadataIndex(name),
+            dest_offsets=nothing,
+            storage_index=MetadataIndex(name),
+            storage_offsets=nothing,
+            lengths=nothing,
+        )
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, BytesStorageMetadata)
+    ]
+    reader = SafeReader(checkpoint)
+    reader.set_up_storage_reader(metadata, True)
+    try:
+        reader.read_data(LoadPlan(items), _DroppingPlanner())
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{checkpoint}: {error}") from error
+    except (OSError, ValueError, TypeError) as error:  # a place outside its file, or no file
+        raise DamagedCheckpoint(f"{checkpoint} is damaged: {describe(error)}") from error
+    return metadata
+
+
+def describe(error: BaseException) -> str:
+    """A failed load or save in one line, without the stacks that torch adds.
+
+    Of a failure that torch gathered from several ranks, the lowest of them.
+    """
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (failure, _) = min(error.failures.items())
+        return f"rank {rank}: {describe(failure)}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,166 @@
+"""Checkpoints from outside the trainer: find one, and read its weights on one process.
+
+A checkpoint is RUN/checkpoint/step-N in torch's distributed format, written by any number of
+ranks. Model parameters stand at its top level under their own names. No torchtitan here, so that
+evaluation and export run where it is not installed.
+"""
+
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
+from canon_pretrain.checkpoint.safe_load import (
+    METADATA,
+    SafePlanner,
+    SafeReader,
+    describe,
+    read_metadata,
+)
+from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.errors import UserError
+from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
+
+__all__ = [
+    "METADATA",
+    "TRAINING_STATE",
+    "check_checkpoint",
+    "checkpoint_step",
+    "load_alone",
+    "read_weights",
+    "strip_to_weights",
+    "tensor_shapes",
+]
+
+TRAINING_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "guards.")
+"""What else than weights a checkpoint holds, by the beginning of its names."""
+
+HASH_WORKERS = 4
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The N of a folder named step-N; raises UserError for any other name."""
+    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    if match is None:
+        raise UserError(f"{checkpoint} is not a checkpoint: expected RUN/{CHECKPOINTS}/step-N")
+    return int(match.group(1))
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Raise UserError, naming the steps that there are, unless `checkpoint` was finished.
+
+    That is: it has a readable manifest, and torch's metadata. Whether its files are what the
+    manifest says is for `read_weights` to check.
+    """
+    checkpoint_step(checkpoint)
+    if (fault := _fault(checkpoint)) is None:
+        return
+    steps = sorted(
+        int(path.name.removeprefix("step-"))
+        for path in checkpoint.parent.glob("step-*")
+        if re.fullmatch(r"step-\d+", path.name) and _fault(path) is None
+    )
+    there = ", ".join(map(str, steps)) or "none"
+    raise UserError(f"{fault}; steps in {checkpoint.parent}: {there}")
+
+
+def _fault(checkpoint: Path) -> str | None:
+    """Why a folder is no finished checkpoint; None where it is one."""
+    if not checkpoint.is_dir():
+        return f"no checkpoint at {checkpoint}"
+    try:
+        Manifest.read(checkpoint)
+    except DamagedCheckpoint as error:
+        return str(error)
+    if not (checkpoint / METADATA).is_file():
+        return f"{checkpoint} is damaged: {METADATA} is missing"
+    return None
+
+
+def read_weights(checkpoint: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a checkpoint as whole CPU tensors with the names, shapes and dtypes of `like`.
+
+    `like` may be on the meta device. Every file is checked against the manifest first. Raises
+    DamagedCheckpoint naming each fault, and UserError where the checkpoint has no such weights.
+    """
+    check_checkpoint(checkpoint)
+    verify(checkpoint, workers=HASH_WORKERS)
+    stored = tensor_shapes(checkpoint)
+    config = RunFolder.of_checkpoint(checkpoint).config_file
+    for name, tensor in like.items():
+        size = stored.get(name)
+        if size != tensor.shape:
+            found = "absent" if size is None else f"of shape {tuple(size)}"
+            raise UserError(
+                f"{checkpoint} is of another model: {name} is {found} there, expected "
+                f"{tuple(tensor.shape)} from {config}"
+            )
+    for name in stored:
+        if name not in like and not name.startswith(TRAINING_STATE):
+            raise UserError(
+                f"{checkpoint} is of another model: it holds {name}, which the model of {config} "
+                "does not have"
+            )
+    weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()}
+    load_alone(weights, checkpoint)
+    return weights
+
+
+def tensor_shapes(checkpoint: Path) -> dict[str, torch.Size]:
+    """Shape by name of every tensor in a checkpoint: weights and optimizer state.
+
+    Raises DamagedCheckpoint where its metadata can't be read.
+    """
+    return {name: entry.size for name, entry in _stored_tensors(checkpoint).items()}
+
+
+def _stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    stored = read_metadata(checkpoint).state_dict_metadata
+    return {
+        name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
+    """Fill `state` in place from a checkpoint, in a process without ranks.
+
+    Tensors keep their dtype. Nothing is compared with the manifest. Raises DamagedCheckpoint where
+    an entry is not there or can't be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            # torch says that it assumes what no_dist states
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(
+                state, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=True
+            )
+    except CheckpointException as error:
+        raise DamagedCheckpoint(f"{checkpoint} is damaged: {describe(error)}") from error
+
+
+def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
+    """Write the weights of a full checkpoint into the new folder `temporary`, as a whole one.
+
+    Names, shapes, dtypes, values and step are the same; the manifest's kind is `weights`, and it
+    fits the name step-N: the caller renames. Takes the memory of the weights. Every file is
+    checked first, or damage would get a manifest that fits it. Raises DamagedCheckpoint naming each
+    fault, FileExistsError where `temporary` exists, and OSError where writing fails.
+    """
+    manifest = verify(checkpoint, workers=HASH_WORKERS)
+    weights = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in _stored_tensors(checkpoint).items()
+        if not name.startswith(TRAINING_STATE)
+    }
+    load_alone(weights, checkpoint)
+    save_alone(weights, temporary, step=manifest.step, kind="weights", in_place=True)
+    # evaluations take this time for that of the weights (`written_ns`)
+    shutil.copystat(checkpoint / METADATA, temporary / METADATA)

@@ -1,0 +1,271 @@
+"""Writing a checkpoint so that it is there as a whole or not at all.
+
+A storage writer for dcp.save and dcp.async_save, one for each save. DCP's own order of calls
+carries the protocol, and so every rank learns of any rank's failure as a CheckpointException:
+
+    coordinator   prepare_global_plan   the final name is free; the temporary folder is made anew
+    every rank    write_data            its file, hashed while it is written, synced
+    coordinator   finish                .metadata, the manifest, the folder's sync, the rename
+
+A folder under the final name is therefore whole; what a failed save leaves is the temporary one.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from canon_pretrain.checkpoint.manifest import (
+    DamagedCheckpoint,
+    FileEntry,
+    Kind,
+    Manifest,
+    find_faults,
+)
+from canon_pretrain.files import fsync_folder
+
+
+class _HashedFile:
+    """A new file that knows the SHA-256 of what was written to it; closing it syncs it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest, self._bytes = file, hashlib.sha256(), 0
+        self.failure: OSError | None = None
+        """Of the first write that failed."""
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        self._digest.update(data)
+        self._bytes += written
+        return written
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Returns once the bytes are on the disk; a second call does nothing."""
+        if self.failure is not None:
+            raise self.failure
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    @property
+    def entry(self) -> FileEntry:
+        return FileEntry(self._bytes, self._digest.hexdigest())
+
+
+class _HashingFileSystem(FileSystem):
+    """torch's, noting size and hash of every file that is written through it."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, FileEntry] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            raise ValueError(f"{path} is opened in mode {mode!r}, expected 'wb'")
+        with open(path, "xb") as file:
+            stream = _HashedFile(file)
+            try:
+                yield stream
+                stream.close()
+            except RuntimeError as error:
+                # torch.save says "unexpected pos 704 vs 598" of a full disk
+                raise stream.failure or error from None
+        self.written[os.path.basename(path)] = stream.entry
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.written[os.path.basename(new_path)] = self.written.pop(os.path.basename(path))
+
+
+@dataclass(frozen=True)
+class _WrittenFile(WriteResult):
+    """On its way to the coordinator: a file of one rank, whether or not any item is in it."""
+
+    name: str
+    entry: FileEntry
+
+
+class VerifiedWriter(dcp.FileSystemWriter):
+    """Saves to `temporary`, and renames it to `final` once all of it and its manifest are synced.
+
+    Both lie in one folder, and all ranks give the same. Where they are one, the rename is left to
+    the caller, and a manifest is what tells a whole folder. Fails with FileExistsError where
+    `final` exists, and with the OSError of any rank's writing: then `final` is as it was, and the
+    caller takes `temporary` away (remove_unfinished); the next save to it does so too. A writer
+    serves one save.
+    """
+
+    def __init__(
+        self,
+        final: Path,
+        temporary: Path,
+        *,
+        step: int,
+        kind: Kind = "full",
+        world_size: int,
+    ) -> None:
+        if temporary.parent != final.parent:
+            raise ValueError(
+                f"temporary {temporary} must be in the folder of {final}: a rename makes the "
+                "checkpoint whole"
+            )
+        # One thread: torch loses the errors of further ones. No copying ahead: its stream is that
+        # of the thread's current device, which in a thread of one's own is 0 on every rank. No
+        # sync by torch: _HashedFile does it.
+        super().__init__(
+            temporary, sync_files=False, thread_count=1, per_thread_copy_ahead=0, overwrite=False
+        )
+        self.final, self.temporary = final, temporary
+        self.step, self.kind, self.world_size = step, kind, world_size
+        self.manifest: Manifest | None = None
+        """On the coordinator, once the checkpoint is whole."""
+        self.fs = self._files = _HashingFileSystem()
+
+    @property
+    def bytes_written(self) -> int:
+        """Of this rank's own files; the manifest has the sum over all ranks."""
+        return sum(entry.bytes for entry in self._files.written.values())
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            raise ValueError(
+                f"checkpoint_id {checkpoint_id} given beside a VerifiedWriter of {self.final}: "
+                "leave it out"
+            )
+        super().reset()
+
+    def storage_meta(self) -> StorageMeta:
+        # the name that it will have, and as a plain string: one thing less to unpickle
+        return StorageMeta(checkpoint_id=str(self.final), save_id=self.save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if not self.use_collectives:
+            raise ValueError("use_collectives=False: ranks that do not meet can't agree on a save")
+        if self._files.written:
+            raise ValueError(f"this VerifiedWriter has written {self.final}: make one for each")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the folder is made later, by the coordinator alone
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._refuse_existing()
+        if self.temporary.is_dir() and not self.temporary.is_symlink():
+            shutil.rmtree(self.temporary)
+        else:
+            self.temporary.unlink(missing_ok=True)
+        if not self.final.parent.is_dir():
+            self.final.parent.mkdir(parents=True)
+            fsync_folder(self.final.parent.parent)
+        self.temporary.mkdir()
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # it is there; over NFS this makes another node look again, had it not been there before
+        self.temporary.mkdir(exist_ok=True)
+        results = super().write_data(plan, planner).value()
+        files = [
+            _WrittenFile(MetadataIndex(name), entry.bytes, None, name, entry)
+            for name, entry in self._files.written.items()
+        ]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([*results, *files])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        items = [[r for r in rank if not isinstance(r, _WrittenFile)] for rank in results]
+        super().finish(metadata, items)
+        files = {r.name: r.entry for rank in results for r in rank if isinstance(r, _WrittenFile)}
+        manifest = Manifest(
+            step=self.step,
+            kind=self.kind,
+            world_size=self.world_size,
+            torch=str(torch.__version__),
+            files=dict(sorted((files | self._files.written).items())),
+        )
+        self._check_shared(manifest)
+        manifest.write(self.temporary)  # syncs the names in the folder too
+        if self.final != self.temporary:
+            self._refuse_existing()
+            os.rename(self.temporary, self.final)
+        fsync_folder(self.final.parent)
+        self.manifest = manifest
+
+    def _refuse_existing(self) -> None:
+        if os.path.lexists(self.final):
+            text = "exists, and a checkpoint is never written over"
+            raise FileExistsError(errno.EEXIST, text, str(self.final))
+
+    def _check_shared(self, manifest: Manifest) -> None:
+        """Every rank's file is where the coordinator looks: not so on disks of their own."""
+        faults = find_faults(self.temporary, manifest, hashes=False)
+        if faults:
+            raise DamagedCheckpoint(
+                f"{self.temporary} does not hold what the ranks wrote ({'; '.join(faults)}): the "
+                "folder must be the same for all nodes"
+            )
+
+
+def remove_unfinished(temporary: Path) -> None:
+    """Take away what a failed save left, as far as that goes: the next save needs its disk space.
+
+    For one process, after all ranks have learnt of the failure.
+    """
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def save_alone(
+    state: dict[str, Any],
+    checkpoint: Path,
+    *,
+    step: int,
+    kind: Kind = "full",
+    in_place: bool = False,
+) -> None:
+    """Save `state` as a whole checkpoint folder, in a process without ranks.
+
+    With `in_place` it has its name from the start, for a caller that renames it. Raises
+    FileExistsError where there is one, and the OSError that a write met; then nothing is left.
+    """
+    # the name that folder.py knows for a save in progress
+    temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")
+    writer = VerifiedWriter(checkpoint, temporary, step=step, kind=kind, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            # torch says that it assumes what no_dist states
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(state, storage_writer=writer, no_dist=True)
+    except CheckpointException as error:
+        failure, _ = error.failures[0]
+        if not isinstance(failure, FileExistsError):
+            remove_unfinished(temporary)
+        raise failure from None

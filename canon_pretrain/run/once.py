@@ -1,0 +1,48 @@
+"""Options that act once: what a scheduler's restart of the same command must not do again.
+
+`--checkpoint.fresh` and `--checkpoint.load_step` stand in a job's command line, and a requeued job
+repeats that line. Obeyed again, they would throw away what the job has trained since. No torch.
+
+    RUN/obeyed.json    option -> the job that obeyed it, and its count of restarts then
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from canon_pretrain.files import write_json
+
+
+def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this launch is a restart of one that obeyed `option` (written with its value).
+
+    Slurm's job and torchrun's run count; a person who types the command again is obeyed again.
+    """
+    try:
+        before = json.loads(path.read_text())[option]
+    except (FileNotFoundError, KeyError, ValueError):
+        return False
+    now = _launch(environ)
+    if now["job"] and now["job"] == before["job"] and now["restart"] > before["restart"]:
+        return True
+    same_run = now["run"] and (now["job"], now["run"]) == (before["job"], before["run"])
+    return bool(same_run and now["attempt"] > before["attempt"])
+
+
+def mark_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Record that this launch has obeyed `option`."""
+    try:
+        record = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        record = {}
+    write_json(path, record | {option: _launch(environ)})
+
+
+def _launch(environ: Mapping[str, str]) -> dict[str, str | int]:
+    return {
+        "job": environ.get("SLURM_JOB_ID", ""),
+        "restart": int(environ.get("SLURM_RESTART_COUNT", "0")),
+        "run": environ.get("TORCHELASTIC_RUN_ID", "").removeprefix("none"),
+        "attempt": int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    }

@@ -1,0 +1,131 @@
+"""One launch's hold on a run folder: its lock, its status, and what asks it to stop.
+
+train.py opens it before the ranks meet and closes it last. The files are global rank 0's; the
+other ranks hold their signals only. No torch here.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.lock import RunLock
+from canon_pretrain.run.status import States, StatusWriter
+from canon_pretrain.run.stop import StopRequests
+
+
+class Session:
+    """A context manager; leaving it by an exception makes the state `failed`.
+
+    Raises UserError on entry where another live launch holds the folder.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        rank: int,
+        world_size: int,
+        steps: int,
+        heartbeat_s: float = 10.0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.folder = folder
+        self._is_writer = rank == 0
+        self._world_size, self._steps = world_size, steps
+        self._heartbeat_s = heartbeat_s
+        self._say = say
+        self._lock: RunLock | None = None
+        self.status: StatusWriter | None = None
+        self.stop = StopRequests()
+
+    def __enter__(self) -> "Session":
+        if self._is_writer:
+            self._take_folder()
+        self.stop.__enter__()
+        return self
+
+    def _take_folder(self) -> None:
+        path = self.folder.path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path, prefix=".launch-") as probe:
+                began = os.fstat(probe.fileno()).st_mtime
+        except OSError as error:
+            raise UserError(
+                f"the run folder {path} cannot be written to: {error.strerror}; choose another "
+                "with --job.dump_folder, or make room"
+            ) from None
+        self._lock = lock = RunLock.acquire(
+            self.folder.lock_file,
+            heartbeat_s=self._heartbeat_s,
+            say=self._say,
+            on_beat=self._beat,
+        )
+        self.status = StatusWriter(
+            self.folder.status_file, steps=self._steps, world_size=self._world_size
+        )
+        self.stop = StopRequests(self.folder.stop_file, lambda: lock.lost)
+        if self.stop.forget_leftover(began=began):
+            self._say(
+                f"{self.folder.stop_file} was there before this launch began: left over from an "
+                "earlier one, it is removed, and the run goes on"
+            )
+        self.status.write()
+
+    def _beat(self) -> None:
+        if self.status is not None:
+            self.status.write()
+
+    def progress(self, step: int, phase: str, seconds_per_step: float | None = None) -> None:
+        """A sign of life of the trainer itself, cheap enough for every step."""
+        if self.status is not None:
+            self.status.progress(step=step, phase=phase, seconds_per_step=seconds_per_step)
+
+    def note(self, **fields: object) -> None:
+        """Set fields of status.json; they are written with the next heartbeat."""
+        if self.status is not None:
+            self.status.set(**fields)
+
+    def end(self, state: States, reason: str, step: int) -> None:
+        """Write the launch's last state; `failed` is never overwritten."""
+        if self.status is not None:
+            self.status.end(state, reason, step)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop.__exit__()
+        lost = self._lock is not None and self._lock.lost
+        if self.status is not None and error is not None and not lost:
+            step = self.status.status.step
+            self.status.end("failed", f"{type(error).__name__}: {_first_line(error)}", step)
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def archive_traces(folder: Path) -> Path | None:
+    """Move the communication traces of an earlier launch into a folder of their own.
+
+    A launch that hangs again would overwrite them. Gives that folder, None where there are none.
+    """
+    traces = [path for path in folder.glob("*") if path.is_file() and path.stat().st_size]
+    if not traces:
+        return None
+    number = sum(path.is_dir() for path in folder.iterdir()) + 1
+    kept = folder / f"launch-{number}"
+    kept.mkdir()
+    for path in traces:
+        os.rename(path, kept / path.name)
+    return kept

@@ -1,0 +1,53 @@
+"""Decisions that all ranks share, over a gloo group of their own.
+
+Looking at disks takes as long as it takes, so these groups wait for hours, where the collective
+timeout of a training step is a minute or two.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from canon_pretrain.errors import UserError
+
+IO_TIMEOUT = timedelta(hours=2)
+
+
+def io_group() -> dist.ProcessGroup:
+    """A gloo group of all ranks that waits for disks; made on all of them at once."""
+    return dist.new_group(backend="gloo", timeout=IO_TIMEOUT)
+
+
+class Council:
+    """All ranks around one table; every method is collective."""
+
+    def __init__(self) -> None:
+        self.group = io_group()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        """What `decision` gives on rank 0, on all ranks; a UserError that it raises, too."""
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = decision()
+            except UserError as error:
+                answer[1] = str(error)
+            except BaseException as error:
+                # the others must not wait for an answer that never comes
+                answer[1] = f"{type(error).__name__}: {error}"
+                dist.broadcast_object_list(answer, src=0, group=self.group)
+                raise
+        dist.broadcast_object_list(answer, src=0, group=self.group)
+        if answer[1] is not None:
+            raise UserError(answer[1], shared=True)
+        return answer[0]
+
+    def collect(self, own: list[str]) -> list[str]:
+        """All ranks' sentences, each once, in the order of ranks."""
+        everyone: list[list[str]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(everyone, own, group=self.group)
+        return list(dict.fromkeys(text for texts in everyone for text in texts))

@@ -1,0 +1,365 @@
+"""Saving and taking up a run's state, in the place of torchtitan's CheckpointManager.
+
+    save    preflight -> copy to CPU memory -> VerifiedWriter in the background -> retention
+    load    newest first: verified on all ranks, or moved to quarantine and the next one tried
+
+The format is canon_pretrain/checkpoint/; this room knows the ranks. Every decision is global rank
+0's and is broadcast, over gloo groups of its own, so that a slow disk never meets the collective
+timeout of the training step.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.tools.logging import logger
+
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.manifest import Manifest
+from canon_pretrain.checkpoint.retention import Retention, held_steps
+from canon_pretrain.checkpoint.weights import strip_to_weights
+from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished
+from canon_pretrain.errors import UserError
+from canon_pretrain.files import free_bytes
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.once import mark_obeyed, was_obeyed
+from canon_pretrain.titan.agree import Council, io_group
+from canon_pretrain.titan.job_config import Checkpoint
+from canon_pretrain.titan.resume import Resume, leave_branch
+
+CLOSE_TIMEOUT_S = 60.0
+LOUD_AFTER = 3
+"""Failed saves in a row from which on each one is an error, not a warning."""
+
+
+def no_event(name: str, **fields: Any) -> None:
+    """Where a manager stands alone: nobody listens to its events."""
+
+
+class CanonCheckpointManager:
+    """One run's checkpoints: made by torchtitan's Trainer, told the rest by ours (`attach`).
+
+    All public methods are collective: every rank calls them in the same order.
+    """
+
+    def __init__(
+        self,
+        dataloader: BaseDataLoader | None,
+        model_parts: list[nn.Module],
+        optimizers: OptimizersContainer,
+        lr_schedulers: LRSchedulersContainer,
+        states: dict[str, Any],
+        checkpoint_config: Checkpoint,
+        sd_adapter: object | None = None,
+        base_folder: str = "",
+    ) -> None:
+        self.config = checkpoint_config
+        self.enable = checkpoint_config.enable
+        self.run = RunFolder(Path(base_folder))
+        self.folder = CheckpointFolder(self.run.path / checkpoint_config.folder)
+        self.states = states | {
+            "optimizer": optimizers,
+            "dataloader": dataloader,
+            "lr_scheduler": lr_schedulers,
+        }
+        self._model = ModelWrapper(model_parts)
+        self._event: Callable[..., None] = no_event
+        self._note: Callable[..., None] = no_event
+        self.saved_step = 0
+        """The newest step with a whole checkpoint, as far as this launch knows."""
+        self.failures = 0
+        """Saves that failed since the last one that did not."""
+        self.stall_s = 0.0
+        """Seconds that the last save kept the training step waiting."""
+        self._rank = dist.get_rank()
+        self._save: _Save | None = None
+        self._staged: dict[str, Any] | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._retention_thread: threading.Thread | None = None
+        if not self.enable:
+            return
+        self._council = Council()
+        self._io_group = io_group()
+        self._retention = Retention(
+            self.folder,
+            checkpoint_config.keep_latest_k,
+            holds=lambda: held_steps(self.run.path),
+            max_held=checkpoint_config.max_held,
+            strip=strip_to_weights,
+        )
+
+    def attach(
+        self, *, event: Callable[..., None], note: Callable[..., None], **states: Any
+    ) -> None:
+        """Where to report to (the run's log, status.json), and what else belongs to the state."""
+        self._event, self._note = event, note
+        self.states |= states
+
+    def load(self, step: int = -1) -> bool:
+        """Take up step `step`, or with -1 the newest whole one; whether there was one (resume.py).
+
+        A restarted job goes on from the newest, though its command line still names a step.
+        """
+        if not self.enable:
+            return False
+        once, option = self.run.obeyed_file, f"checkpoint.load_step={step}"
+        if step != -1 and self._council.decide(lambda: was_obeyed(once, option)):
+            logger.info(f"NOTE: this job has gone back to step {step} before: going on from there")
+            step = -1
+        found = Resume(
+            self.folder, self.run, self._council, self._model, self.states, self._event
+        ).take_up(
+            step,
+            initial=self.config.initial_load_path or "",
+            initial_model_only=self.config.initial_load_model_only,
+        )
+        if step != -1:
+            self._council.decide(lambda: mark_obeyed(once, option))
+        if found is not None:
+            self.saved_step = found
+            self._note(checkpoint_step=found)
+        return found is not None
+
+    def go_back(self, step: int) -> None:
+        """Make `step` the newest one: what was saved after it moves to the archive."""
+        self.wait()
+        self._council.decide(lambda: leave_branch(self.folder, self.run, step, self._event))
+        if self._council.decide(lambda: step in self.folder.steps()):
+            self.saved_step = step
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether the schedule asks for a checkpoint of `step`."""
+        first = step == 1 and self.config.enable_first_step_checkpoint
+        return self.enable and (first or step % self.config.interval == 0)
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """Begin a checkpoint of the present state as `curr_step`, if it is due or the last.
+
+        Returns once the state is copied. A save that can't be made leaves nothing behind, is
+        reported, and is tried again when the next one is due; with `last_step` it is waited for.
+        """
+        if not self.enable or not (last_step or self.is_due(curr_step)):
+            return
+        if last_step:
+            self.wait()  # it may be the one that is being written, and ranks hear of its end apart
+            if curr_step == self.saved_step:
+                return
+        begin = time.monotonic()
+        verdict = self._council.decide(lambda: self._preflight(curr_step, last_step))
+        if verdict == "busy" and not last_step:
+            return
+        self.wait()
+        if verdict is not None and verdict != "busy":
+            self._failed(curr_step, verdict)
+            return
+        staged = self._stage()
+        writer = VerifiedWriter(
+            self.folder.step_path(curr_step),
+            self.folder.saving_path(curr_step),
+            step=curr_step,
+            world_size=dist.get_world_size(),
+        )
+        self._save = _Save(curr_step, begin)
+        self._save.start(self._write, staged, writer, self._copied)
+        if last_step or self.config.async_mode == "disabled":
+            self.wait()
+        self.stall_s = time.monotonic() - begin
+        if self._save is not None:
+            self._save.stall_s = self.stall_s
+
+    def _preflight(self, step: int, last: bool) -> str | None:
+        """Why this save must not begin now (None: it may); rank 0 only."""
+        if self._save is not None and not self._save.future.done() and not last:
+            self._event("checkpoint_slow", step=step, saving=self._save.step)
+            logger.warning(
+                f"step {step} is not saved: the checkpoint of step {self._save.step} is still "
+                f"being written, {time.monotonic() - self._save.begin:.0f} s after it began"
+            )
+            return "busy"
+        return self._lack_of_room()
+
+    def _lack_of_room(self) -> str | None:
+        """What to say where the disk can't take one more checkpoint; rank 0 only."""
+        needed = self.checkpoint_bytes()
+        if free_bytes(self.folder.path) >= needed:
+            return None
+        freed = self.folder.reclaim()
+        if freed and free_bytes(self.folder.path) >= needed:
+            logger.warning(f"deleted {freed:,} bytes of interrupted saves to make room")
+            return None
+        return (
+            f"no room in {self.folder.path}: a checkpoint takes {needed:,} bytes, "
+            f"{free_bytes(self.folder.path):,} are free"
+        )
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a full checkpoint: fp32-like sizes of weights and two moments, and change."""
+        weights = sum(t.numel() * t.element_size() for t in self._model.state_dict().values())
+        return int(3 * weights * 1.01) + (1 << 20)
+
+    def check_room(self) -> None:
+        """Raise UserError on all ranks before training where no checkpoint could be saved."""
+        if self.enable and (lack := self._council.decide(self._lack_of_room)):
+            raise UserError(
+                f"{lack}. Make room, or save elsewhere with --job.dump_folder or "
+                "--checkpoint.folder",
+                shared=True,
+            )
+
+    def _stage(self) -> dict[str, Any]:
+        """A copy of the state in CPU memory, pinned where there is a GPU and used again.
+
+        On a GPU the copies run on a stream of their own beside the next step's forward pass;
+        `maybe_wait_for_staging` keeps the optimizer from overtaking them.
+        """
+        state = _stateful_to_state_dict(self.states | self._model.state_dict())
+        cuda = torch.cuda.is_available()
+        if self._staged is None or self._staged.keys() != state.keys():
+            self._staged = _create_cpu_state_dict(state, pin_memory=cuda)
+        if not cuda:
+            return _copy_state_dict(state, self._staged, type_check=False)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            staged = _copy_state_dict(state, self._staged, non_blocking=True, type_check=False)
+            self._copied = stream.record_event()
+        return staged
+
+    def maybe_wait_for_staging(self) -> None:
+        """Called before the optimizer changes what is being copied; the host does not wait."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
+
+    def _write(
+        self, staged: dict[str, Any], writer: VerifiedWriter, copied: torch.cuda.Event | None
+    ) -> None:
+        """The background thread's part of a save."""
+        if copied is not None:
+            copied.synchronize()
+        dcp.save(staged, storage_writer=writer, process_group=self._io_group)
+
+    def poll(self) -> None:
+        """Take note of a save that has ended; called each step, waits for nothing."""
+        if self._save is not None and self._save.future.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save in progress, and report how it went."""
+        save, self._save = self._save, None
+        if save is None:
+            return
+        error = save.future.exception()
+        if error is not None:
+            self._failed(save.step, _cause(error))
+            return
+        self.saved_step, self.failures = save.step, 0
+        if self._rank:
+            return
+        seconds = time.monotonic() - save.begin
+        manifest = Manifest.read(self.folder.step_path(save.step))
+        self._event(
+            "checkpoint",
+            step=save.step,
+            bytes=manifest.total_bytes,
+            seconds=seconds,
+            stall_seconds=save.stall_s or seconds,
+        )
+        self._note(
+            checkpoint_step=save.step, checkpoint_saved=manifest.saved, checkpoint_failures=0
+        )
+        self._retain(save.step)
+
+    def _failed(self, step: int, why: str) -> None:
+        """Report a save that was not made, louder from the third in a row on."""
+        self.failures += 1
+        if self._rank:
+            return
+        remove_unfinished(self.folder.saving_path(step))
+        self._event("checkpoint_failed", step=step, reason=why, in_a_row=self.failures)
+        self._note(checkpoint_failures=self.failures)
+        text = f"step {step} is NOT SAVED: {why}"
+        if self.failures < LOUD_AFTER:
+            logger.warning(f"{text}. Training goes on; the next try is at the next interval")
+        else:
+            logger.error(
+                f"{text}\n{'!' * 80}\n{self.failures} saves in a row have failed: all since step "
+                f"{self.saved_step} would be lost with this process\n{'!' * 80}"
+            )
+
+    # -- keeping -----------------------------------------------------------------------------
+
+    def _retain(self, step: int) -> None:
+        """Delete what is too old, in the background; rank 0 only."""
+        self._retention.trust(step)
+        self._join_retention()
+        self._retention_thread = threading.Thread(target=self._apply_retention, daemon=True)
+        self._retention_thread.start()
+
+    def _apply_retention(self) -> None:
+        outcome = self._retention.apply()
+        for step, reason in outcome.bad.items():
+            logger.warning(f"DAMAGED CHECKPOINT: step {step}: {reason}. It is in quarantine")
+            self._event("quarantine", checkpoint=f"step-{step}", reason=reason)
+        for error in outcome.errors:
+            logger.warning(f"old checkpoints: {error}")
+        if outcome.deleted or outcome.stripped:
+            self._event("retention", deleted=outcome.deleted, weights_only=outcome.weights_only)
+        self._note(weights_only=outcome.weights_only)
+
+    def _join_retention(self) -> None:
+        if self._retention_thread is not None:
+            self._retention_thread.join()
+            self._retention_thread = None
+
+    def close(self) -> None:
+        """Let the background work end, but not for ever: where training failed, other ranks may
+        be gone, and a save that needs them will not end."""
+        if self._save is not None:
+            wait([self._save.future], timeout=CLOSE_TIMEOUT_S)
+        self._join_retention()
+
+
+class _Save:
+    """A save on its way, in a thread that does not outlive the process."""
+
+    def __init__(self, step: int, begin: float) -> None:
+        self.step, self.begin = step, begin
+        self.stall_s = 0.0
+        self.future: Future[None] = Future()
+
+    def start(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Run `write` in the background; its end, good or bad, is `future`'s."""
+        threading.Thread(target=self._run, args=(write, *arguments), daemon=True).start()
+
+    def _run(self, write: Callable[..., None], *arguments: Any) -> None:
+        try:
+            write(*arguments)
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+
+def _cause(error: BaseException) -> str:
+    """The failures of single ranks inside DCP's exception, in one line."""
+    failures = getattr(error, "failures", None)
+    if not failures:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    texts = {f"{type(e).__name__}: {e}".splitlines()[0] for e, _ in failures.values()}
+    return "; ".join(sorted(texts))

@@ -1,0 +1,122 @@
+"""Which steps leave the weights as they are: judged on the device, read by the host later.
+
+A step whose loss or gradient norm is not finite is skipped on all ranks: both numbers are reduced
+over them, so every rank judges alike, and the fused optimizer is handed the verdict as `found_inf`,
+with which it changes neither weights nor state, bitwise. The host waits for nothing: it learns of
+a step two steps later (`Readback`). After `max_bad_steps` in a row the verdict latches, so that the
+weights stay those from before the first of them until the host has seen it.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+
+from canon_pretrain.config import Guards
+
+SKIPPED, OUTLIERS, IN_A_ROW, HALTED, SEEN = range(5)
+"""Positions in `StepGuards.counters`."""
+
+
+class StepGuards(Stateful):
+    """Counts and judges steps; its state lies on `device` and in every checkpoint.
+
+    `counters`, float64 [5]: steps skipped since the run began (bad and outliers), outliers among
+    them, bad steps in a row, whether the run has to end, norms seen. `norms`, float32
+    [outlier_window], is a ring of the last finite gradient norms.
+    """
+
+    def __init__(self, config: Guards, device: torch.device) -> None:
+        self.config = config
+        self.counters = torch.zeros(5, dtype=torch.float64, device=device)
+        self.norms = torch.zeros(config.outlier_window, dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """1 where this step must be skipped, else 0, as a float32 scalar on the device.
+
+        `loss` and `grad_norm` are scalars that are equal on all ranks.
+        """
+        count = self.counters
+        bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+        halted = count[HALTED] > 0
+        in_a_row = torch.where(bad, count[IN_A_ROW] + 1, torch.zeros_like(count[IN_A_ROW]))
+        in_a_row = torch.where(halted, count[IN_A_ROW], in_a_row)
+        halted = halted | (in_a_row >= self.config.max_bad_steps)
+        outlier = self._is_outlier(grad_norm) & ~bad & ~halted
+        count[SKIPPED] += bad | outlier
+        count[OUTLIERS] += outlier
+        count[IN_A_ROW] = in_a_row
+        count[HALTED] = halted
+        return (bad | outlier | halted).float()
+
+    def _is_outlier(self, grad_norm: Tensor) -> Tensor:
+        """Whether a norm stands out from the window; it then enters the window, if finite.
+
+        It enters though it is an outlier (as in OLMo-core's SkipStepOptimizer): a lasting change
+        of scale is then taken for normal before long, and the run does not skip for ever.
+        """
+        if self.config.outlier_sigma is None:
+            return torch.zeros_like(grad_norm, dtype=torch.bool)
+        window, seen = len(self.norms), self.counters[SEEN]
+        known = torch.arange(window, device=self.norms.device) < seen
+        number = known.sum().clamp(min=1)
+        mean = (self.norms * known).sum() / number
+        variance = (((self.norms - mean) * known) ** 2).sum() / number
+        limit = mean + self.config.outlier_sigma * variance.sqrt()
+        outlier = (seen >= window / 2) & (grad_norm > limit)
+        finite = torch.isfinite(grad_norm)
+        place = (seen % window).long()[None]
+        self.norms.scatter_(0, place, torch.where(finite, grad_norm, self.norms[place][0])[None])
+        self.counters[SEEN] += finite
+        return outlier
+
+    def before_the_streak(self) -> Tensor:
+        """The counters as they were before the bad steps in a row that end the run."""
+        counters = self.counters.clone()
+        counters[SKIPPED] -= counters[IN_A_ROW]
+        counters[IN_A_ROW] = counters[HALTED] = 0
+        return counters
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counters": self.counters, "norms": self.norms}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counters.copy_(state_dict["counters"])
+        self.norms.copy_(state_dict["norms"])
+
+
+class Readback:
+    """Small tensors on their way to the host, so that reading one waits for no running step.
+
+    `push` starts a copy; `pop` gives what was pushed at least two pushes ago (all of it with
+    `last`), in order.
+    """
+
+    LAG = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._queue: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+
+    def push(self, step: int, values: Tensor) -> None:
+        """Send the 1-D float tensor `values` of `step` on its way."""
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
+        host.copy_(values, non_blocking=True)
+        event = None
+        if self._pinned:
+            event = torch.cuda.Event()
+            event.record()
+        self._queue.append((step, host, event))
+
+    def pop(self, *, last: bool = False) -> list[tuple[int, list[float]]]:
+        """(step, values) of each step whose time has come, oldest first."""
+        ready = []
+        while self._queue and (last or len(self._queue) >= self.LAG):
+            step, host, event = self._queue.popleft()
+            if event is not None:
+                event.synchronize()
+            ready.append((step, host.tolist()))
+        return ready

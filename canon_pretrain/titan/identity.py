@@ -1,0 +1,101 @@
+"""What makes a run the run it is, and what a launch may change in it.
+
+The identity stands in RUN/config.json. World size, logging, checkpointing and the like are no part
+of it: they change nothing that is computed.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.titan.job_config import CanonJobConfig
+
+
+def run_identity(job: CanonJobConfig, fingerprint: str) -> dict[str, Any]:
+    """All that a run may not change between its launches unless told to; by dotted name."""
+    optimizer, schedule, training = job.optimizer, job.lr_scheduler, job.training
+    return {
+        **{f"model.{name}": value for name, value in asdict(job.model_args).items()},
+        **{f"optimizer.{name}": value for name, value in asdict(optimizer).items()},
+        **{f"lr_scheduler.{name}": value for name, value in asdict(schedule).items()},
+        "data_fingerprint": fingerprint,
+        "data.data_seed": job.data.data_seed,
+        "training.seq_len": training.seq_len,
+        "training.global_batch_size": training.global_batch_size,
+        "training.steps": training.steps,
+        "training.max_norm": training.max_norm,
+        "training.dtype": training.dtype,
+        "training.mixed_precision_param": training.mixed_precision_param,
+        "training.mixed_precision_reduce": training.mixed_precision_reduce,
+        "guards.outlier_sigma": job.guards.outlier_sigma,
+        "guards.outlier_window": job.guards.outlier_window,
+    }
+
+
+def check_identity(
+    folder: RunFolder, identity: dict[str, Any], allowed: list[str]
+) -> dict[str, list[Any]]:
+    """What this launch changes in the run that `folder` holds: name -> [old, new].
+
+    A folder without config.json is new, and nothing is changed. Raises UserError where a
+    difference is not named in `allowed`, showing each one and the argument that would allow it,
+    and where `allowed` names what no run has.
+    """
+    unknown = [name for name in allowed if name not in identity]
+    if unknown:
+        raise UserError(
+            f"run.allow_changes names {', '.join(unknown)}, which is no part of what a run is. "
+            f"Its parts: {', '.join(sorted(identity))}"
+        )
+    if not folder.config_file.exists():
+        return {}
+    old = folder.read_config().get("identity", {})
+    changed = {
+        name: [old.get(name), identity.get(name)]
+        for name in sorted(old.keys() | identity.keys())
+        if old.get(name) != identity.get(name)
+    }
+    refused = {name: pair for name, pair in changed.items() if name not in allowed}
+    if refused:
+        raise UserError(
+            f"{folder.path} holds another run; going on would change it: "
+            + "; ".join(f"{name}: {pair[0]!r} -> {pair[1]!r}" for name, pair in refused.items())
+            + ". Choose another folder with --job.dump_folder, undo the change, or name it: "
+            + f"--run.allow_changes {','.join(changed)}"
+        )
+    return changed
+
+
+def config_changes(folder: RunFolder, config: dict[str, Any]) -> dict[str, list[Any]]:
+    """All that differs between the job in `folder` and this one: dotted name -> [old, new]."""
+    if not folder.config_file.exists():
+        return {}
+    old, new = _flat(folder.read_config().get("config", {})), _flat(config)
+    return {
+        name: [old.get(name), new.get(name)]
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and name not in OWN_TO_A_LAUNCH
+    }
+
+
+OWN_TO_A_LAUNCH = (
+    "job.config_file",
+    "run.stop_at",
+    "run.allow_changes",
+    "checkpoint.fresh",
+    "checkpoint.load_step",
+    "training.local_batch_size",
+)
+"""What belongs to one launch, or follows from its world size: no news when it differs."""
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Sections of a job as one dict by dotted names, with the values that JSON gives back."""
+    flat = {}
+    for section, keys in config.items():
+        for key, value in keys.items() if isinstance(keys, dict) else [("", keys)]:
+            flat[f"{section}.{key}".rstrip(".")] = (
+                list(value) if isinstance(value, tuple) else value
+            )
+    return flat

@@ -1,0 +1,205 @@
+"""Where a launch goes on: the newest checkpoint that is whole, proved by all ranks.
+
+newest first -> every file's hash, shared out over the ranks -> pickles against an allow-list
+damaged: into quarantine, loudly, and the next one is tried
+none left: an error; a run that has had checkpoints never begins again by itself
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpoint import ModelWrapper
+
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    files_of,
+    find_faults,
+)
+from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, check_safe
+from canon_pretrain.errors import UserError
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.log import read_log
+from canon_pretrain.titan.agree import Council
+
+logger = logging.getLogger(__name__)
+
+
+class Resume:
+    """One launch's search for the state to go on from. All public methods are collective."""
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        run: RunFolder,
+        council: Council,
+        model: ModelWrapper,
+        states: dict[str, Any],
+        event: Callable[..., None],
+    ) -> None:
+        self.folder, self.run = folder, run
+        self._council, self._model, self._states = council, model, states
+        self._event = event
+
+    def take_up(self, asked: int, *, initial: str, initial_model_only: bool) -> int | None:
+        """Load step `asked`, or with -1 the newest that is whole; the step, None without one.
+
+        A damaged one is moved to quarantine and the next is tried; one asked for by its number is
+        not replaced by another. Later steps of an abandoned branch move to the archive. Where the
+        run has no checkpoint yet, the state may come from the folder `initial`. Raises UserError
+        where steps are there, or were, and none is whole, and for a checkpoint of another model.
+        """
+        while True:
+            step = self._council.decide(lambda: self._candidate(asked))
+            if step is None:
+                self._begin(initial, initial_model_only)
+                return None
+            path = self.folder.step_path(step)
+            begin = time.monotonic()
+            faults = self._faults(path)
+            if not faults:
+                break
+            text = "; ".join(faults)
+            if asked != -1:
+                raise UserError(
+                    f"checkpoint.load_step = {asked}: {path} is damaged: {text}", shared=True
+                )
+            self._council.decide(lambda path=path, text=text: self._set_aside(path, text))
+        verified = time.monotonic()
+        self._read(path)
+        logger.info(
+            f"took up {path}: verified in {verified - begin:.1f} s, read in "
+            f"{time.monotonic() - verified:.1f} s"
+        )
+        self._council.decide(lambda: leave_branch(self.folder, self.run, step, self._event))
+        return step
+
+    def _candidate(self, asked: int) -> int | None:
+        """The step to try next, None to begin at step 1; rank 0 only. Raises UserError."""
+        if asked != -1:
+            return asked
+        resumable: list[int] = []
+        weights_only: list[int] = []
+        for step in self.folder.steps():
+            try:
+                kind = Manifest.read(self.folder.step_path(step)).kind
+            except DamagedCheckpoint:
+                kind = "full"  # to be found damaged
+            (resumable if kind == "full" else weights_only).append(step)
+        if resumable:
+            return resumable[-1]
+        aside = [entry.path.name for entry in self.folder.quarantined()]
+        facts = {
+            "steps with weights alone": weights_only,
+            "in quarantine": [name for name in aside if not name.startswith(".")],
+            "steps that the log says were saved": self._steps_in_the_log()[-3:],
+        }
+        if any(facts.values()):
+            text = "; ".join(
+                f"{what}: {', '.join(map(str, which))}" for what, which in facts.items() if which
+            )
+            raise UserError(
+                f"{self.folder.path} holds no whole checkpoint to go on from ({text}), and a run "
+                "does not begin again at step 1 by itself. Put a whole checkpoint there, or begin "
+                "again with --checkpoint.fresh, which moves all that is there to "
+                f"{self.run.path / 'archive'}"
+            )
+        return None
+
+    def _steps_in_the_log(self) -> list[int]:
+        """Steps that were saved, by the log, which a purge of old files may leave alone."""
+        if not self.run.log_file.exists():
+            return []
+        return [e["step"] for e in read_log(self.run.log_file) if e["event"] == "checkpoint"]
+
+    def _faults(self, path: Path) -> list[str]:
+        """What is wrong with a checkpoint; each rank reads its share of the files."""
+        faults: list[str] = []
+        try:
+            manifest = Manifest.read(path)
+            by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
+            faults = find_faults(
+                path, manifest, by_size[self._council.rank :: self._council.world_size]
+            )
+            if self._council.rank == 0:
+                faults += _faults_of_the_whole(path, manifest)
+        except DamagedCheckpoint as error:
+            faults = [str(error)]
+        faults = self._council.collect(faults)
+        if not faults and self._council.rank == 0:
+            try:  # only now: the pickles of a damaged file are not even looked at
+                check_safe(path)
+            except DamagedCheckpoint as error:
+                faults = [str(error)]
+        return self._council.collect(faults)
+
+    def _set_aside(self, path: Path, text: str) -> None:
+        """Move a damaged checkpoint out of the way, loudly; rank 0 only."""
+        kept = self.folder.quarantine(path, text)
+        logger.warning(f"DAMAGED CHECKPOINT: {path}: {text}. Moved to {kept}")
+        self._event("quarantine", checkpoint=path.name, reason=text, moved_to=str(kept))
+
+    def _read(self, path: Path, *, model_only: bool = False) -> None:
+        """Load into this rank's shards. Raises UserError for a checkpoint of another model."""
+        model = self._model.state_dict()
+        state = dict(model) if model_only else self._states | model
+        reader = SafeReader(path)
+        stored = reader.read_metadata().state_dict_metadata
+        for name, tensor in model.items():
+            size = getattr(stored.get(name), "size", None)
+            if size != tensor.shape:
+                there = "absent" if size is None else f"of shape {tuple(size)}"
+                raise UserError(
+                    f"{path} is of another model: {name} is {there} there, expected "
+                    f"{tuple(tensor.shape)}",
+                    shared=True,
+                )
+        dcp.load(
+            state,
+            storage_reader=reader,
+            planner=SafePlanner(),
+            process_group=self._council.group,
+        )
+        self._model.load_state_dict(state)
+
+    def _begin(self, initial: str, model_only: bool) -> None:
+        """Begin from the checkpoint folder `initial` where one is named, else from the seeds."""
+        if not initial:
+            return
+        path = Path(initial)
+        faults = self._faults(path) if path.is_dir() else ["there is no such folder"]
+        if faults:
+            raise UserError(
+                f"checkpoint.initial_load_path = {initial}: {'; '.join(faults)}. Expected a whole "
+                "checkpoint of this project, RUN/checkpoint/step-N",
+                shared=True,
+            )
+        self._read(path, model_only=model_only)
+        logger.info(f"began from {path}")
+
+
+def leave_branch(
+    folder: CheckpointFolder, run: RunFolder, step: int, event: Callable[..., None]
+) -> None:
+    """Archive what was saved after the step that is gone on from; for rank 0 alone."""
+    kept = folder.archive_after(step, run.path, f"gone on from step {step}")
+    if kept is not None:
+        logger.warning(f"what was saved after step {step} is an abandoned branch, now in {kept}")
+        event("archive", step=step, moved_to=str(kept))
+
+
+def _faults_of_the_whole(path: Path, manifest: Manifest) -> list[str]:
+    """What is wrong besides the content of the files that the manifest names."""
+    faults = [
+        f"{name} is not in the manifest" for name in files_of(path) if name not in manifest.files
+    ]
+    if manifest.kind != "full":
+        faults.append("it holds weights alone and can't be resumed")
+    if path.name != f"step-{manifest.step}":
+        faults.append(f"its manifest is that of step {manifest.step}")
+    return faults

@@ -1,0 +1,151 @@
+"""Checkpoints of a few small files, a process killed between two file operations, a small disk."""
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.checkpoint.manifest import FileEntry, Kind, Manifest, files_of
+from canon_pretrain.files import sha256_file
+
+OPERATIONS = ("rename", "replace", "unlink", "rmdir", "mkdir")
+"""What a folder is moved or deleted with, by pathlib and shutil too."""
+
+
+def make_step(
+    folder: Path,
+    step: int,
+    kind: Kind = "full",
+    *,
+    name: str | None = None,
+    num_bytes: int = 64,
+) -> Path:
+    """A whole checkpoint of `step` in `folder`, under another `name` than step-N if one is given.
+
+    Its files hold what says which step and kind they are of; a full one has more of them.
+    """
+    path = folder / (name or f"step-{step}")
+    (path / "more").mkdir(parents=True)
+    text = f"{kind} {step} ".encode()
+    content = (text * (1 + num_bytes // len(text)))[:num_bytes]
+    (path / "__0_0.distcp").write_bytes(content)
+    if kind == "full":
+        (path / "more" / "__1_0.distcp").write_bytes(content[::-1])
+    write_manifest(path, step, kind)
+    return path
+
+
+def write_manifest(path: Path, step: int, kind: Kind) -> None:
+    """The manifest of the files that lie in `path` now."""
+    files = {
+        name: FileEntry((path / name).stat().st_size, sha256_file(path / name))
+        for name in files_of(path)
+    }
+    saved = "2026-11-20T12:00:00+00:00"  # the same in all: folders are compared byte by byte
+    Manifest(step, kind, world_size=1, torch="2.13.0", files=files, saved=saved).write(path)
+
+
+def fake_strip(checkpoint: Path, temporary: Path) -> None:
+    """What `strip_to_weights` does, to the checkpoints of `make_step`."""
+    step = int(checkpoint.name.removeprefix("step-"))
+    make_step(temporary.parent, step, "weights", name=temporary.name)
+
+
+def flip_byte(path: Path) -> None:
+    """Change one byte in the middle and leave size and mtime as they were."""
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def contents(folder: Path) -> list[bytes]:
+    """All bytes of all files below `folder`, in no order that depends on names."""
+    found = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    return sorted(found)
+
+
+def killed_everywhere(
+    action: Callable[[Path], object], build: Callable[[], Path]
+) -> Iterator[Path]:
+    """Folders of `build` in which a process running `action` was killed, at one moment each.
+
+    SIGKILL comes before the first of OPERATIONS, then in a new folder before the second, and so on
+    until `action` comes to its end; that last folder is not among those returned.
+    """
+    for survived in itertools.count():
+        folder = build()
+        if not _killed(action, folder, survived):
+            return
+        yield folder
+        shutil.rmtree(folder)
+
+
+def _killed(action: Callable[[Path], object], folder: Path, survived: int) -> bool:
+    """Whether a child died in its operation number `survived`; any other failure is the test's."""
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks beside threads; this child takes no lock that they may hold
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            _kill_at(survived)
+            action(folder)
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0, "the action failed in the child"
+    return False
+
+
+def _kill_at(survived: int) -> None:
+    """Let that many of OPERATIONS pass in this process; the next one kills it before it begins."""
+    left = itertools.count(survived, -1)
+
+    def guarded(operation: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            if next(left) == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*arguments, **options)
+
+        return call
+
+    for name in OPERATIONS:
+        setattr(os, name, guarded(getattr(os, name)))
+
+
+@contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    """`folder` as a tmpfs of its own with mount `options`; skips where mounting is not allowed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True
+    )
+    if done.returncode:
+        pytest.skip(f"no mount here: {done.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Write a file there until the disk is full."""
+    path = folder / "filler"
+    with pytest.raises(OSError, match="No space left"), open(path, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return path

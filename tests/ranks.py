@@ -1,0 +1,159 @@
+"""The trainer's ranks as processes that a test can watch, signal and kill; ready in a second.
+
+A server process imports torch and the trainer once, and each rank is forked from it: no torchrun,
+no import. `Launch` starts them, `wait` collects exit codes and output. A rank runs `before(rank)`
+first, where a fault is put in: a function of a test module that patches what it wants to break.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIMEOUT_S = 120.0
+_context: ForkServerContext = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.ranks_preload"])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of a launch ended: exit codes (-9 after a kill -9), and all their output."""
+
+    codes: list[int]
+    output: str
+
+    @property
+    def succeeded(self) -> bool:
+        return not any(self.codes)
+
+
+class Launch:
+    """`ranks` processes that run `canon_pretrain.train.main(arguments)`; see the module."""
+
+    def __init__(
+        self,
+        *arguments: object,
+        output: Path,
+        ranks: int = 2,
+        before: Callable[..., None] | None = None,
+        before_args: tuple[Any, ...] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        output.mkdir(parents=True, exist_ok=True)
+        number = len(list(output.glob("launch-*-rank-0.txt")))
+        self._outputs = [output / f"launch-{number}-rank-{rank}.txt" for rank in range(ranks)]
+        self.processes: list[BaseProcess] = []
+        for rank in range(ranks):
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                **(environment or {}),
+            }
+            process = _context.Process(
+                target=_rank,
+                args=(
+                    list(map(str, arguments)),
+                    self._outputs[rank],
+                    variables,
+                    before,
+                    before_args,
+                ),
+            )
+            process.start()
+            self.processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self.processes]
+
+    def send(self, number: signal.Signals, ranks: list[int] | None = None) -> None:
+        """Send a signal to these ranks (default: all)."""
+        for rank in range(len(self.processes)) if ranks is None else ranks:
+            os.kill(self.pids[rank], number)
+
+    def kill(self, ranks: list[int] | None = None) -> None:
+        """kill -9."""
+        self.send(signal.SIGKILL, ranks)
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        """Until `condition()`; fails the test if a rank ends or the time is up before."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            alive = all(process.is_alive() for process in self.processes)
+            if not alive or time.monotonic() > deadline:
+                self.kill([r for r, p in enumerate(self.processes) if p.is_alive()])
+                pytest.fail(f"it did not come to that:\n{self.text()}")
+            time.sleep(0.01)
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> Ended:
+        """How all ranks ended. As torchrun does, it ends the others once one has failed: SIGTERM,
+        then SIGKILL after 5 seconds."""
+        deadline = time.monotonic() + timeout_s
+        failed_at = None
+        while any(process.is_alive() for process in self.processes):
+            now = time.monotonic()
+            if failed_at is None and any(process.exitcode for process in self.processes):
+                failed_at = now
+                self._end(signal.SIGTERM)
+            if now > deadline or failed_at is not None and now > failed_at + 5:
+                self._end(signal.SIGKILL)
+            time.sleep(0.01)
+        for process in self.processes:
+            process.join()
+        return Ended([process.exitcode or 0 for process in self.processes], self.text())
+
+    def _end(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, number)
+
+    def text(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in self._outputs if path.exists())
+
+
+def launch(*arguments: object, output: Path, check: bool = True, **options: Any) -> Ended:
+    """Start a launch and wait for its end; with `check` a failure fails the test."""
+    ended = Launch(*arguments, output=output, **options).wait()
+    if check and not ended.succeeded:
+        pytest.fail(f"exit codes {ended.codes}\n{ended.output}")
+    return ended
+
+
+def _rank(
+    arguments: list[str],
+    output: Path,
+    variables: dict[str, str],
+    before: Callable[..., None] | None,
+    before_args: tuple[Any, ...],
+) -> None:
+    """One rank's process: its output goes to a file, as that of a job does."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    sys.stdout.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(variables)
+    import torch
+
+    from canon_pretrain.train import main
+
+    torch.set_num_threads(1)  # OMP_NUM_THREADS was read when the server imported torch
+    if before is not None:
+        before(int(variables["RANK"]), *before_args)
+    main(arguments)

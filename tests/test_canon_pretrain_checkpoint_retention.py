@@ -1,0 +1,438 @@
+"""Retention: what counts, what goes, what is held, and faults in the middle of it."""
+
+import itertools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.checkpoint import manifest as manifest_module
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.manifest import Manifest, verify
+from canon_pretrain.checkpoint.retention import Retention, held_steps, hold, release
+from tests.checkpoint_folders import (
+    contents,
+    fake_strip,
+    fill,
+    flip_byte,
+    killed_everywhere,
+    make_step,
+    small_disk,
+)
+
+STEPS = [10, 20, 30, 40, 50]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in STEPS:
+        make_step(tmp_path / "run" / "checkpoint", step, num_bytes=500)
+    return tmp_path / "run"
+
+
+def folder_of(run: Path) -> CheckpointFolder:
+    return CheckpointFolder(run / "checkpoint")
+
+
+def retention(run: Path, keep: int, **options: int) -> Retention:
+    return Retention(
+        folder_of(run), keep, holds=lambda: held_steps(run), strip=fake_strip, **options
+    )
+
+
+def kinds(run: Path) -> dict[int, str]:
+    """Kind by step, every step read in full."""
+    folder = folder_of(run)
+    return {step: verify(folder.step_path(step)).kind for step in folder.steps()}
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the steps of which files were read for their hash."""
+    steps: list[str] = []
+    sha256_file = manifest_module.sha256_file
+
+    def counted(path: Path) -> str:
+        steps.append(next(part for part in path.parts[::-1] if part.startswith("step-")))
+        return sha256_file(path)
+
+    monkeypatch.setattr(manifest_module, "sha256_file", counted)
+    return steps
+
+
+# ---- what counts
+
+
+def test_the_newest_stay(run: Path) -> None:
+    before = len(b"".join(contents(run)))
+    outcome = retention(run, 2).apply()
+    assert (outcome.kept, outcome.deleted) == ([40, 50], [10, 20, 30])
+    assert outcome.bytes_freed == before - len(b"".join(contents(run)))
+    assert kinds(run) == {40: "full", 50: "full"}
+    assert outcome.errors == [] and outcome.bad == {}
+    assert folder_of(run).leftovers() == folder_of(run).strays() == []
+    assert retention(run, 2).apply().deleted == []
+
+
+def test_keep_0_touches_nothing(run: Path) -> None:
+    flip_byte(folder_of(run).step_path(50) / "__0_0.distcp")
+    before = contents(run)
+    outcome = retention(run, 0).apply()
+    assert outcome.deleted == [] and outcome.bad == {}
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("options", [{"keep": -1}, {"keep": 1, "max_held": -1}])
+def test_negative_numbers_are_refused(run: Path, options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="-1"):
+        retention(run, **options)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "more/__1_0.distcp", "manifest.json"])
+def test_a_broken_newest_costs_no_good_one(run: Path, keep: int, name: str) -> None:
+    flip_byte(folder_of(run).step_path(50) / name)
+    before = contents(folder_of(run).step_path(50))
+    outcome = retention(run, keep).apply()
+    assert outcome.kept == [10, 20, 30, 40][-keep:]
+    assert outcome.deleted == [10, 20, 30, 40][:-keep]
+    assert list(kinds(run)) == outcome.kept
+    (entry,) = folder_of(run).quarantined()
+    assert list(outcome.bad) == [50] and entry.reason == outcome.bad[50]
+    assert contents(entry.path) == before
+
+
+@pytest.mark.parametrize("fault", ["truncated", "missing", "no manifest", "extra", "renamed"])
+def test_every_damage_is_seen(run: Path, fault: str) -> None:
+    path = folder_of(run).step_path(50)
+    if fault == "truncated":
+        os.truncate(path / "__0_0.distcp", 499)
+    elif fault == "missing":
+        (path / "__0_0.distcp").unlink()
+    elif fault == "no manifest":
+        (path / "manifest.json").unlink()
+    elif fault == "extra":
+        (path / "more" / "extra").touch()
+    else:
+        path.rename(path.with_name("step-60"))
+    outcome = retention(run, 2).apply()
+    assert list(outcome.bad) == [60 if fault == "renamed" else 50]
+    assert outcome.kept == [30, 40]
+
+
+def test_too_few_good_ones_and_nothing_is_deleted(run: Path) -> None:
+    for step in (30, 40, 50):
+        flip_byte(folder_of(run).step_path(step) / "__0_0.distcp")
+    make_step(folder_of(run).path, 5, "weights")
+    outcome = retention(run, 3).apply()
+    assert (outcome.kept, outcome.deleted, list(outcome.bad)) == ([10, 20], [], [30, 40, 50])
+    assert outcome.weights_only == [5]
+    assert kinds(run) == {5: "weights", 10: "full", 20: "full"}
+
+
+def test_weights_alone_never_count(run: Path) -> None:
+    for step in (60, 70):
+        make_step(folder_of(run).path, step, "weights")
+        hold(run, step, "test")
+    outcome = retention(run, 2).apply()
+    assert (outcome.kept, outcome.weights_only) == ([40, 50], [60, 70])
+
+
+def test_strays_and_links_are_left_alone(run: Path, tmp_path: Path) -> None:
+    folder = folder_of(run)
+    make_step(folder.path, 100, name="step-100.backup")
+    target = make_step(tmp_path / "elsewhere", 15)
+    (folder.path / "step-15").symlink_to(target)
+    (folder.path / "step-90").symlink_to(make_step(tmp_path / "elsewhere", 90))
+    outcome = retention(run, 1).apply()
+    assert (outcome.kept, outcome.deleted) == ([50], [10, 20, 30, 40])
+    assert outcome.errors == [] and outcome.bad == {}
+    assert folder.steps() == [15, 50, 90]
+    verify(target)
+    assert folder.strays() == ["step-100.backup"]
+
+
+# ---- what is known already
+
+
+def test_known_steps_are_not_read_again(run: Path, hashed: list[str]) -> None:
+    kept = retention(run, 2)
+    for step in (40, 50):
+        kept.trust(step)
+    assert kept.apply().kept == [40, 50]
+    assert hashed == []
+    make_step(folder_of(run).path, 60)
+    hashed.clear()
+    assert kept.apply().kept == [50, 60]
+    assert set(hashed) == {"step-60"}
+    hashed.clear()
+    assert kept.apply().kept == [50, 60]
+    assert hashed == []
+
+
+def test_a_trusted_step_that_was_touched_is_read(run: Path) -> None:
+    """Size and mtime are as before: ctime tells."""
+    kept = retention(run, 1)
+    kept.trust(50)
+    flip_byte(folder_of(run).step_path(50) / "__0_0.distcp")
+    outcome = kept.apply()
+    assert (outcome.kept, list(outcome.bad)) == ([40], [50])
+
+
+def test_trust_of_a_step_that_is_not_there_proves_nothing(run: Path) -> None:
+    kept = retention(run, 1)
+    kept.trust(60)
+    make_step(folder_of(run).path, 60)
+    flip_byte(folder_of(run).step_path(60) / "__0_0.distcp")
+    assert list(kept.apply().bad) == [60]
+
+
+def test_a_step_saved_meanwhile_is_not_touched(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sha256_file = manifest_module.sha256_file
+
+    def save_too(path: Path) -> str:
+        if not folder_of(run).step_path(60).exists():
+            make_step(folder_of(run).path, 60)
+        return sha256_file(path)
+
+    monkeypatch.setattr(manifest_module, "sha256_file", save_too)
+    assert retention(run, 1).apply().kept == [50]
+    assert list(kinds(run)) == [50, 60]
+
+
+# ---- what is held
+
+
+def test_holds_come_and_go(run: Path) -> None:
+    assert held_steps(run) == set()
+    hold(run, 10, "validation")
+    hold(run, 10, "birth-year.2")
+    hold(run, 0, "x")
+    (run / "evals" / "holds" / "step-77").touch()  # no name
+    (run / "evals" / "holds" / "step-7x.name").touch()
+    assert held_steps(run) == {0, 10}
+    release(run, 10, "validation")
+    release(run, 10, "validation")
+    assert held_steps(run) == {0, 10}
+    release(run, 10, "birth-year.2")
+    assert held_steps(run) == {0}
+    for name in ("", "a/b", "../x"):
+        with pytest.raises(ValueError, match="expected a step"):
+            hold(run, 10, name)
+
+
+def test_a_held_step_keeps_its_weights_until_released(run: Path) -> None:
+    hold(run, 10, "test")
+    hold(run, 50, "test")
+    before = len(b"".join(contents(run / "checkpoint")))
+    kept = retention(run, 2)
+    outcome = kept.apply()
+    assert (outcome.stripped, outcome.deleted, outcome.weights_only) == ([10], [20, 30], [10])
+    assert kinds(run) == {10: "weights", 40: "full", 50: "full"}
+    assert outcome.bytes_freed == before - len(b"".join(contents(run / "checkpoint")))
+    assert folder_of(run).unfinished() == folder_of(run).leftovers() == []
+    again = kept.apply()
+    assert (again.stripped, again.deleted, again.weights_only) == ([], [], [10])
+    release(run, 10, "test")
+    assert kept.apply().deleted == [10]
+    assert kinds(run) == {40: "full", 50: "full"}
+
+
+def test_the_number_of_held_ones_is_bounded(run: Path) -> None:
+    make_step(folder_of(run).path, 5, "weights")
+    for step in (5, 10, 20, 30):
+        hold(run, step, "test")
+    outcome = retention(run, 2, max_held=2).apply()
+    assert (outcome.deleted, outcome.over_bound) == ([5, 10], [5, 10])
+    assert (outcome.stripped, outcome.weights_only) == ([20, 30], [20, 30])
+    assert kinds(run) == {20: "weights", 30: "weights", 40: "full", 50: "full"}
+
+
+def test_a_damaged_held_step_is_set_aside_not_stripped(run: Path) -> None:
+    for step in (10, 20, 30):
+        hold(run, step, "test")
+    flip_byte(folder_of(run).step_path(30) / "more" / "__1_0.distcp")
+    outcome = retention(run, 2, max_held=2).apply()
+    assert list(outcome.bad) == [30]
+    assert (outcome.stripped, outcome.deleted) == ([10, 20], [])
+
+
+def test_a_hold_that_comes_while_hashes_are_read_is_respected(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = retention(run, 2)
+    kept.apply()
+    make_step(folder_of(run).path, 60)
+    plan = kept.plan()
+    assert plan.delete == [40]
+    hold(run, 40, "late")
+    monkeypatch.setattr(kept, "plan", lambda: plan)
+    assert kept.apply().deleted == []
+    monkeypatch.undo()
+    assert kept.apply().stripped == [40]
+
+
+def test_plan_moves_nothing_and_foretells_apply(run: Path) -> None:
+    for step in (10, 20):
+        hold(run, step, "test")
+    flip_byte(folder_of(run).step_path(50) / "__0_0.distcp")
+    before = sorted(run.rglob("*"))
+    plan = retention(run, 1, max_held=1).plan()
+    assert sorted(run.rglob("*")) == before
+    outcome = retention(run, 1, max_held=1).apply()
+    assert plan.kept == outcome.kept == [40]
+    assert plan.delete == outcome.deleted == [10, 30]
+    assert plan.over_bound == outcome.over_bound == [10]
+    assert plan.strip == outcome.stripped == [20]
+    assert plan.bad == outcome.bad
+
+
+# ---- faults in the middle
+
+
+def test_killed_anywhere_nothing_verified_is_lost(run: Path, tmp_path: Path) -> None:
+    """Delete, strip and quarantine in one go, killed before each of their operations."""
+    flip_byte(folder_of(run).step_path(50) / "__0_0.distcp")
+    hold(run, 10, "test")
+    numbers = itertools.count()
+
+    def build() -> Path:
+        return shutil.copytree(run, tmp_path / f"copy-{next(numbers)}")
+
+    bad = contents(folder_of(run).step_path(50))
+    moments = 0
+    for copy in killed_everywhere(lambda path: retention(path, 2).apply(), build):
+        moments += 1
+        folder = folder_of(copy)
+        good = [step for step in folder.steps() if step != 50]
+        for step in good:
+            verify(folder.step_path(step))
+        folder.recover()
+        assert {30, 40} <= set(folder.steps()) and 10 in folder.steps()
+        assert folder.leftovers() == folder.unfinished() == folder.strays() == []
+        outcome = retention(copy, 2).apply()
+        assert outcome.errors == []
+        assert kinds(copy) == {10: "weights", 30: "full", 40: "full"}
+        (aside,) = [q for q in folder.quarantined() if q.path.name.startswith("step-")]
+        assert contents(aside.path) == bad
+    assert moments > 15
+
+
+def test_a_full_disk_stops_neither_the_others_nor_the_run(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=512k") as disk:
+        for step in STEPS:
+            make_step(disk / "checkpoint", step, num_bytes=9000)
+        for step in (10, 20):
+            hold(disk, step, "test")
+
+        def strip(checkpoint: Path, temporary: Path) -> None:
+            if checkpoint.name == "step-10":
+                temporary.mkdir()
+                fill(temporary)  # another process was faster than we
+                (temporary / "more").write_bytes(bytes(9000))
+            fake_strip(checkpoint, temporary)
+
+        kept = Retention(folder_of(disk), 2, holds=lambda: held_steps(disk), strip=strip)
+        outcome = kept.apply()
+        assert (outcome.deleted, outcome.stripped) == ([30], [20])
+        (error,) = outcome.errors
+        assert "step 10" in error and "No space left" in error
+        assert folder_of(disk).unfinished() == folder_of(disk).leftovers() == []
+        assert kinds(disk) == {10: "full", 20: "weights", 40: "full", 50: "full"}
+
+        fill(disk)
+        flip_byte_in_place(folder_of(disk).step_path(50) / "__0_0.distcp")
+        outcome = kept.apply()
+        assert list(outcome.bad) == [50] and folder_of(disk).steps() == [10, 20, 40]
+        assert len(folder_of(disk).quarantined()) == 1
+
+
+def flip_byte_in_place(path: Path) -> None:
+    """As `flip_byte`, without a block more."""
+    with open(path, "r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "full", "another step", "short"])
+def test_what_strip_writes_is_looked_at_before_the_full_one_goes(run: Path, wrong: str) -> None:
+    def strip(checkpoint: Path, temporary: Path) -> None:
+        if wrong == "full":
+            make_step(temporary.parent, 10, "full", name=temporary.name)
+        elif wrong == "another step":
+            make_step(temporary.parent, 11, "weights", name=temporary.name)
+        elif wrong == "short":
+            make_step(temporary.parent, 10, "weights", name=temporary.name)
+            os.truncate(temporary / "__0_0.distcp", 3)
+
+    hold(run, 10, "test")
+    outcome = Retention(folder_of(run), 2, holds=lambda: held_steps(run), strip=strip).apply()
+    assert outcome.stripped == [] and len(outcome.errors) == 1
+    assert kinds(run) == {10: "full", 40: "full", 50: "full"}
+    assert folder_of(run).unfinished() == []
+
+
+def test_what_a_killed_strip_left_is_no_obstacle(run: Path) -> None:
+    hold(run, 10, "test")
+    folder_of(run).saving_path(10).mkdir()
+    assert retention(run, 2).apply().stripped == [10]
+
+
+def test_a_failed_deletion_is_told_and_the_others_go_on(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmtree = shutil.rmtree
+
+    def refuse(path: Path) -> None:
+        if "step-20" in path.name:
+            raise OSError(16, "Device or resource busy")
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    outcome = retention(run, 2).apply()
+    assert outcome.deleted == [10, 20, 30]  # step 20 has lost its name at least
+    (error,) = outcome.errors
+    assert "step 20" in error and "busy" in error
+    assert kinds(run) == {40: "full", 50: "full"}
+    monkeypatch.undo()
+    folder_of(run).recover()
+    assert folder_of(run).leftovers() == []
+
+
+def test_where_holds_can_not_be_read_nothing_goes(run: Path) -> None:
+    def holds() -> set[int]:
+        raise OSError(5, "Input/output error")
+
+    outcome = Retention(folder_of(run), 2, holds=holds, strip=fake_strip).apply()
+    assert "Input/output error" in outcome.errors[0]
+    assert list(kinds(run)) == STEPS
+
+
+def test_two_threads_take_turns(run: Path) -> None:
+    kept = retention(run, 2)
+    inside = []
+    plan: Callable[[], object] = kept.plan
+
+    def counted() -> object:
+        inside.append(1)
+        time.sleep(0.02)
+        assert len(inside) == 1
+        result = plan()
+        inside.pop()
+        return result
+
+    kept.plan = counted  # type: ignore[method-assign, assignment]
+    outcomes = []
+    threads = [threading.Thread(target=lambda: outcomes.append(kept.apply())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(step for outcome in outcomes for step in outcome.deleted) == [10, 20, 30]
+    assert all(outcome.errors == [] for outcome in outcomes)
+    assert Manifest.read(folder_of(run).step_path(50)).kind == "full"
