@@ -93,8 +93,9 @@ def _run(argv: list[str], *, quiet: bool) -> None:
 
     from canon_pretrain.titan.data import open_shards
     from canon_pretrain.titan.job_config import micro_batch_size, parse_job
+    from canon_pretrain.titan.launch import prepare_folder
     from canon_pretrain.titan.spec import register
-    from canon_pretrain.titan.trainer import CanonTrainer, prepare_folder
+    from canon_pretrain.titan.trainer import CanonTrainer
 
     world_size = int(os.environ["WORLD_SIZE"])
     dry_run, argv = _dry_run_options(argv)

@@ -23,11 +23,10 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 
-from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.once import mark_obeyed, was_obeyed
-from canon_pretrain.run.session import Session, archive_traces
+from canon_pretrain.run.session import Session
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
+from canon_pretrain.titan import launch
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.data import CanonDataLoader
 from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
@@ -61,10 +60,10 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.identity = run_identity(job, fingerprint)
         fresh, allowed = job.checkpoint.fresh, job.run.allow_changes
         self.changes = {} if fresh else check_identity(self.folder, self.identity, allowed)
-        self._config = job.to_dict()
+        self.config = job.to_dict()
         # whoever reads the run may stand in another folder
-        self._config["data"]["path"] = str(Path(job.data.path).resolve())
-        self._config_changes = {} if fresh else config_changes(self.folder, self._config)
+        self.config["data"]["path"] = str(Path(job.data.path).resolve())
+        self.config_changes = {} if fresh else config_changes(self.folder, self.config)
         job.metrics.disable_color_printing |= not sys.stdout.isatty()
         super().__init__(job)
         # FSDP2 stands at every world size and does the casting: autocast on top of it at one rank
@@ -136,54 +135,15 @@ class CanonTrainer(torchtitan.train.Trainer):
             self._impose_hyperparameters()
         first = self.step
         if first >= job.last_step:
-            self._nothing_to_do()
+            launch.nothing_to_do(self)
             return
         self.checkpointer.check_room()
-        self._announce()
+        launch.announce(self)
         stop = self._loop()
         if stop and LOST_LOCK in stop:
             raise UserError(f"stopped after step {self.step} without saving: {stop}", shared=True)
         self._save_last()
-        self._finish(stop)
-
-    def _nothing_to_do(self) -> None:
-        logger.info(
-            f"nothing to do: {self.folder.path} stands at step {self.step}, and this launch was "
-            f"to go to step {self.job_config.last_step}"
-        )
-        done = self.step >= self.job_config.training.steps
-        if done and dist.get_rank() == 0:
-            self.folder.write_done(self.step)
-        self.session.end("done" if done else "stopped", "nothing to do", self.step)
-
-    def _announce(self) -> None:
-        """Record, say and log what this launch is and where it begins."""
-        metrics, job = self.metrics_processor, self.job_config
-        if dist.get_rank() == 0:
-            self.folder.write_config(self._config, self.identity)
-            self.folder.done_file.unlink(missing_ok=True)
-        facts = {
-            "world_size": dist.get_world_size(),
-            "torch": torch.__version__,
-            "torchtitan": torchtitan.__version__,
-            "data_fingerprint": self.identity["data_fingerprint"],
-        }
-        if self.step:
-            metrics.event("resume", from_step=self.step, **facts)
-        else:
-            metrics.event("start", **facts)
-        differences = self.changes | self._config_changes
-        if differences:
-            metrics.event("changed", step=self.step, allowed=self.changes, config=differences)
-            for name, (old, new) in differences.items():
-                mark = " (allowed by run.allow_changes)" if name in self.changes else ""
-                logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")
-        verb = "going on" if self.step else "starting"
-        logger.info(
-            f"{verb} at step {self.step + 1} of {job.training.steps}, to step {job.last_step}, "
-            f"in {self.folder.path}"
-        )
-        metrics.begin(self.step)
+        launch.finish(self, stop)
 
     def _save_last(self) -> None:
         """Save what stands now; raises UserError where the disk will not have it."""
@@ -198,25 +158,6 @@ class CanonTrainer(torchtitan.train.Trainer):
             f"the newest one is of step {self.checkpointer.saved_step}. Make room and start again",
             shared=True,
         )
-
-    def _finish(self, stop: str | None) -> None:
-        """Leave the run folder in the state that it has come to."""
-        metrics, total = self.metrics_processor, self.job_config.training.steps
-        if self.step == total:
-            metrics.event("done", step=self.step)
-            if dist.get_rank() == 0:
-                self.folder.write_done(self.step)
-            self.session.end("done", f"step {total} is reached", self.step)
-            logger.info(f"finished: step {self.step} of {self.folder.path}")
-        else:
-            reason = stop or "run.stop_at"
-            metrics.event("stop", step=self.step, reason=reason)
-            self.session.end("stopped", reason, self.step)
-            logger.info(
-                f"stopped at step {self.step} of {total} by {reason}; the same command"
-                f"{'' if stop else ' without --run.stop_at'} goes on from here"
-            )
-        self.session.stop.obeyed()
 
     # -- the loop ----------------------------------------------------------------------------
 
@@ -390,21 +331,3 @@ class CanonTrainer(torchtitan.train.Trainer):
 
 def _dump_stacks_later(seconds: float, file: TextIO) -> None:
     faulthandler.dump_traceback_later(seconds, file=file)
-
-
-def prepare_folder(job: CanonJobConfig, session: Session) -> None:
-    """What rank 0 does to the run folder, under its lock, before the ranks meet."""
-    run = session.folder
-    checkpoints = CheckpointFolder(run.path / job.checkpoint.folder)
-    for sentence in checkpoints.recover():
-        logger.info(f"NOTE: {sentence}")
-    once = run.obeyed_file
-    if job.checkpoint.fresh and was_obeyed(once, "checkpoint.fresh"):
-        logger.info("NOTE: this job has begun the run afresh before: going on with it")
-    elif job.checkpoint.fresh:
-        kept = checkpoints.archive_all(run.path, "--checkpoint.fresh")
-        mark_obeyed(once, "checkpoint.fresh")
-        if kept is not None:
-            logger.info(f"NOTE: beginning again: the run so far is in {kept}")
-    if kept := archive_traces(run.path / job.comm.save_traces_folder):
-        logger.info(f"NOTE: communication traces of an earlier launch are in {kept}")

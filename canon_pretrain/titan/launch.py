@@ -1,0 +1,102 @@
+"""What a launch does to its run folder before its first step and after its last one.
+
+train.py calls `prepare_folder` under the run's lock; the trainer calls the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torchtitan
+from torchtitan.tools.logging import logger
+
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.run.once import mark_obeyed, was_obeyed
+from canon_pretrain.run.session import Session, archive_traces
+from canon_pretrain.titan.job_config import CanonJobConfig
+
+if TYPE_CHECKING:
+    from canon_pretrain.titan.trainer import CanonTrainer
+
+
+def prepare_folder(job: CanonJobConfig, session: Session) -> None:
+    """What rank 0 does to the run folder, under its lock, before the ranks meet."""
+    run = session.folder
+    checkpoints = CheckpointFolder(run.path / job.checkpoint.folder)
+    for sentence in checkpoints.recover():
+        logger.info(f"NOTE: {sentence}")
+    once = run.obeyed_file
+    if job.checkpoint.fresh and was_obeyed(once, "checkpoint.fresh"):
+        logger.info("NOTE: this job has begun the run afresh before: going on with it")
+    elif job.checkpoint.fresh:
+        kept = checkpoints.archive_all(run.path, "--checkpoint.fresh")
+        mark_obeyed(once, "checkpoint.fresh")
+        if kept is not None:
+            logger.info(f"NOTE: beginning again: the run so far is in {kept}")
+    if kept := archive_traces(run.path / job.comm.save_traces_folder):
+        logger.info(f"NOTE: communication traces of an earlier launch are in {kept}")
+
+
+def announce(trainer: CanonTrainer) -> None:
+    """Record, say and log what this launch is and where it begins."""
+    metrics, job, folder = trainer.metrics_processor, trainer.job_config, trainer.folder
+    if dist.get_rank() == 0:
+        folder.write_config(trainer.config, trainer.identity)
+        folder.done_file.unlink(missing_ok=True)
+    facts = {
+        "world_size": dist.get_world_size(),
+        "torch": torch.__version__,
+        "torchtitan": torchtitan.__version__,
+        "data_fingerprint": trainer.identity["data_fingerprint"],
+    }
+    if trainer.step:
+        metrics.event("resume", from_step=trainer.step, **facts)
+    else:
+        metrics.event("start", **facts)
+    differences = trainer.changes | trainer.config_changes
+    if differences:
+        metrics.event("changed", step=trainer.step, run=trainer.changes, config=differences)
+    for name, (old, new) in differences.items():
+        mark = " (allowed by run.allow_changes)" if name in trainer.changes else ""
+        logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")
+    logger.info(
+        f"{'going on' if trainer.step else 'starting'} at step {trainer.step + 1} of "
+        f"{job.training.steps}, to step {job.last_step}, in {folder.path}"
+    )
+    metrics.begin(trainer.step)
+
+
+def nothing_to_do(trainer: CanonTrainer) -> None:
+    """End a launch that finds its last step taken."""
+    step, job = trainer.step, trainer.job_config
+    logger.info(
+        f"nothing to do: {trainer.folder.path} stands at step {step}, and this launch was to go "
+        f"to step {job.last_step}"
+    )
+    done = step >= job.training.steps
+    if done and dist.get_rank() == 0:
+        trainer.folder.write_done(step)
+    trainer.session.end("done" if done else "stopped", "nothing to do", step)
+
+
+def finish(trainer: CanonTrainer, stop: str | None) -> None:
+    """Leave the run folder in the state that the run has come to; `stop` is what asked for it."""
+    metrics, step = trainer.metrics_processor, trainer.step
+    total = trainer.job_config.training.steps
+    if step == total:
+        metrics.event("done", step=step)
+        if dist.get_rank() == 0:
+            trainer.folder.write_done(step)
+        trainer.session.end("done", f"step {total} is reached", step)
+        logger.info(f"finished: step {step} of {trainer.folder.path}")
+    else:
+        reason = stop or "run.stop_at"
+        metrics.event("stop", step=step, reason=reason)
+        trainer.session.end("stopped", reason, step)
+        logger.info(
+            f"stopped at step {step} of {total} by {reason}; the same command"
+            f"{'' if stop else ' without --run.stop_at'} goes on from here"
+        )
+    trainer.session.stop.obeyed()
