@@ -12,9 +12,7 @@ and exit code 1; the message stands above that report.)
 import argparse
 import logging
 import os
-import socket
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +21,8 @@ from canon_pretrain.errors import UserError, exit_with
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan.device import device_count, has_accelerator, prepare_device
+from canon_pretrain.titan.environment import check_launch, stand_alone
+from canon_pretrain.titan.logs import init_logging
 
 if TYPE_CHECKING:  # it imports torchtitan, which must wait for prepare_device()
     from canon_pretrain.titan.job_config import CanonJobConfig
@@ -30,53 +30,23 @@ if TYPE_CHECKING:  # it imports torchtitan, which must wait for prepare_device()
 
 def main(argv: list[str] | None = None) -> None:
     """Run one training job; `argv` defaults to the command line. Exits with code 2 on bad input."""
-    alone = not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if alone:
-        _stand_alone()
     prepare_device()
+    with stand_alone():
+        _main(sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv: list[str]) -> None:
     # a fault that all ranks share is told once a node: files may be missing on one node alone
     quiet = os.environ.get("LOCAL_RANK", "0") != "0"
     is_first = os.environ.get("RANK", "0") == "0"
     try:
-        _check_launch()
-        _run(sys.argv[1:] if argv is None else argv, quiet=quiet)
+        check_launch()
+        _run(argv, quiet=quiet)
     except UserError as error:
         # torchtitan wrote its traceback for torchrun's report; the message is all there is to say
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             Path(report).unlink(missing_ok=True)
         exit_with(error, quiet=error.shared and not is_first or quiet and not _training())
-    finally:
-        if alone:  # tests call main() more than once in a process
-            for name in _TORCHRUN:
-                del os.environ[name]
-
-
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def _check_launch() -> None:
-    """Raise UserError unless torchrun's variables are all there and each rank has a device."""
-    missing = [name for name in _TORCHRUN if name not in os.environ]
-    if missing:
-        raise UserError(
-            f"{', '.join(missing)} not set, though others of torchrun's variables are: start "
-            "with torchrun, or with none of them set for a single rank"
-        )
-    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    if has_accelerator() and device_count() < ranks:
-        raise UserError(
-            f"{ranks} ranks on this node, but {device_count()} GPU(s): start at most one rank a "
-            "GPU, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
-        )
-
-
-def _stand_alone() -> None:
-    """Set what torchrun would: one rank, on a free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    values = ("0", "0", "1", "1", "127.0.0.1", str(port))
-    os.environ.update(zip(_TORCHRUN, values, strict=True))
 
 
 def _training() -> bool:
@@ -108,7 +78,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     fingerprint = shards.fingerprint
     shards.close()
     rank = int(os.environ["RANK"])
-    _init_logging(rank)
+    init_logging(rank)
     for warning in _first_words(job, world_size):
         _say(f"NOTE: {warning}")
     register()
@@ -187,59 +157,6 @@ def _first_words(job: "CanonJobConfig", world_size: int) -> Iterator[str]:
     name = torch.cuda.get_device_name() if has_accelerator() else None
     if duration := describe_duration(job, world_size, name):
         yield duration
-
-
-# What torchtitan's log says that is no news (garbage collections, waits), does not hold here (a
-# CPU's peak FLOP/s, autocast), or is said by our own lines
-_NOISE = (
-    "[GC]",
-    "ENV[TORCH_",
-    "Building canon",
-    "Building device mesh",
-    "Successfully created meshes",
-    "Mixed precision training is handled by",
-    "Error running lspci",
-    "Peak flops undefined",
-    "Peak FLOPS used",
-    "Training starts at step",
-    "Training completed",
-    "Saving a full checkpoint",
-    "Sleeping 2 seconds",
-    "Destroying the purge thread",
-    "Synchronizing and adjusting timeout",
-)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of torchtitan's log tells its reader anything."""
-    return not record.getMessage().startswith(_NOISE)
-
-
-class _Printer(logging.Handler):
-    """Prints to the present sys.stdout: a progress bar puts itself there, and stays below."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), flush=True)
-
-
-def _init_logging(rank: int) -> None:
-    """Rank 0 tells the story on stdout, the other ranks only what went wrong."""
-    root = logging.getLogger()
-    for handler in list(root.handlers):
-        root.removeHandler(handler)
-    handler = _Printer()
-    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
-    handler.addFilter(_is_news)
-    root.addHandler(handler)
-    root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    os.environ["KINETO_LOG_LEVEL"] = "5"
-    for known in (
-        "DTensor random operators may not have",  # weights and data have their own generators
-        "DTensor manual_seed",
-        "Set timeout is now only supported",  # torchtitan sets it on its fake groups as well
-        "In CPU autocast, but the target dtype",  # torchtitan enters it at one rank; we leave it
-    ):
-        warnings.filterwarnings("ignore", message=known)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 A server process imports torch and the trainer once, and each rank is forked from it: no torchrun,
 no import. `Launch` starts them, `wait` collects exit codes and output. A rank runs `before(rank)`
 first, where a fault is put in: a function of a test module that patches what it wants to break.
+`events`, `status` and `assert_same_run` read what launches left in a run folder.
 """
 
 import multiprocessing
@@ -20,9 +21,14 @@ from typing import Any
 
 import pytest
 
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.log import read_log
+from canon_pretrain.run.status import Status, read_status
+
 TIMEOUT_S = 120.0
 _context: ForkServerContext = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.ranks_preload"])
+# this module too: a rank's process is told what to run by its functions
+_context.set_forkserver_preload(["tests.ranks_preload", "tests.ranks"])
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,43 @@ def launch(*arguments: object, output: Path, check: bool = True, **options: Any)
     if check and not ended.succeeded:
         pytest.fail(f"exit codes {ended.codes}\n{ended.output}")
     return ended
+
+
+def events(run: Path, name: str) -> list[dict[str, Any]]:
+    """The events of one kind in a run's log, without superseded steps."""
+    return [event for event in read_log(RunFolder(run).log_file) if event["event"] == name]
+
+
+def status(run: Path) -> Status:
+    """What stands in the status.json of a run."""
+    found = read_status(RunFolder(run).status_file)
+    assert found is not None
+    return found
+
+
+def assert_same_run(run: Path, other: Path, *, step: int) -> None:
+    """Both ran to `step` with bitwise the same losses, norms, data, weights and moments."""
+    import torch
+
+    from canon_pretrain.checkpoint.weights import load_alone, tensor_shapes
+
+    names = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests")
+    mine, theirs = (
+        [[event[name] for name in names] for event in events(folder, "step")]
+        for folder in (run, other)
+    )
+    assert [fields[0] for fields in mine] == list(range(1, step + 1))
+    assert mine == theirs[:step]
+    states = []
+    for folder in (run, other):
+        checkpoint = folder / "checkpoint" / f"step-{step}"
+        shapes = tensor_shapes(checkpoint)
+        states.append({name: torch.empty(shape) for name, shape in shapes.items()})
+        load_alone(states[-1], checkpoint)
+    assert states[0].keys() == states[1].keys()
+    assert any(name.startswith("optimizer.") for name in states[0])
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
 
 
 def _rank(

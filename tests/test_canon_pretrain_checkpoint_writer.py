@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from canon_pretrain.checkpoint import writer as writer_module
 from canon_pretrain.checkpoint.manifest import Manifest, files_of, verify
@@ -238,14 +238,8 @@ def _on_two_ranks(rank: int, base: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{base}/store", rank=rank, world_size=2)
     warnings.filterwarnings("error", message="Detected an existing checkpoint")
     mesh = dist.init_device_mesh("cpu", (2,))
-
-    def shard(whole: torch.Tensor) -> DTensor:
-        local = whole.chunk(2)[rank].clone()
-        return DTensor.from_local(
-            local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride(), run_check=False
-        )
-
-    sharded, uneven = shard(torch.arange(30_000.0).reshape(3000, 10)), shard(torch.arange(5.0))
+    sharded = distribute_tensor(torch.arange(30_000.0).reshape(3000, 10), mesh, [Shard(0)])
+    uneven = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     state = {"w": sharded, "u": uneven, "b": torch.ones(7), "train_state": {"step": 1}}
     told: dict[str, Any] = {}
 

@@ -139,7 +139,7 @@ def test_a_run_whose_checkpoints_are_broken_does_not_begin_again(
     argv = [*debug_run(data_folder, tmp_path / "run"), "--checkpoint.folder", name]
     done = train(*argv, check=False)
     assert done.returncode == 2
-    assert "none of them is whole" in done.stderr
+    assert "holds no whole checkpoint to go on from" in done.stderr
     assert step_events(tmp_path / "run") == events
 
 
@@ -285,10 +285,10 @@ def test_a_launch_that_does_not_fit_exits_with_2(
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "5")
-    monkeypatch.setattr("canon_pretrain.train.has_accelerator", lambda: True)
-    monkeypatch.setattr("canon_pretrain.train.device_count", lambda: 4)
+    monkeypatch.setattr("canon_pretrain.titan.environment.has_accelerator", lambda: True)
+    monkeypatch.setattr("canon_pretrain.titan.environment.device_count", lambda: 4)
     assert "5 ranks on this node, but 4 GPU(s)" in exits_with_2(argv, capsys)
-    monkeypatch.setattr("canon_pretrain.train.device_count", lambda: 8)
+    monkeypatch.setattr("canon_pretrain.titan.environment.device_count", lambda: 8)
     message = exits_with_2(argv, capsys)
     assert "World sizes that divide it: 1, 2, 3, 4, 6, 12" in message
 

@@ -29,17 +29,6 @@ from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 
-__all__ = [
-    "METADATA",
-    "TRAINING_STATE",
-    "check_checkpoint",
-    "checkpoint_step",
-    "load_alone",
-    "read_weights",
-    "strip_to_weights",
-    "tensor_shapes",
-]
-
 TRAINING_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "guards.")
 """What else than weights a checkpoint holds, by the beginning of its names."""
 

@@ -28,7 +28,6 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
-from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.retention import Retention, held_steps
 from canon_pretrain.checkpoint.weights import strip_to_weights
 from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished
@@ -41,6 +40,7 @@ from canon_pretrain.titan.job_config import Checkpoint
 from canon_pretrain.titan.resume import Resume, leave_branch
 
 CLOSE_TIMEOUT_S = 60.0
+BUSY = "busy"
 LOUD_AFTER = 3
 """Failed saves in a row from which on each one is an error, not a warning."""
 
@@ -159,39 +159,48 @@ class CanonCheckpointManager:
             self.wait()  # it may be the one that is being written, and ranks hear of its end apart
             if curr_step == self.saved_step:
                 return
+        self.begin_save(curr_step)
+        if last_step:
+            self.wait()
+
+    def begin_save(self, step: int) -> None:
+        """Begin a checkpoint of the present state as `step`, due or not."""
         begin = time.monotonic()
-        verdict = self._council.decide(lambda: self._preflight(curr_step, last_step))
-        if verdict == "busy" and not last_step:
+        verdict = self._council.decide(lambda: self._preflight(step))
+        if verdict == BUSY:
             return
         self.wait()
-        if verdict is not None and verdict != "busy":
-            self._failed(curr_step, verdict)
+        if verdict is not None:
+            self._failed(step, verdict)
             return
         staged = self._stage()
         writer = VerifiedWriter(
-            self.folder.step_path(curr_step),
-            self.folder.saving_path(curr_step),
-            step=curr_step,
+            self.folder.step_path(step),
+            self.folder.saving_path(step),
+            step=step,
             world_size=dist.get_world_size(),
         )
-        self._save = _Save(curr_step, begin)
+        self._save = _Save(step, begin, writer)
         self._save.start(self._write, staged, writer, self._copied)
-        if last_step or self.config.async_mode == "disabled":
+        if self.config.async_mode == "disabled":
             self.wait()
         self.stall_s = time.monotonic() - begin
         if self._save is not None:
             self._save.stall_s = self.stall_s
 
-    def _preflight(self, step: int, last: bool) -> str | None:
+    def _preflight(self, step: int) -> str | None:
         """Why this save must not begin now (None: it may); rank 0 only."""
-        if self._save is not None and not self._save.future.done() and not last:
+        if self._save is not None and not self._save.future.done():
             self._event("checkpoint_slow", step=step, saving=self._save.step)
             logger.warning(
                 f"step {step} is not saved: the checkpoint of step {self._save.step} is still "
                 f"being written, {time.monotonic() - self._save.begin:.0f} s after it began"
             )
-            return "busy"
-        return self._lack_of_room()
+            return BUSY
+        try:
+            return self._lack_of_room()
+        except OSError as error:  # such as a stale handle: a save that can't be made, no more
+            return f"{self.folder.path} cannot be looked at: {error}"
 
     def _lack_of_room(self) -> str | None:
         """What to say where the disk can't take one more checkpoint; rank 0 only."""
@@ -269,10 +278,10 @@ class CanonCheckpointManager:
             self._failed(save.step, _cause(error))
             return
         self.saved_step, self.failures = save.step, 0
-        if self._rank:
+        manifest = save.writer.manifest
+        if manifest is None:  # not rank 0
             return
         seconds = time.monotonic() - save.begin
-        manifest = Manifest.read(self.folder.step_path(save.step))
         self._event(
             "checkpoint",
             step=save.step,
@@ -338,8 +347,8 @@ class CanonCheckpointManager:
 class _Save:
     """A save on its way, in a thread that does not outlive the process."""
 
-    def __init__(self, step: int, begin: float) -> None:
-        self.step, self.begin = step, begin
+    def __init__(self, step: int, begin: float, writer: VerifiedWriter) -> None:
+        self.step, self.begin, self.writer = step, begin, writer
         self.stall_s = 0.0
         self.future: Future[None] = Future()
 

@@ -5,6 +5,7 @@ damaged: into quarantine, loudly, and the next one is tried
 none left: an error; a run that has had checkpoints never begins again by itself
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -64,12 +65,12 @@ class Resume:
             faults = self._faults(path)
             if not faults:
                 break
-            text = "; ".join(faults)
             if asked != -1:
                 raise UserError(
-                    f"checkpoint.load_step = {asked}: {path} is damaged: {text}", shared=True
+                    f"checkpoint.load_step = {asked}: {path} is damaged: {'; '.join(faults)}",
+                    shared=True,
                 )
-            self._council.decide(lambda path=path, text=text: self._set_aside(path, text))
+            self._council.decide(functools.partial(self._set_aside, path, "; ".join(faults)))
         verified = time.monotonic()
         self._read(path)
         logger.info(
@@ -94,7 +95,7 @@ class Resume:
         if resumable:
             return resumable[-1]
         aside = [entry.path.name for entry in self.folder.quarantined()]
-        facts = {
+        facts: dict[str, list[Any]] = {
             "steps with weights alone": weights_only,
             "in quarantine": [name for name in aside if not name.startswith(".")],
             "steps that the log says were saved": self._steps_in_the_log()[-3:],

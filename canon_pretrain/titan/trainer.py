@@ -174,16 +174,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             data = self.batch_generator(self.dataloader)
             begin, first = time.monotonic(), self.step
             while self.step < job.last_step and stop is None:
-                stop = self._hear(self.readback.pop())
-                self._before.append((self.step, self._host_state()))
-                self.step += 1
-                self.tokens += self.tokens_per_step
-                is_last = stop is not None or self.step == job.last_step
-                self.metrics_processor.must_log = is_last or self.checkpointer.is_due(self.step)
-                self.gc_handler.run(self.step)
-                self.train_step(data)
-                self.checkpointer.save(self.step)
-                self.checkpointer.poll()
+                stop = self.advance(data)
                 for tool in (profiler, snapshot):
                     if tool:
                         tool.step()
@@ -196,6 +187,20 @@ class CanonTrainer(torchtitan.train.Trainer):
                 pace = (time.monotonic() - begin) / max(1, self.step - first - 1)
                 self.session.progress(self.step, "training", pace or None)
             self._hear(self.readback.pop(last=True))
+        return stop
+
+    def advance(self, data: Iterator[tuple[dict[str, Tensor], Tensor]]) -> str | None:
+        """Take the next step, and save it if that is due; gives what asks to stop after it."""
+        stop = self._hear(self.readback.pop())
+        self._before.append((self.step, self._host_state()))
+        self.step += 1
+        self.tokens += self.tokens_per_step
+        is_last = stop is not None or self.step == self.job_config.last_step
+        self.metrics_processor.must_log = is_last or self.checkpointer.is_due(self.step)
+        self.gc_handler.run(self.step)
+        self.train_step(data)
+        self.checkpointer.save(self.step)
+        self.checkpointer.poll()
         return stop
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
