@@ -34,7 +34,7 @@ define stage
 endef
 
 SHARDS := $(RUN)/data/validation/manifest.json
-STOPPED := $(RUN)/run/checkpoint/step-$(STOP_AT)/.metadata
+STOPPED := $(RUN)/run/checkpoint/step-$(STOP_AT)/manifest.json
 DONE := $(RUN)/run/DONE
 
 # make deletes the target of an interrupted recipe, which here would be a checkpoint's heart

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
@@ -177,6 +178,52 @@ def assert_same_run(run: Path, other: Path, *, step: int) -> None:
     assert any(name.startswith("optimizer.") for name in states[0])
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
+
+
+def logged_step(folder: Path) -> int:
+    """The newest step in a run's log; 0 without one."""
+    log = RunFolder(folder).log_file
+    events = read_log(log) if log.exists() else []
+    return max((event["step"] for event in events if event["event"] == "step"), default=0)
+
+
+def whole_state(checkpoint: Path) -> dict[str, Any]:
+    """All that a checkpoint holds, tensors and host values, by its name in it."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        _load_state_dict(
+            state,
+            storage_reader=FileSystemReader(checkpoint),
+            planner=_EmptyStateDictLoadPlanner(),
+            no_dist=True,
+        )
+    return _flat(state)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, dict) and bool(value)
+        flat |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return flat
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names of what is not bitwise the same in two states of `whole_state`."""
+    import torch
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return a.dtype == b.dtype and torch.equal(a, b)
+        return type(a) is type(b) and a == b
+
+    names = sorted(one.keys() | other.keys())
+    return [n for n in names if n not in one or n not in other or not same(one[n], other[n])]
 
 
 def _rank(

@@ -69,7 +69,7 @@ def test_only_exact_names_are_steps(folder: CheckpointFolder, tmp_path: Path) ->
         make_step(folder.path, step)
     make_step(folder.path, 100, name="step-100.backup")
     make_step(folder.path, 7, name="step-007")
-    make_step(folder.path, 3, name="step-٣")  # a digit, though not one of ours
+    make_step(folder.path, 3, name="step-1٣")  # a digit, though not one of ours
     touch(folder.path / "step-5")
     (folder.path / "step-6").symlink_to(tmp_path / "nowhere")
     elsewhere = make_step(tmp_path / "elsewhere", 8)
@@ -83,7 +83,7 @@ def test_only_exact_names_are_steps(folder: CheckpointFolder, tmp_path: Path) ->
     assert folder.steps() == [0, 8, 9, 100]
     assert folder.unfinished() == [folder.saving_path(11)]
     assert [path.name for path in folder.leftovers()] == [".replaced-step-2", ".deleting-step-4"]
-    strays = [".saving-step-x", "step-007", "step-100.backup", "step-5", "step-6", "step-٣"]
+    strays = [".saving-step-x", "step-007", "step-100.backup", "step-1٣", "step-5", "step-6"]
     assert folder.strays() == strays
 
 
@@ -178,6 +178,20 @@ def test_reclaim_deletes_interrupted_saves_alone(folder: CheckpointFolder) -> No
     assert [entry.path for entry in folder.quarantined()] == [bad]
     assert {path.name for path in bad.parent.iterdir()} == {bad.name, f"{bad.name}.reason.txt"}
     assert folder.reclaim() == 0
+
+
+def test_of_a_link_only_the_link_goes(folder: CheckpointFolder, tmp_path: Path) -> None:
+    target = make_step(tmp_path / "elsewhere", 6)
+    before = contents(target)
+    for name in (".saving-step-6", ".deleting-step-7"):
+        touch(folder.path / "log").with_name(name).symlink_to(target)
+    said = folder.recover()
+    assert not any("can't" in sentence for sentence in said)
+    (entry,) = folder.quarantined()
+    assert entry.path.is_symlink() and entry.bytes < 200
+    assert folder.reclaim() == entry.bytes
+    assert folder.quarantined() == folder.leftovers() == []
+    assert contents(target) == before
 
 
 # ---- recover

@@ -379,7 +379,7 @@ def test_what_strip_writes_is_looked_at_before_the_full_one_goes(run: Path, wron
 
 def test_what_a_killed_strip_left_is_no_obstacle(run: Path) -> None:
     hold(run, 10, "test")
-    folder_of(run).saving_path(10).mkdir()
+    make_step(folder_of(run).path, 10, name=".saving-step-10")
     assert retention(run, 2).apply().stripped == [10]
 
 

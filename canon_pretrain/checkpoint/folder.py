@@ -225,18 +225,16 @@ class CheckpointFolder:
 
         Steps, results in RUN/evals and holds above `step`, and DONE. Nothing is deleted. For one
         process, under the run lock, after `recover`. The order: README.txt, DONE, results, then
-        steps, each newest first. Killed before the first step, the run is as it was, not done (the
+        steps, the newest first. Killed before the first step, the run is as it was, not done (the
         next start goes on at its end, and says so again); killed later, its steps are an unbroken
         beginning of the old branch. The same call then moves the rest, into an archive of its own.
         """
         later: list[tuple[Path, str]] = []
         for folder, name in ((run / EVALS, EVALS), (run / EVALS / HOLDS, f"{EVALS}/{HOLDS}")):
-            found = [
-                (number, path.name)
-                for path in entries(folder)
-                if (number := step_number(path.name.split(".")[0])) is not None and number > step
-            ]
-            later += [(folder / child, f"{name}/{child}") for _, child in sorted(found)[::-1]]
+            for path in entries(folder):
+                number = step_number(path.name.split(".")[0])
+                if number is not None and number > step:
+                    later.append((path, f"{name}/{path.name}"))
         later += [self._archived_step(old) for old in reversed(self.steps()) if old > step]
         if not later:
             return None

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from canon_pretrain.errors import UserError
@@ -77,6 +77,9 @@ class Manifest:
                 name: FileEntry(int(entry["bytes"]), str(entry["sha256"]))
                 for name, entry in record["files"].items()
             }
+            outside = [name for name in files if not _lies_inside(name)]
+            if outside:
+                raise ValueError(f"it names {outside[0]!r}, which is no file of this folder")
             if record["kind"] not in ("full", "weights"):
                 raise ValueError(f"kind {record['kind']!r}")
             return cls(**{**record, "step": int(record["step"]), "files": files})
@@ -84,6 +87,12 @@ class Manifest:
             raise DamagedCheckpoint(f"{folder} has no {MANIFEST}: it was never finished") from None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DamagedCheckpoint(f"{folder / MANIFEST} is damaged: {error!r}") from None
+
+
+def _lies_inside(name: str) -> bool:
+    """Whether a path of a manifest stays in the checkpoint's folder."""
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts
 
 
 def files_of(folder: Path) -> list[str]:

@@ -29,6 +29,7 @@ from torchtitan.tools.logging import logger
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.retention import Retention, held_steps
+from canon_pretrain.checkpoint.safe_load import describe
 from canon_pretrain.checkpoint.weights import strip_to_weights
 from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished
 from canon_pretrain.errors import UserError
@@ -275,7 +276,7 @@ class CanonCheckpointManager:
             return
         error = save.future.exception()
         if error is not None:
-            self._failed(save.step, _cause(error))
+            self._failed(save.step, describe(error))
             return
         self.saved_step, self.failures = save.step, 0
         manifest = save.writer.manifest
@@ -363,12 +364,3 @@ class _Save:
             self.future.set_exception(error)
         else:
             self.future.set_result(None)
-
-
-def _cause(error: BaseException) -> str:
-    """The failures of single ranks inside DCP's exception, in one line."""
-    failures = getattr(error, "failures", None)
-    if not failures:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    texts = {f"{type(e).__name__}: {e}".splitlines()[0] for e, _ in failures.values()}
-    return "; ".join(sorted(texts))

@@ -1,0 +1,445 @@
+"""Ends that nobody planned: signals, STOP, two launches on one folder, a rank that hangs.
+
+Each is done to real ranks. The proof is what the run folder says, and that the next launch goes on
+from there as if nothing had been.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.run import status as run_status
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.holder import Holder
+from canon_pretrain.run.lock_files import content_of
+from canon_pretrain.run.log import RunLog, read_log
+from canon_pretrain.run.status import Status, StatusWriter, health, read_status
+from tests.ranks import Ended, Launch, differences, launch, logged_step, whole_state
+from tests.support import ROOT, debug_run
+
+LONG = ("--training.steps", 400, "--checkpoint.interval", 1000, "--run.heartbeat_s", 0.2)
+"""More steps than any launch here takes; the only checkpoint is the one left at the end."""
+
+
+def status_of(folder: Path) -> Status:
+    status = read_status(RunFolder(folder).status_file)
+    assert status is not None
+    return status
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return CheckpointFolder(folder / "checkpoint").steps()
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    return read_log(RunFolder(folder).log_file)
+
+
+def check_stopped(folder: Path, reason: str, before: list[int]) -> int:
+    """That the last launch stopped cleanly by `reason`; the step of its one checkpoint."""
+    (step,) = set(saved_steps(folder)) - set(before)
+    status, last, run = status_of(folder), events_of(folder)[-1], RunFolder(folder)
+    assert (status.state, status.reason, status.step) == ("stopped", reason, step)
+    assert (last["event"], last["reason"], last["step"]) == ("stop", reason, step)
+    assert logged_step(folder) == step
+    assert not run.done_file.exists()
+    assert not run.lock_file.exists()
+    assert not run.stop_file.exists()
+    return step
+
+
+# -- faults, put in by a rank before it starts ------------------------------------------------
+
+
+def slow_steps(rank: int, seconds: float) -> None:
+    """Every step takes `seconds` longer: time to hit one."""
+    from canon_pretrain.titan.trainer import CanonTrainer
+
+    original = CanonTrainer.train_step
+
+    def train_step(self: Any, data: Any) -> None:
+        time.sleep(seconds)
+        original(self, data)
+
+    CanonTrainer.train_step = train_step  # type: ignore[method-assign]
+
+
+def slow_start(rank: int, marker: Path) -> None:
+    """A launch that is long busy before its first step, as with a large model."""
+    from canon_pretrain.titan.trainer import CanonTrainer
+
+    original = CanonTrainer.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        marker.with_suffix(f".{rank}").touch()
+        time.sleep(0.7)
+        original(self, *args, **options)
+
+    CanonTrainer.__init__ = init  # type: ignore[method-assign]
+
+
+def keep_a_journal(rank: int, journal: Path, seconds: float) -> None:
+    """Slow steps, and a line in `journal` for the loss of the lock and each write to the run."""
+    from canon_pretrain.checkpoint.writer import VerifiedWriter
+    from canon_pretrain.run.lock import RunLock
+
+    slow_steps(rank, seconds)
+
+    def noted(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapper(self: Any, *args: Any, **options: Any) -> Any:
+            with open(journal, "a") as file:
+                file.write(json.dumps([owner.__name__, name, str(args[:1])]) + "\n")
+            return original(self, *args, **options)
+
+        setattr(owner, name, wrapper)
+
+    if rank == 0:
+        noted(RunLock, "_lose")
+        noted(RunLog, "write")
+        noted(StatusWriter, "write")
+        noted(VerifiedWriter, "__init__")
+
+
+# -- signals ----------------------------------------------------------------------------------
+
+SIGNALS = [
+    (signal.SIGTERM, 1),
+    (signal.SIGINT, 0),
+    (signal.SIGUSR1, 1),
+    (signal.SIGUSR2, 0),
+]
+
+
+def test_a_signal_to_one_rank_stops_all_after_one_step_and_nothing_is_lost(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """Four launches, each ended by another signal; the fifth stands where a straight run does."""
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    argv = [*debug_run(data_folder, run), *LONG]
+    step = 0
+    for number, rank in SIGNALS:
+        before = saved_steps(run)
+        started = Launch(*argv, output=tmp_path)
+        started.wait_for(lambda: logged_step(run) >= step + 2)  # noqa: B023
+        started.send(number, [rank])
+        ended = started.wait()
+        assert ended.codes == [0, 0], ended.output
+        assert f"by {number.name}; the same command goes on from here" in ended.output
+        step = check_stopped(run, number.name, before)
+    assert [e["from_step"] for e in events_of(run) if e["event"] == "resume"] == saved_steps(run)[
+        :3
+    ]
+    last = ("--run.stop_at", step + 2)
+    launch(*argv, *last, output=tmp_path)
+    launch(*debug_run(data_folder, straight), *LONG, *last, output=tmp_path)
+    name = Path("checkpoint") / f"step-{step + 2}"
+    assert differences(whole_state(run / name), whole_state(straight / name)) == []
+    curves = [
+        [(e["step"], e["loss"], e["grad_norm"]) for e in events_of(folder) if e["event"] == "step"]
+        for folder in (run, straight)
+    ]
+    assert len(curves[0]) == step + 2
+    assert curves[0] == curves[1]
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*words, "-m", "canon_pretrain.train", *debug_run(data_folder, run), *LONG]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    with open(tmp_path / "output.txt", "w") as output:
+        agent = subprocess.Popen(
+            [str(word) for word in command],
+            env=os.environ | environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + 90
+        while logged_step(run) < 2 and time.monotonic() < deadline and agent.poll() is None:
+            time.sleep(0.05)
+        assert logged_step(run) >= 2, (tmp_path / "output.txt").read_text()
+        workers = children_of(agent.pid)
+        (other,) = set(workers) - {status_of(run).pid}
+        os.kill(other, signal.SIGTERM)
+        assert agent.wait(60) == 0, (tmp_path / "output.txt").read_text()
+    finally:
+        if agent.poll() is None:
+            for pid in [*children_of(agent.pid), agent.pid]:
+                os.kill(pid, signal.SIGKILL)
+            agent.wait()
+    check_stopped(run, "SIGTERM", [])
+    assert len(workers) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    stop = RunFolder(run).stop_file
+    argv = [*debug_run(data_folder, run), *LONG]
+    first = Launch(*argv, output=tmp_path)
+    first.wait_for(lambda: logged_step(run) >= 1)
+    stop.touch()
+    assert first.wait().codes == [0, 0]
+    step = check_stopped(run, "the file STOP", [])
+
+    stop.touch()  # by somebody who thought that the run was still on
+    second = Launch(*argv, output=tmp_path, before=slow_steps, before_args=(0.5,))
+    second.wait_for(lambda: logged_step(run) > step)
+    assert not stop.exists()
+    assert "left over from an earlier one, it is removed" in second.text()
+    # a second Ctrl-C does not wait for the step that the first one lets end
+    second.send(signal.SIGINT, [0])
+    time.sleep(0.2)
+    second.send(signal.SIGINT, [0])
+    began = time.monotonic()
+    while second.processes[0].is_alive() and time.monotonic() < began + 20:
+        time.sleep(0.01)
+    took = time.monotonic() - began
+    ended = second.wait()
+    assert took < 5
+    assert 0 not in ended.codes, ended.output
+    status = status_of(run)
+    assert (status.state, status.reason.partition(":")[0]) == ("failed", "KeyboardInterrupt")
+    assert saved_steps(run) == [step]
+
+
+def test_a_signal_before_the_first_step_stops_soon_after_it(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    run, marker = tmp_path / "run", tmp_path / "starting"
+    started = Launch(
+        *debug_run(data_folder, run),
+        *LONG,
+        output=tmp_path,
+        before=slow_start,
+        before_args=(marker,),
+    )
+    started.wait_for(lambda: marker.with_suffix(".1").exists())
+    started.send(signal.SIGTERM, [1])
+    ended = started.wait()
+    assert ended.codes == [0, 0], ended.output
+    assert check_stopped(run, "SIGTERM", []) <= 4
+
+
+# -- two launches on one folder ---------------------------------------------------------------
+
+
+def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken_at_once(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    argv = [*debug_run(data_folder, run), *LONG, "--checkpoint.interval", 3]
+    first = Launch(*argv, output=tmp_path)
+    first.wait_for(lambda: bool(saved_steps(run)))
+    holder = json.loads(RunFolder(run).lock_file.read_text())
+    files = {path for path in run.rglob("*") if "step-" not in str(path)}
+    refused = launch(*argv, output=tmp_path, ranks=1, check=False)
+    assert refused.codes == [2]
+    assert f"in use by another launch (host {holder['host']}, pid {first.pids[0]}" in refused.output
+    assert {path for path in run.rglob("*") if "step-" not in str(path)} == files
+    now = logged_step(run)
+    first.wait_for(lambda: logged_step(run) > now)  # untouched
+
+    first.kill()
+    assert first.wait().codes == [-9, -9]
+    assert RunFolder(run).lock_file.exists()
+    newest = saved_steps(run)[-1]
+    again = launch(*argv, "--run.stop_at", newest + 1, output=tmp_path)
+    assert "took over from" in again.output
+    assert "its process is gone" in again.output
+    assert events_of(run)[-1]["event"] == "stop"
+    assert [e["from_step"] for e in events_of(run) if e["event"] == "resume"] == [newest]
+    assert status_of(run).launches == 2, "the refused one is none"
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """What is left after a restart of the same Slurm job took a live launch's folder."""
+
+    run: Path
+    old: Ended
+    new: Ended
+    journal: list[list[str]]
+    """(class, method, argument) of the old launch's rank 0."""
+
+
+@pytest.fixture(scope="module")
+def takeover(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Takeover:
+    """A launch of Slurm job 7, with a checkpoint at each slow step, and its restart on one rank."""
+    base = tmp_path_factory.mktemp("takeover")
+    run, journal = base / "run", base / "journal.jsonl"
+    job = {"SLURM_JOB_ID": "7"}
+    argv = [*debug_run(data_folder, run), *LONG, "--checkpoint.interval", 1]
+    old = Launch(
+        *argv,
+        output=base,
+        environment=job,
+        before=keep_a_journal,
+        before_args=(journal, 0.15),
+    )
+    old.wait_for(lambda: len(saved_steps(run)) >= 2)
+    new = Launch(
+        *argv, output=base, ranks=1, environment=job | {"SLURM_RESTART_COUNT": "1"}
+    )
+    old_ended = old.wait()
+    resumed = [e["from_step"] for e in events_of(run) if e["event"] == "resume"]
+    step = max(resumed, default=0)
+    new.wait_for(lambda: logged_step(run) > step + 1)
+    new.send(signal.SIGTERM)
+    return Takeover(
+        run,
+        old_ended,
+        new.wait(),
+        [json.loads(line) for line in journal.read_text().splitlines()],
+    )
+
+
+def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(takeover: Takeover) -> None:
+    assert 0 not in takeover.old.codes
+    assert "without saving: another launch took the run folder over" in takeover.old.output
+    assert takeover.new.codes == [0], takeover.new.output
+    assert "restart 1 of the same Slurm job" in takeover.new.output
+    status = status_of(takeover.run)
+    assert (status.state, status.restart_count, status.launches) == ("stopped", 1, 2)
+    assert not RunFolder(takeover.run).lock_file.exists()
+    resumes = [e for e in events_of(takeover.run) if e["event"] == "resume"]
+    assert [e["world_size"] for e in resumes] == [1]
+
+
+def test_what_has_lost_its_lock_writes_nothing_any_more(takeover: Takeover) -> None:
+    (lost,) = [k for k, entry in enumerate(takeover.journal) if entry[1] == "_lose"]
+    assert takeover.journal[lost + 1 :] == []
+
+
+@pytest.fixture(scope="module")
+def finished(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    """A run of three steps whose folder a silent launch of another machine held."""
+    base = tmp_path_factory.mktemp("finished")
+    run = base / "run"
+    run.mkdir()
+    holder = replace(Holder.of_this_process(), host="elsewhere", pid=77)
+    RunFolder(run).lock_file.write_bytes(content_of(holder))
+    argv = debug_run(data_folder, run)
+    more = ("--training.steps", 3, "--lr_scheduler.warmup_steps", 1, "--run.heartbeat_s", 0.2)
+    return run, launch(*argv, *more, output=base, ranks=1)
+
+
+def test_a_silent_holder_elsewhere_is_waited_for_and_replaced(
+    finished: tuple[Path, Ended],
+) -> None:
+    _, ended = finished
+    assert "waiting for a sign of life, 1.2 s at most" in ended.output
+    assert "took over from host elsewhere, pid 77" in ended.output
+    assert "no heartbeat in 1.2 s" in ended.output
+
+
+def test_a_finished_run_started_again_changes_nothing(
+    finished: tuple[Path, Ended], data_folder: Path
+) -> None:
+    run, _ = finished
+    assert RunFolder(run).done_file.read_text() == "3\n"
+    assert [e["event"] for e in events_of(run)][-2:] == ["checkpoint", "done"]
+    status = status_of(run)
+    assert (status.state, status.step) == ("done", 3)
+
+    def files() -> dict[Path, tuple[bytes, int]]:
+        left_out = (RunFolder(run).status_file, RunFolder(run).done_file)
+        return {
+            path: (path.read_bytes(), path.stat().st_mtime_ns)
+            for path in run.rglob("*")
+            if path.is_file() and path not in left_out
+        }
+
+    before = files()
+    more = ("--training.steps", 3, "--lr_scheduler.warmup_steps", 1, "--run.heartbeat_s", 0.2)
+    ended = launch(*debug_run(data_folder, run), *more, output=run.parent, ranks=1)
+    assert "nothing to do" in ended.output
+    assert files() == before
+    assert RunFolder(run).done_file.read_text() == "3\n"
+    again = status_of(run)
+    assert (again.state, again.step, again.launches) == ("done", 3, 2)
+
+
+# -- hangs ------------------------------------------------------------------------------------
+
+TIMEOUT_S = 4
+
+
+def hang(argv: list[object], folder: Path, output: Path, from_step: int) -> float:
+    """Stop rank 1 with SIGSTOP in a step; seconds until rank 0 gives up."""
+    started = Launch(*argv, output=output)
+    started.wait_for(lambda: logged_step(folder) >= from_step + 3)
+    started.send(signal.SIGSTOP, [1])
+    began = time.monotonic()
+    seen: Iterator[None]
+    hung = False
+    while started.processes[0].is_alive() and time.monotonic() < began + 45:
+        status = status_of(folder)
+        silent_s = _silent_s(status)
+        if status.state == "running" and silent_s > 1.5:
+            # the process lives and its trainer does not move
+            hung = hung or health(status, datetime.now(UTC)) == "hung"
+        time.sleep(0.05)
+    took = time.monotonic() - began
+    started.kill([1])
+    ended = started.wait()
+    assert hung, "no reader could see it hang"
+    assert ended.codes[0] not in (0, -9), ended.output
+    assert ended.codes[1] == -9
+    return took
+
+
+def _silent_s(status: Status) -> float:
+    written, heartbeat = map(datetime.fromisoformat, (status.written, status.heartbeat))
+    return (written - heartbeat).total_seconds()
+
+
+def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(
+    data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_status, "HUNG_AFTER_S", 1.0)
+    monkeypatch.setattr(run_status, "HUNG_AFTER_STEPS", 1)
+    run = tmp_path / "run"
+    limits = ("--comm.train_timeout_seconds", TIMEOUT_S, "--comm.init_timeout_seconds", 60)
+    argv = [*debug_run(data_folder, run), *LONG, *limits, "--checkpoint.interval", 2]
+    traces = run / "comm_traces"
+    stacks = []
+    for attempt in range(2):
+        from_step = (saved_steps(run) or [0])[-1]
+        took = hang(argv, run, tmp_path, from_step)
+        assert 0.7 * TIMEOUT_S < took < TIMEOUT_S + 6
+        status = status_of(run)
+        assert status.state == "failed"
+        assert saved_steps(run), "the second launch resumes"
+        stacks.append((traces / "rank_0.stacks.txt").read_text())
+        assert "Timeout" in stacks[attempt]
+        assert "in train_step" in stacks[attempt]
+    assert [e["event"] for e in events_of(run) if e["event"] in ("start", "resume")] == [
+        "start",
+        "resume",
+    ]
+    # those of the first launch were not written over by the second
+    assert (traces / "launch-1" / "rank_0.stacks.txt").read_text() == stacks[0]
+    assert stacks[1] != stacks[0]
