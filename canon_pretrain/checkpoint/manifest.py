@@ -48,19 +48,22 @@ class Manifest:
     """The version that wrote it."""
     files: dict[str, FileEntry]
     """By path relative to the folder: all of it except the manifest."""
-    saved: str = ""
+    saved: str
     """UTC, ISO 8601."""
     version: int = VERSION
+
+    @staticmethod
+    def now() -> str:
+        """The present time as `saved` has it."""
+        return datetime.now(UTC).isoformat(timespec="seconds")
 
     @property
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write it durably into `folder`, with the present time unless it has one."""
-        record = asdict(self)
-        record["saved"] = self.saved or datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(folder / MANIFEST, record)
+        """Write it durably into `folder`."""
+        write_json(folder / MANIFEST, asdict(self))
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":

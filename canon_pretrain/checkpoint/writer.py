@@ -15,7 +15,7 @@ import hashlib
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +121,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
     the caller, and a manifest is what tells a whole folder. Fails with FileExistsError where
     `final` exists, and with the OSError of any rank's writing: then `final` is as it was, and the
     caller takes `temporary` away (remove_unfinished); the next save to it does so too. A writer
-    serves one save.
+    serves one save. `may_commit` is asked on the coordinator, last before the rename.
     """
 
     def __init__(
@@ -132,6 +132,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         step: int,
         kind: Kind = "full",
         world_size: int,
+        may_commit: Callable[[], bool] = lambda: True,
     ) -> None:
         if temporary.parent != final.parent:
             raise ValueError(
@@ -146,6 +147,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         )
         self.final, self.temporary = final, temporary
         self.step, self.kind, self.world_size = step, kind, world_size
+        self._may_commit = may_commit
         self.manifest: Manifest | None = None
         """On the coordinator, once the checkpoint is whole."""
         self.fs = self._files = _HashingFileSystem()
@@ -210,11 +212,14 @@ class VerifiedWriter(dcp.FileSystemWriter):
             kind=self.kind,
             world_size=self.world_size,
             torch=str(torch.__version__),
+            saved=Manifest.now(),
             files=dict(sorted((files | self._files.written).items())),
         )
         self._check_shared(manifest)
         manifest.write(self.temporary)  # syncs the names in the folder too
         if self.final != self.temporary:
+            if not self._may_commit():
+                raise PermissionError(f"{self.final} is no longer this process's to write")
             self._refuse_existing()
             os.rename(self.temporary, self.final)
         fsync_folder(self.final.parent)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from canon_pretrain.files import write_json
 
+FRESH = "checkpoint.fresh"
+
 
 def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this launch is a restart of one that obeyed `option` (written with its value).

@@ -76,8 +76,17 @@ class Session:
             )
         self.status.write()
 
+    @property
+    def lost(self) -> bool:
+        """Whether another launch is known to have taken the folder: this one writes no more."""
+        return self._lock is not None and self._lock.lost
+
+    def still_ours(self) -> bool:
+        """Whether the folder is this launch's, by a look at the lock; True above rank 0."""
+        return self._lock is None or self._lock.still_ours()
+
     def _beat(self) -> None:
-        if self.status is not None:
+        if self.status is not None and not self.lost:
             self.status.write()
 
     def progress(self, step: int, phase: str, seconds_per_step: float | None = None) -> None:
@@ -102,8 +111,7 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.stop.__exit__()
-        lost = self._lock is not None and self._lock.lost
-        if self.status is not None and error is not None and not lost:
+        if self.status is not None and error is not None and not self.lost:
             step = self.status.status.step
             self.status.end("failed", f"{type(error).__name__}: {_first_line(error)}", step)
         if self._lock is not None:

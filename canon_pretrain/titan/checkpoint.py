@@ -36,11 +36,12 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.files import free_bytes
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.once import mark_obeyed, was_obeyed
+from canon_pretrain.run.stop import LOST_LOCK
 from canon_pretrain.titan.agree import Council, io_group
 from canon_pretrain.titan.job_config import Checkpoint
 from canon_pretrain.titan.resume import Resume, leave_branch
 
-CLOSE_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 5.0
 BUSY = "busy"
 LOUD_AFTER = 3
 """Failed saves in a row from which on each one is an error, not a warning."""
@@ -79,6 +80,7 @@ class CanonCheckpointManager:
         self._model = ModelWrapper(model_parts)
         self._event: Callable[..., None] = no_event
         self._note: Callable[..., None] = no_event
+        self._still_ours: Callable[[], bool] = lambda: True
         self.saved_step = 0
         """The newest step with a whole checkpoint, as far as this launch knows."""
         self.failures = 0
@@ -103,10 +105,16 @@ class CanonCheckpointManager:
         )
 
     def attach(
-        self, *, event: Callable[..., None], note: Callable[..., None], **states: Any
+        self,
+        *,
+        event: Callable[..., None],
+        note: Callable[..., None],
+        still_ours: Callable[[], bool],
+        **states: Any,
     ) -> None:
-        """Where to report to (the run's log, status.json), and what else belongs to the state."""
-        self._event, self._note = event, note
+        """Where to report to (the run's log, status.json), whom to ask whether this launch still
+        holds the run folder, and what else belongs to the state."""
+        self._event, self._note, self._still_ours = event, note, still_ours
         self.states |= states
 
     def load(self, step: int = -1) -> bool:
@@ -180,6 +188,7 @@ class CanonCheckpointManager:
             self.folder.saving_path(step),
             step=step,
             world_size=dist.get_world_size(),
+            may_commit=self._still_ours,
         )
         self._save = _Save(step, begin, writer)
         self._save.start(self._write, staged, writer, self._copied)
@@ -198,6 +207,8 @@ class CanonCheckpointManager:
                 f"being written, {time.monotonic() - self._save.begin:.0f} s after it began"
             )
             return BUSY
+        if not self._still_ours():
+            return LOST_LOCK
         try:
             return self._lack_of_room()
         except OSError as error:  # such as a stale handle: a save that can't be made, no more
@@ -298,7 +309,7 @@ class CanonCheckpointManager:
     def _failed(self, step: int, why: str) -> None:
         """Report a save that was not made, louder from the third in a row on."""
         self.failures += 1
-        if self._rank:
+        if self._rank or not self._still_ours():
             return
         remove_unfinished(self.folder.saving_path(step))
         self._event("checkpoint_failed", step=step, reason=why, in_a_row=self.failures)
@@ -338,8 +349,8 @@ class CanonCheckpointManager:
             self._retention_thread = None
 
     def close(self) -> None:
-        """Let the background work end, but not for ever: where training failed, other ranks may
-        be gone, and a save that needs them will not end."""
+        """Let the background work end, but not for long: a save is under way here only where
+        training failed, and other ranks that it needs may be gone."""
         if self._save is not None:
             wait([self._save.future], timeout=CLOSE_TIMEOUT_S)
         self._join_retention()

@@ -301,12 +301,6 @@ def _check_checkpoint(job: CanonJobConfig) -> None:
         )
     if not checkpoint.enable and job.run.stop_at is not None:
         raise UserError("run.stop_at leaves a checkpoint, but checkpoint.enable is false")
-    folder = Path(job.job.dump_folder) / checkpoint.folder
-    if checkpoint.load_step != -1 and not (folder / f"step-{checkpoint.load_step}").is_dir():
-        there = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "none"
-        raise UserError(
-            f"checkpoint.load_step = {checkpoint.load_step}: not in {folder}; there are: {there}"
-        )
 
 
 def valid_world_sizes(global_batch_size: int) -> list[int]:

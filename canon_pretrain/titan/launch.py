@@ -13,7 +13,7 @@ import torchtitan
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
-from canon_pretrain.run.once import mark_obeyed, was_obeyed
+from canon_pretrain.run.once import FRESH, mark_obeyed, was_obeyed
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.titan.job_config import CanonJobConfig
 
@@ -27,12 +27,15 @@ def prepare_folder(job: CanonJobConfig, session: Session) -> None:
     checkpoints = CheckpointFolder(run.path / job.checkpoint.folder)
     for sentence in checkpoints.recover():
         logger.info(f"NOTE: {sentence}")
+    if strays := checkpoints.strays():
+        names = ", ".join(strays)
+        logger.info(f"NOTE: in {checkpoints.path}, but no part of it, and left alone: {names}")
     once = run.obeyed_file
-    if job.checkpoint.fresh and was_obeyed(once, "checkpoint.fresh"):
+    if job.checkpoint.fresh and was_obeyed(once, FRESH):
         logger.info("NOTE: this job has begun the run afresh before: going on with it")
     elif job.checkpoint.fresh:
         kept = checkpoints.archive_all(run.path, "--checkpoint.fresh")
-        mark_obeyed(once, "checkpoint.fresh")
+        mark_obeyed(once, FRESH)
         if kept is not None:
             logger.info(f"NOTE: beginning again: the run so far is in {kept}")
     if kept := archive_traces(run.path / job.comm.save_traces_folder):

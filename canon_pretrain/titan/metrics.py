@@ -6,6 +6,7 @@ so that it can say how far the run is and when it will end.
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class CanonMetrics(MetricsProcessor):
         super().__init__(job, parallel_dims)
         self.world_size = parallel_dims.world_size
         self.last_step = job.last_step
+        self.may_write: Callable[[], bool] = lambda: True  # set by the trainer, as is the next
         self.must_log = False
         """Set by the trainer before a step that is the last or leaves a checkpoint: a line for each
         means that the digests of all that a checkpoint has seen stand in the log."""
@@ -51,8 +53,8 @@ class CanonMetrics(MetricsProcessor):
         return super().should_log(step) or self.must_log
 
     def event(self, name: str, **fields: Any) -> None:
-        """Append an event to the run's log (rank 0 only)."""
-        if self.run_log is not None:
+        """Append an event to the run's log (rank 0 only), while the folder is this launch's."""
+        if self.run_log is not None and self.may_write():
             self.run_log.write(name, **fields)
 
     def begin(self, step: int) -> None:

@@ -83,6 +83,12 @@ class Resume:
     def _candidate(self, asked: int) -> int | None:
         """The step to try next, None to begin at step 1; rank 0 only. Raises UserError."""
         if asked != -1:
+            if asked not in self.folder.steps():
+                there = ", ".join(map(str, self.folder.steps())) or "none"
+                raise UserError(
+                    f"checkpoint.load_step = {asked}: not in {self.folder.path}; steps that are "
+                    f"there: {there}"
+                )
             return asked
         resumable: list[int] = []
         weights_only: list[int] = []

@@ -24,6 +24,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.run.once import FRESH, was_obeyed
 from canon_pretrain.run.session import Session
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
 from canon_pretrain.titan import launch
@@ -58,7 +59,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.session = session
         self.folder = session.folder
         self.identity = run_identity(job, fingerprint)
-        fresh, allowed = job.checkpoint.fresh, job.run.allow_changes
+        # a restarted job repeats --checkpoint.fresh, and is not obeyed: it goes on with a run
+        fresh = job.checkpoint.fresh and not was_obeyed(self.folder.obeyed_file, FRESH)
+        allowed = job.run.allow_changes
         self.changes = {} if fresh else check_identity(self.folder, self.identity, allowed)
         self.config = job.to_dict()
         # whoever reads the run may stand in another folder
@@ -78,8 +81,12 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.guards = StepGuards(job.guards, self.device)
         self.readback = Readback(self.device)
         self.checkpointer.attach(
-            event=self.metrics_processor.event, note=session.note, guards=self.guards
+            event=self.metrics_processor.event,
+            note=session.note,
+            still_ours=session.still_ours,
+            guards=self.guards,
         )
+        self.metrics_processor.may_write = lambda: not session.lost
         # host states of the last steps, to go back to when bad steps in a row end the run
         self._before: deque[tuple[int, dict[str, Any]]] = deque(
             maxlen=job.guards.max_bad_steps + Readback.LAG + 1
@@ -186,7 +193,8 @@ class CanonTrainer(torchtitan.train.Trainer):
                 arm()
                 pace = (time.monotonic() - begin) / max(1, self.step - first - 1)
                 self.session.progress(self.step, "training", pace or None)
-            self._hear(self.readback.pop(last=True))
+            # nobody waits for a step that was the last anyway; a lost lock must be heard of
+            stop = self._hear(self.readback.pop(last=True)) or stop
         return stop
 
     def advance(self, data: Iterator[tuple[dict[str, Tensor], Tensor]]) -> str | None:
