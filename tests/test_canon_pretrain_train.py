@@ -143,6 +143,14 @@ def test_a_run_whose_checkpoints_are_broken_does_not_begin_again(
     assert step_events(tmp_path / "run") == events
 
 
+def test_a_step_that_is_not_there_is_named(runs: Runs, data_folder: Path) -> None:
+    argv = [*debug_run(data_folder, runs.straight), "--checkpoint.load_step", 99]
+    done = train(*argv, check=False)
+    assert done.returncode == 2
+    assert "load_step = 99: not in" in done.stderr
+    assert "steps that are there: 6, 12" in done.stderr
+
+
 VARIANT = [
     *("--model.position", "partial_rope_a", "--model.qk_norm", "full"),
     *("--training.mixed_precision_param", "bfloat16", "--training.steps", 6),

@@ -1,69 +1,119 @@
-"""Text to token ids and back, with a SentencePiece model such as Llama-2's.
+"""Text to token ids and back, with a SentencePiece model (Llama-2's) or an HF tokenizer.json.
 
-Used by data_prep to write shards. BOS and EOS are the caller's, `encode` adds neither.
+Used by data_prep to write shards and by eval to ask questions in text. BOS and EOS are the
+caller's, `encode` adds neither. What reads the two file formats is in `sentencepiece_model.py` and
+`hf_tokenizer.py`.
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
-import sentencepiece
 
+from canon_pretrain.data.hf_tokenizer import HFTokenizer
+from canon_pretrain.data.sentencepiece_model import SentencePieceModel
 from canon_pretrain.errors import UserError
+
+SENTENCEPIECE_FILE = "tokenizer.model"
+HF_FILE = "tokenizer.json"
+FILE_NAMES = (SENTENCEPIECE_FILE, HF_FILE)
 
 # Mistral-v1 and Llama-2 share vocabulary size, bos and eos, and differ in the first of these.
 PROBES = ("Hello world.", "    return x[10:]\n", "</s>", "Zürich 2024 \U0001f642")
 
 
-class Tokenizer:
-    """A loaded SentencePiece model: `vocab_size`, `bos_id`, `eos_id` and `sha256` of its file.
+class _Reader(Protocol):
+    """What knows one file format. `method` says in a few words how it encodes."""
 
-    A literal `</s>` in a text is text, never the EOS id. `decode(encode(text)) == text` for every
-    text of valid Unicode without U+2581, which the format itself reads as a space.
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+    method: str
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class Tokenizer:
+    """A loaded tokenizer: `vocab_size`, `bos_id`, `eos_id`, and `sha256` of its file.
+
+    `model` is the file's content, `file_name` its name in a data folder, `bos_id` -1 where there is
+    none; `method` says in a few words how texts are encoded. `eos` names the token that ends a
+    document (by its text or id) where the file leaves that open.
+
+    A literal `</s>` in a text is text, never the EOS id. With a SentencePiece model,
+    `decode(encode(text)) == text` for every text of valid Unicode without U+2581, which that format
+    reads as a space; a tokenizer.json may normalise. Raises UserError for content that is neither.
     """
 
-    def __init__(self, model: bytes, name: str) -> None:
+    def __init__(self, model: bytes, name: str, *, eos: str | int | None = None) -> None:
         if not model:
-            raise UserError(f"tokenizer {name}: the file is empty; give a SentencePiece .model")
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
             raise UserError(
-                f"tokenizer {name}: not a readable SentencePiece model ({len(model)} bytes); give "
-                f"the file tokenizer.model, not tokenizer.json"
-            ) from error
+                f"tokenizer {name}: the file is empty; give a SentencePiece {SENTENCEPIECE_FILE} "
+                f"or an HF {HF_FILE}"
+            )
+        # no SentencePiece model begins so: its first byte is 10, the tag of its first piece
+        is_json = model[:1] == b"{"
+        self.file_name = HF_FILE if is_json else SENTENCEPIECE_FILE
+        self._reader: _Reader = (HFTokenizer if is_json else SentencePieceModel)(model, name, eos)
         self.model = model
         self.sha256 = hashlib.sha256(model).hexdigest()
-        self.vocab_size: int = self._processor.vocab_size()
-        self.bos_id: int = self._processor.bos_id()
-        self.eos_id: int = self._processor.eos_id()
-        if self.eos_id < 0:
-            raise UserError(
-                f"tokenizer {name}: the model has no EOS piece, and documents are separated by "
-                f"it; give a model trained with an eos_id"
-            )
+        self.vocab_size = self._reader.vocab_size
+        self.bos_id = self._reader.bos_id
+        self.eos_id = self._reader.eos_id
+        self.method = self._reader.method
 
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """Load the SentencePiece model at `path`. Raises UserError if missing or unreadable."""
+    def load(cls, path: Path, *, eos: str | int | None = None) -> Self:
+        """Load the tokenizer file at `path`. Raises UserError if missing or unreadable."""
         try:
             model = Path(path).read_bytes()
         except OSError as error:
             raise UserError(
                 f"tokenizer {path}: cannot be read: {error.strerror}; give the path of a "
-                f"SentencePiece tokenizer.model"
+                f"SentencePiece {SENTENCEPIECE_FILE} or an HF {HF_FILE}"
             ) from None
-        return cls(model, str(path))
+        return cls(model, str(path), eos=eos)
+
+    @classmethod
+    def find(cls, folder: Path, *, eos: str | int | None = None) -> Self:
+        """Load the tokenizer of a data folder, the --out of a build. Raises UserError.
+
+        The folder's shards know their EOS: `eos=shards.eos_id` is right where they are at hand.
+        """
+        there = [path for name in FILE_NAMES if (path := Path(folder) / name).is_file()]
+        if not there:
+            raise UserError(
+                f"{Path(folder) / SENTENCEPIECE_FILE} is missing, and so is {HF_FILE}: `python -m "
+                f"data_prep build` puts one of them beside the shards"
+            )
+        if len(there) > 1:
+            raise UserError(
+                f"{folder}: holds both {' and '.join(FILE_NAMES)}, a build writes one of them; "
+                f"remove the one that does not belong there"
+            )
+        return cls.load(there[0], eos=eos)
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text` without BOS and EOS, int64 [tokens]."""
-        return np.array(self._processor.encode(text), dtype=np.int64)
+        return self._reader.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each of `texts`, as `encode` gives them, on one core."""
+        return [self._reader.encode(text) for text in texts]
 
     def decode(self, ids: np.ndarray | list[int]) -> str:
         """The text of `ids` (int [tokens]); control ids such as EOS give nothing."""
-        return str(self._processor.decode([int(i) for i in ids]))
+        return self._reader.decode([int(i) for i in ids])
 
     def probe_ids(self) -> dict[str, list[int]]:
         """The ids of a few fixed strings: tells apart models that differ in nothing else."""
         return {text: self.encode(text).tolist() for text in PROBES}
+
+
+def load_tokenizer(path: Path, *, eos: str | int | None = None) -> Tokenizer:
+    """`Tokenizer.load`, or `Tokenizer.find` where `path` is a folder. Raises UserError."""
+    return (Tokenizer.find if Path(path).is_dir() else Tokenizer.load)(Path(path), eos=eos)

@@ -5,18 +5,25 @@ writers never mix and a crash tears the last line at most. NaN and infinities ar
 JSON has none. The trainer writes it; plots, status and reports read it through `read_log`.
 """
 
+import errno
 import json
+import logging
 import math
 import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 
 class RunLog:
     """An append-only writer of events."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
+        self._unwritten = b""
+        self._is_full = False
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         size = os.fstat(self._descriptor).st_size
@@ -25,12 +32,29 @@ class RunLog:
             os.write(self._descriptor, b"\n")
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one event with its UTC time; non-finite floats become strings."""
+        """Append one event with its UTC time; non-finite floats become strings.
+
+        What a full disk does not take is kept, and written before the next event.
+        """
         record = {"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}
         record |= {name: json_value(value) for name, value in fields.items()}
-        os.write(self._descriptor, (json.dumps(record, allow_nan=False) + "\n").encode())
+        self._unwritten += (json.dumps(record, allow_nan=False) + "\n").encode()
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unwritten:
+                done = os.write(self._descriptor, self._unwritten)
+                self._unwritten = self._unwritten[done:]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if not self._is_full:
+                logger.warning(f"{self.path}: {error.strerror}; its lines wait in memory for room")
+        self._is_full = bool(self._unwritten)
 
     def close(self) -> None:
+        self._flush()
         os.close(self._descriptor)
 
 

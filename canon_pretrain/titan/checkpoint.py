@@ -328,7 +328,7 @@ class CanonCheckpointManager:
     def _retain(self, step: int) -> None:
         """Delete what is too old, in the background; rank 0 only."""
         self._retention.trust(step)
-        self._join_retention()
+        self.settle()
         self._retention_thread = threading.Thread(target=self._apply_retention, daemon=True)
         self._retention_thread.start()
 
@@ -343,7 +343,8 @@ class CanonCheckpointManager:
             self._event("retention", deleted=outcome.deleted, weights_only=outcome.weights_only)
         self._note(weights_only=outcome.weights_only)
 
-    def _join_retention(self) -> None:
+    def settle(self) -> None:
+        """Wait for what goes on in the background beside a save."""
         if self._retention_thread is not None:
             self._retention_thread.join()
             self._retention_thread = None
@@ -353,7 +354,7 @@ class CanonCheckpointManager:
         training failed, and other ranks that it needs may be gone."""
         if self._save is not None:
             wait([self._save.future], timeout=CLOSE_TIMEOUT_S)
-        self._join_retention()
+        self.settle()
 
 
 class _Save:

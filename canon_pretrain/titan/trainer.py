@@ -150,6 +150,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         if stop and LOST_LOCK in stop:
             raise UserError(f"stopped after step {self.step} without saving: {stop}", shared=True)
         self._save_last()
+        self.checkpointer.settle()
         launch.finish(self, stop)
 
     def _save_last(self) -> None:

@@ -1,0 +1,105 @@
+"""An HF tokenizer.json, read with the package `tokenizers`; one of `Tokenizer`'s two formats.
+
+That package matches every registered special token in a text, so that a literal `</s>` becomes
+the end of a document, and obeys a truncation or padding that the file asks for. Here it does
+neither.
+"""
+
+import json
+import os
+
+import numpy as np
+import tokenizers
+
+from canon_pretrain.errors import UserError
+
+EOS_NAMES = (
+    "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)  # fmt: skip
+BOS_NAMES = (
+    "<s>", "<|begin_of_text|>", "<bos>", "<|bos|>", "<|startoftext|>", "[BOS]",
+    "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+)  # fmt: skip
+# A character that hardly any vocabulary has: it must become bytes or the unknown token.
+_RARE = "\U0001f9ec"
+
+
+class HFTokenizer:
+    """The tokenizer in `model`, the bytes of a tokenizer.json; `name` is for messages.
+
+    EOS is `eos` (a token's text or id), else the one added token with a usual name. Raises
+    UserError where there is none or several, where a literal EOS would still be matched in a text,
+    and for a model that drops characters.
+    """
+
+    method = "tokenizers"
+
+    def __init__(self, model: bytes, name: str, eos: str | int | None = None) -> None:
+        self._name = name
+        # a worker has one core; with more threads the package also warns after every fork
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        try:
+            content = json.loads(model)
+            added = {entry["content"]: int(entry["id"]) for entry in content["added_tokens"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"tokenizer {name}: not a tokenizer.json: {error!r}") from None
+        self.eos_id = _eos_id(added, name, eos)
+        self.bos_id = next((added[token] for token in BOS_NAMES if token in added), -1)
+        for entry in content["added_tokens"]:
+            if entry["id"] in (self.eos_id, self.bos_id):
+                entry["special"] = True  # only special tokens can be kept from matching
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+        except Exception as error:  # the package raises nothing more precise
+            raise UserError(f"tokenizer {name}: not a readable tokenizer.json: {error}") from None
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # ids may have gaps: the count of tokens could be too small
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._special = np.array([i for i in {self.eos_id, self.bos_id} if i >= 0])
+        self._check()
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of `text` without BOS and EOS, int64 [tokens]."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        tokens = np.array(ids, dtype=np.int64)
+        if np.isin(tokens, self._special).any():
+            raise UserError(
+                f"tokenizer {self._name}: reads its own EOS or BOS (ids {self._special.tolist()}) "
+                f"out of a text that holds its name: documents could not be told apart; give a "
+                f"tokenizer that has them as added tokens only"
+            )
+        return tokens
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`; special tokens give nothing."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _check(self) -> None:
+        for token in self._special.tolist():
+            text = self._tokenizer.id_to_token(token)
+            for probe in (text, f"a{text}b", f" {text} "):
+                self.encode(probe)
+        if not len(self.encode(_RARE)):
+            raise UserError(
+                f"tokenizer {self._name}: drops characters that it does not know ({_RARE!r} gives "
+                f"no id); give one with byte fallback, byte-level pieces or an unknown token"
+            )
+
+
+def _eos_id(added: dict[str, int], name: str, eos: str | int | None) -> int:
+    """The id of the added token that ends documents: `eos`, or the one with a usual name."""
+    known = added if eos is not None else EOS_NAMES
+    found = [i for token, i in added.items() if token in known and eos in (None, token, i)]
+    if len(found) == 1:
+        return found[0]
+    shown = ", ".join(list(added)[:8]) or "none"
+    if eos is not None:
+        problem = f"EOS {eos!r} is not one of its added tokens"
+    elif found:
+        problem = "several of its added tokens could end a document"
+    else:
+        problem = "none of its added tokens has a usual name for the end of a document"
+    raise UserError(f"tokenizer {name}: {problem} ({shown}); name it with --eos TOKEN")
