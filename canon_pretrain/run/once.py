@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from canon_pretrain.files import write_json
 
@@ -21,9 +22,8 @@ def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ)
 
     Slurm's job and torchrun's run count; a person who types the command again is obeyed again.
     """
-    try:
-        before = json.loads(path.read_text())[option]
-    except (FileNotFoundError, KeyError, ValueError):
+    before = _read(path).get(option)
+    if before is None:
         return False
     now = _launch(environ)
     if now["job"] and now["job"] == before["job"] and now["restart"] > before["restart"]:
@@ -34,17 +34,22 @@ def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ)
 
 def mark_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> None:
     """Record that this launch has obeyed `option`."""
+    write_json(path, _read(path) | {option: _launch(environ)})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The records there; none where the file is missing or damaged."""
     try:
         record = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
-        record = {}
-    write_json(path, record | {option: _launch(environ)})
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _launch(environ: Mapping[str, str]) -> dict[str, str | int]:
     return {
         "job": environ.get("SLURM_JOB_ID", ""),
-        "restart": int(environ.get("SLURM_RESTART_COUNT", "0")),
+        "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
         "run": environ.get("TORCHELASTIC_RUN_ID", "").removeprefix("none"),
-        "attempt": int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        "attempt": int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
     }

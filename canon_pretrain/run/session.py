@@ -4,6 +4,7 @@ train.py opens it before the ranks meet and closes it last. The files are global
 other ranks hold their signals only. No torch here.
 """
 
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -110,12 +111,15 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop.__exit__()
-        if self.status is not None and error is not None and not self.lost:
-            step = self.status.status.step
-            self.status.end("failed", f"{type(error).__name__}: {_first_line(error)}", step)
-        if self._lock is not None:
-            self._lock.release()
+        try:
+            if self.status is not None and error is not None and not self.lost:
+                step = self.status.status.step
+                self.status.end("failed", f"{type(error).__name__}: {_first_line(error)}", step)
+            if self._lock is not None:
+                self._lock.release()
+        finally:
+            # last: torchrun sends SIGTERM to those that are left just when one rank has failed
+            self.stop.__exit__()
 
 
 def _first_line(error: BaseException) -> str:
@@ -131,8 +135,8 @@ def archive_traces(folder: Path) -> Path | None:
     traces = [path for path in folder.glob("*") if path.is_file() and path.stat().st_size]
     if not traces:
         return None
-    number = sum(path.is_dir() for path in folder.iterdir()) + 1
-    kept = folder / f"launch-{number}"
+    names = (folder / f"launch-{number}" for number in itertools.count(1))
+    kept = next(path for path in names if not path.exists())
     kept.mkdir()
     for path in traces:
         os.rename(path, kept / path.name)

@@ -18,6 +18,8 @@ from canon_pretrain.config import Guards
 
 SKIPPED, OUTLIERS, IN_A_ROW, HALTED, SEEN = range(5)
 """Positions in `StepGuards.counters`."""
+MAX_WINDOW = 1024
+"""The most norms that are remembered, and always are: a run may be told to change its window."""
 
 
 class StepGuards(Stateful):
@@ -25,13 +27,13 @@ class StepGuards(Stateful):
 
     `counters`, float64 [5]: steps skipped since the run began (bad and outliers), outliers among
     them, bad steps in a row, whether the run has to end, norms seen. `norms`, float32
-    [outlier_window], is a ring of the last finite gradient norms.
+    [MAX_WINDOW], is a ring of the last finite gradient norms.
     """
 
     def __init__(self, config: Guards, device: torch.device) -> None:
         self.config = config
         self.counters = torch.zeros(5, dtype=torch.float64, device=device)
-        self.norms = torch.zeros(config.outlier_window, dtype=torch.float32, device=device)
+        self.norms = torch.zeros(MAX_WINDOW, dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
@@ -41,36 +43,38 @@ class StepGuards(Stateful):
         """
         count = self.counters
         bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
-        halted = count[HALTED] > 0
+        halted = was_halted = count[HALTED] > 0
         in_a_row = torch.where(bad, count[IN_A_ROW] + 1, torch.zeros_like(count[IN_A_ROW]))
         in_a_row = torch.where(halted, count[IN_A_ROW], in_a_row)
         halted = halted | (in_a_row >= self.config.max_bad_steps)
-        outlier = self._is_outlier(grad_norm) & ~bad & ~halted
-        count[SKIPPED] += bad | outlier
+        outlier = self._is_outlier(grad_norm, ~bad & ~halted)
+        # after the verdict nothing is counted: the state stays that of the streak's end
+        count[SKIPPED] += (bad | outlier) & ~was_halted
         count[OUTLIERS] += outlier
         count[IN_A_ROW] = in_a_row
         count[HALTED] = halted
         return (bad | outlier | halted).float()
 
-    def _is_outlier(self, grad_norm: Tensor) -> Tensor:
-        """Whether a norm stands out from the window; it then enters the window, if finite.
+    def _is_outlier(self, grad_norm: Tensor, counts: Tensor) -> Tensor:
+        """Whether a norm stands out from the window; it then enters the window, where it `counts`.
 
         It enters though it is an outlier (as in OLMo-core's SkipStepOptimizer): a lasting change
         of scale is then taken for normal before long, and the run does not skip for ever.
         """
+        window = self.config.outlier_window
         if self.config.outlier_sigma is None:
-            return torch.zeros_like(grad_norm, dtype=torch.bool)
-        window, seen = len(self.norms), self.counters[SEEN]
-        known = torch.arange(window, device=self.norms.device) < seen
+            return torch.zeros_like(counts)
+        seen = self.counters[SEEN].clone()
+        age = (seen - 1 - torch.arange(MAX_WINDOW, device=self.norms.device)) % MAX_WINDOW
+        known = age < seen.clamp(max=window)
         number = known.sum().clamp(min=1)
         mean = (self.norms * known).sum() / number
         variance = (((self.norms - mean) * known) ** 2).sum() / number
         limit = mean + self.config.outlier_sigma * variance.sqrt()
-        outlier = (seen >= window / 2) & (grad_norm > limit)
-        finite = torch.isfinite(grad_norm)
-        place = (seen % window).long()[None]
-        self.norms.scatter_(0, place, torch.where(finite, grad_norm, self.norms[place][0])[None])
-        self.counters[SEEN] += finite
+        outlier = counts & (seen >= window / 2) & (grad_norm > limit)
+        place = (seen % MAX_WINDOW).long()[None]
+        self.norms.scatter_(0, place, torch.where(counts, grad_norm, self.norms[place][0])[None])
+        self.counters[SEEN] += counts
         return outlier
 
     def before_the_streak(self) -> Tensor:
@@ -85,6 +89,8 @@ class StepGuards(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.counters.copy_(state_dict["counters"])
+        # a new launch judges anew: the next good step ends the streak, the next bad one the run
+        self.counters[HALTED] = 0
         self.norms.copy_(state_dict["norms"])
 
 

@@ -42,6 +42,7 @@ def check_identity(
     difference is not named in `allowed`, showing each one and the argument that would allow it,
     and where `allowed` names what no run has.
     """
+    allowed = [name for words in allowed for name in words.split(",") if name]
     unknown = [name for name in allowed if name not in identity]
     if unknown:
         raise UserError(
@@ -62,7 +63,7 @@ def check_identity(
             f"{folder.path} holds another run; going on would change it: "
             + "; ".join(f"{name}: {pair[0]!r} -> {pair[1]!r}" for name, pair in refused.items())
             + ". Choose another folder with --job.dump_folder, undo the change, or name it: "
-            + f"--run.allow_changes {','.join(changed)}"
+            + f"--run.allow_changes {' '.join(changed)}"
         )
     return changed
 

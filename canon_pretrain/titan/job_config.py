@@ -287,6 +287,15 @@ def _check_numbers(job: CanonJobConfig) -> None:
         value = _value(job, name)
         if not (math.isfinite(value) and value >= low):
             raise UserError(f"{name} = {value}: expected a finite number of at least {low}")
+    guards = job.guards
+    if guards.max_bad_steps < 1:
+        raise UserError(f"guards.max_bad_steps = {guards.max_bad_steps}: expected at least 1")
+    if not 2 <= guards.outlier_window <= 1024:
+        raise UserError(f"guards.outlier_window = {guards.outlier_window}: expected 2 to 1024")
+    if guards.outlier_sigma is not None and not guards.outlier_sigma > 0:
+        raise UserError(f"guards.outlier_sigma = {guards.outlier_sigma}: expected more than 0")
+    if not job.run.heartbeat_s > 0:
+        raise UserError(f"run.heartbeat_s = {job.run.heartbeat_s}: expected more than 0")
     if not 0 <= job.data.data_seed < 1 << 64:
         raise UserError(f"data.data_seed = {job.data.data_seed}: expected 0 to 2**64 - 1")
 
@@ -298,6 +307,11 @@ def _check_checkpoint(job: CanonJobConfig) -> None:
         raise UserError(
             f"checkpoint.keep_latest_k = {checkpoint.keep_latest_k}: expected 0 (all) or at least "
             "2, since the newest may still be in writing"
+        )
+    if checkpoint.fresh and checkpoint.load_step != -1:
+        raise UserError(
+            f"checkpoint.fresh begins again at step 1, checkpoint.load_step = "
+            f"{checkpoint.load_step} goes on from there: give one of the two"
         )
     if not checkpoint.enable and job.run.stop_at is not None:
         raise UserError("run.stop_at leaves a checkpoint, but checkpoint.enable is false")

@@ -120,9 +120,13 @@ class Resume:
 
     def _steps_in_the_log(self) -> list[int]:
         """Steps that were saved, by the log, which a purge of old files may leave alone."""
-        if not self.run.log_file.exists():
-            return []
-        return [e["step"] for e in read_log(self.run.log_file) if e["event"] == "checkpoint"]
+        saved: list[int] = []
+        for event in read_log(self.run.log_file) if self.run.log_file.exists() else []:
+            if event["event"] == "checkpoint":
+                saved.append(event["step"])
+            elif event["event"] == "archive":
+                saved = [step for step in saved if step <= event["step"]]
+        return saved
 
     def _faults(self, path: Path) -> list[str]:
         """What is wrong with a checkpoint; each rank reads its share of the files."""

@@ -29,7 +29,7 @@ from canon_pretrain.run.session import Session
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
 from canon_pretrain.titan import launch
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
-from canon_pretrain.titan.data import CanonDataLoader
+from canon_pretrain.titan.data import STATE_FIELDS, CanonDataLoader
 from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
 from canon_pretrain.titan.identity import check_identity, config_changes, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
@@ -73,7 +73,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         # would give that rank other numerics than many have
         self.maybe_enable_amp = contextlib.nullcontext()
         self.metrics_processor.dataloader = cast(CanonDataLoader, self.dataloader)
-        self.metrics_processor.dataloader.allow_changes(self.changes)
+        if self.folder.config_file.exists():  # and so this job was compared with it
+            self.metrics_processor.dataloader.allow_changes(STATE_FIELDS)
         self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
         # every label counts, so the number that a loss is divided by is known to all ranks
         self._labels_per_step = torch.tensor(float(self.tokens_per_step), device=self.device)
@@ -310,8 +311,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.dataloader.load_state_dict(state["data"])
         self._impose_hyperparameters()
         self.guards.counters.copy_(self.guards.before_the_streak())
+        self.checkpointer.go_back(good)
         if good:
-            self.checkpointer.go_back(good)
             self._save_last()
         self.metrics_processor.event("halt", step=step, good_step=good)
         raise UserError(
