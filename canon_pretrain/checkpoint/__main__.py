@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> None:
             _prune(run, folder, arguments)
     except UserError as error:
         exit_with(error)
+    except OSError as error:
+        exit_with(UserError(f"{error.filename or arguments.run}: {error.strerror}"))
     except KeyboardInterrupt:
         raise SystemExit(EXIT_INTERRUPTED) from None
 

@@ -6,6 +6,7 @@ A checkpoint folder without a readable manifest, or one that differs from its ma
 is damaged; nothing goes on from it. No torch here.
 """
 
+import errno
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,10 @@ MANIFEST = "manifest.json"
 VERSION = 1
 
 Kind = Literal["full", "weights"]
+
+DAMAGE = (errno.EIO, errno.ENODATA, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+"""What an OSError may say of the file itself. A stale handle, a missing permission or too many open
+files say something of this process, and condemn no checkpoint."""
 
 
 class DamagedCheckpoint(UserError):
@@ -88,7 +93,11 @@ class Manifest:
             return cls(**{**record, "step": int(record["step"]), "files": files})
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{folder} has no {MANIFEST}: it was never finished") from None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except OSError as error:
+            if error.errno not in DAMAGE:
+                raise
+            raise DamagedCheckpoint(f"{folder / MANIFEST} is damaged: {error!r}") from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DamagedCheckpoint(f"{folder / MANIFEST} is damaged: {error!r}") from None
 
 
@@ -118,6 +127,7 @@ def find_faults(
 
     An empty list means that they are what was saved. With `hashes=False` only presence and sizes
     are compared. Where `names` is None, a file that the manifest does not name is a fault too.
+    Raises OSError where this process could not look.
     """
     chosen = sorted(manifest.files if names is None else names)
     check = partial(_file_fault, folder, manifest, hashes=hashes)
@@ -143,12 +153,16 @@ def _file_fault(folder: Path, manifest: Manifest, name: str, *, hashes: bool) ->
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
+        if error.errno not in DAMAGE:
+            raise
         return f"{name} cannot be read: {error.strerror}"
     return None
 
 
 def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
     """The manifest of a checkpoint that holds what was saved; raises DamagedCheckpoint else.
+
+    And OSError where this process could not look.
 
     The folder's name must be that of the manifest's step: step-N.
     """

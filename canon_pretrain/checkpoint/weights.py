@@ -81,7 +81,10 @@ def read_weights(checkpoint: Path, like: dict[str, Tensor]) -> dict[str, Tensor]
     DamagedCheckpoint naming each fault, and UserError where the checkpoint has no such weights.
     """
     check_checkpoint(checkpoint)
-    verify(checkpoint, workers=HASH_WORKERS)
+    try:
+        verify(checkpoint, workers=HASH_WORKERS)
+    except OSError as error:
+        raise UserError(f"{checkpoint} cannot be read: {error}") from None
     stored = tensor_shapes(checkpoint)
     config = RunFolder.of_checkpoint(checkpoint).config_file
     for name, tensor in like.items():

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ class RunLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._unwritten = b""
-        self._is_full = False
+        self._is_full = self._is_closed = False
+        self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         size = os.fstat(self._descriptor).st_size
@@ -38,8 +40,12 @@ class RunLog:
         """
         record = {"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}
         record |= {name: json_value(value) for name, value in fields.items()}
-        self._unwritten += (json.dumps(record, allow_nan=False) + "\n").encode()
-        self._flush()
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        with self._lock:  # the retention's thread writes events too
+            if self._is_closed:
+                return
+            self._unwritten += line
+            self._flush()
 
     def _flush(self) -> None:
         try:
@@ -54,8 +60,10 @@ class RunLog:
         self._is_full = bool(self._unwritten)
 
     def close(self) -> None:
-        self._flush()
-        os.close(self._descriptor)
+        with self._lock:
+            self._flush()
+            self._is_closed = True
+            os.close(self._descriptor)
 
 
 def json_value(value: Any) -> Any:

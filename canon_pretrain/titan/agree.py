@@ -29,12 +29,13 @@ class Council:
         self.world_size = dist.get_world_size()
 
     def decide(self, decision: Callable[[], Any]) -> Any:
-        """What `decision` gives on rank 0, on all ranks; a UserError that it raises, too."""
+        """What `decision` gives on rank 0, on all ranks; a UserError that it raises, too, and an
+        OSError as one: what it decides on lies on disks."""
         answer: list[Any] = [None, None]
         if self.rank == 0:
             try:
                 answer[0] = decision()
-            except UserError as error:
+            except (UserError, OSError) as error:
                 answer[1] = str(error)
             except BaseException as error:
                 # the others must not wait for an answer that never comes
@@ -46,8 +47,8 @@ class Council:
             raise UserError(answer[1], shared=True)
         return answer[0]
 
-    def collect(self, own: list[str]) -> list[str]:
-        """All ranks' sentences, each once, in the order of ranks."""
+    def collect(self, own: list[str]) -> dict[int, list[str]]:
+        """What each rank has to say, by rank; ranks that say nothing are left out."""
         everyone: list[list[str]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(everyone, own, group=self.group)
-        return list(dict.fromkeys(text for texts in everyone for text in texts))
+        return {rank: texts for rank, texts in enumerate(everyone) if texts}

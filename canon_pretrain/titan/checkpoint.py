@@ -92,6 +92,7 @@ class CanonCheckpointManager:
         self._staged: dict[str, Any] | None = None
         self._copied: torch.cuda.Event | None = None
         self._retention_thread: threading.Thread | None = None
+        self._retention_is_due = False
         if not self.enable:
             return
         self._council = Council()
@@ -326,9 +327,18 @@ class CanonCheckpointManager:
     # -- keeping -----------------------------------------------------------------------------
 
     def _retain(self, step: int) -> None:
-        """Delete what is too old, in the background; rank 0 only."""
+        """Delete what is too old, in the background; rank 0 only.
+
+        Where the last time is still at work, which reads every byte of what it counts, nobody waits
+        for it: the other ranks are in the next step, and their collective timeout runs.
+        """
         self._retention.trust(step)
-        self.settle()
+        self._retention_is_due = True
+        if self._retention_thread is None or not self._retention_thread.is_alive():
+            self._start_retention()
+
+    def _start_retention(self) -> None:
+        self._retention_is_due = False
         self._retention_thread = threading.Thread(target=self._apply_retention, daemon=True)
         self._retention_thread.start()
 
@@ -344,17 +354,20 @@ class CanonCheckpointManager:
         self._note(weights_only=outcome.weights_only)
 
     def settle(self) -> None:
-        """Wait for what goes on in the background beside a save."""
-        if self._retention_thread is not None:
+        """Wait for what goes on in the background beside a save; after the last step only."""
+        while self._retention_thread is not None:
             self._retention_thread.join()
             self._retention_thread = None
+            if self._retention_is_due:
+                self._start_retention()
 
     def close(self) -> None:
         """Let the background work end, but not for long: a save is under way here only where
         training failed, and other ranks that it needs may be gone."""
         if self._save is not None:
             wait([self._save.future], timeout=CLOSE_TIMEOUT_S)
-        self.settle()
+        if self._retention_thread is not None:
+            self._retention_thread.join(CLOSE_TIMEOUT_S)
 
 
 class _Save:

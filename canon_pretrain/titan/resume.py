@@ -7,6 +7,7 @@ none left: an error; a run that has had checkpoints never begins again by itself
 
 import functools
 import logging
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from canon_pretrain.checkpoint.manifest import (
     Manifest,
     files_of,
     find_faults,
+    verify,
 )
 from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, check_safe
 from canon_pretrain.errors import UserError
@@ -129,8 +131,14 @@ class Resume:
         return saved
 
     def _faults(self, path: Path) -> list[str]:
-        """What is wrong with a checkpoint; each rank reads its share of the files."""
+        """What is wrong with a checkpoint; each rank reads its share of the files.
+
+        What another rank alone finds wrong is looked at by rank 0 as well: where it is right there,
+        that rank's node does not see the disk, and a UserError says so. A good checkpoint is not
+        set aside for a bad mount.
+        """
         faults: list[str] = []
+        looked = True
         try:
             manifest = Manifest.read(path)
             by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
@@ -141,13 +149,18 @@ class Resume:
                 faults += _faults_of_the_whole(path, manifest)
         except DamagedCheckpoint as error:
             faults = [str(error)]
-        faults = self._council.collect(faults)
-        if not faults and self._council.rank == 0:
-            try:  # only now: the pickles of a damaged file are not even looked at
-                check_safe(path)
-            except DamagedCheckpoint as error:
-                faults = [str(error)]
-        return self._council.collect(faults)
+        except OSError as error:
+            faults, looked = [str(error)], False
+        found = self._council.collect([f"{socket.gethostname()}: {fault}" for fault in faults])
+        if found and 0 not in found:
+            rank, (text, *_) = next(iter(found.items()))
+            faults = self._council.decide(lambda: _look_again(path, rank, text))
+        elif not found:
+            # only now: the pickles of a damaged file are not even looked at
+            faults = self._council.decide(lambda: _unsafe(path))
+        else:
+            faults = self._council.decide(lambda: _as_seen(path, faults, looked))
+        return faults
 
     def _set_aside(self, path: Path, text: str) -> None:
         """Move a damaged checkpoint out of the way, loudly; rank 0 only."""
@@ -192,6 +205,36 @@ class Resume:
             )
         self._read(path, model_only=model_only)
         logger.info(f"began from {path}")
+
+
+def _as_seen(path: Path, faults: list[str], looked: bool) -> list[str]:
+    """What rank 0 has found. Raises UserError where it could not look."""
+    if not looked:
+        raise UserError(f"{path} cannot be read on {socket.gethostname()}: {faults[0]}")
+    return faults
+
+
+def _look_again(path: Path, rank: int, fault: str) -> list[str]:
+    """What rank 0 finds in a checkpoint that `rank` has found fault with. Raises UserError."""
+    try:
+        verify(path, workers=4)
+    except DamagedCheckpoint as error:
+        return [str(error)]
+    except OSError as error:
+        return _as_seen(path, [str(error)], looked=False)
+    raise UserError(
+        f"{path} is whole for rank 0 on {socket.gethostname()}, but rank {rank} says: {fault}. All "
+        "nodes must see the same run folder: look at that node's mount. Nothing was moved"
+    )
+
+
+def _unsafe(path: Path) -> list[str]:
+    """What a checkpoint would unpickle outside the allow-list."""
+    try:
+        check_safe(path)
+    except DamagedCheckpoint as error:
+        return [str(error)]
+    return []
 
 
 def leave_branch(

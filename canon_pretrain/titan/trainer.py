@@ -124,6 +124,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         asked = self.job_config.optimizer
         fields = {"weight_decay": asked.weight_decay, "betas": (asked.beta1, asked.beta2)}
         fields |= {"eps": asked.eps, "initial_lr": asked.lr}
+        fields |= {name: asked.implementation == name for name in ("fused", "foreach")}
         for optimizer, schedule in zip(self.optimizers, self.lr_schedulers.schedulers, strict=True):
             schedule.base_lrs = [asked.lr] * len(optimizer.param_groups)
             factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
@@ -220,10 +221,10 @@ class CanonTrainer(torchtitan.train.Trainer):
         losses = []
         for _ in range(self.gradient_accumulation_steps):
             inputs, labels = next(data_iterator)
-            inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+            inputs = {name: self._to_device(tensor) for name, tensor in inputs.items()}
             loss = self.forward_backward_step(
                 input_dict=inputs,
-                labels=labels.to(self.device),
+                labels=self._to_device(labels),
                 global_valid_tokens=self._labels_per_step,
             )
             losses.append(loss.detach())
@@ -246,16 +247,22 @@ class CanonTrainer(torchtitan.train.Trainer):
                 extra_metrics={"n_tokens_seen": self.tokens, "lr": rate},
             )
 
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """A copy that the host does not wait for: out of pinned memory, where there is a GPU."""
+        if self.device.type != "cuda":
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
     def _share(self, own_loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Add up losses and requests to stop over the ranks, judge the step, and take it or not.
 
         Gives the loss of the global batch. What the host should know of the step is sent to it.
         """
         requests = torch.tensor(self.session.stop.poll(), dtype=torch.float32)
-        shared = torch.cat([own_loss.float()[None], requests.to(self.device, non_blocking=True)])
+        shared = torch.cat([own_loss.float()[None], self._to_device(requests)])
         dist.all_reduce(shared)
+        self.checkpointer.maybe_wait_for_staging()  # the guards' counters are being copied too
         skip = self.guards.judge(shared[0], grad_norm)
-        self.checkpointer.maybe_wait_for_staging()
         self._step_unless(skip)
         report = [shared.double(), grad_norm.double()[None], skip.double()[None]]
         self.readback.push(self.step, torch.cat([*report, self.guards.counters]))
@@ -306,12 +313,12 @@ class CanonTrainer(torchtitan.train.Trainer):
         good = max(step - int(counters[IN_A_ROW]), self._before[0][0])
         state = next(state for number, state in self._before if number == good)
         assert self.dataloader is not None
+        self.checkpointer.go_back(good)
         self.load_state_dict(state["trainer"])
         self.lr_schedulers.load_state_dict(state["schedule"])
         self.dataloader.load_state_dict(state["data"])
         self._impose_hyperparameters()
         self.guards.counters.copy_(self.guards.before_the_streak())
-        self.checkpointer.go_back(good)
         if good:
             self._save_last()
         self.metrics_processor.event("halt", step=step, good_step=good)
