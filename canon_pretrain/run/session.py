@@ -6,6 +6,7 @@ other ranks hold their signals only. No torch here.
 
 import itertools
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,15 @@ class Session:
         if self._is_writer:
             self._take_folder()
         self.stop.__enter__()
+        if not self._is_writer:
+            # while it waits for the others to come, no Python runs that could obey, and nothing is
+            # lost: where rank 0 is refused, torchrun's SIGTERM should end it at once
+            self.stop.let_through([signal.SIGTERM])
         return self
+
+    def ranks_have_met(self) -> None:
+        """From here on every rank takes SIGTERM for a request to save and stop."""
+        self.stop.catch([signal.SIGTERM])
 
     def _take_folder(self) -> None:
         path = self.folder.path

@@ -5,7 +5,7 @@ one rank's signal stops all of them after the same step. No torch here.
 """
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -35,9 +35,18 @@ class StopRequests:
         self._old: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> "StopRequests":
-        for number in SIGNALS:
-            self._old[number] = signal.signal(number, self._catch)
+        self.catch(SIGNALS)
         return self
+
+    def catch(self, numbers: Iterable[signal.Signals]) -> None:
+        """Take these signals for requests from now on."""
+        for number in numbers:
+            self._old.setdefault(number, signal.signal(number, self._catch))
+
+    def let_through(self, numbers: Iterable[signal.Signals]) -> None:
+        """Let these have the effect that they had before, until they are caught again."""
+        for number in numbers:
+            signal.signal(number, self._old.pop(number))
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._old.items():

@@ -69,6 +69,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.config_changes = {} if fresh else config_changes(self.folder, self.config)
         job.metrics.disable_color_printing |= not sys.stdout.isatty()
         super().__init__(job)
+        session.ranks_have_met()
         # FSDP2 stands at every world size and does the casting: autocast on top of it at one rank
         # would give that rank other numerics than many have
         self.maybe_enable_amp = contextlib.nullcontext()
