@@ -1,108 +1,177 @@
-"""Build token shards from a source: tokenizer, plan, units, manifests. Resumable at any point.
+"""Build token shards from a source: plan, tokenizer, units, manifests. Resumable at any point.
 
     python -m data_prep build --source stdlib --tokenizer train:2048 --out DATA
 
-The order of writing is the way back from a kill: plan.json, tokenizer.model, then each unit's
-parts (each split's last commit mark commits the unit in it), the manifests last. A second run with
-the same plan skips what is committed, rebuilds the rest, and ends with the same bytes.
+The order of writing is the way back from a kill: plan.json, the tokenizer, then each unit's parts
+(each split's last commit mark commits the unit in it), the manifests last. A second run with the
+same plan skips what is committed, builds the rest, and ends with the same bytes. Several runs share
+a folder: `--shard i/n` builds every n-th unit, and `finish` ends the folder when all are there.
 """
 
-import hashlib
+import argparse
+import re
 import time
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canon_pretrain.data.shard_writer import (
-    drop_changed_marks,
-    unit_marks,
-    write_manifest,
-)
-from canon_pretrain.data.shards import MANIFEST, ShardError, TokenShards
-from canon_pretrain.data.tokenizer import Tokenizer
+from canon_pretrain.data.shard_writer import drop_changed_marks, unit_marks
+from canon_pretrain.data.shards import MANIFEST, dtype_for
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_atomic
-from data_prep import sources
-from data_prep.lock import locked
-from data_prep.plan import (
-    PLAN,
-    Input,
-    Options,
-    Plan,
-    TokenizerRecord,
-    cut_units,
-    hash_inputs,
-    is_held_out,
-    load_plan,
-    read_input,
-    refuse_changes,
-    save_plan,
-)
-from data_prep.progress import BuildProgress, say
-from data_prep.sources import Document
-from data_prep.train_tokenizer import train_tokenizer
-from data_prep.units import (
-    SPLITS,
-    TOKENIZER,
-    TRAIN,
-    UNIT_LOCKS,
-    VALIDATION,
-    UnitJob,
-    is_complete,
-    load_tokenizer,
-    run_jobs,
-)
-
-LOCK = "build.lock"
-
-
-def build(out: Path, source: str, tokenizer: str, options: Options, workers: int) -> None:
-    """Build (or finish building) the folder `out`, saying what happens on stdout.
-
-    `tokenizer` is "train:N" or the path of a SentencePiece model. The bytes written do not depend
-    on `workers`, the number of processes. Raises UserError.
-    """
-    started = time.monotonic()
-    root = sources.source_root(source)
-    request = _TokenizerRequest.parse(tokenizer)
-    if workers < 1:
-        raise UserError(f"--workers is {workers}, expected at least 1")
-    _check_folder(out)
-    inputs = hash_inputs(root, sources.list_inputs(root))
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out / LOCK, str(out)):
-        plan = _settle_plan(out, root, source, request, options, inputs)
-        if _say_finished(out):
-            return
-        size = sum(known.size for known in inputs)
-        say(
-            f"{source}: {len(inputs):,} inputs, {size / 1e6:.1f} MB, {len(plan.units)} units; "
-            f"{workers} worker(s); plan {plan.sha256[:12]}"
-        )
-        _encode(out, root, plan, workers)
-        _finish(out, plan)
-        say(f"{out}: finished in {time.monotonic() - started:.1f} s")
+from canon_pretrain.files import free_bytes
+from data_prep import hub, sources
+from data_prep.disk import disk_errors
+from data_prep.finish import LOCK, add_limits, say_finished, settling, write_manifests
+from data_prep.lock import remove_locks
+from data_prep.parts import available_cores
+from data_prep.plan import NO_LIMITS, PLAN, Limits, Options, Plan, hash_small, load_plan
+from data_prep.progress import BuildProgress, Counts, say
+from data_prep.settle import TokenizerRequest, settle_plan
+from data_prep.units import SPLITS, TRAIN, UNIT_LOCKS, UnitJob, is_complete, unit_job
+from data_prep.workers import run_jobs
 
 
 @dataclass(frozen=True)
-class _TokenizerRequest:
-    """--tokenizer: a loaded model, or the vocabulary size to train one with."""
+class Shard:
+    """--shard i/n: this run builds the units u with u % n == i - 1, and does not finish."""
 
-    name: str
-    vocab_size: int = 0
-    given: Tokenizer | None = None
+    index: int
+    count: int
 
     @classmethod
-    def parse(cls, text: str) -> "_TokenizerRequest":
-        if not text.startswith("train:"):
-            return cls("file", given=Tokenizer.load(Path(text)))
-        try:
-            return cls(text, vocab_size=int(text.removeprefix("train:")))
-        except ValueError:
-            raise UserError(
-                f"--tokenizer {text!r}: expected train:N with a number N, such as train:2048, or "
-                f"the path of a SentencePiece tokenizer.model"
-            ) from None
+    def parse(cls, text: str) -> "Shard":
+        """Raises UserError for anything but i/n with 1 <= i <= n."""
+        match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
+            raise UserError(f"--shard {text!r}: expected i/n with 1 <= i <= n, such as 1/8 to 8/8")
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def units(self, num_units: int) -> range:
+        """This run's units."""
+        return range(self.index - 1, num_units, self.count)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `build`."""
+    add = parser.add_argument
+    add("--source", required=True, metavar="NAME", help=", ".join(sources.SOURCES))
+    add(
+        "--files",
+        nargs="+",
+        type=Path,
+        default=(),
+        metavar="PATH",
+        help="files or folders on disk: a mirror of the source, or what `local` reads "
+        "(.jsonl, .jsonl.zst, .jsonl.gz, .parquet, .txt)",
+    )
+    add(
+        "--tokenizer",
+        required=True,
+        metavar="train:N|PATH",
+        help="train a SentencePiece BPE model of N pieces on the source's training documents, or "
+        "use the SentencePiece model (Llama-2's tokenizer.model) or HF tokenizer.json at PATH",
+    )
+    add("--out", required=True, type=Path, metavar="DIR", help="a new folder, or one to continue")
+    add(
+        "--holdout",
+        type=float,
+        default=0.02,
+        metavar="FRACTION",
+        help="share of the documents for validation, chosen by their hash (default: 0.02)",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=available_cores(),
+        metavar="N",
+        help="processes; the result is the same for any number (default: the cores, %(default)s)",
+    )
+    add(
+        "--shard",
+        metavar="I/N",
+        help="build every N-th unit only, from the I-th on: N jobs, on as many machines, share the "
+        "folder; then run `finish`",
+    )
+    add("--revision", metavar="R", help="commit, tag or branch of a source that is downloaded")
+    add("--text-field", metavar="F", help="the field with the text, in files of rows")
+    add("--eos", metavar="TOKEN", help="the token that ends documents, where PATH leaves it open")
+    add("--bos", action="store_true", help="put the BOS token before every document")
+    add_limits(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Build as the command line says. Raises UserError."""
+    build(
+        out=arguments.out,
+        source=arguments.source,
+        tokenizer=arguments.tokenizer,
+        options=Options(holdout=arguments.holdout, bos=arguments.bos),
+        workers=arguments.workers,
+        files=arguments.files,
+        revision=arguments.revision,
+        text_field=arguments.text_field,
+        eos=arguments.eos,
+        limits=Limits(arguments.max_documents, arguments.max_tokens),
+        shard=Shard.parse(arguments.shard) if arguments.shard else None,
+    )
+
+
+def build(
+    out: Path,
+    source: str,
+    tokenizer: str,
+    options: Options,
+    workers: int,
+    *,
+    files: Sequence[Path] = (),
+    revision: str | None = None,
+    text_field: str | None = None,
+    eos: str | None = None,
+    limits: Limits = NO_LIMITS,
+    shard: Shard | None = None,
+) -> None:
+    """Build (or finish building) the folder `out`, saying what happens on stdout.
+
+    `tokenizer` is "train:N" or a path, `files` a mirror on disk. The bytes written do not depend on
+    `workers`, the number of processes, nor on `shard`. `limits` say how much of the plan the
+    manifests list, and units beyond are not built. Raises UserError.
+    """
+    started = time.monotonic()
+    if workers < 1:
+        raise UserError(f"--workers is {workers}, expected at least 1")
+    _check_folder(out)
+    request = TokenizerRequest.parse(tokenizer, eos)
+    selection = sources.select(
+        source,
+        files,
+        revision=revision or (None if files else _planned_commit(out, source)),
+        text_field=text_field,
+    )
+    if files or source not in sources.HUB_SOURCES:  # else files come later, with the hub's hashes
+        selection = replace(selection, inputs=hash_small(selection.root, selection.inputs))
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        with settling(out):
+            plan, loaded = settle_plan(out, selection, request, options)
+            if say_finished(out, plan, limits):
+                remove_locks(out / UNIT_LOCKS)  # the last run may have been killed before it did
+                return
+            needed = _Needed(out, plan, limits)
+            jobs = _jobs(out, selection.root, plan, shard, needed)
+        say(f"tokenizer: {loaded.vocab_size:,} ids, encoded by {loaded.method}")
+        _encode(out, plan, jobs, workers, shard, needed)
+        if shard:
+            say(
+                f"{out}: shard {shard} is built in {time.monotonic() - started:.1f} s; when all "
+                f"{shard.count} are: python -m data_prep finish {out}"
+            )
+            return
+        with settling(out):
+            write_manifests(out, selection.root, plan, limits)
+    say(f"{out}: finished in {time.monotonic() - started:.1f} s")
 
 
 def _check_folder(out: Path) -> None:
@@ -110,7 +179,8 @@ def _check_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file, expected a folder; give a new one")
     if out.is_dir() and not (out / PLAN).exists():
-        foreign = sorted(path.name for path in out.iterdir() if path.name not in (LOCK, _PLAN_TMP))
+        ours = (LOCK, PLAN + ".tmp")
+        foreign = sorted(path.name for path in out.iterdir() if path.name not in ours)
         if foreign:
             raise UserError(
                 f"--out {out}: holds other files ({', '.join(foreign[:3])}) and no {PLAN}; "
@@ -118,144 +188,118 @@ def _check_folder(out: Path) -> None:
             )
 
 
-_PLAN_TMP = PLAN + ".tmp"
+def _planned_commit(out: Path, source: str) -> str | None:
+    """The commit that the folder's plan has, so that a branch that moved does not change it."""
+    if not (out / PLAN).exists():
+        return None
+    plan = load_plan(out)
+    is_commit = hub.COMMIT.fullmatch(plan.source_version)
+    same = source in sources.HUB_SOURCES and plan.source == source
+    return plan.source_version if same and is_commit else None
 
 
-def _settle_plan(
-    out: Path,
-    root: Path,
-    source: str,
-    request: _TokenizerRequest,
-    options: Options,
-    inputs: tuple[Input, ...],
-) -> Plan:
-    """The plan of `out`, made or compared with the one there, with tokenizer.model in place."""
-    old = load_plan(out) if (out / PLAN).exists() else None
-    model: bytes | None = None
-    if request.given:
-        model = request.given.model
-        record = _record("file", request.given)
-    elif old:
-        # trained once: what was asked for is compared, the result is the plan's
-        record = replace(old.tokenizer, requested=request.name)
-    else:
-        model = _train(root, inputs, options, request.vocab_size)
-        record = _record(request.name, Tokenizer(model, request.name))
-    plan = Plan(
-        source=source,
-        source_version=sources.source_version(),
-        options=options,
-        tokenizer=record,
-        units=cut_units(inputs, options.unit_bytes),
-        inputs=inputs,
-    )
-    if old:
-        refuse_changes(out, old, plan)
-    else:
-        save_plan(out, plan)
-    if not (out / TOKENIZER).exists():
-        model = model or _train(root, inputs, options, request.vocab_size)
-        if hashlib.sha256(model).hexdigest() != record.sha256:
-            raise UserError(
-                f"{out / TOKENIZER}: is missing, and training again gives another model than the "
-                f"plan's (another version of sentencepiece?); build into a new folder"
-            )
-        write_atomic(out / TOKENIZER, model)
-    load_tokenizer(out, record)
-    return plan
+class _Needed:
+    """Which units a limited training stream needs, as far as the units built so far tell."""
+
+    def __init__(self, out: Path, plan: Plan, limits: Limits) -> None:
+        self.limits = limits
+        self._folder = out / TRAIN
+        self._plan_sha256 = plan.sha256
+        self._counts: dict[int, tuple[int, int]] = {}
+
+    def __call__(self, unit: int) -> bool:
+        """Whether the units before `unit` may be too few."""
+        return not self.limits.reached(*self.before(unit))
+
+    def before(self, unit: int) -> tuple[int, int]:
+        """The training documents and tokens of the units before `unit` that are built by now.
+
+        Nothing where there is no limit: it would cost a look at each of them.
+        """
+        if self.limits == NO_LIMITS:
+            return 0, 0
+        for earlier in range(unit):
+            if earlier not in self._counts:
+                marks = unit_marks(self._folder, earlier, self._plan_sha256)
+                if marks is not None:
+                    self._counts[earlier] = _count(marks)
+        known = [self._counts[earlier] for earlier in range(unit) if earlier in self._counts]
+        return sum(documents for documents, _ in known), sum(tokens for _, tokens in known)
 
 
-def _record(requested: str, tokenizer: Tokenizer) -> TokenizerRecord:
-    return TokenizerRecord(
-        requested=requested,
-        sha256=tokenizer.sha256,
-        vocab_size=tokenizer.vocab_size,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        probe_ids=tokenizer.probe_ids(),
-    )
+def _count(marks: list[dict]) -> tuple[int, int]:
+    return sum(mark["documents"] for mark in marks), sum(mark["tokens"] for mark in marks)
 
 
-def _train(root: Path, inputs: tuple[Input, ...], options: Options, vocab_size: int) -> bytes:
-    """Train on the documents that are not held out: validation must not shape the vocabulary."""
-    say(f"tokenizer: training {vocab_size:,} pieces")
-    started = time.monotonic()
-    texts = (
-        row.text
-        for known in inputs
-        for row in sources.read_documents(known.path, read_input(root, known))
-        if isinstance(row, Document) and not is_held_out(row.utf8, options.holdout)
-    )
-    model = train_tokenizer(texts, vocab_size)
-    say(f"tokenizer: trained in {time.monotonic() - started:.1f} s")
-    return model
-
-
-def _say_finished(out: Path) -> bool:
-    """Whether both splits are finished and whole as far as sizes and marks tell; says so."""
-    if not all((out / split / MANIFEST).exists() for split in SPLITS):
-        return False
-    try:
-        with TokenShards.open(out / TRAIN) as train, TokenShards.open(out / VALIDATION) as held_out:
-            say(
-                f"{out}: finished before with this plan ({train.num_tokens:,} training and "
-                f"{held_out.num_tokens:,} validation tokens); nothing to do"
-            )
-    except ShardError as error:
-        say(f"damaged since it was finished, rebuilding: {str(error).partition('; ')[0]}")
-        return False
-    return True
-
-
-def _encode(out: Path, root: Path, plan: Plan, workers: int) -> None:
-    """Build every unit that is not complete in both splits."""
-    for folder in (*SPLITS, UNIT_LOCKS):
-        (out / folder).mkdir(exist_ok=True)
+def _jobs(out: Path, root: Path, plan: Plan, shard: Shard | None, needed: _Needed) -> list[UnitJob]:
+    """The units of this run that are not complete in both splits and may be needed."""
     for split in SPLITS:
+        (out / split).mkdir(exist_ok=True)
         drop_changed_marks(out / split)
-    jobs = [
-        UnitJob(out, root, unit, plan.inputs[first:end], plan.sha256, plan.tokenizer, plan.options)
-        for unit, (first, end) in enumerate(plan.units)
-        if not is_complete(out, unit, plan.sha256)
-    ]
+    own = shard.units(len(plan.units)) if shard else range(len(plan.units))
+    missing = [unit for unit in own if not is_complete(out, unit, plan.sha256) and needed(unit)]
     # a manifest must never stand above parts that are being replaced
-    for split in SPLITS:
+    for split in SPLITS if missing else ():
         (out / split / MANIFEST).unlink(missing_ok=True)
-    finished = len(plan.units) - len(jobs)
+    return [unit_job(out, root, plan, unit) for unit in missing]
+
+
+def _encode(
+    out: Path,
+    plan: Plan,
+    jobs: list[UnitJob],
+    workers: int,
+    shard: Shard | None,
+    needed: _Needed,
+) -> None:
+    """Run the jobs, saying how far they are."""
+    num_units = len(shard.units(len(plan.units))) if shard else len(plan.units)
+    size = sum(known.size for known in plan.inputs)
+    say(
+        f"{plan.source}: {len(plan.inputs):,} inputs, {size / 1e6:,.1f} MB, "
+        f"{len(plan.units):,} units{f', shard {shard}: {num_units:,}' if shard else ''}; "
+        f"{workers} worker(s); plan {plan.sha256[:12]}"
+    )
+    finished = num_units - len(jobs)
     if finished:
-        say(f"resuming: {finished} of {len(plan.units)} units are finished")
-    with BuildProgress(len(plan.units), finished) as progress:
-        for unit in run_jobs(jobs, workers):
+        say(f"resuming: {finished:,} of {num_units:,} units are finished or not needed")
+    space = _Space(out, plan)
+    with BuildProgress(num_units, finished, _goal(plan, jobs, shard, needed)) as progress:
+        for unit in run_jobs(jobs, workers, progress.update, needed):
             marks = [m for s in SPLITS for m in unit_marks(out / s, unit, plan.sha256) or []]
-            progress.unit_done(
-                sum(mark["documents"] for mark in marks), sum(mark["tokens"] for mark in marks)
+            progress.unit_done(unit, *_count(marks))
+            space.warn_once(progress.counts, progress.share())
+
+
+def _goal(plan: Plan, jobs: list[UnitJob], shard: Shard | None, needed: _Needed) -> Counts:
+    """What the run has to do: its inputs' bytes, or what the limits still leave for its share."""
+    documents, tokens = needed.before(len(plan.units))
+    shards = shard.count if shard else 1
+    limits = needed.limits
+    return Counts(
+        documents=max(0, (limits.max_documents or 0) - documents) // shards,
+        tokens=max(0, (limits.max_tokens or 0) - tokens) // shards,
+        read=sum(job.size for job in jobs),
+    )
+
+
+class _Space:
+    """Says once, and early, that the disk will not hold what the rest of a run writes."""
+
+    def __init__(self, out: Path, plan: Plan) -> None:
+        self._out = out
+        self._width = dtype_for(plan.tokenizer.vocab_size).itemsize
+        self._warned = False
+
+    def warn_once(self, counts: Counts, share: float) -> None:
+        """`counts` were written so far, which is `share` of all that the run has to do."""
+        if self._warned or not share:
+            return
+        needed = counts.tokens * self._width * (1 / share - 1)
+        free = free_bytes(self._out)
+        if needed > free:
+            self._warned = True
+            say(
+                f"warning: {self._out} will need about {needed / 1e9:,.3f} GB more, "
+                f"{free / 1e9:,.3f} GB are free; a run that fills the disk can be continued"
             )
-
-
-def _finish(out: Path, plan: Plan) -> None:
-    """Write both manifests and say what there is now."""
-    skipped: Counter[str] = Counter()
-    for split in SPLITS:
-        manifest = write_manifest(
-            out / split,
-            len(plan.units),
-            vocab_size=plan.tokenizer.vocab_size,
-            eos_id=plan.tokenizer.eos_id,
-            tokenizer_sha256=plan.tokenizer.sha256,
-            plan_sha256=plan.sha256,
-        )
-        documents, tokens = manifest["num_documents"], manifest["num_tokens"]
-        say(
-            f"{split}: {documents:,} documents, {tokens:,} tokens, {manifest['num_bytes']:,} bytes "
-            f"({manifest['num_bytes'] / max(tokens, 1):.3f} bytes/token), "
-            f"fingerprint {manifest['fingerprint'][:12]}"
-        )
-        for unit in range(len(plan.units)):
-            for mark in unit_marks(out / split, unit, plan.sha256) or []:
-                skipped.update(mark["skipped"])
-    if skipped:
-        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
-        say(f"skipped: {counts}")
-    for path in (out / UNIT_LOCKS).iterdir():
-        path.unlink()
-    (out / UNIT_LOCKS).rmdir()

@@ -8,24 +8,30 @@ plan, and is otherwise refused with what differs.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from canon_pretrain.data.shards import MAX_PART_TOKENS
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_json
+from canon_pretrain.files import sha256_file, write_json
 
-VERSION = 1
+VERSION = 2
 PLAN = "plan.json"
-UNIT_BYTES = 2_000_000
+# Inputs of no more than this in all are hashed before the plan is made: a second of reading.
+HASH_AHEAD_BYTES = 256 << 20
 # Enough to see what happened; an upgraded Python changes hundreds of inputs.
 MAX_DIFFERENCES = 8
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input file: its path below the source's root, its size in bytes and its content."""
+    """One input file: its path below the source's root, its size in bytes and its content.
+
+    `sha256` is "" where nobody has told it and the inputs are too large to read them twice: they
+    are then hashed while they are read, and the commit marks have what was found.
+    """
 
     path: str
     size: int
@@ -41,15 +47,21 @@ class TokenizerRecord:
     vocab_size: int
     bos_id: int
     eos_id: int
-    probe_ids: dict[str, list[int]]
+    probe_ids: dict[str, list[int]] = field(hash=False)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What else decides the bytes of the parts."""
+    """What else decides the bytes of the parts.
+
+    A unit is `unit_files` consecutive inputs or, where that is None, inputs of about `unit_bytes`
+    together; both None: the source's own rule. `bos` puts the BOS id before every document.
+    """
 
     holdout: float
-    unit_bytes: int = UNIT_BYTES
+    bos: bool = False
+    unit_files: int | None = None
+    unit_bytes: int | None = None
     max_part_tokens: int = MAX_PART_TOKENS
 
     def __post_init__(self) -> None:
@@ -58,60 +70,98 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Where the training stream ends: after so many documents, or tokens; None: no limit.
+
+    Not part of the plan: they say which of its parts a manifest lists, not what is in them.
+    """
+
+    max_documents: int | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {value}, expected at least 1")
+
+    def reached(self, documents: int, tokens: int) -> bool:
+        """Whether a stream of so many documents and tokens is long enough to be cut."""
+        return (self.max_documents is not None and documents >= self.max_documents) or (
+            self.max_tokens is not None and tokens >= self.max_tokens
+        )
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The inputs in the stream's order, the units as ranges [first, end) of them, and the rest."""
+    """The inputs in the stream's order, the units as ranges [first, end) of them, and the rest.
+
+    `root` is the folder of the inputs when the plan was made. It is not part of the plan's
+    identity: the inputs may move, or be mounted elsewhere on another machine.
+    """
 
     source: str
     source_version: str
+    text_field: str
+    group_field: str | None
     options: Options
     tokenizer: TokenizerRecord
     units: tuple[tuple[int, int], ...]
     inputs: tuple[Input, ...]
+    root: str = field(default="", compare=False)
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """The hex SHA-256 of the plan's canonical JSON."""
-        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        identity = asdict(self)
+        del identity["root"]
+        canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
-
-def hash_inputs(root: Path, paths: Sequence[str]) -> tuple[Input, ...]:
-    """Size and hash of every input. Raises UserError for one that cannot be read."""
-    inputs = []
-    for path in paths:
-        content = read_bytes(root / path)
-        inputs.append(Input(path, len(content), hashlib.sha256(content).hexdigest()))
-    return tuple(inputs)
+    def unit_inputs(self, unit: int) -> tuple[Input, ...]:
+        """The inputs of a unit, in order."""
+        first, end = self.units[unit]
+        return self.inputs[first:end]
 
 
-def read_input(root: Path, known: Input) -> bytes:
-    """The bytes of an input of the plan. Raises UserError where they are not the plan's."""
-    content = read_bytes(root / known.path)
-    if hashlib.sha256(content).hexdigest() != known.sha256:
-        raise UserError(
-            f"{root / known.path}: changed since the plan was made ({known.size} bytes then, "
-            f"{len(content)} now); restore it, or build into a new folder"
-        )
-    return content
+def hash_small(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
+    """The inputs with their hashes, where these are unknown and all are small together.
+
+    So a small input that was changed, at the same size too, is refused before anything is written.
+    All must be on disk. Raises UserError for an input that cannot be read or has another size than
+    listed.
+    """
+    if sum(known.size for known in inputs) > HASH_AHEAD_BYTES:
+        return tuple(inputs)
+    return tuple(known if known.sha256 else _hashed(root, known) for known in inputs)
 
 
-def read_bytes(path: Path) -> bytes:
-    """The file's bytes. Raises UserError."""
+def _hashed(root: Path, known: Input) -> Input:
+    path = root / known.path
     try:
-        return path.read_bytes()
+        size, sha256 = path.stat().st_size, sha256_file(path)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read: {error.strerror}; every input is needed"
         ) from None
+    if size != known.size:
+        raise UserError(f"{path}: {size} bytes, {known.size} a moment ago; is it being written?")
+    return replace(known, sha256=sha256)
 
 
-def cut_units(inputs: Sequence[Input], unit_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Ranges [first, end) of consecutive inputs of about `unit_bytes` each, at least one input."""
+def cut_units(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int], ...]:
+    """Ranges [first, end) of consecutive inputs by the rule of the options, one input at least."""
+    if options.unit_files is not None:
+        step = options.unit_files
+        return tuple((at, min(at + step, len(inputs))) for at in range(0, len(inputs), step))
+    assert options.unit_bytes is not None
     units = []
     first = size = 0
     for index, known in enumerate(inputs):
         size += known.size
-        if size >= unit_bytes:
+        if size >= options.unit_bytes:
             units.append((first, index + 1))
             first, size = index + 1, 0
     if first < len(inputs):
@@ -145,10 +195,13 @@ def load_plan(folder: Path) -> Plan:
         plan = Plan(
             source=stored.pop("source"),
             source_version=stored.pop("source_version"),
+            text_field=stored.pop("text_field"),
+            group_field=stored.pop("group_field"),
             options=Options(**stored.pop("options")),
             tokenizer=TokenizerRecord(**stored.pop("tokenizer")),
             units=tuple((first, end) for first, end in stored.pop("units")),
             inputs=tuple(Input(**entry) for entry in stored.pop("inputs")),
+            root=stored.pop("root"),
         )
     except (KeyError, TypeError, ValueError, UserError):
         raise UserError(f"{path}: damaged; {_RESTORE}") from None
@@ -176,8 +229,8 @@ def refuse_changes(folder: Path, old: Plan, new: Plan) -> None:
 def differences(old: Plan, new: Plan) -> list[str]:
     """Each difference as "field: old -> new", options first, then inputs by path."""
     lines = []
-    pairs = [("source", old.source, new.source)]
-    pairs += [("source_version", old.source_version, new.source_version)]
+    names = ("source", "source_version", "text_field", "group_field")
+    pairs = [(name, getattr(old, name), getattr(new, name)) for name in names]
     pairs += [(key, value, asdict(new.options)[key]) for key, value in asdict(old.options).items()]
     old_tokenizer, new_tokenizer = asdict(old.tokenizer), asdict(new.tokenizer)
     pairs += [(f"tokenizer {key}", old_tokenizer[key], new_tokenizer[key]) for key in old_tokenizer]
@@ -194,7 +247,9 @@ def differences(old: Plan, new: Plan) -> list[str]:
 
 
 def _describe(known: Input | None) -> str:
-    return f"{known.size} bytes, sha256 {known.sha256[:12]}" if known else "none"
+    if known is None:
+        return "none"
+    return f"{known.size} bytes, sha256 {known.sha256[:12] or 'unknown'}"
 
 
 def is_held_out(utf8: bytes, holdout: float) -> bool:

@@ -5,11 +5,17 @@ Rates count what this run did; units found finished only move the bar.
 
 import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+LINE_EVERY_S = 60.0
+# Up to so many units in a run, each has a line of its own.
+FEW_UNITS = 24
 
 
 def say(line: str) -> None:
@@ -17,28 +23,41 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-class BuildProgress:
-    """Progress over `num_units` units, of which `num_finished` were there before."""
+class Counts(NamedTuple):
+    """How far a unit is, or a run: documents, tokens, bytes of inputs read and downloaded."""
 
-    def __init__(self, num_units: int, num_finished: int) -> None:
+    documents: int = 0
+    tokens: int = 0
+    read: int = 0
+    downloaded: int = 0
+
+
+class BuildProgress:
+    """Progress over `num_units` units, of which `num_finished` were there before.
+
+    `goal` is what this run has to do: bytes to read, and documents or tokens where a limit may end
+    it sooner (0: none). `clock` counts seconds.
+    """
+
+    def __init__(
+        self,
+        num_units: int,
+        num_finished: int,
+        goal: Counts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._num_units = num_units
-        self._done = num_finished
-        self._at_start = num_finished
-        self._documents = 0
-        self._tokens = 0
-        self._started = time.monotonic()
+        self._finished = num_finished
+        self._goal = goal
+        self._few = num_units - num_finished <= FEW_UNITS
+        self._clock = clock
+        self._started = self._last_line = clock()
+        self.counts = Counts()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if sys.stdout.isatty():
-            self._bar = Progress(
-                TextColumn("encoding"),
-                BarColumn(),
-                TextColumn("{task.completed}/{task.total} units"),
-                TextColumn("{task.fields[rates]}"),
-                TimeRemainingColumn(),
-                console=Console(),
-            )
-            self._task = self._bar.add_task("", total=num_units, completed=self._done, rates="")
+            self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=Console())
+            self._task = self._bar.add_task(self._status(), total=1.0)
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -53,21 +72,44 @@ class BuildProgress:
     ) -> None:
         if self._bar:
             self._bar.stop()
+        elif self.counts.documents and not self._few:
+            say(self._status())
 
-    def unit_done(self, documents: int, tokens: int) -> None:
-        """Report one more unit, with the documents and tokens it has."""
-        self._done += 1
-        self._documents += documents
-        self._tokens += tokens
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        rates = (
-            f"{self._documents / seconds:,.0f} documents/s, {self._tokens / seconds:,.0f} tokens/s"
-        )
+    def update(self, counts: Counts) -> None:
+        """Report how far this run is in all; says so once a minute."""
+        self.counts = counts
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=self._done, rates=rates)
-            return
-        left = seconds / (self._done - self._at_start) * (self._num_units - self._done)
-        say(
-            f"unit {self._done}/{self._num_units}: {documents:,} documents, {tokens:,} tokens; "
-            f"{rates}, about {left:.0f} s left"
+            self._bar.update(self._task, completed=self.share(), description=self._status())
+        elif self._clock() - self._last_line >= LINE_EVERY_S:
+            self._last_line = self._clock()
+            say(self._status())
+
+    def unit_done(self, unit: int, documents: int, tokens: int) -> None:
+        """Report one more unit, with the documents and tokens it has."""
+        self._finished += 1
+        if self._few and not self._bar:
+            self._last_line = self._clock()
+            say(f"unit {unit}: {documents:,} documents, {tokens:,} tokens; {self._status()}")
+
+    def share(self) -> float:
+        """How much of the run is done, in [0, 1]: the limit that ends it first counts."""
+        pairs = zip(self.counts[:3], self._goal[:3], strict=True)
+        return min(1.0, max((done / goal for done, goal in pairs if goal), default=0.0))
+
+    def _status(self) -> str:
+        seconds = max(self._clock() - self._started, 1e-9)
+        documents, tokens, read, downloaded = self.counts
+        share = self.share()
+        left = "?"
+        if share:
+            left = str(timedelta(seconds=round(seconds * (1 - share) / share)))
+        return (
+            f"{self._finished}/{self._num_units} units, {_size(read)} of {_size(self._goal.read)} "
+            f"read{f', {_size(downloaded)} downloaded' if downloaded else ''}; "
+            f"{documents / seconds:,.0f} documents/s, {tokens / seconds:,.0f} tokens/s, "
+            f"{read / seconds / 1e6:,.1f} MB/s; {left} left"
         )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

@@ -1,122 +1,290 @@
-"""The texts that shards are made from: which inputs a source has, and the documents in each.
+"""The texts that shards are made from: which files a source has, and how their rows are read.
 
 The first stage of data_prep: the plan lists a source's inputs, the tokenizer's training and the
-build read their documents. The source `stdlib` needs no network: the running Python's own English,
-its help topics (pydoc) and the sources of its standard library without the tests.
+build read their documents. A source of the hub is downloaded at a pinned commit, file by file when
+a unit needs it, or read from a copy on disk.
+
+| source | what it is | a unit |
+|---|---|---|
+| stdlib | the running Python's help topics and library sources; no network | 2 MB |
+| fineweb-edu | HuggingFaceFW/fineweb-edu, sample-100BT: 140 parquet files, 286 GB | a file |
+| slimpajama | cerebras/SlimPajama-627B, train: 59,166 .jsonl.zst files | 24 files |
+| local | any .jsonl, .jsonl.zst, .jsonl.gz, .parquet and .txt files | 2 MB |
 """
 
-import ast
-import io
 import os
 import platform
-import re
-import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.errors import UserError, nearest
+from data_prep import hub, stdlib
+from data_prep.files import find_files, match_tails, name_some, natural_key, to_inputs
+from data_prep.plan import Input
+from data_prep.progress import say
+from data_prep.readers import SUFFIXES, InputReader
 
-SOURCES = ("stdlib",)
-TOPICS = "pydoc_data/topics.py"
-EXCLUDED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-)
-
-
-@dataclass(frozen=True)
-class Document:
-    """One text, and the same as UTF-8."""
-
-    text: str
-    utf8: bytes
+STDLIB = "stdlib"
+LOCAL = "local"
+UNIT_BYTES = 2_000_000
+TEXT_FIELD = "text"
+# the version of inputs whose commit nothing tells
+ON_DISK = "files"
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """A row that makes no document, and why; rows are counted by reason in the commit marks."""
+class HubSource:
+    """A dataset of the hub: its pinned commit, its files and its rows.
 
-    reason: str
+    `tail` has a pattern for each component of a file's path in the repository.
+    """
+
+    repo: str
+    commit: str
+    tail: tuple[str, ...]
+    num_files: int
+    group_field: str
+    unit_files: int
+
+    @property
+    def folder(self) -> str:
+        """The folder of all files: the components that are no pattern."""
+        return "/".join(self.tail[: self.tail.index(next(p for p in self.tail if "[" in p))])
 
 
-def natural_key(path: str) -> list[tuple[int, int, str]]:
-    """A sort key in which chunk2 comes before chunk10."""
-    pieces = re.findall(r"[0-9]+|[^0-9]+", path)
-    return [(0, int(piece), "") if piece[0] in "0123456789" else (1, 0, piece) for piece in pieces]
+HUB_SOURCES = {
+    "fineweb-edu": HubSource(
+        repo="HuggingFaceFW/fineweb-edu",
+        commit="87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
+        tail=("sample", "100BT", r"[0-9]{3}_[0-9]{5}\.parquet"),
+        num_files=140,
+        group_field="dump",
+        unit_files=1,
+    ),
+    "slimpajama": HubSource(
+        repo="cerebras/SlimPajama-627B",
+        commit="2d0accdd58c5d5511943ca1f5ff0e3eb5e293543",
+        tail=("train", "chunk[0-9]+", r"example_train_[0-9]+\.jsonl\.zst"),
+        num_files=59_166,
+        group_field="meta.redpajama_set_name",
+        unit_files=24,
+    ),
+}
+SOURCES = (STDLIB, *HUB_SOURCES, LOCAL)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The inputs of a build in the stream's order, and how they are read and cut into units.
+
+    `version` says what they belong to: a commit, a Python, or "files". Paths are relative to
+    `root`; a hub's file need not be there yet (`fetch`).
+    """
+
+    source: str
+    version: str
+    root: Path
+    inputs: tuple[Input, ...]
+    text_field: str
+    group_field: str | None
+    unit_files: int | None
+    unit_bytes: int | None
+
+
+def select(
+    source: str,
+    files: Sequence[Path] = (),
+    *,
+    revision: str | None = None,
+    text_field: str | None = None,
+) -> Selection:
+    """What `--source`, `--files`, `--revision` and `--text-field` name.
+
+    Without `files` a source of the hub is listed there, at `revision` or its pinned commit. Raises
+    UserError.
+    """
+    if source not in SOURCES:
+        near = nearest(source, SOURCES)
+        raise UserError(
+            f"--source {source!r} is unknown; expected one of: {', '.join(SOURCES)}"
+            + (f"; {near!r} perhaps?" if near else "")
+        )
+    if text_field is not None and (source != LOCAL or not text_field):
+        raise UserError(
+            f"--text-field {text_field!r} with --source {source}: it names the text's field for "
+            f"--source {LOCAL} alone"
+        )
+    if revision is not None and source not in HUB_SOURCES:
+        raise UserError(
+            f"--revision {revision} with --source {source}: only a dataset of the hub has "
+            f"revisions ({', '.join(HUB_SOURCES)})"
+        )
+    if source == STDLIB:
+        return _select_stdlib(files)
+    if source == LOCAL:
+        return _select_local(files, text_field or TEXT_FIELD)
+    hub_source = HUB_SOURCES[source]
+    if files:
+        version, root, inputs = _list_mirror(source, hub_source, files, revision)
+    else:
+        version, root, inputs = _list_hub(source, hub_source, revision)
+    if len(inputs) != hub_source.num_files:
+        say(f"{source}: {len(inputs):,} files, the whole dataset has {hub_source.num_files:,}")
+    return Selection(
+        source=source,
+        version=version,
+        root=root,
+        inputs=inputs,
+        text_field=TEXT_FIELD,
+        group_field=hub_source.group_field,
+        unit_files=hub_source.unit_files,
+        unit_bytes=None,
+    )
+
+
+def _select_stdlib(files: Sequence[Path]) -> Selection:
+    if files:
+        raise UserError(
+            f"--files {files[0]} with --source {STDLIB}: it takes none, it is the running Python's "
+            f"own library; give --source {LOCAL} for files"
+        )
+    root = source_root(STDLIB)
+    inputs = to_inputs(root, {path: root / path for path in stdlib.list_inputs(root)}, {})
+    topics = [known for known in inputs if known.path == stdlib.TOPICS]
+    return Selection(
+        source=STDLIB,
+        version=source_version(),
+        root=root,
+        inputs=(*topics, *(known for known in inputs if known.path != stdlib.TOPICS)),
+        text_field=TEXT_FIELD,
+        group_field=None,
+        unit_files=None,
+        unit_bytes=UNIT_BYTES,
+    )
+
+
+def _select_local(files: Sequence[Path], text_field: str) -> Selection:
+    if not files:
+        raise UserError(f"--source {LOCAL} needs --files FILE_OR_FOLDER ...")
+    found, named = find_files(files)
+    readable = [path for path in found if path.name.endswith(SUFFIXES)]
+    others = [path for path in found if not path.name.endswith(SUFFIXES)]
+    for path in others:
+        if path in named:
+            raise UserError(
+                f"--files {path}: unknown format; expected one of: {', '.join(SUFFIXES)}"
+            )
+    if not readable:
+        raise UserError(
+            f"--files {name_some(map(str, files))}: no file of a known format "
+            f"({', '.join(SUFFIXES)}) in it"
+        )
+    if others:
+        say(
+            f"{LOCAL}: {len(others):,} files of other formats are left out: "
+            f"{name_some(map(str, others))}"
+        )
+    root = Path(os.path.commonpath([path.parent for path in readable]))
+    inputs = to_inputs(root, {path.relative_to(root).as_posix(): path for path in readable}, {})
+    return Selection(
+        source=LOCAL,
+        version=ON_DISK,
+        root=root,
+        inputs=inputs,
+        text_field=text_field,
+        group_field=None,
+        unit_files=None,
+        unit_bytes=UNIT_BYTES,
+    )
+
+
+def _list_hub(
+    source: str, hub_source: HubSource, revision: str | None
+) -> tuple[str, Path, tuple[Input, ...]]:
+    commit = hub.resolve(hub_source.repo, revision or hub_source.commit)
+    root = hub.snapshot(hub_source.repo, commit)
+    listed = {
+        known.path: known for known in hub.list_files(hub_source.repo, commit, hub_source.folder)
+    }
+    # below the root of the repository, as a mirror's files are below theirs
+    matched = match_tails((root / path for path in listed), hub_source.tail)
+    if matched is None or matched[0] != root:
+        raise UserError(
+            f"{hub_source.repo}@{commit[:12]}: no files {'/'.join(hub_source.tail)} in it; give "
+            f"the --revision of a commit that has them, or leave it out"
+        )
+    paths = sorted(matched[1], key=lambda path: (natural_key(path), path))
+    inputs = tuple(listed[path] for path in paths)
+    say(
+        f"{source}: {len(inputs):,} files, {sum(known.size for known in inputs) / 1e9:.1f} GB at "
+        f"commit {commit[:12]}, fetched when they are needed into {root}"
+    )
+    return commit, root, inputs
+
+
+def _list_mirror(
+    source: str, hub_source: HubSource, files: Sequence[Path], revision: str | None
+) -> tuple[str, Path, tuple[Input, ...]]:
+    if revision is not None and not hub.COMMIT.fullmatch(revision):
+        raise UserError(
+            f"--revision {revision} with --files: a copy on disk has no branches or tags; give the "
+            f"40-digit commit that it was made from, or leave --revision out"
+        )
+    found, named = find_files(files)
+    matched = match_tails(found, hub_source.tail)
+    if matched is None:
+        raise UserError(
+            f"--files {name_some(map(str, files))}: no files {'/'.join(hub_source.tail)} of "
+            f"{source} in it; give --source {LOCAL} for other files"
+        )
+    root, paths = matched
+    strangers = named - set(paths.values())
+    if strangers:
+        raise UserError(
+            f"--files {name_some(map(str, strangers))}: not named {'/'.join(hub_source.tail)} as "
+            f"the files of {source} are; give --source {LOCAL} for other files"
+        )
+    commit, hashes = hub.known_hashes(root, paths)
+    if revision and commit and commit != revision:
+        raise UserError(
+            f"--revision {revision}: the files below {root} were fetched at commit {commit}; leave "
+            f"--revision out, or fetch the other one"
+        )
+    return revision or commit or ON_DISK, root, to_inputs(root, paths, hashes)
+
+
+def fetch(
+    source: str,
+    version: str,
+    root: Path,
+    inputs: Sequence[Input],
+    advance: Callable[[int], None] | None = None,
+) -> None:
+    """Make sure that the inputs are on disk, downloading what the hub's cache does not hold yet.
+
+    `advance` gets the number of bytes that arrived, again and again. Several processes may fetch at
+    once. Raises UserError.
+    """
+    missing = [known for known in inputs if not (root / known.path).exists()]
+    if not missing:
+        return
+    hub_source = HUB_SOURCES.get(source)
+    if hub_source is None or not hub.is_snapshot(root, hub_source.repo, version):
+        raise UserError(f"{root / missing[0].path}: is missing; every input is needed")
+    hub.fetch(hub_source.repo, version, root, missing, advance)
+
+
+def open_input(root: Path, known: Input, text_field: str, group_field: str | None) -> InputReader:
+    """The reader of one input of a selection."""
+    return InputReader(root / known.path, known, text_field=text_field, group_field=group_field)
 
 
 def source_root(source: str) -> Path:
-    """The folder of the source's inputs. Raises UserError for an unknown source."""
-    if source not in SOURCES:
-        raise UserError(f"--source {source!r} is unknown; expected one of: {', '.join(SOURCES)}")
+    """The folder of stdlib's inputs."""
     return Path(os.__file__).resolve().parent
 
 
 def source_version() -> str:
-    """What the inputs belong to: the running Python's version."""
+    """What stdlib's inputs belong to: the running Python's version."""
     return f"python {platform.python_version()}"
-
-
-def list_inputs(root: Path) -> list[str]:
-    """The inputs below `root` as relative paths, in the stream's order: topics, then .py files.
-
-    The order is natural and never the file system's. Raises UserError where there are none.
-    """
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
-        relative = Path(folder).relative_to(root)
-        found += [(relative / name).as_posix() for name in files if name.endswith(".py")]
-    found.sort(key=lambda path: (path != TOPICS, natural_key(path), path))
-    if not found:
-        raise UserError(
-            f"{root}: no .py sources here, so the source stdlib is empty; use a Python that was "
-            f"installed with its standard library as files"
-        )
-    return found
-
-
-def read_documents(path: str, content: bytes) -> Iterator[Document | Skipped]:
-    """The rows of the input `path`, whose bytes are `content`, in order.
-
-    The help topics are one row each, in sorted order; any other file is one row, decoded as its
-    PEP 263 line says (UTF-8 without one), line ends kept.
-    """
-    text = _decode(content)
-    if text is None:
-        yield Skipped("undecodable")
-    elif path == TOPICS:
-        yield from (_document(topic) for topic in _topics(text))
-    else:
-        yield _document(text)
-
-
-def _decode(content: bytes) -> str | None:
-    try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-        return content.decode(encoding)
-    except (SyntaxError, UnicodeDecodeError, LookupError):
-        return None
-
-
-def _topics(text: str) -> list[str]:
-    """The values of the dict `topics` that the source `text` assigns, sorted by key.
-
-    Read from the file rather than imported: so they are the input that was hashed.
-    """
-    for statement in ast.parse(text).body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
-            topics = ast.literal_eval(statement.value)
-            return [topics[key] for key in sorted(topics)]
-    raise UserError(
-        f"{TOPICS}: no dict of topics in it; this Python's pydoc_data is not known here"
-    )
-
-
-def _document(text: str) -> Document | Skipped:
-    if not text:
-        return Skipped("empty")
-    try:
-        return Document(text, text.encode())
-    except UnicodeEncodeError:
-        return Skipped("lone surrogate")

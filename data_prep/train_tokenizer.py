@@ -14,6 +14,7 @@ from canon_pretrain.errors import UserError
 # 256 bytes and <unk>, <s>, </s>
 MIN_VOCAB_SIZE = 259
 MAX_LINE_BYTES = 1 << 16
+MAX_CHARACTER_BYTES = 4
 # Written into the model file: a number taken from the machine would change its hash.
 NUM_THREADS = 2
 
@@ -59,5 +60,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """The texts' lines; those that SentencePiece would skip for their length, in pieces."""
+    piece = MAX_LINE_BYTES // MAX_CHARACTER_BYTES
     for text in texts:
-        yield from (line for line in text.split("\n") if line)
+        for line in text.split("\n"):
+            if len(line) > piece and len(line.encode()) > MAX_LINE_BYTES:
+                yield from (line[at : at + piece] for at in range(0, len(line), piece))
+            elif line:
+                yield line

@@ -1,20 +1,14 @@
-"""Build units, each once and whole, in one process or several.
+"""Build one unit, once and whole: read its inputs, encode them, write its parts in both splits.
 
 The working half of `build.py`: a unit is a range of the plan's inputs, and its parts depend on the
-plan alone. Worker processes are spawned, hold the unit's lock while they write, and end with their
-parent.
+plan alone, not on who builds it or when. Memory holds one batch of documents at a time.
 """
 
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +16,21 @@ import numpy as np
 from canon_pretrain.data.shard_writer import UnitWriter, remove_unit, unit_marks
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.errors import UserError
+from data_prep import sources
 from data_prep.lock import locked
-from data_prep.plan import Input, Options, TokenizerRecord, is_held_out, read_input
-from data_prep.sources import Document, Skipped, read_documents
+from data_prep.plan import Input, Options, Plan, TokenizerRecord, is_held_out
+from data_prep.progress import Counts
+from data_prep.rows import Document, Skipped
 
 TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
-TOKENIZER = "tokenizer.model"
 UNIT_LOCKS = "locks"
 # A killed run's worker notices within milliseconds; more means a second run is at work.
 UNIT_PATIENCE_S = 10.0
+# Encoded together, and the progress is told after each.
+BATCH_DOCUMENTS = 256
+BATCH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -42,29 +40,61 @@ class UnitJob:
     folder: Path
     root: Path
     unit: int
+    source: str
+    source_version: str
+    text_field: str
+    group_field: str | None
     inputs: tuple[Input, ...]
     plan_sha256: str
     tokenizer: TokenizerRecord
     options: Options
 
+    @property
+    def size(self) -> int:
+        """Bytes of the inputs."""
+        return sum(known.size for known in self.inputs)
+
+
+def unit_job(folder: Path, root: Path, plan: Plan, unit: int) -> UnitJob:
+    """The job that builds `unit` of `plan` below `folder` from the inputs below `root`."""
+    return UnitJob(
+        folder=folder,
+        root=root,
+        unit=unit,
+        source=plan.source,
+        source_version=plan.source_version,
+        text_field=plan.text_field,
+        group_field=plan.group_field,
+        inputs=plan.unit_inputs(unit),
+        plan_sha256=plan.sha256,
+        tokenizer=plan.tokenizer,
+        options=plan.options,
+    )
+
 
 def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
     """The folder's tokenizer. Raises UserError where it is not, or encodes not as, the plan's."""
-    tokenizer = Tokenizer.load(out / TOKENIZER)
+    tokenizer = Tokenizer.find(out, eos=record.eos_id)
+    path = out / tokenizer.file_name
     if tokenizer.sha256 != record.sha256:
         raise UserError(
-            f"{out / TOKENIZER}: sha256 {tokenizer.sha256[:16]}..., the plan's is "
-            f"{record.sha256[:16]}...: it was changed; delete it and run the same "
-            f"`python -m data_prep build` again"
+            f"{path}: sha256 {tokenizer.sha256[:16]}..., the plan's is {record.sha256[:16]}...: it "
+            f"was changed; delete it and run the same `python -m data_prep build` again"
         )
     for text, ids in tokenizer.probe_ids().items():
         if ids != record.probe_ids[text]:
             raise UserError(
-                f"{out / TOKENIZER}: {text!r} gives the ids {ids}, the plan has "
-                f"{record.probe_ids[text]}: this version of sentencepiece encodes otherwise than "
-                f"the one that made the plan; install that one, or build into a new folder"
+                f"{path}: {text!r} gives the ids {ids}, the plan has {record.probe_ids[text]}: "
+                f"this version of the tokenizer's library encodes otherwise than the one that made "
+                f"the plan; install that one, or build into a new folder"
             )
     return tokenizer
+
+
+@lru_cache(maxsize=1)
+def _kept_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
+    """`load_tokenizer`, once a process: what it has learned of the text's words stays warm."""
+    return load_tokenizer(out, record)
 
 
 def is_complete(out: Path, unit: int, plan_sha256: str) -> bool:
@@ -72,77 +102,116 @@ def is_complete(out: Path, unit: int, plan_sha256: str) -> bool:
     return all(unit_marks(out / split, unit, plan_sha256) is not None for split in SPLITS)
 
 
-def run_jobs(jobs: list[UnitJob], workers: int) -> Iterator[int]:
-    """Run the jobs, here or in `workers` processes; yields each unit once it is committed."""
-    if workers == 1 or len(jobs) < 2:
-        for job in jobs:
-            build_unit(job)
-            yield job.unit
-        return
-    with ProcessPoolExecutor(
-        min(workers, len(jobs)),
-        # spawn: a fork would copy SentencePiece's and rich's threads in an unknown state
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-    ) as pool:
-        futures = {pool.submit(build_unit, job): job.unit for job in jobs}
-        try:
-            for future in as_completed(futures):
-                future.result()
-                yield futures[future]
-        except BrokenProcessPool:
-            raise UserError(
-                "a worker process was killed (out of memory?); run the same command again, which "
-                "continues, perhaps with fewer --workers"
-            ) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+def build_unit(job: UnitJob, report: Callable[[Counts], None] | None = None) -> None:
+    """Write one unit's parts in both splits; where that fails, leave none of them.
 
-
-def _start_worker() -> None:
-    """Let a worker end with its parent, and silently at Ctrl-C.
-
-    Without it the workers of a killed run would go on writing beside the run that resumes it.
+    `report` is called now and then with how far it is. Raises UserError, OSError where the disk is
+    full.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def build_unit(job: UnitJob) -> None:
-    """Write one unit's parts in both splits. Raises UserError."""
     lock = job.folder / UNIT_LOCKS / f"unit-{job.unit:05d}.lock"
     with locked(lock, f"unit {job.unit} of {job.folder}", patience_s=UNIT_PATIENCE_S):
         # a killed run's worker may have committed it, or may come here after another run did
         if is_complete(job.folder, job.unit, job.plan_sha256):
             return
-        tokenizer = load_tokenizer(job.folder, job.tokenizer)
+        tokenizer = _kept_tokenizer(job.folder, job.tokenizer)
         for split in SPLITS:
+            (job.folder / split).mkdir(exist_ok=True)
             remove_unit(job.folder / split, job.unit)
-        with _writer(job, TRAIN) as train, _writer(job, VALIDATION) as validation:
-            skipped: Counter[str] = Counter()
-            for row, document in enumerate(_rows(job)):
-                if isinstance(document, Skipped):
-                    skipped[document.reason] += 1
-                    continue
-                ids = np.append(tokenizer.encode(document.text), tokenizer.eos_id)
+        try:
+            _write_unit(job, tokenizer, report or (lambda counts: None))
+        except BaseException:
+            # half a unit is of no use to the next run, and may be what fills the disk
+            for split in SPLITS:
+                with suppress(OSError):
+                    remove_unit(job.folder / split, job.unit)
+            raise
+
+
+def _write_unit(job: UnitJob, tokenizer: Tokenizer, report: Callable[[Counts], None]) -> None:
+    downloaded = 0
+
+    def advance(more: int) -> None:
+        nonlocal downloaded
+        downloaded += more
+        report(Counts(downloaded=downloaded))
+
+    sources.fetch(job.source, job.source_version, job.root, job.inputs, advance)
+    rows = Rows(job)
+    documents = tokens = 0
+    with _writer(job, TRAIN) as train, _writer(job, VALIDATION) as validation:
+        for batch in _batches(rows):
+            encoded = tokenizer.encode_batch([document.text for _, document in batch])
+            for (row, document), ids in zip(batch, encoded, strict=True):
                 held_out = is_held_out(document.utf8, job.options.holdout)
-                writer = validation if held_out else train
-                writer.add(ids, num_bytes=len(document.utf8), row=row)
-            validation.finish()
-            # rows that made no document belong to no split: counted once, in train's last mark
-            train.finish(skipped)
+                framed = _framed(ids, job)
+                (validation if held_out else train).add(
+                    framed,
+                    num_bytes=len(document.utf8),
+                    row=row,
+                    group=document.group,
+                    repaired=document.repaired,
+                )
+                tokens += len(framed)
+            documents += len(batch)
+            report(Counts(documents, tokens, rows.bytes_read, downloaded))
+        validation.finish()
+        # rows that made no document belong to no split: counted once, in train's last mark
+        train.finish(rows.skipped, rows.sha256)
+    report(Counts(documents, tokens, job.size, downloaded))
 
 
-def _rows(job: UnitJob) -> Iterator[Document | Skipped]:
-    for known in job.inputs:
-        yield from read_documents(known.path, read_input(job.root, known))
+def _framed(ids: np.ndarray, job: UnitJob) -> np.ndarray:
+    """The document as it is stored: BOS where asked for, the ids, EOS."""
+    before = int(job.options.bos)
+    framed = np.empty(before + len(ids) + 1, dtype=np.int64)
+    framed[before:-1] = ids
+    framed[-1] = job.tokenizer.eos_id
+    if before:
+        framed[0] = job.tokenizer.bos_id
+    return framed
+
+
+@dataclass
+class Rows:
+    """The documents of a unit's inputs with their row numbers, and what reading them tells.
+
+    `skipped` counts the rows without a document by reason, `sha256` has each input's hash once it
+    was read to its end, `bytes_read` grows while rows are read.
+    """
+
+    job: UnitJob
+    skipped: Counter[str] = field(default_factory=Counter)
+    sha256: dict[str, str] = field(default_factory=dict)
+    bytes_read: int = 0
+
+    def __iter__(self) -> Iterator[tuple[int, Document]]:
+        job = self.job
+        row = finished = 0
+        for known in job.inputs:
+            reader = sources.open_input(job.root, known, job.text_field, job.group_field)
+            for document in reader.rows():
+                if isinstance(document, Skipped):
+                    self.skipped[document.reason] += 1
+                else:
+                    yield row, document
+                row += 1
+                self.bytes_read = finished + reader.bytes_read
+            finished += known.size
+            self.sha256[known.path] = reader.sha256
+
+
+def _batches(rows: Rows) -> Iterator[list[tuple[int, Document]]]:
+    """Documents in batches of at most BATCH_DOCUMENTS and of about BATCH_BYTES."""
+    batch: list[tuple[int, Document]] = []
+    size = 0
+    for row, document in rows:
+        batch.append((row, document))
+        size += len(document.utf8)
+        if len(batch) == BATCH_DOCUMENTS or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _writer(job: UnitJob, split: str) -> UnitWriter:

@@ -89,17 +89,17 @@ class Subject:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the data was written with; raises UserError where it is not there."""
-        path = self.data / "tokenizer.model"
-        if not path.is_file():
+        try:
+            tokenizer = Tokenizer.find(self.data, eos=self.train.eos_id)
+        except UserError as error:
             raise UserError(
-                f"{path} is missing, and this suite reads text: `python -m data_prep build` puts "
-                f"it beside the shards; only --suite {VALIDATION} does without"
-            )
-        tokenizer = Tokenizer.load(path)
+                f"{error}. This suite reads text; only --suite {VALIDATION} does without"
+            ) from None
         if tokenizer.sha256 != self.train.tokenizer_sha256:
             raise UserError(
-                f"{path} is not the tokenizer that {self.data} was written with: its sha256 is "
-                f"{tokenizer.sha256[:16]}, expected {self.train.tokenizer_sha256[:16]}"
+                f"{self.data / tokenizer.file_name} is not the tokenizer that {self.data} was "
+                f"written with: its sha256 is {tokenizer.sha256[:16]}, expected "
+                f"{self.train.tokenizer_sha256[:16]}"
             )
         return tokenizer
 

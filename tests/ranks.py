@@ -6,6 +6,7 @@ first, where a fault is put in: a function of a test module that patches what it
 `events`, `status` and `assert_same_run` read what launches left in a run folder.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -129,7 +130,8 @@ class Launch:
     def _end(self, number: signal.Signals) -> None:
         for process in self.processes:
             if process.is_alive() and process.pid:
-                os.kill(process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # it ends at this moment
+                    os.kill(process.pid, number)
 
     def text(self) -> str:
         return "".join(path.read_text(errors="replace") for path in self._outputs if path.exists())
@@ -141,6 +143,13 @@ def launch(*arguments: object, output: Path, check: bool = True, **options: Any)
     if check and not ended.succeeded:
         pytest.fail(f"exit codes {ended.codes}\n{ended.output}")
     return ended
+
+
+def assert_failed(ended: Ended, code: int) -> None:
+    """No rank succeeded, and the first to end left with `code`: as torchrun does, `wait` then sends
+    SIGTERM to the others, which may be on their way out."""
+    assert code in ended.codes, ended.output
+    assert set(ended.codes) <= {code, -signal.SIGTERM}, ended.codes
 
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
@@ -156,11 +165,7 @@ def status(run: Path) -> Status:
 
 
 def assert_same_run(run: Path, other: Path, *, step: int) -> None:
-    """Both ran to `step` with bitwise the same losses, norms, data, weights and moments."""
-    import torch
-
-    from canon_pretrain.checkpoint.weights import load_alone, tensor_shapes
-
+    """Both ran to `step` with bitwise the same losses, norms, data and state."""
     names = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests")
     mine, theirs = (
         [[event[name] for name in names] for event in events(folder, "step")]
@@ -168,23 +173,16 @@ def assert_same_run(run: Path, other: Path, *, step: int) -> None:
     )
     assert [fields[0] for fields in mine] == list(range(1, step + 1))
     assert mine == theirs[:step]
-    states = []
-    for folder in (run, other):
-        checkpoint = folder / "checkpoint" / f"step-{step}"
-        shapes = tensor_shapes(checkpoint)
-        states.append({name: torch.empty(shape) for name, shape in shapes.items()})
-        load_alone(states[-1], checkpoint)
-    assert states[0].keys() == states[1].keys()
-    assert any(name.startswith("optimizer.") for name in states[0])
-    for name, tensor in states[0].items():
-        assert torch.equal(tensor, states[1][name]), name
+    one, two = (whole_state(folder / "checkpoint" / f"step-{step}") for folder in (run, other))
+    assert any(name.startswith("optimizer.") for name in one)
+    assert differences(one, two) == []
 
 
 def logged_step(folder: Path) -> int:
     """The newest step in a run's log; 0 without one."""
-    log = RunFolder(folder).log_file
-    events = read_log(log) if log.exists() else []
-    return max((event["step"] for event in events if event["event"] == "step"), default=0)
+    if not RunFolder(folder).log_file.exists():
+        return 0
+    return max((event["step"] for event in events(folder, "step")), default=0)
 
 
 def whole_state(checkpoint: Path) -> dict[str, Any]:

@@ -1,9 +1,19 @@
 """The order of samples, against numpy's raw Philox bits and pinned values."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from canon_pretrain.data.sampler import philox4x64, window_offset
+from canon_pretrain.data.sampler import (
+    num_windows,
+    permuted_offset,
+    philox4x64,
+    philox_blocks,
+    window_offset,
+)
 from canon_pretrain.errors import UserError
 
 LARGEST = 2**64 - 1
@@ -63,3 +73,117 @@ def test_a_short_stream_is_refused(num_tokens: int) -> None:
 def test_numbers_over_64_bits_are_refused(seed: int, i: int) -> None:
     with pytest.raises(ValueError, match="2\\*\\*64"):
         philox4x64(seed, i)
+    with pytest.raises(ValueError, match="2\\*\\*64"):
+        philox_blocks(seed, i, 1)
+
+
+@pytest.mark.parametrize("seed", [0, 1337, LARGEST])
+@pytest.mark.parametrize("first", [0, 1, 24_480_000, 2**53 + 1, LARGEST - 6])
+def test_blocks_of_many_samples_are_those_of_each(seed: int, first: int) -> None:
+    for count in (1, 3, 4, 7):
+        expected = [philox4x64(seed, first + j) for j in range(count)]
+        found = philox_blocks(seed, first, count)
+        assert found.dtype == np.uint64 and found.shape == (count, 4)
+        assert [tuple(block) for block in found.tolist()] == expected
+
+
+def test_blocks_past_the_last_sample_are_refused() -> None:
+    with pytest.raises(ValueError, match="2\\*\\*64"):
+        philox_blocks(0, LARGEST, 2)
+
+
+# -- permute -----------------------------------------------------------------------------------
+
+
+def epoch_of(seed: int, epoch: int, num_tokens: int, seq_len: int) -> list[int]:
+    windows = num_windows(num_tokens, seq_len)
+    samples = range(epoch * windows, (epoch + 1) * windows)
+    return [permuted_offset(seed, i, num_tokens, seq_len) for i in samples]
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    seed=st.integers(0, LARGEST),
+    epoch=st.integers(0, 10**9),
+    num_tokens=st.integers(2, 3000),
+    seq_len=st.integers(1, 40),
+)
+def test_permute_visits_each_window_once_an_epoch(
+    seed: int, epoch: int, num_tokens: int, seq_len: int
+) -> None:
+    num_tokens += seq_len
+    starts = list(range(0, num_tokens - seq_len, seq_len))
+    assert sorted(epoch_of(seed, epoch, num_tokens, seq_len)) == starts
+
+
+def test_first_permuted_offsets_are_pinned() -> None:
+    # an order that changed would change every run that resumes
+    found = [permuted_offset(1337, i, 116_000_000_000, 4096) for i in range(3)]
+    assert found == [35743023104, 47157264384, 64071282688]
+    assert [permuted_offset(0, i, 100, 9) for i in range(11)] == [
+        36,
+        81,
+        0,
+        45,
+        18,
+        9,
+        90,
+        27,
+        54,
+        63,
+        72,
+    ]
+
+
+def test_each_epoch_and_seed_has_an_order_of_its_own() -> None:
+    orders = {tuple(epoch_of(seed, epoch, 1001, 10)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+    # no two of them agree in more places than chance lets them: one in the mean
+    orders_list = [np.array(order) for order in orders]
+    agreements = [
+        int((one == other).sum()) for k, one in enumerate(orders_list) for other in orders_list[:k]
+    ]
+    assert max(agreements) <= 8 and 0.8 < np.mean(agreements) < 1.2
+
+
+@pytest.mark.parametrize("windows", [7, 16, 17, 30])
+def test_permute_takes_every_window_to_every_place_alike(windows: int) -> None:
+    epochs = 1500
+    counts = np.zeros((windows, windows))
+    for epoch in range(epochs):
+        counts[np.arange(windows), epoch_of(11, epoch, windows + 1, 1)] += 1
+    expected = epochs / windows
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    freedom = (windows - 1) ** 2
+    assert abs(chi_square - freedom) < 4 * (2 * freedom) ** 0.5
+
+
+def test_the_beginning_of_an_epoch_is_spread_over_the_stream() -> None:
+    num_tokens, seq_len, draws, bins = 116_000_000_000, 4096, 6400, 64
+    offsets = np.array([permuted_offset(3, i, num_tokens, seq_len) for i in range(draws)])
+    counts = np.histogram(offsets, bins=bins, range=(0, num_tokens))[0]
+    chi_square = float(((counts - draws / bins) ** 2 / (draws / bins)).sum())
+    assert 30 < chi_square < 105  # 63 degrees of freedom
+    steps = np.histogram(np.diff(offsets) % num_tokens, bins=bins, range=(0, num_tokens))[0]
+    chi_square = float(((steps - draws / bins) ** 2 / (draws / bins)).sum())
+    assert 30 < chi_square < 105
+
+
+def test_any_sample_is_found_without_memory_or_the_ones_before() -> None:
+    num_tokens, seq_len = 10**15, 4096
+    tracemalloc.start()
+    for i in (0, 10**12, LARGEST):
+        assert 0 <= window_offset(1, i, num_tokens, seq_len) < num_tokens - seq_len
+        offset = permuted_offset(1, i, num_tokens, seq_len)
+        assert offset % seq_len == 0 and 0 <= offset < num_tokens - seq_len
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20_000
+
+
+def test_permute_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(UserError, match="needs at least 11"):
+        permuted_offset(0, 0, 10, 10)
+    for i in (-1, 2**64):
+        with pytest.raises(ValueError, match="2\\*\\*64"):
+            permuted_offset(0, i, 100, 10)

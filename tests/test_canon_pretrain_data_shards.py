@@ -2,7 +2,11 @@
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from canon_pretrain.data import shards as shards_module
+from canon_pretrain.data import blocks
 from canon_pretrain.data.shard_writer import (
     UnitWriter,
     remove_unit,
@@ -84,7 +88,7 @@ def test_reads_cross_blocks_and_parts(split: Path) -> None:
 
 
 def test_more_parts_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "MAX_OPEN_FILES", 3)
+    monkeypatch.setattr(blocks, "MAX_OPEN_FILES", 3)
     documents = some_documents(30, 10)
     write_shards(tmp_path, documents, vocab_size=VOCAB, eos_id=2, max_part_tokens=10)
     before = len(os.listdir("/proc/self/fd"))
@@ -95,6 +99,77 @@ def test_more_parts_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             )
         assert len(os.listdir("/proc/self/fd")) == before + 3
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 70_000])
+def test_a_read_over_many_blocks_goes_in_pieces(tmp_path: Path, vocab_size: int) -> None:
+    documents = np.split(np.random.default_rng(2).integers(0, vocab_size, 700_000), 7)
+    write_shards(tmp_path, documents, vocab_size=vocab_size, eos_id=2, max_part_tokens=600_000)
+    stream = np.concatenate(documents)
+    pieces = blocks.BUFFER_BYTES // (2 if vocab_size == 1000 else 4)
+    with TokenShards.open(tmp_path) as shards:
+        for offset in (0, 1, pieces - 1, pieces, 599_999, 400_001):
+            for count in (1, pieces, pieces + 1, 3 * pieces + 7, len(stream) - offset):
+                count = min(count, len(stream) - offset)
+                np.testing.assert_array_equal(
+                    shards.read(offset, count), stream[offset : offset + count]
+                )
+        into = np.full(12, -1, dtype=np.int64)
+        shards.read_into(into[1:-1], 99_995)
+        assert into.tolist() == [-1, *stream[99_995:100_005], -1]
+
+
+def test_damage_in_a_later_piece_is_found(tmp_path: Path) -> None:
+    write_shards(tmp_path, [np.arange(400_000) % VOCAB], vocab_size=VOCAB, eos_id=2)
+    flip(tmp_path / "part-00000-0.bin", 9 * blocks.BLOCK_BYTES + 5)
+    with TokenShards.open(tmp_path) as shards:
+        shards.read(0, 9 * blocks.BLOCK_BYTES // 2)
+        with pytest.raises(ShardError, match=r"64-KiB block 9 \(byte offset 589824\)"):
+            shards.read(0, 400_000)
+
+
+def test_memory_does_not_grow_with_what_is_read(tmp_path: Path) -> None:
+    write_shards(tmp_path, [np.arange(3_000_000) % VOCAB], vocab_size=VOCAB, eos_id=2)
+    tokens = np.empty(3_000_000, dtype=np.int64)
+    with TokenShards.open(tmp_path) as shards:
+        tracemalloc.start()
+        shards.read_into(tokens, 0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 200_000
+    np.testing.assert_array_equal(tokens, np.arange(3_000_000) % VOCAB)
+
+
+def test_the_fast_crc_is_zlibs() -> None:
+    random = np.random.default_rng(0)
+    for size in (0, 1, 15, 4096, blocks.BLOCK_BYTES - 1, 3 * blocks.BLOCK_BYTES + 17):
+        content = random.bytes(size)
+        expected = [
+            zlib.crc32(content[at : at + blocks.BLOCK_BYTES])
+            for at in range(0, size, blocks.BLOCK_BYTES)
+        ]
+        assert blocks.block_crcs(content).tolist() == expected
+
+
+def test_without_isal_reading_is_checked_by_zlib_and_says_so_once(split: Path) -> None:
+    flip(split / "part-00000-0.bin", 70_000)
+    program = """
+import logging, sys, zlib
+sys.modules["isal"] = None
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+from pathlib import Path
+from canon_pretrain.data import blocks, shards
+assert blocks.crc32 is zlib.crc32
+for _ in range(2):
+    opened = shards.TokenShards.open(Path(sys.argv[1]))
+    print(opened.read(0, 3).tolist())
+opened.read(32_768, 1)
+"""
+    command = [sys.executable, "-c", program, str(split)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "[0, 1, 2]\n[0, 1, 2]\n"
+    assert done.stderr.count("pip install isal") == 1
+    assert "ShardError" in done.stderr and "64-KiB block 1" in done.stderr
 
 
 def test_parts_are_little_endian_and_cut_at_document_ends(tmp_path: Path) -> None:

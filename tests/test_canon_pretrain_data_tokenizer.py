@@ -56,7 +56,7 @@ def test_files_that_are_no_model_are_refused(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path / "none.model")
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         Tokenizer.load(tmp_path)
-    for content, message in [(b"", "is empty"), (b'{"model": 1}', "not a readable Sentence")]:
+    for content, message in [(b"", "is empty"), (b"\x0a\xff", "not a readable Sentence")]:
         (tmp_path / "bad").write_bytes(content)
         with pytest.raises(UserError, match=message):
             Tokenizer.load(tmp_path / "bad")

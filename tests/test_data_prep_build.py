@@ -1,23 +1,28 @@
 """The build end to end on a small library: same bytes however it ran, nothing written over."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.errors import UserError
-from data_prep import sources
+from canon_pretrain.files import sha256_file
+from data_prep import settle, sources
 from data_prep.__main__ import main
 from data_prep.build import build
 from data_prep.lock import locked
-from data_prep.plan import Options, is_held_out
+from data_prep.plan import Limits, Options, is_held_out
+from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
 
 OPTIONS = Options(holdout=0.3, unit_bytes=600, max_part_tokens=700)
 TOKENIZER = "train:400"
@@ -69,11 +74,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_library(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = sources.source_root
     monkeypatch.setattr(sources, "source_root", lambda source: real(source) and library)
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_command_builds_says_so_and_is_quick_again(
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1 and "nothing to do" in printed
     main(["verify", str(out)])
-    assert capsys.readouterr().out.endswith(f"{out}: ok\n")
+    assert f"{out}: ok" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main([*command, "--holdout", "0.1"])
     assert "holdout: 0.2 -> 0.1" in capsys.readouterr().err
@@ -252,11 +252,27 @@ def test_other_files_are_never_written_over(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == {"tokenizer.model": b"mine"}
 
 
-def test_a_second_run_at_the_same_time_is_refused(tmp_path: Path) -> None:
+def test_a_second_run_at_the_same_time_is_refused(
+    tmp_path: Path,
+    reference: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("data_prep.finish.SETTLE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("data_prep.units.UNIT_PATIENCE_S", 0.2)
     with locked(tmp_path / "build.lock", "x"):
         with pytest.raises(UserError, match="is being built by another process"):
             build(tmp_path, "stdlib", TOKENIZER, OPTIONS, workers=1)
+    assert "waiting: another process settles the plan" in capsys.readouterr().out
     build(tmp_path, "stdlib", TOKENIZER, OPTIONS, workers=1)
+    for path in tmp_path.glob("*/part-00001-*"):
+        path.unlink()
+    with locked(tmp_path / "locks/unit-00001.lock", "x"):
+        with pytest.raises(UserError, match="unit 1 of .* is being built by another process"):
+            build(tmp_path, "stdlib", TOKENIZER, OPTIONS, workers=1)
+        assert not list(tmp_path.glob("*/part-00001-*"))
+    build(tmp_path, "stdlib", TOKENIZER, OPTIONS, workers=1)
+    assert snapshot(tmp_path) == snapshot(reference)
 
 
 def damage_mark(out: Path) -> None:
@@ -288,3 +304,80 @@ def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\x00")
     with pytest.raises(UserError, match="tokenizer.model"):
         build(tmp_path, "stdlib", TOKENIZER, OPTIONS, workers=1)
+
+
+def test_groups_are_counted(tmp_path: Path) -> None:
+    sets = ["RedPajamaC4", "RedPajamaArXiv", "RedPajamaC4"]
+    mirror = tmp_path / "mirror"
+    for number in (2, 10):
+        path = mirror / f"train/chunk1/example_train_{number}.jsonl.zst"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [
+            {"text": f"file {number}, row {row}", "meta": {"redpajama_set_name": name}}
+            for row, name in enumerate(sets)
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_bytes(zstandard.compress(lines.encode()))
+    write_tokenizer(tmp_path / "tokenizer.model")
+    out, model = tmp_path / "data", str(tmp_path / "tokenizer.model")
+    build(out, "slimpajama", model, Options(holdout=0.0), 1, files=[mirror])
+    tokenizer = Tokenizer.load(out / "tokenizer.model")
+    texts = [f"file {number}, row {row}" for number in (2, 10) for row in range(3)]
+    assert stored_texts(out / "train", tokenizer) == texts
+    groups = json.loads((out / "train/part-00000-0.json").read_text())["groups"]
+    lengths = [len(tokenizer.encode(text)) + 1 for text in texts]
+    arxiv = [2, lengths[1] + lengths[4], 13 + 14]
+    assert groups == {
+        "RedPajamaArXiv": arxiv,
+        "RedPajamaC4": [4, sum(lengths) - arxiv[1], 2 * arxiv[2]],
+    }
+
+
+def test_only_the_inputs_that_a_limit_needs_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dataset of the hub is listed at once, and each file comes when its unit is built."""
+    write_corpus(tmp_path / "hub")
+    write_tokenizer(tmp_path / "tokenizer.model")
+    selection = sources.select("local", [tmp_path / "hub"])
+    (tmp_path / "cache").mkdir()
+    fetched: list[str] = []
+
+    def fetch(source: str, version: str, root: Path, inputs, advance=None) -> None:  # type: ignore[no-untyped-def]
+        for known in inputs:
+            if not (root / known.path).exists():
+                (root / known.path).write_bytes((tmp_path / "hub" / known.path).read_bytes())
+                fetched.append(known.path)
+                if advance:
+                    advance(known.size)
+
+    monkeypatch.setattr(sources, "fetch", fetch)
+    inputs = [
+        replace(known, sha256=sha256_file(selection.root / known.path))
+        for known in selection.inputs
+    ]
+    elsewhere = replace(selection, root=tmp_path / "cache", inputs=tuple(inputs))
+    monkeypatch.setattr(sources, "select", lambda *arguments, **more: elsewhere)
+    out, limits = tmp_path / "data", Limits(max_documents=60)
+    build_corpus(out, tmp_path / "hub", limits=limits)
+    assert fetched == [f"part{number}.jsonl" for number in (1, 2, 3, 4)]
+    with TokenShards.open(out / "train") as shards:
+        assert shards.num_documents == 60
+    build_corpus(out, tmp_path / "hub", limits=limits)
+    assert len(fetched) == 4
+
+
+def test_a_tokenizer_learns_from_all_over_a_large_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = write_corpus(tmp_path / "corpus", files=30)
+    selection = sources.select("local", [tmp_path / "corpus"])
+    held_out = [text for text in texts if is_held_out(text.encode(), 0.2)]
+    rest = [text for text in texts if text not in held_out]
+    assert held_out and list(settle.training_texts(selection, 0.2)) == rest
+    monkeypatch.setattr(settle, "TRAIN_BYTES", 20_000)
+    monkeypatch.setattr(settle, "TRAIN_INPUTS", 6)
+    chosen = list(settle.training_texts(selection, 0.2))
+    assert {text.partition(".")[0] for text in chosen} == {"0", "5", "10", "15", "20", "25"}
+    assert set(chosen) < set(rest)
+    assert 20_000 <= sum(len(text.encode()) for text in chosen) < 26_000

@@ -6,12 +6,13 @@ from there as if nothing had been.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,33 +25,37 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.holder import Holder
 from canon_pretrain.run.lock_files import content_of
 from canon_pretrain.run.log import RunLog, read_log
-from canon_pretrain.run.status import Status, StatusWriter, health, read_status
-from tests.ranks import Ended, Launch, differences, launch, logged_step, whole_state
+from canon_pretrain.run.status import StatusWriter, health
+from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
+from tests.ranks import (
+    Ended,
+    Launch,
+    assert_failed,
+    assert_same_run,
+    events,
+    launch,
+    logged_step,
+    status,
+)
 from tests.support import ROOT, debug_run
 
 LONG = ("--training.steps", 400, "--checkpoint.interval", 1000, "--run.heartbeat_s", 0.2)
 """More steps than any launch here takes; the only checkpoint is the one left at the end."""
 
 
-def status_of(folder: Path) -> Status:
-    status = read_status(RunFolder(folder).status_file)
-    assert status is not None
-    return status
-
-
 def saved_steps(folder: Path) -> list[int]:
     return CheckpointFolder(folder / "checkpoint").steps()
 
 
-def events_of(folder: Path) -> list[dict[str, Any]]:
+def all_events(folder: Path) -> list[dict[str, Any]]:
     return read_log(RunFolder(folder).log_file)
 
 
 def check_stopped(folder: Path, reason: str, before: list[int]) -> int:
     """That the last launch stopped cleanly by `reason`; the step of its one checkpoint."""
     (step,) = set(saved_steps(folder)) - set(before)
-    status, last, run = status_of(folder), events_of(folder)[-1], RunFolder(folder)
-    assert (status.state, status.reason, status.step) == ("stopped", reason, step)
+    said, last, run = status(folder), all_events(folder)[-1], RunFolder(folder)
+    assert (said.state, said.reason, said.step) == ("stopped", reason, step)
     assert (last["event"], last["reason"], last["step"]) == ("stop", reason, step)
     assert logged_step(folder) == step
     assert not run.done_file.exists()
@@ -62,13 +67,15 @@ def check_stopped(folder: Path, reason: str, before: list[int]) -> int:
 # -- faults, put in by a rank before it starts ------------------------------------------------
 
 
-def slow_steps(rank: int, seconds: float) -> None:
-    """Every step takes `seconds` longer: time to hit one."""
+def slow_steps(rank: int, seconds: float, marker: Path | None = None) -> None:
+    """Every step takes `seconds` longer: time to hit one, from when `marker` is made."""
     from canon_pretrain.titan.trainer import CanonTrainer
 
     original = CanonTrainer.train_step
 
     def train_step(self: Any, data: Any) -> None:
+        if marker is not None and rank == 0:
+            marker.touch()
         time.sleep(seconds)
         original(self, data)
 
@@ -87,6 +94,19 @@ def slow_start(rank: int, marker: Path) -> None:
         original(self, *args, **options)
 
     CanonTrainer.__init__ = init  # type: ignore[method-assign]
+
+
+def slow_write(rank: int) -> None:
+    """A disk that takes a second for each rank's files."""
+    from canon_pretrain.checkpoint.writer import VerifiedWriter
+
+    original = VerifiedWriter.write_data
+
+    def write_data(self: Any, *args: Any) -> Any:
+        time.sleep(1)
+        return original(self, *args)
+
+    VerifiedWriter.write_data = write_data  # type: ignore[method-assign]
 
 
 def keep_a_journal(rank: int, journal: Path, seconds: float) -> None:
@@ -139,20 +159,11 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_nothing_is_lost(
         assert ended.codes == [0, 0], ended.output
         assert f"by {number.name}; the same command goes on from here" in ended.output
         step = check_stopped(run, number.name, before)
-    assert [e["from_step"] for e in events_of(run) if e["event"] == "resume"] == saved_steps(run)[
-        :3
-    ]
+    assert [e["from_step"] for e in events(run, "resume")] == saved_steps(run)[:3]
     last = ("--run.stop_at", step + 2)
     launch(*argv, *last, output=tmp_path)
     launch(*debug_run(data_folder, straight), *LONG, *last, output=tmp_path)
-    name = Path("checkpoint") / f"step-{step + 2}"
-    assert differences(whole_state(run / name), whole_state(straight / name)) == []
-    curves = [
-        [(e["step"], e["loss"], e["grad_norm"]) for e in events_of(folder) if e["event"] == "step"]
-        for folder in (run, straight)
-    ]
-    assert len(curves[0]) == step + 2
-    assert curves[0] == curves[1]
+    assert_same_run(run, straight, step=step + 2)
 
 
 def children_of(pid: int) -> list[int]:
@@ -179,7 +190,7 @@ def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(
             time.sleep(0.05)
         assert logged_step(run) >= 2, (tmp_path / "output.txt").read_text()
         workers = children_of(agent.pid)
-        (other,) = set(workers) - {status_of(run).pid}
+        (other,) = set(workers) - {status(run).pid}
         os.kill(other, signal.SIGTERM)
         assert agent.wait(60) == 0, (tmp_path / "output.txt").read_text()
     finally:
@@ -205,11 +216,14 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(
     step = check_stopped(run, "the file STOP", [])
 
     stop.touch()  # by somebody who thought that the run was still on
-    second = Launch(*argv, output=tmp_path, before=slow_steps, before_args=(0.5,))
+    marker = tmp_path / "in a step"
+    second = Launch(*argv, output=tmp_path, before=slow_steps, before_args=(0.7, marker))
     second.wait_for(lambda: logged_step(run) > step)
+    marker.unlink(missing_ok=True)
     assert not stop.exists()
     assert "left over from an earlier one, it is removed" in second.text()
     # a second Ctrl-C does not wait for the step that the first one lets end
+    second.wait_for(marker.exists)
     second.send(signal.SIGINT, [0])
     time.sleep(0.2)
     second.send(signal.SIGINT, [0])
@@ -220,8 +234,8 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(
     ended = second.wait()
     assert took < 5
     assert 0 not in ended.codes, ended.output
-    status = status_of(run)
-    assert (status.state, status.reason.partition(":")[0]) == ("failed", "KeyboardInterrupt")
+    said = status(run)
+    assert (said.state, said.reason.partition(":")[0]) == ("failed", "KeyboardInterrupt")
     assert saved_steps(run) == [step]
 
 
@@ -269,9 +283,9 @@ def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken
     again = launch(*argv, "--run.stop_at", newest + 1, output=tmp_path)
     assert "took over from" in again.output
     assert "its process is gone" in again.output
-    assert events_of(run)[-1]["event"] == "stop"
-    assert [e["from_step"] for e in events_of(run) if e["event"] == "resume"] == [newest]
-    assert status_of(run).launches == 2, "the refused one is none"
+    assert all_events(run)[-1]["event"] == "stop"
+    assert [e["from_step"] for e in events(run, "resume")] == [newest]
+    assert status(run).launches == 2, "the refused one is none"
 
 
 @dataclass(frozen=True)
@@ -283,6 +297,8 @@ class Takeover:
     new: Ended
     journal: list[list[str]]
     """(class, method, argument) of the old launch's rank 0."""
+    seconds: float
+    """That the old launch lived on after the new one had begun to train."""
 
 
 @pytest.fixture(scope="module")
@@ -300,37 +316,37 @@ def takeover(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tak
         before_args=(journal, 0.15),
     )
     old.wait_for(lambda: len(saved_steps(run)) >= 2)
-    new = Launch(
-        *argv, output=base, ranks=1, environment=job | {"SLURM_RESTART_COUNT": "1"}
-    )
-    old_ended = old.wait()
-    resumed = [e["from_step"] for e in events_of(run) if e["event"] == "resume"]
-    step = max(resumed, default=0)
-    new.wait_for(lambda: logged_step(run) > step + 1)
+    new = Launch(*argv, output=base, ranks=1, environment=job | {"SLURM_RESTART_COUNT": "1"})
+    new.wait_for(lambda: bool(events(run, "resume")))
     new.send(signal.SIGTERM)
+    began = time.monotonic()
+    old_ended = old.wait()
+    took = time.monotonic() - began
     return Takeover(
         run,
         old_ended,
         new.wait(),
         [json.loads(line) for line in journal.read_text().splitlines()],
+        took,
     )
 
 
 def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(takeover: Takeover) -> None:
-    assert 0 not in takeover.old.codes
+    assert_failed(takeover.old, 2)
+    assert takeover.seconds < 30
     assert "without saving: another launch took the run folder over" in takeover.old.output
     assert takeover.new.codes == [0], takeover.new.output
     assert "restart 1 of the same Slurm job" in takeover.new.output
-    status = status_of(takeover.run)
-    assert (status.state, status.restart_count, status.launches) == ("stopped", 1, 2)
+    said = status(takeover.run)
+    assert (said.state, said.restart_count, said.launches) == ("stopped", 1, 2)
     assert not RunFolder(takeover.run).lock_file.exists()
-    resumes = [e for e in events_of(takeover.run) if e["event"] == "resume"]
-    assert [e["world_size"] for e in resumes] == [1]
+    assert [e["world_size"] for e in events(takeover.run, "resume")] == [1]
 
 
 def test_what_has_lost_its_lock_writes_nothing_any_more(takeover: Takeover) -> None:
-    (lost,) = [k for k, entry in enumerate(takeover.journal) if entry[1] == "_lose"]
-    assert takeover.journal[lost + 1 :] == []
+    names = [tuple(entry[:2]) for entry in takeover.journal]
+    after = names[names.index(("RunLock", "_lose")) :]
+    assert set(after) == {("RunLock", "_lose")}, takeover.journal
 
 
 @pytest.fixture(scope="module")
@@ -350,9 +366,11 @@ def test_a_silent_holder_elsewhere_is_waited_for_and_replaced(
     finished: tuple[Path, Ended],
 ) -> None:
     _, ended = finished
-    assert "waiting for a sign of life, 1.2 s at most" in ended.output
+    # 6 heartbeats, or 2 where the rank was so slow to start that it had been silent for 6 by then
+    waited = re.search(r"sign of life, (1\.2|0\.4) s at most", ended.output)
+    assert waited, ended.output
     assert "took over from host elsewhere, pid 77" in ended.output
-    assert "no heartbeat in 1.2 s" in ended.output
+    assert f"no heartbeat in {waited[1]} s" in ended.output
 
 
 def test_a_finished_run_started_again_changes_nothing(
@@ -360,9 +378,9 @@ def test_a_finished_run_started_again_changes_nothing(
 ) -> None:
     run, _ = finished
     assert RunFolder(run).done_file.read_text() == "3\n"
-    assert [e["event"] for e in events_of(run)][-2:] == ["checkpoint", "done"]
-    status = status_of(run)
-    assert (status.state, status.step) == ("done", 3)
+    assert [e["event"] for e in all_events(run)][-2:] == ["checkpoint", "done"]
+    said = status(run)
+    assert (said.state, said.step) == ("done", 3)
 
     def files() -> dict[Path, tuple[bytes, int]]:
         left_out = (RunFolder(run).status_file, RunFolder(run).done_file)
@@ -378,42 +396,32 @@ def test_a_finished_run_started_again_changes_nothing(
     assert "nothing to do" in ended.output
     assert files() == before
     assert RunFolder(run).done_file.read_text() == "3\n"
-    again = status_of(run)
+    again = status(run)
     assert (again.state, again.step, again.launches) == ("done", 3, 2)
 
 
 # -- hangs ------------------------------------------------------------------------------------
 
-TIMEOUT_S = 4
+TIMEOUT_S = 3
 
 
-def hang(argv: list[object], folder: Path, output: Path, from_step: int) -> float:
-    """Stop rank 1 with SIGSTOP in a step; seconds until rank 0 gives up."""
-    started = Launch(*argv, output=output)
-    started.wait_for(lambda: logged_step(folder) >= from_step + 3)
+def hang(started: Launch, folder: Path, ready: Callable[[], bool]) -> tuple[float, bool]:
+    """Stop rank 1 with SIGSTOP in a step; seconds until rank 0 gives up, and whether a reader of
+    status.json could see that it hung."""
+    started.wait_for(ready)
     started.send(signal.SIGSTOP, [1])
     began = time.monotonic()
-    seen: Iterator[None]
     hung = False
-    while started.processes[0].is_alive() and time.monotonic() < began + 45:
-        status = status_of(folder)
-        silent_s = _silent_s(status)
-        if status.state == "running" and silent_s > 1.5:
-            # the process lives and its trainer does not move
-            hung = hung or health(status, datetime.now(UTC)) == "hung"
+    while started.processes[0].is_alive() and time.monotonic() < began + TIMEOUT_S + 20:
+        # the process lives and its trainer does not move
+        hung = hung or health(status(folder), datetime.now(UTC)) == "hung"
         time.sleep(0.05)
     took = time.monotonic() - began
     started.kill([1])
     ended = started.wait()
-    assert hung, "no reader could see it hang"
     assert ended.codes[0] not in (0, -9), ended.output
     assert ended.codes[1] == -9
-    return took
-
-
-def _silent_s(status: Status) -> float:
-    written, heartbeat = map(datetime.fromisoformat, (status.written, status.heartbeat))
-    return (written - heartbeat).total_seconds()
+    return took, hung
 
 
 def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(
@@ -423,23 +431,40 @@ def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(
     monkeypatch.setattr(run_status, "HUNG_AFTER_STEPS", 1)
     run = tmp_path / "run"
     limits = ("--comm.train_timeout_seconds", TIMEOUT_S, "--comm.init_timeout_seconds", 60)
-    argv = [*debug_run(data_folder, run), *LONG, *limits, "--checkpoint.interval", 2]
+    first_only = "--checkpoint.enable_first_step_checkpoint"  # none is on its way later
+    argv = [*debug_run(data_folder, run), *LONG, *limits, first_only]
     traces = run / "comm_traces"
     stacks = []
     for attempt in range(2):
-        from_step = (saved_steps(run) or [0])[-1]
-        took = hang(argv, run, tmp_path, from_step)
-        assert 0.7 * TIMEOUT_S < took < TIMEOUT_S + 6
-        status = status_of(run)
-        assert status.state == "failed"
+        step = (saved_steps(run) or [0])[-1] + 3
+        started = Launch(*argv, output=tmp_path)
+        took, hung = hang(
+            started,
+            run,
+            lambda: logged_step(run) >= step and bool(saved_steps(run)),  # noqa: B023
+        )
+        assert 0.7 * TIMEOUT_S < took < TIMEOUT_S + 10
+        assert hung, "no reader could see it"
+        assert status(run).state == "failed"
         assert saved_steps(run), "the second launch resumes"
         stacks.append((traces / "rank_0.stacks.txt").read_text())
         assert "Timeout" in stacks[attempt]
         assert "in train_step" in stacks[attempt]
-    assert [e["event"] for e in events_of(run) if e["event"] in ("start", "resume")] == [
-        "start",
-        "resume",
-    ]
+    assert (len(events(run, "start")), len(events(run, "resume"))) == (1, 1)
     # those of the first launch were not written over by the second
     assert (traces / "launch-1" / "rank_0.stacks.txt").read_text() == stacks[0]
-    assert stacks[1] != stacks[0]
+
+
+def test_a_hang_while_a_checkpoint_is_written_ends_as_well(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """The save can't end without rank 1: it is given a few seconds, not the hours that a slow disk
+    may have."""
+    run = tmp_path / "run"
+    limits = ("--comm.train_timeout_seconds", TIMEOUT_S, "--checkpoint.interval", 5)
+    argv = [*debug_run(data_folder, run), *LONG, *limits]
+    saving = run / "checkpoint" / ".saving-step-5"
+    started = Launch(*argv, output=tmp_path, before=slow_write)
+    took, _ = hang(started, run, saving.is_dir)
+    assert took < TIMEOUT_S + CLOSE_TIMEOUT_S + 10
+    assert status(run).state == "failed"

@@ -7,10 +7,19 @@ neither.
 
 import json
 import os
+from functools import partial
+from typing import Any
 
 import numpy as np
 import tokenizers
 
+from canon_pretrain.data.hf_slices import (
+    SplitEncoder,
+    is_split_first,
+    llama_settings,
+    merged_pieces,
+)
+from canon_pretrain.data.piece_encoder import CHECK, PieceEncoder
 from canon_pretrain.errors import UserError
 
 EOS_NAMES = (
@@ -30,10 +39,8 @@ class HFTokenizer:
 
     EOS is `eos` (a token's text or id), else the one added token with a usual name. Raises
     UserError where there is none or several, where a literal EOS would still be matched in a text,
-    and for a model that drops characters.
+    and for a model that drops characters. `method` says how texts are encoded.
     """
-
-    method = "tokenizers"
 
     def __init__(self, model: bytes, name: str, eos: str | int | None = None) -> None:
         self._name = name
@@ -45,31 +52,28 @@ class HFTokenizer:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"tokenizer {name}: not a tokenizer.json: {error!r}") from None
         self.eos_id = _eos_id(added, name, eos)
+        self.eos_token = next(token for token, i in added.items() if i == self.eos_id)
         self.bos_id = next((added[token] for token in BOS_NAMES if token in added), -1)
         for entry in content["added_tokens"]:
             if entry["id"] in (self.eos_id, self.bos_id):
                 entry["special"] = True  # only special tokens can be kept from matching
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-        except Exception as error:  # the package raises nothing more precise
-            raise UserError(f"tokenizer {name}: not a readable tokenizer.json: {error}") from None
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = _load(content, name)
         # ids may have gaps: the count of tokens could be too small
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self._special = np.array([i for i in {self.eos_id, self.bos_id} if i >= 0])
+        self._special = [i for i in {self.eos_id, self.bos_id} if i >= 0]
+        self._encoder = self._faster(content)
+        how = self._encoder.method if self._encoder else "documents whole"
+        self.method = f"tokenizers, {how}"
         self._check()
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text` without BOS and EOS, int64 [tokens]."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        tokens = np.array(ids, dtype=np.int64)
-        if np.isin(tokens, self._special).any():
+        tokens = self._whole(text) if self._encoder is None else self._encoder.encode(text)
+        if any((tokens == special).any() for special in self._special):
             raise UserError(
-                f"tokenizer {self._name}: reads its own EOS or BOS (ids {self._special.tolist()}) "
-                f"out of a text that holds its name: documents could not be told apart; give a "
-                f"tokenizer that has them as added tokens only"
+                f"tokenizer {self._name}: reads its own EOS or BOS (ids {self._special}) out of a "
+                f"text that holds its name: documents could not be told apart; give a tokenizer "
+                f"that has them as added tokens only"
             )
         return tokens
 
@@ -77,9 +81,24 @@ class HFTokenizer:
         """The text of `ids`; special tokens give nothing."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
+    def _whole(self, text: str) -> np.ndarray:
+        return np.array(_ids(self._tokenizer, text), dtype=np.int64)
+
+    def _faster(self, content: dict[str, Any]) -> PieceEncoder | SplitEncoder | None:
+        """An encoder of slices that gives the same ids; None where there is none known."""
+        encoder: PieceEncoder | SplitEncoder
+        if (unprefixed := llama_settings(content)) is not None:
+            raw = _load(unprefixed, self._name)
+            encoder = PieceEncoder(partial(_ids, raw), merged_pieces(content), " ")
+        elif is_split_first(content):
+            encoder = SplitEncoder(partial(_ids, self._tokenizer))
+        else:
+            return None
+        return encoder if np.array_equal(encoder.encode(CHECK), self._whole(CHECK)) else None
+
     def _check(self) -> None:
-        for token in self._special.tolist():
-            text = self._tokenizer.id_to_token(token)
+        for token in self._special:
+            text = str(self._tokenizer.id_to_token(token))
             for probe in (text, f"a{text}b", f" {text} "):
                 self.encode(probe)
         if not len(self.encode(_RARE)):
@@ -87,6 +106,21 @@ class HFTokenizer:
                 f"tokenizer {self._name}: drops characters that it does not know ({_RARE!r} gives "
                 f"no id); give one with byte fallback, byte-level pieces or an unknown token"
             )
+
+
+def _load(content: dict[str, Any], name: str) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    except Exception as error:  # the package raises nothing more precise
+        raise UserError(f"tokenizer {name}: not a readable tokenizer.json: {error}") from None
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _eos_id(added: dict[str, int], name: str, eos: str | int | None) -> int:

@@ -1,32 +1,41 @@
 """Batches of windows in numpy, identical in order on any number of ranks.
 
 Between the shards and the trainer's data loader (titan/data.py makes tensors of them). Sample i of
-the run is `sampler.window_offset(data_seed, i)`; with b = local_batch_size and dp ranks,
+the run is a window that (data_seed, i) alone decides (`sampler.py`, and `mixture.py` for its
+source); with b = local_batch_size and dp ranks,
 
     i = step * global_batch + microbatch * (dp * b) + rank * b + j
 
-so a step's global batch holds the same samples whatever the world size, and the state is one
-number, equal on every rank. (Where a run was told to change its batch size, `step` counts from
+so a step's global batch holds the same samples whatever the world size, and the state is a few
+numbers, equal on every rank. (Where a run was told to change its batch size, `step` counts from
 the sample at which it did: `origin`.)
 """
 
 import hashlib
+import typing
 from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
-from canon_pretrain.data.sampler import MODE, window_offset
+from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.data.sampler import (
+    Order,
+    check_length,
+    offset_of_word,
+    permuted_offset,
+    philox_blocks,
+)
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 _WAYS_OUT = {
     "version": "resume with the program's version that wrote the checkpoint",
     "fingerprint": "point the run at the data it started with, or start a new run",
     "seed": "set data_seed back, or start a new run",
-    "mode": "set the sampling mode back, or start a new run",
+    "mode": "set data.order back, or start a new run",
     "seq_len": "set seq_len back, or start a new run",
     "global_batch": "set the global batch size back, or start a new run",
 }
@@ -46,20 +55,24 @@ def samples_digest(windows: np.ndarray) -> int:
 
 
 class BatchLoader:
-    """This rank's micro-batches of a run, endless.
+    """This rank's micro-batches of a run, endless; `data` is one split or several by weight.
 
-    `next_sample` is the global index of the first sample of the next round of micro-batches, the
-    same on every rank. Raises UserError for sizes that do not fit each other or the data.
+    `next_sample` is the global index of the first sample of the next round of micro-batches, and
+    `source_tokens` how many tokens each source of the mixture has given to all ranks together
+    (since the run began, or was told to change its data): both are the same on every rank.
+    Raises UserError for sizes that do not fit each other or the data, and for order "permute" of
+    several sources.
     """
 
     def __init__(
         self,
-        shards: TokenShards,
+        data: TokenShards | Mixture,
         *,
         data_seed: int,
         seq_len: int,
         global_batch_size: int,
         local_batch_size: int,
+        order: Order = "random",
         dp_rank: int = 0,
         dp_world_size: int = 1,
     ) -> None:
@@ -82,15 +95,33 @@ class BatchLoader:
                 f"{dp_world_size} * local_batch_size {local_batch_size} = {self._round}; change "
                 f"one of the three"
             )
-        window_offset(data_seed, 0, shards.num_tokens, seq_len)  # raises where the data is short
-        self._shards = shards
+        mixture = data if isinstance(data, Mixture) else Mixture([data])
+        if order not in typing.get_args(Order):
+            raise UserError(f"data.order is {order!r}, expected 'random' or 'permute'")
+        if order == "permute" and len(mixture.sources) > 1:
+            raise UserError(
+                "data.order = 'permute' takes one folder, not a weighted mixture: which window of "
+                "its source sample i is would depend on how often that source was drawn before, "
+                "which nothing but counting from the first sample can tell; use data.order = "
+                "'random', or one folder"
+            )
+        for source in mixture.sources:
+            check_length(source.num_tokens, seq_len, str(source.folder))
+        self._mixture = mixture
+        self._order = order
         self._seed = data_seed
         self._seq_len = seq_len
         self._global_batch = global_batch_size
         self._local_batch = local_batch_size
         self._rank = dp_rank
         self.next_sample = 0
+        self.source_tokens = [0] * len(mixture.sources)
         self._origin = 0
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """A name for each of `source_tokens`."""
+        return self._mixture.names
 
     @property
     def at_step_start(self) -> bool:
@@ -103,12 +134,40 @@ class BatchLoader:
         Raises ShardError where the data on disk is damaged; the position is then unchanged.
         """
         batch = np.empty((self._local_batch, self._seq_len + 1), dtype=np.int64)
-        first = self.next_sample + self._rank * self._local_batch
-        for j in range(self._local_batch):
-            offset = window_offset(self._seed, first + j, self._shards.num_tokens, self._seq_len)
-            batch[j] = self._shards.read(offset, self._seq_len + 1)
+        places, drawn = self._draw()
+        for window, (source, offset) in zip(batch, places, strict=True):
+            source.read_into(window, offset)
         self.next_sample += self._round
+        for index, windows in enumerate(drawn):
+            self.source_tokens[index] += windows * self._seq_len
         return batch
+
+    def _draw(self) -> tuple[list[tuple[TokenShards, int]], list[int]]:
+        """Where this rank's windows of the round begin, and how many of all ranks' windows each
+        source gives."""
+        mixture, seed, seq_len = self._mixture, self._seed, self._seq_len
+        begin, count = self._rank * self._local_batch, self._local_batch
+        first = self.next_sample + begin
+        drawn = [self._round]
+        if self._order == "permute":
+            (source,) = mixture.sources
+            offsets = [
+                permuted_offset(seed, i, source.num_tokens, seq_len)
+                for i in range(first, first + count)
+            ]
+            return [(source, offset) for offset in offsets], drawn
+        if len(mixture.sources) == 1:
+            blocks = philox_blocks(seed, first, count)
+        else:
+            round_blocks = philox_blocks(seed, self.next_sample, self._round)
+            indices = mixture.draw(round_blocks[:, 1])
+            drawn = np.bincount(indices, minlength=len(mixture.sources)).tolist()
+            blocks = round_blocks[begin : begin + count]
+        chosen = [mixture.sources[index] for index in mixture.draw(blocks[:, 1])]
+        return [
+            (source, offset_of_word(word, source.num_tokens, seq_len))
+            for source, word in zip(chosen, blocks[:, 0].tolist(), strict=True)
+        ], drawn
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what it is relative to: equal on every rank, free of the world size."""
@@ -116,11 +175,12 @@ class BatchLoader:
             "version": STATE_VERSION,
             "next_sample": self.next_sample,
             "origin": self._origin,
-            "fingerprint": self._shards.fingerprint,
+            "fingerprint": self._mixture.fingerprint,
             "seed": self._seed,
-            "mode": MODE,
+            "mode": self._order,
             "seq_len": self._seq_len,
             "global_batch": self._global_batch,
+            "source_tokens": list(self.source_tokens),
         }
 
     def load_state_dict(self, state: dict[str, Any], allow: Collection[str] = frozenset()) -> None:
@@ -156,4 +216,22 @@ class BatchLoader:
                 f"checkpoint was written between two steps' micro-batches; resume at the world "
                 f"size that wrote it"
             )
+        source_tokens = state["source_tokens"]
+        if "fingerprint" in changed:
+            source_tokens = [0] * len(self.source_tokens)
+        if not _are_counts(source_tokens, len(self.source_tokens)):
+            raise UserError(
+                f"the checkpoint's source_tokens is {source_tokens!r}, expected a count for each "
+                f"of the data's {len(self.source_tokens)} source(s): it is not from this loader; "
+                f"start a new run"
+            )
         self.next_sample, self._origin = next_sample, origin
+        self.source_tokens = list(source_tokens)
+
+
+def _are_counts(value: object, length: int) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == length
+        and all(isinstance(count, int) and count >= 0 for count in value)
+    )

@@ -9,7 +9,10 @@ on the documents and options alone, never on time, process or machine.
 import hashlib
 import json
 import os
+from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,7 +47,9 @@ class _PartFile:
         self.tokens = 0
         self.text_bytes = 0
         self.max_id = 0
-        self.ends: list[int] = []
+        self.ends = array("Q")
+        self.groups: dict[str, list[int]] = {}
+        self.repaired: Counter[str] = Counter()
         self._crcs: list[np.ndarray] = []
         self._pending = bytearray()
         self._digest = hashlib.sha256()
@@ -83,7 +88,8 @@ class _PartFile:
         return files
 
     def abandon(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # on a full disk, closing tries to write once more
+            self._file.close()
         self._temporary().unlink(missing_ok=True)
 
 
@@ -115,11 +121,15 @@ class UnitWriter:
         self._num_parts = 0
         self._part: _PartFile | None = None
 
-    def add(self, ids: np.ndarray, *, num_bytes: int, row: int) -> None:
+    def add(
+        self, ids: np.ndarray, *, num_bytes: int, row: int, group: str = "", repaired: str = ""
+    ) -> None:
         """Append one document, stored as it is: the caller has put the EOS id at its end.
 
         `ids` int [at least 1]; `num_bytes` the UTF-8 size of its text; `row` its number in the
-        unit. Raises ShardError for an id outside the vocabulary or a document longer than a part.
+        unit; `group` the part of the source it counts for; `repaired` why its text is not the
+        input's ("" where it is). Raises ShardError for an id outside the vocabulary or a document
+        longer than a part.
         """
         count = len(ids)
         if count == 0:
@@ -137,7 +147,7 @@ class UnitWriter:
                 f"the vocabulary of {self._vocab_size}; the tokenizer is not the plan's"
             )
         if self._part and self._part.tokens + count > self._max_part_tokens:
-            self._commit(last=False, skipped={})
+            self._commit({}, {}, last=False)
         part = self._part = self._part or self._new_part(row)
         part.add(ids.astype(self._dtype).tobytes())
         part.tokens += count
@@ -145,11 +155,24 @@ class UnitWriter:
         part.text_bytes += num_bytes
         part.max_id = max(part.max_id, high)
         part.last_row = row + 1
+        counts = part.groups.setdefault(group, [0, 0, 0])
+        for index, more in enumerate((1, count, num_bytes)):
+            counts[index] += more
+        if repaired:
+            part.repaired[repaired] += 1
 
-    def finish(self, skipped: Mapping[str, int] | None = None) -> None:
-        """Commit the last part, and with it the unit; `skipped` counts skipped rows by reason."""
+    def finish(
+        self,
+        skipped: Mapping[str, int] | None = None,
+        inputs: Mapping[str, str] | None = None,
+    ) -> None:
+        """Commit the last part, and with it the unit.
+
+        `skipped` counts skipped rows by reason; `inputs` are the unit's inputs and the sha256 that
+        each had while it was read.
+        """
         self._part = self._part or self._new_part(0)
-        self._commit(last=True, skipped=skipped or {})
+        self._commit(skipped or {}, inputs or {}, last=True)
 
     def __enter__(self) -> "UnitWriter":
         return self
@@ -162,7 +185,7 @@ class UnitWriter:
     def _new_part(self, row: int) -> _PartFile:
         return _PartFile(self._folder / part_name(self._unit, self._num_parts), row)
 
-    def _commit(self, *, last: bool, skipped: Mapping[str, int]) -> None:
+    def _commit(self, skipped: Mapping[str, int], inputs: Mapping[str, str], *, last: bool) -> None:
         part = self._part
         assert part is not None
         files = part.publish()
@@ -177,7 +200,10 @@ class UnitWriter:
             "text_bytes": part.text_bytes,
             "rows": [part.first_row, part.last_row],
             "max_id": part.max_id,
+            "groups": dict(sorted(part.groups.items())),
+            "repaired": dict(sorted(part.repaired.items())),
             "skipped": dict(sorted(skipped.items())),
+            "inputs": dict(inputs),
             "plan_sha256": self._plan_sha256,
             "files": files,
         }
@@ -231,13 +257,13 @@ def remove_unit(folder: Path, unit: int) -> None:
         path.unlink()
 
 
-def read_marks(folder: Path, num_units: int) -> list[tuple[str, bytes]]:
-    """Every part's (name, commit mark's bytes) of units 0 to num_units - 1, in stream order.
+def read_marks(folder: Path, units: Iterable[int]) -> list[tuple[str, bytes]]:
+    """Every part's (name, commit mark's bytes) of these units, in order.
 
     Raises ShardError for a unit whose marks do not reach its last part.
     """
     marks = []
-    for unit in range(num_units):
+    for unit in units:
         last = False
         part = 0
         while not last:
@@ -270,7 +296,7 @@ def write_manifest(
         "tokenizer_sha256": tokenizer_sha256,
         "plan_sha256": plan_sha256,
     }
-    manifest = make_manifest(header, read_marks(folder, num_units))
+    manifest = make_manifest(header, read_marks(folder, range(num_units)))
     write_json(folder / MANIFEST, manifest)
     return manifest
 

@@ -9,45 +9,51 @@ from it. A split is a folder of parts and a manifest:
     part-UUUUU-K.json  the part's commit mark, written last: sizes, sha256, counts, range of rows
     manifest.json      written when every part is there: prefix sums, fingerprint over the marks
 
+A split made with a limit ends inside its last part: the manifest's "cut" says how many of that
+part's tokens and documents belong to the stream. The part itself stays whole.
+
 Files are read with preadv, not mapped: a file truncated under a map ends the process with SIGBUS
 and no traceback, a short read is an error with a name.
 """
 
 import hashlib
 import json
-import os
-import zlib
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.data.blocks import BLOCK_BYTES as BLOCK_BYTES
+from canon_pretrain.data.blocks import (
+    BUILD_AGAIN,
+    BlockReader,
+    ShardError,
+    read_checked,
+    read_small,
+    way_out,
+)
+from canon_pretrain.data.blocks import block_crcs as block_crcs
 
 FORMAT = "canon-shards"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
-BLOCK_BYTES = 1 << 16
 MAX_PART_TOKENS = 1 << 28
 MAX_UINT16_VOCAB = 65_535
-# SlimPajama has 2,466 parts, a usual limit on open files is 1,024.
-MAX_OPEN_FILES = 128
-
-BUILD_AGAIN = "run the same `python -m data_prep build` again"
-
-
-class ShardError(UserError):
-    """A shard folder that is missing, unfinished, of another version or damaged."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the stream, and where it begins in it."""
+    """One part of the stream, and where it begins in it.
+
+    Of the last part, `tokens` and `documents` may be fewer than its files hold (the cut).
+    """
 
     name: str
     first_token: int
     tokens: int
+    documents: int
     files: dict[str, dict[str, Any]]
 
 
@@ -61,53 +67,65 @@ def part_name(unit: int, part: int) -> str:
     return f"part-{unit:05d}-{part}"
 
 
-def block_crcs(content: bytes | memoryview) -> np.ndarray:
-    """The CRC32 of every 64 KiB of `content`, uint32 [ceil(bytes / 65536)]."""
-    view = memoryview(content)
-    starts = range(0, len(view), BLOCK_BYTES)
-    return np.array([zlib.crc32(view[at : at + BLOCK_BYTES]) for at in starts], dtype="<u4")
-
-
 def make_manifest(header: dict[str, Any], marks: list[tuple[str, bytes]]) -> dict[str, Any]:
     """The manifest of the parts whose commit marks are given as (part name, content), in order.
 
     A pure function: writer, reader and verify compare its value. `header` has vocab_size, eos_id,
-    tokenizer_sha256 and plan_sha256. The fingerprint is the SHA-256 of the header and the marks'
-    hashes: it names the stream's content, since each mark has the hashes of its files.
-    Raises KeyError, TypeError or ValueError on a mark that is no JSON of this format.
+    tokenizer_sha256 and plan_sha256, and may have `limits` (max_documents, max_tokens) and `cut`
+    (tokens, documents and text_bytes of the last part that belong to the stream): a manifest is
+    itself such a header. The fingerprint is the SHA-256 of the header and the marks' hashes: it
+    names the stream's content, since each mark has the hashes of its files.
+    Raises KeyError, TypeError or ValueError on a mark or cut that is not of this format.
     """
+    limits = header.get("limits") or {}
+    cut = header.get("cut")
     parts = []
-    tokens = documents = text_bytes = 0
-    for name, content in marks:
+    totals = dict.fromkeys(_COUNTS, 0)
+    for index, (name, content) in enumerate(marks):
         mark = json.loads(content)
+        counts = {key: mark[key] for key in _COUNTS}
+        if cut is not None and index == len(marks) - 1:
+            counts = _cut_counts(cut, counts)
         parts.append(
             {
                 "name": name,
-                "first_token": tokens,
-                "tokens": mark["tokens"],
-                "first_document": documents,
-                "documents": mark["documents"],
+                "first_token": totals["tokens"],
+                "first_document": totals["documents"],
+                **counts,
                 "mark_sha256": hashlib.sha256(content).hexdigest(),
             }
         )
-        tokens += mark["tokens"]
-        documents += mark["documents"]
-        text_bytes += mark["text_bytes"]
+        totals = {key: totals[key] + counts[key] for key in _COUNTS}
     identity = {
         "format": FORMAT,
         "version": VERSION,
         "dtype": dtype_for(header["vocab_size"]).str,
         **{key: header[key] for key in ("vocab_size", "eos_id", "tokenizer_sha256", "plan_sha256")},
+        "limits": {key: limits.get(key) for key in ("max_documents", "max_tokens")},
+        "cut": None if cut is None else {key: cut[key] for key in _COUNTS},
     }
     hashed = json.dumps([identity, [part["mark_sha256"] for part in parts]])
     return {
         **identity,
         "fingerprint": hashlib.sha256(hashed.encode()).hexdigest(),
-        "num_tokens": tokens,
-        "num_documents": documents,
-        "num_bytes": text_bytes,
+        "num_tokens": totals["tokens"],
+        "num_documents": totals["documents"],
+        "num_bytes": totals["text_bytes"],
         "parts": parts,
     }
+
+
+_COUNTS = ("tokens", "documents", "text_bytes")
+
+
+def _cut_counts(cut: dict[str, int], whole: dict[str, int]) -> dict[str, int]:
+    """The counts of a last part that has `whole` in all. Raises ValueError for no such cut."""
+    counts = {key: cut[key] for key in _COUNTS}
+    low = {"tokens": 1, "documents": 1, "text_bytes": 0}
+    high = {**whole, "tokens": whole["tokens"] - 1, "documents": whole["documents"] - 1}
+    if not all(low[key] <= counts[key] <= high[key] for key in _COUNTS):
+        raise ValueError(f"a cut of {counts} in a part of {whole}")
+    return counts
 
 
 class TokenShards:
@@ -128,10 +146,8 @@ class TokenShards:
         self.tokenizer_sha256: str = manifest["tokenizer_sha256"]
         self.plan_sha256: str = manifest["plan_sha256"]
         self._parts = parts
-        self._starts = np.array([part.first_token for part in parts], dtype=np.int64)
-        self._dtype = dtype_for(self.vocab_size)
-        self._crcs: dict[str, np.ndarray] = {}
-        self._descriptors: dict[str, int] = {}
+        self._starts = [part.first_token for part in parts]
+        self._blocks = BlockReader(folder, dtype_for(self.vocab_size))
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -144,7 +160,7 @@ class TokenShards:
         manifest = _read_manifest(folder)
         marks = []
         for entry in manifest["parts"]:
-            content = _read_small(folder / f"{entry['name']}.json")
+            content = read_small(folder / f"{entry['name']}.json")
             if hashlib.sha256(content).hexdigest() != entry["mark_sha256"]:
                 raise ShardError(
                     f"{folder / entry['name']}.json: this commit mark's hash does not fit the "
@@ -173,22 +189,30 @@ class TokenShards:
         Every 64-KiB block touched is compared with its CRC32. Raises ValueError for a range
         outside the stream, ShardError for a short read or damage.
         """
+        self._check_range(offset, count)
+        tokens = np.empty(count, dtype=np.int64)
+        self.read_into(tokens, offset)
+        return tokens
+
+    def read_into(self, tokens: np.ndarray, offset: int) -> None:
+        """`read`, into an int64 [count] of the caller's; undefined where an error is raised."""
+        count, done = len(tokens), 0
+        self._check_range(offset, count)
+        index = bisect_right(self._starts, offset) - 1
+        while done < count:
+            part = self._parts[index]
+            start = offset + done - part.first_token
+            take = min(count - done, part.tokens - start)
+            self._blocks.read(part.name, part.files, start, tokens[done : done + take])
+            done += take
+            index += 1
+
+    def _check_range(self, offset: int, count: int) -> None:
         if offset < 0 or count < 0 or offset + count > self.num_tokens:
             raise ValueError(
                 f"tokens [{offset}, {offset + count}) of {self.folder}, which has "
                 f"{self.num_tokens} tokens"
             )
-        tokens = np.empty(count, dtype=np.int64)
-        done = 0
-        index = int(np.searchsorted(self._starts, offset, side="right")) - 1
-        while done < count:
-            part = self._parts[index]
-            start = offset + done - part.first_token
-            take = min(count - done, part.tokens - start)
-            tokens[done : done + take] = self._read_part(part, start, take)
-            done += take
-            index += 1
-        return tokens
 
     def document_ends(self) -> np.ndarray:
         """The exclusive end of every document in the whole stream, int64 [num_documents].
@@ -197,104 +221,26 @@ class TokenShards:
         """
         ends = [np.empty(0, dtype=np.int64)]
         for part in self._parts:
-            content = self._read_checked(part, "docs")
-            ends.append(np.frombuffer(content, dtype="<u8").astype(np.int64) + part.first_token)
+            path = self.folder / f"{part.name}.docs"
+            content = read_checked(path, part.files["docs"]["sha256"])
+            found = np.frombuffer(content, dtype="<u8")[: part.documents].astype(np.int64)
+            if len(found) and found[-1] != part.tokens:
+                raise ShardError(
+                    f"{self.folder / part.name}.docs: document {part.documents} ends at token "
+                    f"{found[-1]}, expected {part.tokens} by {MANIFEST}; {way_out(part.name)}"
+                )
+            ends.append(found + part.first_token)
         return np.concatenate(ends)
 
     def close(self) -> None:
         """Close the open files; reading again opens them again."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        self._blocks.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _read_part(self, part: Part, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) of one part, in the stored type."""
-        width = self._dtype.itemsize
-        first_block = start * width // BLOCK_BYTES
-        begin = first_block * BLOCK_BYTES
-        last_byte = (start + count) * width
-        size = part.files["bin"]["size"]
-        end = min(-(-last_byte // BLOCK_BYTES) * BLOCK_BYTES, size)
-        buffer = np.empty(end - begin, dtype=np.uint8)
-        self._fill(part, buffer.data, begin)
-        expected = self._part_crcs(part)[first_block:]
-        found = block_crcs(buffer.data)
-        wrong = np.flatnonzero(found != expected[: len(found)])
-        if len(wrong):
-            block = first_block + int(wrong[0])
-            raise ShardError(
-                f"{self.folder / part.name}.bin: damaged: 64-KiB block {block} (byte offset "
-                f"{block * BLOCK_BYTES}) has CRC32 {found[wrong[0]]:08x}, expected "
-                f"{expected[wrong[0]]:08x}; {way_out(part.name)}"
-            )
-        return buffer[start * width - begin : last_byte - begin].view(self._dtype)
-
-    def _fill(self, part: Part, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from byte `offset` of the part's .bin file."""
-        path = self.folder / f"{part.name}.bin"
-        done = 0
-        try:
-            descriptor = self._descriptor(path)
-            while done < len(buffer):
-                # one call may return less than asked for: only 0 is the end of the file
-                got = os.preadv(descriptor, [buffer[done:]], offset + done)
-                if got == 0:
-                    raise ShardError(
-                        f"{path}: short read: the file ends at byte {offset + done}, expected "
-                        f"{part.files['bin']['size']} bytes: it was truncated after it was "
-                        f"opened; {way_out(part.name)}"
-                    )
-                done += got
-        except OSError as error:
-            raise ShardError(
-                f"{path}: cannot be read: {error.strerror}; check the disk or network folder"
-            ) from error
-
-    def _descriptor(self, path: Path) -> int:
-        """An open descriptor of `path`; the one opened first is closed when there are too many."""
-        if path.name not in self._descriptors:
-            if len(self._descriptors) >= MAX_OPEN_FILES:
-                oldest = next(iter(self._descriptors))
-                os.close(self._descriptors.pop(oldest))
-            self._descriptors[path.name] = os.open(path, os.O_RDONLY)
-        return self._descriptors[path.name]
-
-    def _part_crcs(self, part: Part) -> np.ndarray:
-        if part.name not in self._crcs:
-            content = self._read_checked(part, "crc")
-            self._crcs[part.name] = np.frombuffer(content, dtype="<u4")
-        return self._crcs[part.name]
-
-    def _read_checked(self, part: Part, suffix: str) -> bytes:
-        """The whole .docs or .crc file, compared with the hash in the commit mark."""
-        path = self.folder / f"{part.name}.{suffix}"
-        content = _read_small(path)
-        found = hashlib.sha256(content).hexdigest()
-        if found != part.files[suffix]["sha256"]:
-            raise ShardError(
-                f"{path}: damaged: sha256 {found[:16]}..., expected "
-                f"{part.files[suffix]['sha256'][:16]}...; {way_out(part.name)}"
-            )
-        return content
-
-
-def way_out(name: str) -> str:
-    """What to do about a damaged part; rebuilding gives the same bytes."""
-    return f"delete {name}.* in that folder and {BUILD_AGAIN}"
-
-
-def _read_small(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise ShardError(f"{path}: is missing; {way_out(path.stem)}") from None
-    except OSError as error:
-        raise ShardError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -309,7 +255,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise ShardError(f"{folder}: no {MANIFEST}, so not a folder of token shards; {build}")
     damaged = f"{path}: unfinished or damaged; delete it and {BUILD_AGAIN}"
     try:
-        manifest = json.loads(_read_small(path))
+        manifest = json.loads(read_small(path))
     except ValueError:
         raise ShardError(damaged) from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -342,4 +288,6 @@ def _open_part(folder: Path, entry: dict[str, Any], mark: dict[str, Any]) -> Par
             raise ShardError(
                 f"{path}: {size} bytes, expected {known['size']}; {way_out(entry['name'])}"
             )
-    return Part(entry["name"], entry["first_token"], entry["tokens"], mark["files"])
+    return Part(
+        entry["name"], entry["first_token"], entry["tokens"], entry["documents"], mark["files"]
+    )

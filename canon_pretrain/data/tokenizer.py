@@ -30,6 +30,7 @@ class _Reader(Protocol):
     vocab_size: int
     bos_id: int
     eos_id: int
+    eos_token: str
     method: str
 
     def encode(self, text: str) -> np.ndarray: ...
@@ -41,8 +42,8 @@ class Tokenizer:
     """A loaded tokenizer: `vocab_size`, `bos_id`, `eos_id`, and `sha256` of its file.
 
     `model` is the file's content, `file_name` its name in a data folder, `bos_id` -1 where there is
-    none; `method` says in a few words how texts are encoded. `eos` names the token that ends a
-    document (by its text or id) where the file leaves that open.
+    none, `eos_token` what EOS is called; `method` says in a few words how texts are encoded. `eos`
+    names the token that ends a document (by its text or id) where the file leaves that open.
 
     A literal `</s>` in a text is text, never the EOS id. With a SentencePiece model,
     `decode(encode(text)) == text` for every text of valid Unicode without U+2581, which that format
@@ -64,6 +65,7 @@ class Tokenizer:
         self.vocab_size = self._reader.vocab_size
         self.bos_id = self._reader.bos_id
         self.eos_id = self._reader.eos_id
+        self.eos_token = self._reader.eos_token
         self.method = self._reader.method
 
     @classmethod

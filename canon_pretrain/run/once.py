@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.files import write_json
+from canon_pretrain.run.holder import boot_of
 
 FRESH = "checkpoint.fresh"
 
@@ -47,9 +48,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _launch(environ: Mapping[str, str]) -> dict[str, str | int]:
+    run = environ.get("TORCHELASTIC_RUN_ID", "")
+    if run == "none":  # torchrun without --rdzv_id: its process names the command, then
+        run = f"agent {boot_of(os.getppid())}"
     return {
         "job": environ.get("SLURM_JOB_ID", ""),
         "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
-        "run": environ.get("TORCHELASTIC_RUN_ID", "").removeprefix("none"),
+        "run": run,
         "attempt": int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
     }

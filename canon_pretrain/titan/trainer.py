@@ -140,8 +140,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         """Train to the last step of this launch, or until asked to stop; leave a checkpoint."""
         job, session = self.job_config, self.session
         session.progress(self.step, "loading")
-        loaded = self.checkpointer.load(step=job.checkpoint.load_step)
-        if loaded:
+        self.checkpointer.load(step=job.checkpoint.load_step)
+        if self.step:  # also where the state came from checkpoint.initial_load_path
             self._impose_hyperparameters()
         first = self.step
         if first >= job.last_step:

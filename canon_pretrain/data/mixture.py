@@ -1,0 +1,146 @@
+"""The training data of a run: one folder's stream, or several, drawn from by weight.
+
+Between the shards and the loader. Which source sample i comes from is decided by word 1 of its
+Philox block, which offset within that source by word 0, so both are pure functions of (seed, i).
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.errors import UserError
+
+
+def exact_weight(weight: float) -> Fraction:
+    """A weight as the decimal number that was written: 0.7 is 7/10, not the nearest binary one.
+
+    Raises UserError where it is not a finite number above 0.
+    """
+    if not (math.isfinite(weight) and weight > 0):
+        raise UserError(
+            f"data.weights has {weight!r}, expected finite numbers above 0; leave out a folder "
+            f"that is not to be drawn from"
+        )
+    return Fraction(str(weight))
+
+
+def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
+    """The words at which the next source begins, uint64 [len(shares) - 1].
+
+    A word is of source k where it is below threshold k and of no earlier one: source k is drawn
+    with probability share k, to within 2**-64. Shares are positive and add up to 1. Raises
+    UserError for one below 2**-64.
+    """
+    if min(shares) * (1 << 64) < 1:
+        raise UserError(
+            f"data.weights has a share of {float(min(shares)):.3g}, which would never be drawn; "
+            f"leave that folder out"
+        )
+    ends = itertools.accumulate(shares)
+    return np.array([math.floor(end * (1 << 64)) for end in ends][:-1], dtype=np.uint64)
+
+
+class Mixture:
+    """Training splits and their shares; what a loader reads windows from.
+
+    One split by itself is a mixture with the fingerprint of that split. `num_tokens` is the sum
+    over the sources. Weights are relative: [7, 3] is the mixture that [0.7, 0.3] is. Raises
+    UserError for weights that do not fit, and for splits that were not tokenized alike.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[TokenShards],
+        weights: Sequence[float] = (1.0,),
+        names: Sequence[str] | None = None,
+    ) -> None:
+        if not sources:
+            raise UserError("a mixture of no data: name at least one folder")
+        if len(weights) != len(sources):
+            raise UserError(
+                f"data.weights has {len(weights)} numbers for {len(sources)} folders; give one "
+                f"for each, in the order of data.paths"
+            )
+        exact = [exact_weight(weight) for weight in weights]
+        self.sources = tuple(sources)
+        self.shares = tuple(weight / sum(exact) for weight in exact)
+        self.names = tuple(names or _names([str(source.folder) for source in sources]))
+        self._thresholds = thresholds(self.shares)
+        self._check_alike()
+        first = self.sources[0]
+        self.vocab_size, self.eos_id = first.vocab_size, first.eos_id
+        self.tokenizer_sha256 = first.tokenizer_sha256
+        self.num_tokens = sum(source.num_tokens for source in self.sources)
+        self.fingerprint = first.fingerprint if len(sources) == 1 else self._mixed_fingerprint()
+
+    @classmethod
+    def open(cls, folders: Sequence[str | Path], weights: Sequence[float] = (1.0,)) -> Self:
+        """Open the training splits of `folders`, which data_prep wrote. Raises UserError."""
+        sources: list[TokenShards] = []
+        try:
+            for folder in folders:
+                sources.append(TokenShards.open(Path(folder) / "train"))
+            return cls(sources, weights, _names([str(folder) for folder in folders]))
+        except UserError:
+            for source in sources:
+                source.close()
+            raise
+
+    def draw(self, words: np.ndarray) -> np.ndarray:
+        """The indices of the sources that `words`, uint64 [n], stand for; int64 [n]."""
+        return np.searchsorted(self._thresholds, words, side="right")
+
+    def close(self) -> None:
+        """Close the open files; reading again opens them again."""
+        for source in self.sources:
+            source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_alike(self) -> None:
+        first = self.sources[0]
+        for source in self.sources[1:]:
+            for field in ("tokenizer_sha256", "vocab_size", "eos_id"):
+                mine, other = getattr(first, field), getattr(source, field)
+                if mine != other:
+                    raise UserError(
+                        f"the folders of a mixture must be tokenized alike: {field} is {mine!r} "
+                        f"in {first.folder}, {other!r} in {source.folder}; build both with one "
+                        f"tokenizer"
+                    )
+        seen: dict[str, TokenShards] = {}
+        for source in self.sources:
+            twin = seen.setdefault(source.fingerprint, source)
+            if twin is not source:
+                raise UserError(
+                    f"{twin.folder} and {source.folder} hold the same stream; name it once, with "
+                    f"the sum of the weights"
+                )
+
+    def _mixed_fingerprint(self) -> str:
+        """SHA-256 over each source's fingerprint and share, in order."""
+        parts = [
+            [source.fingerprint, str(share)]
+            for source, share in zip(self.sources, self.shares, strict=True)
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _names(folders: Sequence[str]) -> list[str]:
+    """A short name for each folder: its last component, or the whole path where two share it."""
+    paths = [os.path.abspath(folder) for folder in folders]
+    names = [os.path.basename(path) for path in paths]
+    return names if len(set(names)) == len(names) else paths

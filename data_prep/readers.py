@@ -1,0 +1,327 @@
+"""The rows of one input file, read in bounded memory while its bytes are hashed.
+
+Between the files that `sources.py` lists and the build. A file that is cut short, damaged or not
+the one that the plan knows ends in an error that names it and the row, never in fewer documents;
+that error may come after its last good row, so what was read counts once `rows()` has ended. What
+no reader can see without a known size or hash: whole frames or lines missing at the end, and a
+flipped bit where the format has no checksum.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from canon_pretrain.errors import UserError
+from data_prep import stdlib
+from data_prep.plan import Input
+from data_prep.rows import Document, Skipped, clean, from_text, from_utf8
+from data_prep.unpack import Frame, unpack
+
+READ_BYTES = 1 << 20
+# a chunk is decompressed at once, and zstd packs repetition up to 30,000-fold
+PACKED_READ_BYTES = 1 << 16
+# zlib's way to ask for gzip's header and checksum
+GZIP_WBITS = 31
+# a line that never ends must not take the machine's memory
+MAX_ROW_BYTES = 1 << 30
+# of a parquet file's rows, as its footer counts bytes: large documents come in small batches
+BATCH_BYTES = 8 << 20
+MAX_BATCH_ROWS = 1024
+MAX_FIELDS = 12
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# by suffix, longest first; .py is the source stdlib's alone
+SUFFIXES = (".jsonl.zst", ".jsonl.gz", ".jsonl", ".parquet", ".txt")
+
+Rows = Iterator[Document | Skipped]
+
+
+class InputReader:
+    """One input, read once by `rows()`.
+
+    `bytes_read` moves from 0 to the file's size while rows are made. `sha256` is the hex hash of
+    all its bytes once `rows()` has ended, and "" until all are read. Raises UserError where the
+    file is not the `known` one (its size, and its hash unless that is ""), or is damaged.
+    """
+
+    def __init__(
+        self, path: Path, known: Input, *, text_field: str, group_field: str | None
+    ) -> None:
+        self.path = path
+        self.known = known
+        self.text_field = text_field
+        self.group_field = group_field
+        self.sha256 = ""
+        self.bytes_read = 0
+        self._row = 0
+
+    def rows(self) -> Rows:
+        """The rows in the file's order. Closing the generator closes the file."""
+        read, damage = self._format()
+        self.sha256, self.bytes_read, self._row = "", 0, 0
+        self._digest, self._hashed_bytes = hashlib.sha256(), 0
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                self._check_size(os.fstat(file.fileno()).st_size)
+                for row in read(file):
+                    self._row += 1
+                    yield row
+        except OSError as error:
+            # what pyarrow finds wrong in a file has no errno
+            if error.errno is None:
+                self._fail(f"damaged: {error}; fetch the file again")
+            self._fail(f"{error.strerror}; every input is needed: make it readable")
+        except damage as error:
+            self._fail(f"damaged: {error}; fetch the file again")
+
+    def _format(self) -> tuple[Callable[[IO[bytes]], Rows], tuple[type[Exception], ...]]:
+        """How the file is read, and what its decoder raises for damage."""
+        name = self.path.name
+        if name.endswith(".jsonl.zst"):
+            from zstandard import ZstdError
+
+            return self._read_zst, (EOFError, ZstdError)
+        if name.endswith(".jsonl.gz"):
+            return self._read_gz, (EOFError, zlib.error)
+        if name.endswith(".jsonl"):
+            return self._read_jsonl, ()
+        if name.endswith(".parquet"):
+            # pyarrow takes 0.3 s to import, and the other formats need none
+            from pyarrow import ArrowException
+
+            return self._read_parquet, (EOFError, ArrowException, ValueError, OverflowError)
+        if name.endswith(".txt"):
+            return self._read_txt, ()
+        if name.endswith(".py"):
+            return self._read_stdlib, ()
+        raise UserError(f"{self.path}: unknown format; expected one of: {', '.join(SUFFIXES)}")
+
+    # Whole files
+
+    def _read_txt(self, file: IO[bytes]) -> Rows:
+        yield from_utf8(self._read_all(file).removeprefix(BYTE_ORDER_MARK))
+
+    def _read_stdlib(self, file: IO[bytes]) -> Rows:
+        yield from stdlib.read_rows(self.known.path, self._read_all(file))
+
+    def _read_all(self, file: IO[bytes]) -> bytes:
+        content = b"".join(self._chunks(file, READ_BYTES))
+        self._check_end()
+        return content
+
+    # Lines of JSON
+
+    def _read_jsonl(self, file: IO[bytes]) -> Rows:
+        yield from self._read_lines(self._chunks(file, READ_BYTES))
+        self._check_end()
+
+    def _read_gz(self, file: IO[bytes]) -> Rows:
+        yield from self._read_packed(file, lambda: zlib.decompressobj(GZIP_WBITS), padding=b"\0")
+
+    def _read_zst(self, file: IO[bytes]) -> Rows:
+        from zstandard import ZstdDecompressor
+
+        yield from self._read_packed(file, ZstdDecompressor().decompressobj)
+
+    def _read_packed(
+        self, file: IO[bytes], new_frame: Callable[[], Frame], padding: bytes = b""
+    ) -> Rows:
+        self._refuse_empty()
+        chunks = self._chunks(file, PACKED_READ_BYTES)
+        yield from self._read_lines(unpack(chunks, new_frame, padding))
+        self._check_end()
+
+    def _read_lines(self, pieces: Iterator[bytes]) -> Rows:
+        for number, line in enumerate(self._lines(pieces)):
+            if number == 0:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            # blank lines hold no row; `datasets` and pandas leave them out as well
+            if line.strip():
+                yield self._parse(line)
+
+    def _lines(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """Lines without their end. A line over many pieces is joined once: no quadratic cost."""
+        pending: list[bytes] = []
+        length = 0
+        for piece in pieces:
+            first, *more = piece.split(b"\n")
+            pending.append(first)
+            length += len(first)
+            if more:
+                yield b"".join(pending)
+                yield from more[:-1]
+                pending, length = [more[-1]], len(more[-1])
+            if length > MAX_ROW_BYTES:
+                self._fail(f"a line of more than {MAX_ROW_BYTES:,} bytes; split this document")
+        if length:
+            yield b"".join(pending)
+
+    def _parse(self, line: bytes) -> Document | Skipped:
+        escaped_bytes = False
+        try:
+            decoded = line.decode()
+        except UnicodeDecodeError:
+            decoded = line.decode(errors="surrogateescape")
+            escaped_bytes = True
+        try:
+            row = json.loads(decoded)
+        except (ValueError, RecursionError) as error:
+            self._fail(f"no JSON: {clean(str(error))}; repair the line (or the file was cut short)")
+        if not isinstance(row, dict):
+            self._fail(f"a JSON {type(row).__name__}, expected an object with {self.text_field!r}")
+        text = _look_up(row, self.text_field)
+        if text is _MISSING:
+            self._fail_field(list(row))
+        if text is None:
+            return from_text("")
+        if not isinstance(text, str):
+            self._fail(
+                f"the field {self.text_field!r} is a {type(text).__name__}, expected a string"
+            )
+        group = _look_up(row, self.group_field) if self.group_field else ""
+        return from_text(
+            text,
+            clean(group) if isinstance(group, str) else "",
+            escaped_bytes=escaped_bytes,
+        )
+
+    # Parquet
+
+    def _read_parquet(self, file: IO[bytes]) -> Rows:
+        """Hashed first, in a pass of its own: the columns wanted are not all of the bytes."""
+        import pyarrow.parquet
+
+        self._refuse_empty()
+        for _ in self._hashed(file, READ_BYTES):
+            pass
+        self._check_end()
+        file.seek(0)
+        with pyarrow.parquet.ParquetFile(
+            file,
+            # one row group may hold the whole file: it is read through a small buffer
+            buffer_size=READ_BYTES,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        ) as parquet:
+            columns = self._columns(parquet.schema_arrow)
+            total = parquet.metadata.num_rows
+            batch_rows = _batch_rows(parquet.metadata)
+            for batch in parquet.iter_batches(batch_rows, columns=columns, use_threads=False):
+                # by name: the batch has them in the file's order
+                texts = _bytes_of(batch.column(columns[0]))
+                groups = _bytes_of(batch.column(columns[1])) if len(columns) > 1 else None
+                for index, text in enumerate(texts):
+                    group = (groups[index] or b"") if groups else b""
+                    yield from_utf8(text or b"", group.decode(errors="replace"))
+                self.bytes_read = self.known.size * self._row // max(total, 1)
+            if self._row != total:
+                raise EOFError(f"{self._row:,} rows in it, its footer says {total:,}")
+        self.bytes_read = self.known.size
+
+    def _columns(self, schema: Any) -> list[str]:
+        """The text's column, and the group's where there is one. Raises UserError."""
+        from pyarrow import types
+
+        names: list[str] = schema.names
+        if names.count(self.text_field) != 1:
+            self._fail_field(names)
+        columns = [self.text_field]
+        if self.group_field and names.count(self.group_field) == 1:
+            columns.append(self.group_field)
+        for name in columns:
+            kind = schema.field(name).type
+            if types.is_dictionary(kind):
+                kind = kind.value_type
+            if not any(
+                is_kind(kind)
+                for is_kind in (
+                    types.is_string,
+                    types.is_large_string,
+                    types.is_string_view,
+                    types.is_binary,
+                    types.is_large_binary,
+                )
+            ):
+                self._fail(f"the column {name!r} holds {kind}, expected strings")
+        return columns
+
+    # Bytes, checks and errors
+
+    def _chunks(self, file: IO[bytes], size: int) -> Iterator[bytes]:
+        """The file's bytes, hashed, and counted as the rows' progress."""
+        for chunk in self._hashed(file, size):
+            self.bytes_read += len(chunk)
+            yield chunk
+
+    def _hashed(self, file: IO[bytes], size: int) -> Iterator[bytes]:
+        while chunk := file.read(size):
+            self._digest.update(chunk)
+            self._hashed_bytes += len(chunk)
+            yield chunk
+
+    def _check_size(self, size: int) -> None:
+        if size != self.known.size:
+            raise UserError(
+                f"{self.path}: {size:,} bytes, expected {self.known.size:,}: it was changed or cut "
+                f"short since it was listed; restore it, or build into a new folder"
+            )
+
+    def _check_end(self) -> None:
+        """After the last byte: compare with the known size and hash. Raises UserError."""
+        self._check_size(self._hashed_bytes)
+        sha256 = self._digest.hexdigest()
+        if self.known.sha256 and sha256 != self.known.sha256:
+            raise UserError(
+                f"{self.path}: sha256 {sha256[:16]}..., expected {self.known.sha256[:16]}... (read "
+                f"up to row {self._row:,}): it was changed or damaged; restore it or fetch it "
+                f"again, or build into a new folder"
+            )
+        self.sha256 = sha256
+
+    def _refuse_empty(self) -> None:
+        if not self.known.size:
+            raise EOFError("no bytes in it, and this format is never empty")
+
+    def _fail_field(self, fields: list[str]) -> NoReturn:
+        shown = ", ".join(repr(field[:40]) for field in fields[:MAX_FIELDS]) or "no fields"
+        more = f" and {len(fields) - MAX_FIELDS} more" if len(fields) > MAX_FIELDS else ""
+        self._fail(
+            f"no field {self.text_field!r} for the text; there are {shown}{more}; the source local "
+            f"takes its name with --text-field"
+        )
+
+    def _fail(self, what: str) -> NoReturn:
+        raise UserError(f"{self.path}, row {self._row + 1:,}: {what}") from None
+
+
+_MISSING = object()
+
+
+def _look_up(row: dict[str, Any], field: str) -> Any:
+    """The value of `field`, or of "a.b" the value of b within a; _MISSING where there is none."""
+    if field in row:
+        return row[field]
+    outer, dot, inner = field.partition(".")
+    if dot and isinstance(row.get(outer), dict):
+        return _look_up(row[outer], inner)
+    return _MISSING
+
+
+def _batch_rows(metadata: Any) -> int:
+    """How many rows of the file hold about BATCH_BYTES."""
+    groups = range(metadata.num_row_groups)
+    size = sum(metadata.row_group(group).total_byte_size for group in groups)
+    return min(MAX_BATCH_ROWS, max(1, BATCH_BYTES * metadata.num_rows // max(size, 1)))
+
+
+def _bytes_of(column: Any) -> list[bytes | None]:
+    """A batch's strings as bytes: Arrow checks no UTF-8, and its own decoding would raise."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    values: list[bytes | None] = column.cast(pyarrow.large_binary()).to_pylist()
+    return values

@@ -1,0 +1,75 @@
+"""What a source's inputs hold: rows that are documents, and rows that are not.
+
+The smallest piece of data_prep, between the readers that make rows and the build that encodes them.
+A model sees valid Unicode only, and no document is lost for a broken character: bytes that are no
+UTF-8 and lone surrogates become U+FFFD, and the document is counted as repaired, by reason.
+"""
+
+import re
+from dataclasses import dataclass
+
+EMPTY = "empty"
+INVALID_UTF8 = "invalid UTF-8"
+LONE_SURROGATE = "lone surrogate"
+REPLACEMENT = "\ufffd"
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+# what the handler "surrogateescape" never makes of a byte
+_NO_ESCAPED_BYTES = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, the same as UTF-8, what it is counted under, and why it was changed.
+
+    `group` is "" where the source has none, `repaired` is "" for a text that is as it was.
+    """
+
+    text: str
+    utf8: bytes
+    group: str = ""
+    repaired: str = ""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that makes no document, and why; rows are counted by reason in the commit marks."""
+
+    reason: str
+
+
+def from_text(text: str, group: str = "", *, escaped_bytes: bool = False) -> Document | Skipped:
+    """The row of a decoded text: lone surrogates become U+FFFD.
+
+    With `escaped_bytes` the text was decoded with "surrogateescape": what stands for bytes that
+    are no UTF-8 is decoded again, as `from_utf8` does it.
+    """
+    if not text:
+        return Skipped(EMPTY)
+    try:
+        return Document(text, text.encode(), group)
+    except UnicodeEncodeError:
+        pass
+    if escaped_bytes:
+        raw = _NO_ESCAPED_BYTES.sub(REPLACEMENT, text).encode(errors="surrogateescape")
+        return _repaired(raw.decode(errors="replace"), group, INVALID_UTF8)
+    return _repaired(clean(text), group, LONE_SURROGATE)
+
+
+def from_utf8(utf8: bytes, group: str = "") -> Document | Skipped:
+    """The row of a text's bytes: each ill-formed sequence becomes U+FFFD."""
+    if not utf8:
+        return Skipped(EMPTY)
+    try:
+        return Document(utf8.decode(), utf8, group)
+    except UnicodeDecodeError:
+        return _repaired(utf8.decode(errors="replace"), group, INVALID_UTF8)
+
+
+def clean(text: str) -> str:
+    """The text with U+FFFD for every lone surrogate, so that it can be encoded."""
+    return _SURROGATES.sub(REPLACEMENT, text)
+
+
+def _repaired(text: str, group: str, reason: str) -> Document:
+    return Document(text, text.encode(), group, reason)

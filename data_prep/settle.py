@@ -1,0 +1,164 @@
+"""Settle what a build will do: its plan, made or compared with the folder's, and its tokenizer.
+
+The first stage of `build.py`, under the folder's lock. The order of writing is the way back from a
+kill: plan.json, then the tokenizer, which a run that finds it missing makes again.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from canon_pretrain.data.tokenizer import FILE_NAMES, Tokenizer
+from canon_pretrain.errors import UserError
+from canon_pretrain.files import write_atomic
+from data_prep import sources
+from data_prep.plan import (
+    PLAN,
+    Options,
+    Plan,
+    TokenizerRecord,
+    cut_units,
+    is_held_out,
+    load_plan,
+    refuse_changes,
+    save_plan,
+)
+from data_prep.progress import say
+from data_prep.rows import Document
+from data_prep.train_tokenizer import train_tokenizer
+from data_prep.units import load_tokenizer
+
+# SentencePiece holds what it learns from in memory, several times; more text changes few pieces.
+TRAIN_BYTES = 100_000_000
+TRAIN_INPUTS = 16
+
+
+@dataclass(frozen=True)
+class TokenizerRequest:
+    """--tokenizer: a loaded tokenizer, or the vocabulary size to train one with."""
+
+    name: str
+    vocab_size: int = 0
+    given: Tokenizer | None = None
+
+    @classmethod
+    def parse(cls, text: str, eos: str | None) -> "TokenizerRequest":
+        """Raises UserError for a file that cannot be used, or no number."""
+        if not text.startswith("train:"):
+            return cls("file", given=Tokenizer.load(Path(text), eos=eos))
+        if eos is not None:
+            raise UserError(
+                f"--eos {eos!r} with --tokenizer {text}: a trained tokenizer has its own; leave "
+                f"--eos out"
+            )
+        try:
+            return cls(text, vocab_size=int(text.removeprefix("train:")))
+        except ValueError:
+            raise UserError(
+                f"--tokenizer {text!r}: expected train:N with a number N, such as train:2048, or "
+                f"the path of a SentencePiece tokenizer.model or an HF tokenizer.json"
+            ) from None
+
+
+def settle_plan(
+    out: Path, selection: sources.Selection, request: TokenizerRequest, options: Options
+) -> tuple[Plan, Tokenizer]:
+    """The plan of `out`, made or compared with the one there, and its tokenizer, put in place.
+
+    Raises UserError where the folder has another plan.
+    """
+    old = load_plan(out) if (out / PLAN).exists() else None
+    tokenizer = request.given
+    if tokenizer:
+        record = _record("file", tokenizer)
+    elif old:
+        # trained once: what was asked for is compared, the result is the plan's
+        record = replace(old.tokenizer, requested=request.name)
+    else:
+        tokenizer = _train(selection, options, request)
+        record = _record(request.name, tokenizer)
+    if options.bos and record.bos_id < 0:
+        raise UserError("--bos: this tokenizer has no BOS token; leave --bos out")
+    if options.unit_files is None and options.unit_bytes is None:
+        options = replace(options, unit_files=selection.unit_files, unit_bytes=selection.unit_bytes)
+    plan = Plan(
+        source=selection.source,
+        source_version=selection.version,
+        text_field=selection.text_field,
+        group_field=selection.group_field,
+        options=options,
+        tokenizer=record,
+        units=cut_units(selection.inputs, options),
+        inputs=selection.inputs,
+        root=str(selection.root),
+    )
+    if old:
+        refuse_changes(out, old, plan)
+    else:
+        save_plan(out, plan)
+    return plan, _place_tokenizer(out, selection, request, plan, tokenizer)
+
+
+def _place_tokenizer(
+    out: Path,
+    selection: sources.Selection,
+    request: TokenizerRequest,
+    plan: Plan,
+    tokenizer: Tokenizer | None,
+) -> Tokenizer:
+    """The folder's tokenizer; where its file is missing it is written, trained again if need be."""
+    if not any((out / name).exists() for name in FILE_NAMES):
+        tokenizer = tokenizer or _train(selection, plan.options, request)
+        path = out / tokenizer.file_name
+        if tokenizer.sha256 != plan.tokenizer.sha256:
+            raise UserError(
+                f"{path}: is missing, and training again gives another model than the plan's "
+                f"(another version of sentencepiece?); build into a new folder"
+            )
+        write_atomic(path, tokenizer.model)
+    return load_tokenizer(out, plan.tokenizer)
+
+
+def _record(requested: str, tokenizer: Tokenizer) -> TokenizerRecord:
+    return TokenizerRecord(
+        requested=requested,
+        sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        probe_ids=tokenizer.probe_ids(),
+    )
+
+
+def _train(selection: sources.Selection, options: Options, request: TokenizerRequest) -> Tokenizer:
+    say(f"tokenizer: training {request.vocab_size:,} pieces")
+    started = time.monotonic()
+    model = train_tokenizer(training_texts(selection, options.holdout), request.vocab_size)
+    say(f"tokenizer: trained in {time.monotonic() - started:.1f} s")
+    return Tokenizer(model, request.name)
+
+
+def training_texts(selection: sources.Selection, holdout: float) -> Iterator[str]:
+    """The texts that a tokenizer is trained on: about TRAIN_BYTES of them at most.
+
+    All of a small source; else the beginnings of inputs that are spread evenly over it. Held-out
+    documents are left out: validation must not shape the vocabulary.
+    """
+    inputs = selection.inputs
+    if sum(known.size for known in inputs) > TRAIN_BYTES:
+        count = min(TRAIN_INPUTS, len(inputs))
+        inputs = tuple(inputs[k * len(inputs) // count] for k in range(count))
+    total = sum(known.size for known in inputs)
+    for known in inputs:
+        sources.fetch(selection.source, selection.version, selection.root, [known])
+        reader = sources.open_input(
+            selection.root, known, selection.text_field, selection.group_field
+        )
+        left = TRAIN_BYTES * known.size // max(total, 1)
+        for row in reader.rows():
+            if isinstance(row, Document) and not is_held_out(row.utf8, holdout):
+                yield row.text
+                left -= len(row.utf8)
+            if left <= 0:
+                break

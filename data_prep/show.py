@@ -1,0 +1,180 @@
+"""Show what is in the data, and what the model sees of it, as text.
+
+    python -m data_prep show DATA --document K [--split train|validation] [--ids]
+    python -m data_prep show DATA --window I --seed S [--seq-len T] [--order permute]
+
+A window is sample I of a run with data_seed S: seq_len + 1 tokens, read through the same sampler
+and shards as in training. Lines of text begin with "│ ", other lines are ours; characters that
+could act on the terminal are shown as signs (`visible.py`).
+"""
+
+import argparse
+import os
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from canon_pretrain.data.sampler import Order, permuted_offset, window_offset
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.data.tokenizer import Tokenizer
+from canon_pretrain.errors import UserError
+from data_prep.parts import Part, read_parts
+from data_prep.plan import load_plan
+from data_prep.units import SPLITS, TRAIN, load_tokenizer
+from data_prep.visible import visible
+
+GUTTER = "│ "
+WIDTH = 100
+DEFAULT_SEQ_LEN = 4096
+
+
+def show_document(folder: Path, number: int, *, split: str = TRAIN, ids: bool = False) -> str:
+    """Document `number` of a split, from 0, with its ids on request. Raises UserError."""
+    tokenizer = _tokenizer(folder)
+    with TokenShards.open(folder / split) as shards:
+        if not 0 <= number < shards.num_documents:
+            raise UserError(
+                f"--document {number}: {folder / split} has the documents 0 to "
+                f"{shards.num_documents - 1}"
+                if shards.num_documents
+                else f"--document {number}: {folder / split} has no documents"
+            )
+        part = next(
+            part
+            for part in read_parts(folder / split)
+            if part.first_document <= number < part.first_document + part.documents
+        )
+        ends = part.document_ends()
+        at = number - part.first_document
+        start = int(ends[at - 1]) if at else 0
+        tokens = shards.read(part.first_token + start, int(ends[at]) - start)
+    head = (
+        f"== {split}, document {number}: {len(tokens):,} tokens from "
+        f"{part.first_token + start:,}, in {part.name}"
+    )
+    return "\n".join([head, *_piece(tokenizer, tokens, ids), "== end of the document"])
+
+
+def show_window(
+    folder: Path,
+    sample: int,
+    seed: int,
+    *,
+    seq_len: int = DEFAULT_SEQ_LEN,
+    order: Order = "random",
+    split: str = TRAIN,
+    ids: bool = False,
+) -> str:
+    """Sample `sample` of a run with that data_seed, cut at its documents. Raises UserError."""
+    for name, value in (("--window", sample), ("--seed", seed)):
+        if not 0 <= value < 1 << 64:
+            raise UserError(f"{name} is {value}, expected 0 to 2**64 - 1")
+    if seq_len < 1:
+        raise UserError(f"--seq-len is {seq_len}, expected at least 1")
+    tokenizer = _tokenizer(folder)
+    with TokenShards.open(folder / split) as shards:
+        place = permuted_offset if order == "permute" else window_offset
+        offset = place(seed, sample, shards.num_tokens, seq_len)
+        tokens = shards.read(offset, seq_len + 1)
+    lines = [
+        f"== {split}, window {sample} of seed {seed}: tokens {offset:,} to "
+        f"{offset + seq_len:,} (seq_len {seq_len:,} and the last target)"
+    ]
+    begin = offset
+    for number, start, end in _documents(read_parts(folder / split), offset, seq_len + 1):
+        stop = min(end, offset + seq_len + 1)
+        before = f", {begin - start:,} of its tokens lie before" if begin > start else ""
+        lines.append(f"== document {number}: {stop - begin:,} of {end - start:,} tokens{before}")
+        lines += _piece(tokenizer, tokens[begin - offset : stop - offset], ids)
+        begin = stop
+    return "\n".join([*lines, "== end of the window"])
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder, load_plan(folder).tokenizer)
+
+
+def _documents(parts: Sequence[Part], offset: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """(number, first token, end) of each document in the tokens [offset, offset + count)."""
+    for part in parts:
+        if part.first_token + part.tokens <= offset or offset + count <= part.first_token:
+            continue
+        ends = part.document_ends() + part.first_token
+        first = int(np.searchsorted(ends, offset, side="right"))
+        last = int(np.searchsorted(ends, offset + count - 1, side="right"))
+        for at in range(first, min(last + 1, len(ends))):
+            start = int(ends[at - 1]) if at else part.first_token
+            yield part.first_document + at, start, int(ends[at])
+
+
+def _piece(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]:
+    """The lines of a document or a piece of one."""
+    ended = len(tokens) > 0 and int(tokens[-1]) == tokenizer.eos_id
+    text = visible(tokenizer.decode(tokens))
+    # only \n: splitlines would break a line where the text has none
+    yield from (GUTTER + line for line in text.split("\n"))
+    if ids:
+        numbers = " ".join(str(i) for i in tokens.tolist())
+        yield from textwrap.wrap(numbers, WIDTH, initial_indent="ids: ", subsequent_indent="     ")
+    if ended:
+        yield f"-- EOS ({tokenizer.eos_id})"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m data_prep show`."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of a build")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--document", type=int, metavar="K", help="the document number K, from 0")
+    what.add_argument(
+        "--window",
+        type=int,
+        metavar="I",
+        help="sample I of a run: what the model sees (of a mixture: "
+        "one that was drawn from this folder)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="the run's data.data_seed (default: 0)"
+    )
+    parser.add_argument(
+        "--seq-len",
+        type=int,
+        default=DEFAULT_SEQ_LEN,
+        metavar="T",
+        help="the run's training.seq_len (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--order",
+        choices=typing.get_args(Order),
+        default="random",
+        help="the run's data.order (default: %(default)s)",
+    )
+    parser.add_argument("--split", choices=SPLITS, default=TRAIN, help="default: %(default)s")
+    parser.add_argument("--ids", action="store_true", help="print the token ids as well")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """`python -m data_prep show` with parsed arguments. Raises UserError."""
+    if arguments.document is not None:
+        text = show_document(
+            arguments.folder, arguments.document, split=arguments.split, ids=arguments.ids
+        )
+    else:
+        text = show_window(
+            arguments.folder,
+            arguments.window,
+            arguments.seed,
+            seq_len=arguments.seq_len,
+            order=arguments.order,
+            split=arguments.split,
+            ids=arguments.ids,
+        )
+    try:
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # a pager that was closed; without this the interpreter's own flush complains at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

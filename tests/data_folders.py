@@ -1,0 +1,91 @@
+"""Small finished data folders with known documents, for the commands that look at one."""
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from canon_pretrain.data.shard_writer import UnitWriter, write_manifest
+from canon_pretrain.data.shards import MAX_PART_TOKENS
+from canon_pretrain.data.tokenizer import Tokenizer
+from data_prep.plan import Input, Options, Plan, TokenizerRecord, save_plan
+from data_prep.train_tokenizer import train_tokenizer
+from data_prep.units import TRAIN, VALIDATION
+
+WORDS = "the of and to in is was for on as with by he at from his an were are which".split()
+
+
+def sentence(seed: int, words: int) -> str:
+    """A text of so many words; equal for equal arguments."""
+    return " ".join(random.Random(seed).choices(WORDS, k=words))
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> Tokenizer:
+    """A SentencePiece model of 300 pieces; whatever it does not know becomes bytes."""
+    texts = [sentence(seed, 200) for seed in range(20)]
+    return Tokenizer(train_tokenizer(texts, 300), "test")
+
+
+def plant_data(
+    folder: Path,
+    train: Sequence[Sequence[str]],
+    validation: Sequence[str] = (),
+    *,
+    groups: Sequence[str] = ("",),
+    max_part_tokens: int = MAX_PART_TOKENS,
+) -> Plan:
+    """A finished folder whose training units hold these texts; groups take turns."""
+    known = tokenizer()
+    record = TokenizerRecord(
+        requested="train:300",
+        sha256=known.sha256,
+        vocab_size=known.vocab_size,
+        bos_id=known.bos_id,
+        eos_id=known.eos_id,
+        probe_ids=known.probe_ids(),
+    )
+    plan = Plan(
+        source="local",
+        source_version="planted",
+        text_field="text",
+        group_field=None,
+        options=Options(holdout=0.1, max_part_tokens=max_part_tokens),
+        tokenizer=record,
+        units=tuple((unit, unit + 1) for unit in range(len(train))),
+        inputs=tuple(Input(f"{unit}.txt", 1, "0" * 64) for unit in range(len(train))),
+        root=str(folder / "nowhere"),
+    )
+    folder.mkdir()
+    save_plan(folder, plan)
+    (folder / known.file_name).write_bytes(known.model)
+    for split, units in ((TRAIN, train), (VALIDATION, [validation, *[()] * (len(train) - 1)])):
+        (folder / split).mkdir()
+        for unit, texts in enumerate(units):
+            with UnitWriter(
+                folder / split,
+                unit,
+                vocab_size=known.vocab_size,
+                eos_id=known.eos_id,
+                plan_sha256=plan.sha256,
+                max_part_tokens=max_part_tokens,
+            ) as writer:
+                for row, text in enumerate(texts):
+                    writer.add(
+                        np.append(known.encode(text), known.eos_id),
+                        num_bytes=len(text.encode()),
+                        row=row,
+                        group=groups[row % len(groups)],
+                    )
+                writer.finish({"empty": 3} if split == TRAIN and unit == 0 else {})
+        write_manifest(
+            folder / split,
+            len(train),
+            vocab_size=known.vocab_size,
+            eos_id=known.eos_id,
+            tokenizer_sha256=known.sha256,
+            plan_sha256=plan.sha256,
+        )
+    return plan

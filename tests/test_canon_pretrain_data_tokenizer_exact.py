@@ -1,0 +1,179 @@
+"""Every faster way to encode gives the ids of SentencePieceProcessor.encode, on any text."""
+
+import io
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canon_pretrain.data.piece_bounds import ModelFacts, PieceBounds
+from canon_pretrain.data.piece_encoder import PieceEncoder
+from canon_pretrain.data.sentencepiece_model import SentencePieceModel
+from canon_pretrain.data.tokenizer import Tokenizer
+from data_prep.train_tokenizer import train_tokenizer
+
+LINES = (
+    "the cat sat on the mat, and the end of it came: don't ask (why)!",
+    "def f(x, y=10):",
+    "    return x[10:] + y.value(x)  # the end, the END",
+    "\tif a == b:   the   value  and  the values",
+    "  12 345 000 6789  caf\u00e9 na\u00efve",
+    "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u0442\u0435\u043a\u0441\u0442",
+    "\u6f22\u5b57\u6587\u7ae0\u3002\u6f22\u5b57 \u65e5\u672c\u8a9e\u6587\u7ae0",
+)
+LLAMA: dict[str, Any] = {
+    "model_type": "bpe",
+    "vocab_size": 430,
+    "character_coverage": 0.98,
+    "byte_fallback": True,
+    "split_digits": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+}
+WORDS, SLICES, WHOLE = "word cache", "giant documents in slices", "documents whole: "
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "as ours": ({}, WORDS),
+    "without a dummy prefix": ({"add_dummy_prefix": False}, WORDS),
+    "letters beside signs": ({"split_by_unicode_script": False, "split_by_number": False}, WORDS),
+    "across spaces": ({"split_by_whitespace": False}, SLICES),
+    "unigram": ({"model_type": "unigram", "hard_vocab_limit": False}, WHOLE + "it is no BPE model"),
+    "no byte fallback": ({"byte_fallback": False, "vocab_size": 150}, WHOLE + "it has no byte"),
+    "normalising": ({"normalization_rule_name": "nmt_nfkc"}, WHOLE + "it normalises"),
+    "dropping spaces": ({"remove_extra_whitespaces": True}, WHOLE + "it drops repeated"),
+    "spaces as suffixes": ({"treat_whitespace_as_suffix": True}, WHOLE + "its spaces end"),
+    "user-defined": ({"user_defined_symbols": ["the c"]}, WHOLE + "it has user-defined"),
+}  # fmt: skip
+EXACT = [name for name, (_, method) in MODELS.items() if not method.startswith(WHOLE)]
+
+# What a tokenizer may trip over, mixed with what it has pieces for.
+FRAGMENTS = [
+    *"abcthe .,'()_=\t\r\x00019\u00a0\u200d\u0301\u3000\ufeff\U0001f642",
+    *(word for line in LINES for word in line.split(" ") if word),
+    " ", "  ", "    ", "\n", "\n\n", "\u2581", "\u2581the", " \u2581 ", "</s>", "<s>", "<unk>",
+    "<0x0A>", "x" * 70, "-" * 60, "\u6f22" * 60,
+]  # fmt: skip
+texts = st.one_of(
+    st.lists(st.sampled_from(FRAGMENTS), max_size=40).map("".join),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=60),
+)
+
+
+@cache
+def model(name: str) -> bytes:
+    content = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES * 4),
+        model_writer=content,
+        minloglevel=2,
+        **{**LLAMA, **MODELS[name][0]},
+    )
+    return content.getvalue()
+
+
+def reference(name: str) -> Callable[[str], list[int]]:
+    return sentencepiece.SentencePieceProcessor(model_proto=model(name)).encode
+
+
+@cache
+def small_encoder(name: str) -> PieceEncoder:
+    """Slices of a few characters and a cache of a few words: every branch, all the time."""
+    facts = ModelFacts.read(model(name))
+    raw = sentencepiece.SentencePieceProcessor(model_proto=model(name) + b"\x1a\x02\x18\x00")
+    prefix = " " if facts.dummy_prefix else ""
+    return PieceEncoder(raw.encode, facts.pieces, prefix, slice_characters=7, capacity=5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_way_that_is_chosen(name: str) -> None:
+    method = SentencePieceModel(model(name), "test").method
+    assert method.startswith("sentencepiece, " + MODELS[name][1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=150, deadline=None)
+@given(texts)
+def test_any_text_has_sentencepiece_s_ids(name: str, text: str) -> None:
+    assert _tokenizer(name).encode(text).tolist() == _reference(name)(text)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@settings(max_examples=400, deadline=None)
+@given(texts)
+def test_so_has_any_text_in_tiny_slices_and_caches(name: str, text: str) -> None:
+    assert small_encoder(name).encode(text).tolist() == _reference(name)(text)
+
+
+_tokenizer = cache(lambda name: Tokenizer(model(name), name))
+_reference = cache(reference)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_texts_do_use_pieces_longer_than_a_character(name: str) -> None:
+    text = "\n".join(LINES)
+    assert len(_reference(name)(text)) < 0.8 * len(text)
+
+
+def test_encode_batch_is_encode() -> None:
+    tokenizer = _tokenizer("as ours")
+    batch = tokenizer.encode_batch(["", *LINES])
+    assert [ids.tolist() for ids in batch] == [_reference("as ours")(t) for t in ("", *LINES)]
+    assert all(ids.dtype == np.int64 for ids in batch)
+
+
+def test_bounds_come_from_the_pieces() -> None:
+    assert PieceBounds(["\u2581a", "\u2581\u2581", "bc"]).before_spaces
+    assert not PieceBounds(["a\u2581"]).before_spaces
+    assert PieceBounds(["\n\n", "ab"]).around_newlines
+    assert not PieceBounds(["a\n"]).around_newlines
+    assert not PieceBounds(["\u2581\n"]).around_newlines
+    assert PieceBounds(["\u2581a", "ab", "::"]).around_letters
+    assert not PieceBounds(["a'"]).around_letters
+    assert not PieceBounds(["1a"]).around_letters
+
+
+def test_slices_are_cut_at_the_first_pair_that_no_piece_holds() -> None:
+    bounds = PieceBounds(["abc", "\u2581a"])
+    assert list(bounds.cut("abcabc abc", 1)) == ["abc", "abc", " abc"]
+    assert list(bounds.cut("abcabc abc", 7)) == ["abcabc abc"]
+    assert list(bounds.cut("ccc", 1)) == ["c", "c", "c"]
+    assert list(bounds.cut("", 1)) == []
+
+
+def test_a_false_claim_about_the_pieces_would_be_found() -> None:
+    """The encoder trusts `pieces`; told that none crosses a space, it is wrong, and that shows."""
+    facts = ModelFacts.read(model("across spaces"))
+    raw = sentencepiece.SentencePieceProcessor(
+        model_proto=model("across spaces") + b"\x1a\x02\x18\x00"
+    )
+    lied_to = PieceEncoder(raw.encode, [p for p in facts.pieces if len(p) == 1], " ")
+    text = "\n".join(LINES)
+    assert lied_to.encode(text).tolist() != _reference("across spaces")(text)
+
+
+def test_a_model_that_fails_the_check_at_load_is_encoded_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PieceBounds, "__init__", _no_pairs)
+    tokenizer = Tokenizer(model("across spaces"), "test")
+    assert tokenizer.method.startswith("sentencepiece, documents whole: this version")
+    text = "\n".join(LINES)
+    assert tokenizer.encode(text).tolist() == _reference("across spaces")(text)
+
+
+def _no_pairs(bounds: PieceBounds, pieces: list[str]) -> None:
+    bounds.pairs = bounds._pairs = frozenset()
+    bounds.before_spaces = bounds.around_newlines = bounds.around_letters = True
+
+
+def test_a_giant_document_has_the_same_ids() -> None:
+    text = ("\n".join(LINES) + "the" * 100) * 1500 + "x" * 300_000
+    tokenizer = Tokenizer(train_tokenizer(LINES, 400), "test")
+    reference = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
+    assert len(text) > 900_000
+    assert tokenizer.encode(text).tolist() == reference.encode(text)

@@ -1,0 +1,237 @@
+"""kill -9 in the middle of a save, at every moment of it: nothing that was saved is lost.
+
+Each harmed run must come to what an unharmed one did, bitwise, and says what it set aside.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.manifest import Manifest, verify
+from canon_pretrain.checkpoint.writer import VerifiedWriter, _HashedFile
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.status import StatusWriter
+from canon_pretrain.titan.trainer import CanonTrainer
+from tests.fault_runs import (
+    EVERY_2,
+    STEPS,
+    checkpoint,
+    copy,
+    quarantine,
+    resumed_from,
+    steps,
+    unharmed_run,
+)
+from tests.ranks import Ended, assert_same_run, events, launch, status
+from tests.support import debug_run
+
+ALL = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def base(data_folder: Path) -> Path:
+    return unharmed_run(data_folder)
+
+
+def die_while_saving(
+    rank: int, moment: str, step: int, victims: tuple[int, ...], pids: Path
+) -> None:
+    """kill -9 of the ranks `victims` at one moment of the save of `step`."""
+    pids.mkdir(exist_ok=True)
+    (pids / str(rank)).write_text(str(os.getpid()))
+    saving, final = f".saving-step-{step}", f"step-{step}"
+
+    def die() -> None:
+        for victim in sorted(victims, key=lambda victim: victim == rank):  # this one last
+            os.kill(int((pids / str(victim)).read_text()), signal.SIGKILL)
+
+    def kill(owner: Any, name: str, when: Callable[..., bool], *, after: bool = False) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if not after and when(*arguments):
+                die()
+            result = original(*arguments, **options)
+            if after and when(*arguments):
+                die()
+            return result
+
+        setattr(owner, name, call)
+
+    def half_written(file: Any, data: object) -> bool:
+        if saving not in str(file._file.name) or file.tell() < 300_000:
+            return False
+        file.flush()
+        return True
+
+    # what the coordinator alone does kills a rank of its choice, the rest is each one's own
+    if moment == "the folder is made" and rank == 0 and 0 in victims:
+        kill(VerifiedWriter, "prepare_global_plan", lambda w, _: w.step == step, after=True)
+    elif moment == "the folder is made" and rank in victims and 0 not in victims:
+        kill(VerifiedWriter, "write_data", lambda w, *_: w.step == step)
+    elif moment == "a file is half written" and rank == min(victims):
+        kill(_HashedFile, "write", half_written, after=True)
+    elif rank == 0 and moment == "the data is written":
+        kill(VerifiedWriter, "finish", lambda w, *_: w.step == step)
+    elif rank == 0 and moment == "the manifest is next":
+        kill(Manifest, "write", lambda _, folder: folder.name == saving)
+    elif rank == 0 and moment in ("the rename is next", "it is renamed"):
+        after = moment == "it is renamed"
+        kill(os, "rename", lambda _, target: Path(target).name == final, after=after)
+
+
+ALL_AT_ONCE = [
+    ("the folder is made", ALL),
+    ("a file is half written", ALL),
+    ("the data is written", ALL),
+    ("the manifest is next", ALL),
+    ("the rename is next", ALL),
+    ("it is renamed", ALL),
+]
+ONE_RANK = [
+    ("the folder is made", (1,)),
+    ("a file is half written", (1,)),
+    ("the data is written", (0,)),
+    ("the rename is next", (0,)),
+    ("it is renamed", (1,)),
+]
+LEFT_BEHIND: dict[str, set[str]] = {
+    "the folder is made": set(),
+    "a file is half written": set(),
+    "the data is written": {"__0_0.distcp", "__1_0.distcp"},
+    "the manifest is next": {"__0_0.distcp", "__1_0.distcp", ".metadata"},
+    "the rename is next": {"__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"},
+}
+"""By moment: what must lie in the temporary folder when rank 0 was killed in it."""
+
+
+@pytest.mark.parametrize("kills", [ALL_AT_ONCE, ONE_RANK], ids=["all", "one"])
+def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(
+    base: Path, data_folder: Path, tmp_path: Path, kills: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    """One run, killed in the second save of launch after launch, ends as if nothing had been."""
+    run, step, expected = tmp_path / "run", 0, ""
+    every_step = (*debug_run(data_folder, run), *EVERY_2, "--checkpoint.interval", 1)
+    for moment, victims in kills:
+        target = step + 2
+        ended = launch(
+            *every_step,
+            output=tmp_path / "out",
+            check=False,
+            before=die_while_saving,
+            before_args=(moment, target, victims, tmp_path / "pids"),
+        )
+        assert all(ended.codes[victim] == -signal.SIGKILL for victim in victims), ended
+        assert not ended.succeeded and expected in ended.output, (moment, ended)
+        assert_dead_or_failed(run, ended)
+        assert resumed_from(run)[-1:] == ([step] if step else [])
+        saving = CheckpointFolder(run / "checkpoint").saving_path(target)
+        step, expected = target if moment == "it is renamed" else target - 1, ""
+        if step == target or 0 not in victims:
+            assert not saving.exists(), "rank 0 takes away what it lives to see fail"
+        else:
+            assert {path.name for path in saving.iterdir()} >= LEFT_BEHIND[moment]
+            half = [path for path in saving.glob("*.distcp") if path.stat().st_size]
+            assert half or moment != "a file is half written"
+            kept = run / "checkpoint" / "quarantine" / f"{saving.name}.1"
+            expected = f"{saving.name} is a save that was interrupted; it was moved to {kept}"
+        assert steps(run)[-1] == step
+        verify(checkpoint(run, step))
+    ended = launch(*every_step, output=tmp_path / "out")
+    assert expected in ended.output
+    assert resumed_from(run)[-1] == step
+    assert_same_run(run, base, step=STEPS)
+    assert len(quarantine(run)) <= 1, "older interrupted saves would fill the disk"
+
+
+def assert_dead_or_failed(run: Path, ended: Ended) -> None:
+    """status.json after a failed launch: rank 0 says why, if it lived to say it."""
+    found = status(run)
+    if ended.codes[0] == -signal.SIGKILL:
+        assert found.state == "running"
+        with pytest.raises(ProcessLookupError):
+            os.kill(found.pid, 0)
+    else:
+        assert found.state == "failed" and found.reason, found
+
+
+def die_in_the_background(rank: int, step: int, steps_later: int, pids: Path) -> None:
+    """Hold the background write of `step` until the trainer has gone on, then kill both ranks."""
+    original = CanonTrainer.train_step
+    reached = [0]
+
+    def train_step(self: CanonTrainer, data: Iterator[Any]) -> None:
+        reached[0] = self.step
+        original(self, data)
+
+    CanonTrainer.train_step = train_step  # type: ignore[method-assign]
+    write = _HashedFile.write
+
+    def wait_and_write(self: _HashedFile, data: Any) -> int:
+        deadline = time.monotonic() + 60
+        if rank == 0 and f".saving-step-{step}" in str(self._file.name):
+            while reached[0] < step + steps_later:
+                assert time.monotonic() < deadline, "the trainer waits for the background write"
+                time.sleep(0.01)
+        return write(self, data)
+
+    _HashedFile.write = wait_and_write  # type: ignore[method-assign]
+    die_while_saving(rank, "a file is half written", step, ALL, pids)
+
+
+def test_killed_in_the_background_write_of_an_async_save(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    run = copy(base, tmp_path / "run", last=2)
+    command = (*debug_run(data_folder, run), "--checkpoint.interval", 3)
+    ended = launch(
+        *command,
+        output=tmp_path / "out",
+        check=False,
+        before=die_in_the_background,
+        before_args=(3, 2, tmp_path / "pids"),
+    )
+    assert ended.codes == [-signal.SIGKILL] * 2, ended
+    assert events(run, "step")[-1]["step"] >= 4, "the write is not in the background"
+    assert steps(run) == [2]
+    ended = launch(*command, output=tmp_path / "out")
+    assert ".saving-step-3 is a save that was interrupted" in ended.output
+    assert resumed_from(run) == [2, 2]
+    assert_same_run(run, base, step=STEPS)
+
+
+def fail_and_be_ended(rank: int) -> None:
+    """A fault in the first step; SIGTERM, as torchrun sends it, comes while it is written down."""
+    end = StatusWriter.end
+
+    def train_step(self: CanonTrainer, data: Iterator[Any]) -> None:
+        raise RuntimeError("a fault of this rank")
+
+    def end_at_sigterm(self: StatusWriter, *arguments: Any) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return end(self, *arguments)
+
+    CanonTrainer.train_step = train_step  # type: ignore[method-assign]
+    StatusWriter.end = end_at_sigterm  # type: ignore[method-assign]
+
+
+def test_a_sigterm_in_the_middle_of_a_failure_does_not_hide_it(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = launch(
+        *debug_run(data_folder, run),
+        output=tmp_path / "out",
+        ranks=1,
+        check=False,
+        before=fail_and_be_ended,
+    )
+    assert not ended.succeeded
+    assert status(run).state == "failed" and "a fault of this rank" in status(run).reason
+    assert not RunFolder(run).lock_file.exists()

@@ -1,0 +1,565 @@
+"""Bad numbers in a step, a changed experiment, and the proof that stopping changes nothing.
+
+Faults are put into the gradients of real ranks. One straight run of 40 steps is what the others are
+compared with, bitwise.
+"""
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.log import read_log
+from canon_pretrain.train import main
+from tests.ranks import (
+    assert_failed,
+    assert_same_run,
+    differences,
+    events,
+    launch,
+    logged_step,
+    status,
+    whole_state,
+)
+from tests.support import debug_run
+
+STEPS = 40
+KEEP_ALL = ("--checkpoint.keep_latest_k", 0, "--checkpoint.async_mode", "disabled")
+RUN = ("--training.steps", STEPS, *KEEP_ALL)
+TOKENS_PER_STEP = 12 * 64
+
+
+def job(data: Path, folder: Path, *more: object) -> list[object]:
+    return [*debug_run(data, folder), *RUN, *more]
+
+
+def state_at(run: Path, step: int) -> dict[str, Any]:
+    return whole_state(run / "checkpoint" / f"step-{step}")
+
+
+def saved_steps(run: Path) -> list[int]:
+    return CheckpointFolder(run / "checkpoint").steps()
+
+
+def is_trained(name: str) -> bool:
+    """Whether it is what the optimizer's step changes: weights, moments, their count of steps."""
+    if name.startswith("optimizer."):
+        return name.startswith("optimizer.state.")
+    return not name.startswith(("lr_scheduler", "dataloader", "train_state", "guards"))
+
+
+@pytest.fixture(scope="module")
+def straight(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unharmed run of 40 steps on 2 ranks, with a checkpoint at each fourth step."""
+    base = tmp_path_factory.mktemp("straight")
+    launch(*job(data_folder, base / "run", "--checkpoint.interval", 4), output=base)
+    return base / "run"
+
+
+@pytest.fixture
+def half(straight: Path, tmp_path: Path) -> Path:
+    """The straight run as it was after step 8."""
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    for step in saved_steps(run):
+        if step > 8:
+            shutil.rmtree(run / "checkpoint" / f"step-{step}")
+    lines = RunFolder(run).log_file.read_text().splitlines(keepends=True)
+    last = next(
+        k
+        for k, line in enumerate(lines)
+        if json.loads(line)["event"] == "checkpoint" and json.loads(line)["step"] == 8
+    )
+    RunFolder(run).log_file.write_text("".join(lines[: last + 1]))
+    RunFolder(run).done_file.unlink()
+    assert logged_step(run) == 8
+    return run
+
+
+# -- faults, put in by a rank before it starts ------------------------------------------------
+
+
+def break_steps(rank: int, faults: dict[int, tuple[str, int]]) -> None:
+    """Put faults in: step -> (kind, rank). `nan`: one number of one gradient. `inf_loss`: the loss,
+    with finite gradients. `huge`: the gradient of one parameter, times 10,000."""
+    from canon_pretrain.titan.trainer import CanonTrainer
+
+    original = CanonTrainer.forward_backward_step
+
+    def forward_backward_step(self: Any, **arguments: Any) -> torch.Tensor:
+        loss = original(self, **arguments)
+        kind, where = faults.get(self.step, ("", 0))
+        if kind and where == rank:
+            parameter = self.model_parts[0].layers["0"].attention.wq.weight
+            gradient = parameter.grad.to_local()
+            if kind == "nan":
+                gradient.view(-1)[0] = math.nan
+            elif kind == "huge":
+                gradient.mul_(1e4)
+            else:
+                loss = torch.full_like(loss, math.inf)
+        return loss
+
+    CanonTrainer.forward_backward_step = forward_backward_step  # type: ignore[method-assign]
+
+
+def die_at(rank: int, step: int) -> None:
+    """kill -9 by itself, in the middle of `step`."""
+    from canon_pretrain.titan.trainer import CanonTrainer
+
+    original = CanonTrainer.train_step
+
+    def train_step(self: Any, data: Any) -> None:
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, data)
+
+    CanonTrainer.train_step = train_step  # type: ignore[method-assign]
+
+
+# -- numerical guards -------------------------------------------------------------------------
+
+
+def test_a_bad_step_changes_no_weight_on_any_rank_and_the_run_goes_on(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """A NaN in one gradient of rank 1 at step 2, an infinite loss of rank 0 at step 4."""
+    run = tmp_path / "run"
+    faults = {2: ("nan", 1), 4: ("inf_loss", 0)}
+    more = ("--training.steps", 5, "--checkpoint.interval", 1)
+    argv = [*job(data_folder, run), *more]
+    launch(*argv, output=tmp_path, before=break_steps, before_args=(faults,))
+
+    states = {step: state_at(run, step) for step in range(1, 6)}
+    for step in (2, 4):
+        before, after = states[step - 1], states[step]
+        changed = differences(before, after)
+        assert not any(is_trained(name) for name in changed), changed
+        assert after["train_state.step"] == step
+        assert after["train_state.tokens"] == step * TOKENS_PER_STEP
+        assert after["dataloader.next_sample"] == step * 12
+        assert after["lr_scheduler.last_epoch"] == before["lr_scheduler.last_epoch"] + 1
+        trained = [name for name in states[step] if is_trained(name)]
+        moved = differences(states[step], states[step + 1])
+        assert len(trained) > 50
+        assert set(trained) <= set(moved), "the next step moves all of them again"
+    assert all(
+        torch.isfinite(value).all()
+        for value in states[5].values()
+        if isinstance(value, torch.Tensor)
+    )
+    skips = events(run, "skip")
+    assert [(e["step"], e["reason"], e["in_a_row"]) for e in skips] == [
+        (2, "not finite", 1),
+        (4, "not finite", 1),
+    ]
+    assert skips[0]["grad_norm"] == "NaN"
+    assert skips[1]["loss"] == "Infinity"
+    assert math.isfinite(skips[1]["grad_norm"])
+    assert states[5]["guards.counters"][:3].tolist() == [2, 0, 0]
+    assert (status(run).state, status(run).skipped_steps) == ("done", 2)
+    lines = events(run, "step")
+    assert [line["step"] for line in lines] == list(range(1, 6))
+    assert [line["step"] for line in lines if not math.isfinite(float(line["loss"]))] == [4]
+
+
+HALT_AT_3 = ("--guards.max_bad_steps", 3, "--checkpoint.interval", 3)
+
+
+def test_bad_steps_in_a_row_end_the_run_on_the_state_from_before_them(
+    straight: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """Steps 5 to 7 are bad: the checkpoint of step 4 is bitwise that of a run that stopped there,
+    the one of step 6 is archived, and without the fault the run is the unharmed one again."""
+    run = tmp_path / "run"
+    faults = {step: ("nan", step % 2) for step in (5, 6, 7)}
+    argv = job(data_folder, run, *HALT_AT_3)
+    ended = launch(*argv, output=tmp_path, check=False, before=break_steps, before_args=(faults,))
+    assert_failed(ended, 2)
+    assert "3 steps in a row, the last of them step 7" in ended.output
+    assert "is checkpoint/step-4" in ended.output
+    assert status(run).state == "failed"
+    assert "3 steps in a row" in status(run).reason
+    assert saved_steps(run) == [3, 4]
+    (archived,) = (run / "archive").rglob("step-6")
+    assert (archived / "manifest.json").is_file()
+    assert [(e["step"], e["good_step"]) for e in events(run, "halt")] == [(7, 4)]
+    assert [e["in_a_row"] for e in events(run, "skip")] == [1, 2, 3]
+    assert differences(state_at(run, 4), state_at(straight, 4)) == []
+
+    launch(*argv, "--run.stop_at", 8, output=tmp_path)
+    assert_same_run(run, straight, step=8)
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+def test_what_stays_bad_until_the_end_leaves_no_trace_in_the_state_either(
+    straight: Path, data_folder: Path, tmp_path: Path, outliers: bool
+) -> None:
+    """As above, but no step is good any more; and with the window of the outlier guard on, which
+    a bad loss with a good norm must not enter."""
+    run = tmp_path / "run"
+    faults = dict.fromkeys(range(5, 12), ("inf_loss" if outliers else "nan", 0))
+    window = ("--guards.outlier_sigma", 50, "--guards.outlier_window", 128) if outliers else ()
+    argv = job(data_folder, run, *HALT_AT_3, *window)
+    ended = launch(
+        *argv, output=tmp_path, check=False, ranks=2, before=break_steps, before_args=(faults,)
+    )
+    assert_failed(ended, 2)
+    found, expected = state_at(run, 4), state_at(straight, 4)
+    if outliers:  # the straight run did not watch: its window is empty
+        assert found["guards.norms"].count_nonzero() == 4
+        assert found["guards.counters"].tolist() == [0, 0, 0, 0, 4]
+    else:
+        assert differences(found, expected) == []
+
+
+@pytest.mark.parametrize(
+    "interval",
+    [
+        1000,
+        2,
+    ],
+)
+def test_a_run_that_is_bad_from_its_first_step_begins_there_again(
+    straight: Path, data_folder: Path, tmp_path: Path, interval: int
+) -> None:
+    run = tmp_path / "run"
+    faults = dict.fromkeys(range(1, 20), ("nan", 1))
+    argv = job(data_folder, run, "--guards.max_bad_steps", 3, "--checkpoint.interval", interval)
+    ended = launch(*argv, output=tmp_path, check=False, before=break_steps, before_args=(faults,))
+    assert_failed(ended, 2)
+    assert "it was so from its first step" in ended.output
+    assert status(run).state == "failed"
+    assert saved_steps(run) == []
+    launch(*argv, "--run.stop_at", 4, output=tmp_path)
+    assert_same_run(run, straight, step=4)
+
+
+def test_a_kill_before_the_end_by_bad_steps_does_not_end_every_later_launch(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """Killed after step 8, saved after the third bad step in a row and before it is heard of."""
+    run = tmp_path / "run"
+    faults = dict.fromkeys((5, 6, 7), ("nan", 0))
+    argv = job(data_folder, run, "--guards.max_bad_steps", 3, "--checkpoint.interval", 7)
+    launch(
+        *argv,
+        output=tmp_path,
+        ranks=1,
+        check=False,
+        before=break_and_die,
+        before_args=(faults, 8),
+    )
+    assert saved_steps(run) == [7]
+    ended = launch(*argv, "--run.stop_at", 10, output=tmp_path, ranks=1)
+    assert "stopped at step 10" in ended.output
+
+
+def break_and_die(rank: int, faults: dict[int, tuple[str, int]], step: int) -> None:
+    break_steps(rank, faults)
+    die_at(rank, step)
+
+
+def test_an_outlier_is_skipped_where_that_is_asked_for(data_folder: Path, tmp_path: Path) -> None:
+    outcomes = {}
+    for name, guard in (
+        ("off", ()),
+        ("on", ("--guards.outlier_sigma", 6, "--guards.outlier_window", 4)),
+    ):
+        run = tmp_path / name
+        argv = [*job(data_folder, run), *guard, "--training.steps", 5]
+        argv += ["--checkpoint.interval", 1]
+        launch(
+            *argv,
+            output=tmp_path,
+            ranks=1,
+            before=break_steps,
+            before_args=({4: ("huge", 0)},),
+        )
+        changed = differences(state_at(run, 3), state_at(run, 4))
+        outcomes[name] = any(is_trained(entry) for entry in changed)
+        (line,) = (event for event in events(run, "step") if event["step"] == 4)
+        assert line["grad_norm"] > 100
+    assert outcomes == {"off": True, "on": False}
+    assert events(tmp_path / "off", "skip") == []
+    (skip,) = events(tmp_path / "on", "skip")
+    assert (skip["step"], skip["reason"], skip["in_a_row"]) == (4, "outlier", 0)
+    assert skip["grad_norm"] > 100
+    counters = state_at(tmp_path / "on", 5)["guards.counters"]
+    assert counters[:4].tolist() == [1, 1, 0, 0]
+
+
+def count_waits(rank: int, report: Path) -> None:
+    """List each read of a tensor's value by the host within steps that are not logged."""
+    import traceback
+
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from canon_pretrain.titan.trainer import CanonTrainer
+
+    found: list[str] = []
+    reads = (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.is_nonzero.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.equal.default,
+    )
+
+    def note(what: str) -> None:
+        frames = traceback.extract_stack()[-8:-2]
+        found.append(what + " <- " + " <- ".join(f"{f.filename}:{f.lineno}" for f in frames))
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func in reads:
+                note(str(func))
+            return func(*args, **(kwargs or {}))
+
+    tolist, numpy, watching = torch.Tensor.tolist, torch.Tensor.numpy, [False]
+
+    def wrapped(name: str, original: Any) -> Any:
+        def read(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+            if watching[0]:
+                note(name)
+            return original(self, *args, **options)
+
+        return read
+
+    torch.Tensor.tolist = wrapped("tolist", tolist)  # type: ignore[method-assign]
+    torch.Tensor.numpy = wrapped("numpy", numpy)  # type: ignore[method-assign]
+    original = CanonTrainer.train_step
+    seen = []
+
+    def train_step(self: Any, data: Any) -> None:
+        quiet = not self.metrics_processor.should_log(self.step)
+        # what torch does once for a process is over by then
+        watching[0] = self.step > 3 and (quiet or self.step == 10)
+        if not watching[0]:
+            return original(self, data)
+        before = len(found)
+        with Watch():
+            original(self, data)
+        watching[0] = False
+        if quiet:
+            seen.append(self.step)
+        else:
+            assert len(found) > before, "a logged step reads its values: the watch must see it"
+            del found[before:]
+        report.write_text(json.dumps({"steps": seen, "found": found}))
+        return None
+
+    CanonTrainer.train_step = train_step  # type: ignore[method-assign]
+
+
+def test_no_step_that_is_not_logged_reads_a_value_from_the_device(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """On a CPU this proves the structure: on a GPU each such read would wait for the step."""
+    report = tmp_path / "report.json"
+    argv = [*job(data_folder, tmp_path / "run"), "--training.steps", 12, "--metrics.log_freq", 10]
+    argv += ["--checkpoint.interval", 100]
+    launch(*argv, output=tmp_path, ranks=1, before=count_waits, before_args=(report,))
+    result = json.loads(report.read_text())
+    assert result["steps"] == [4, 5, 6, 7, 8, 9, 11]
+    assert result["found"] == []
+
+
+# -- a changed experiment ---------------------------------------------------------------------
+
+
+def refused(argv: list[object], capsys: pytest.CaptureFixture[str]) -> str:
+    """The message of a launch in this process that must be refused."""
+    with pytest.raises(SystemExit) as left:
+        main([str(word) for word in argv])
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+CHANGES = {
+    "optimizer.lr": (0.003, 0.001),
+    "data.data_seed": (0, 5),
+    "model.rope_theta": (10000.0, 500.0),
+    "training.global_batch_size": (12, 8),
+    "training.steps": (40, 50),
+    "lr_scheduler.warmup_steps": (4, 2),
+}
+
+
+def test_a_changed_run_is_refused_by_name_with_the_way_out(
+    half: Path, data_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (half / "checkpoint").rglob("*")}
+    for name, (old, new) in CHANGES.items():
+        if name == "model.rope_theta":  # no key of an experiment file: the flavor's
+            continue
+        message = refused(job(data_folder, half, f"--{name}", new), capsys)
+        assert f"{name}: {old!r} -> {new!r}" in message
+        assert f"--run.allow_changes {name}" in message
+    both = ("--optimizer.lr", 1e-3, "--data.data_seed", 5)
+    message = refused(
+        job(data_folder, half, *both, "--run.allow_changes", "data.data_seed"), capsys
+    )
+    assert "optimizer.lr: 0.003 -> 0.001" in message
+    assert "data.data_seed: 0" not in message, "that one is allowed"
+    message = refused(job(data_folder, half, "--run.allow_changes", "optimizer.rate"), capsys)
+    assert "names optimizer.rate, which is no part of what a run is" in message
+    assert "optimizer.lr" in message
+    assert {path: path.stat().st_mtime_ns for path in (half / "checkpoint").rglob("*")} == before
+    assert events(half, "changed") == []
+
+
+def test_the_way_out_that_a_refusal_names_is_one(
+    half: Path, data_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = job(data_folder, half, "--optimizer.lr", 1e-3, "--data.data_seed", 5)
+    message = refused(argv, capsys)
+    way_out = message[message.index("--run.allow_changes") :].split()
+    launch(*argv, *way_out, "--run.stop_at", 9, output=half.parent, ranks=1)
+
+
+def test_an_allowed_change_takes_effect_for_real(
+    half: Path, straight: Path, data_folder: Path
+) -> None:
+    """The rate, the weight decay and the batch: not overridden by what the checkpoint holds."""
+    output = half.parent
+    new = ("--optimizer.lr", 1e-3, "--optimizer.weight_decay", 0.5)
+    new += ("--training.global_batch_size", 8, "--metrics.log_freq", 2)
+    names = ("optimizer.lr", "optimizer.weight_decay", "training.global_batch_size")
+    argv = job(data_folder, half, *new)
+    ended = launch(
+        *argv, "--run.allow_changes", *names, "--run.stop_at", 10, output=output, ranks=2
+    )
+    assert "optimizer.lr: 0.003 -> 0.001 (allowed by run.allow_changes)" in ended.output
+    assert "metrics.log_freq: 1 -> 2\n" in ended.output
+    (event,) = events(half, "changed")
+    assert event["step"] == 8
+    assert event["run"] == {
+        "optimizer.lr": [3e-3, 1e-3],
+        "optimizer.weight_decay": [0.03, 0.5],
+        "training.global_batch_size": [12, 8],
+    }
+    assert event["config"]["metrics.log_freq"] == [1, 2]
+    record = RunFolder(half).read_config()
+    assert record["identity"]["optimizer.lr"] == 1e-3
+    assert record["config"]["training"]["global_batch_size"] == 8
+
+    # it is the run's own now: nothing has to be named again
+    launch(*argv, "--run.stop_at", 12, output=output, ranks=4)
+    assert len(events(half, "changed")) == 1
+    old_rates = {event["step"]: event["lr"] for event in events(straight, "step")}
+    lines = events(half, "step")
+    assert [line["step"] for line in lines] == [*range(1, 9), 10, 12]
+    for line in lines[8:]:
+        step = line["step"]
+        assert line["lr"] == pytest.approx(old_rates[step] / 3, rel=1e-12)
+        assert line["tokens"] == 8 * TOKENS_PER_STEP + (step - 8) * 8 * 64
+    assert sum(len(line["data_digests"]) for line in lines) == 12
+    for step in (10, 12):
+        state = state_at(half, step)
+        groups = {name: v for name, v in state.items() if ".param_groups." in name}
+        rate = state["lr_scheduler._last_lr"][0]
+        assert {v for name, v in groups.items() if name.endswith(".lr")} == {rate}
+        assert {v for name, v in groups.items() if name.endswith(".initial_lr")} == {1e-3}
+        assert {v for name, v in groups.items() if name.endswith(".weight_decay")} == {0.5}
+        assert set(state["lr_scheduler.base_lrs"]) == {1e-3}
+        assert state["dataloader.next_sample"] == 8 * 12 + (step - 8) * 8
+
+
+def test_weight_decay_alone_shrinks_the_weights(half: Path, data_folder: Path) -> None:
+    """With a rate and a decay of which one step halves the weights, one step later."""
+    before = state_at(half, 8)
+    new = ("--optimizer.weight_decay", 500.0)
+    argv = job(data_folder, half, *new, "--run.allow_changes", "optimizer.weight_decay")
+    launch(*argv, "--run.stop_at", 9, output=half.parent, ranks=1)
+    (line,) = (event for event in events(half, "step") if event["step"] == 9)
+    name = "layers.0.attention.wq.weight"
+    shrunk = state_at(half, 9)[name].norm() / before[name].norm()
+    assert shrunk == pytest.approx(abs(1 - 500 * line["lr"]), abs=0.05)
+
+
+def test_a_finished_run_is_prolonged(straight: Path, data_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    argv = [*job(data_folder, run), "--training.steps", 42]
+    launch(*argv, "--run.allow_changes", "training.steps", output=tmp_path, ranks=1)
+    assert RunFolder(run).done_file.read_text() == "42\n"
+    assert status(run).state == "done"
+    lines = events(run, "step")
+    assert [line["step"] for line in lines] == list(range(1, 43))
+    factors = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 38)) for k in (36, 37)]
+    assert [line["lr"] for line in lines[40:]] == pytest.approx([3e-3 * f for f in factors])
+
+
+def test_a_kill_before_the_first_checkpoint_does_not_lock_a_changed_run_out(
+    half: Path, data_folder: Path
+) -> None:
+    """config.json has the new seed by then, the newest checkpoint still the old one."""
+    argv = job(data_folder, half, "--data.data_seed", 5, "--checkpoint.interval", 20)
+    allowed = ("--run.allow_changes", "data.data_seed")
+    killed = launch(
+        *argv, *allowed, output=half.parent, ranks=1, check=False, before=die_at, before_args=(10,)
+    )
+    assert killed.codes == [-9]
+    again = launch(*argv, *allowed, "--run.stop_at", 9, output=half.parent, ranks=1, check=False)
+    assert again.codes == [0], again.output
+    assert logged_step(half) == 9
+
+
+def test_the_window_of_the_outlier_guard_can_be_changed(half: Path, data_folder: Path) -> None:
+    new = ("--guards.outlier_sigma", 6, "--guards.outlier_window", 16)
+    names = ("guards.outlier_sigma", "guards.outlier_window")
+    argv = job(data_folder, half, *new, "--run.allow_changes", *names, "--run.stop_at", 9)
+    ended = launch(*argv, output=half.parent, ranks=1, check=False)
+    assert ended.codes == [0], ended.output
+
+
+# -- the proof --------------------------------------------------------------------------------
+
+
+def test_three_stops_at_random_steps_change_no_bit(
+    straight: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    seed = 20261120
+    stops = sorted(random.Random(seed).sample(range(1, STEPS), 3))
+    print(f"seed {seed}: stops at {stops}")
+    run = tmp_path / "run"
+    argv = job(data_folder, run, "--checkpoint.interval", 1000)
+    for stop in stops:
+        launch(*argv, "--run.stop_at", stop, output=tmp_path)
+    launch(*argv, output=tmp_path)
+    assert saved_steps(run) == [*stops, STEPS]
+    assert_same_run(run, straight, step=STEPS)
+
+
+def test_another_world_size_after_each_stop_sees_the_same_data(
+    straight: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """2 -> 1 -> 3 -> 4 ranks, a line every seventh step: the digests still cover every step."""
+    stops = [9, 17, 30, STEPS]
+    run = tmp_path / "run"
+    argv = job(data_folder, run, "--checkpoint.interval", 1000, "--metrics.log_freq", 7)
+    for ranks, stop in zip((2, 1, 3, 4), stops, strict=True):
+        launch(*argv, "--run.stop_at", stop, output=tmp_path, ranks=ranks)
+    lines = read_log(RunFolder(run).log_file)
+    assert [e["world_size"] for e in lines if e["event"] in ("start", "resume")] == [2, 1, 3, 4]
+    expected = {event["step"]: event for event in events(straight, "step")}
+    digests: list[str] = []
+    for line in events(run, "step"):
+        digests += line["data_digests"]
+        assert len(digests) == line["step"]
+        other = expected[line["step"]]
+        assert line["tokens"] == other["tokens"]
+        assert line["lr"] == other["lr"]
+        for name in ("loss", "grad_norm"):
+            assert line[name] == pytest.approx(other[name], rel=1e-5), (name, line["step"])
+    assert digests == [expected[step]["data_digests"][0] for step in range(1, STEPS + 1)]
+    assert len(set(digests)) == STEPS
