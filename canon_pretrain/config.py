@@ -26,8 +26,28 @@ class Data:
     path: str = ""
     """Folder written by `python -m data_prep build`; holds train/ and validation/."""
 
+    paths: list[str] = field(default_factory=list)
+    """Instead of `path`: several such folders, whose windows are drawn by `weights`."""
+
+    weights: list[float] = field(default_factory=list)
+    """A number for each of `paths`, relative to the others: [7, 3] is [0.7, 0.3]."""
+
+    order: Literal["random", "permute"] = "random"
+    """random: windows begin anywhere, drawn with replacement (the paper's). permute: every window
+    of seq_len tokens once an epoch, in a new order each epoch; of one folder only."""
+
     data_seed: int = 0
     """Seed of the sample order alone: window i of a run is a function of (data_seed, i)."""
+
+    @property
+    def folders(self) -> list[str]:
+        """All folders, in order; none where no data is named."""
+        return self.paths or ([self.path] if self.path else [])
+
+    @property
+    def shares(self) -> list[float]:
+        """A weight for each of `folders`."""
+        return self.weights or [1.0] * len(self.folders)
 
 
 @dataclass(frozen=True)

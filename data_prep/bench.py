@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="train:N|PATH",
         help="a SentencePiece model, or one trained on the text (default: %(default)s)",
     )
-    add("--megabytes", type=float, default=64.0, help="text at most (default: %(default)g)")
+    add("--megabytes", type=float, default=96.0, help="text at most (default: %(default)g)")
     add("--repeats", type=int, default=3, help="how often each is measured (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures to this file too")
 

@@ -61,7 +61,10 @@ def _summary(runs: dict[str, list[dict[str, float]]], notes: list[str]) -> dict[
     counts = {name: int(taken[0]["tokens"]) for name, taken in runs.items()}
     for name, tokens in counts.items():
         if tokens != counts[one]:
-            notes.append(f"{name}: {tokens:,} tokens, ours {counts[one]:,}")
+            notes.append(
+                f"{name}: {tokens:,} tokens, ours {counts[one]:,}; datatrove matches special "
+                f"tokens that a text only names"
+            )
     theirs = next((name for name in runs if name.startswith("datatrove")), None)
 
     def least(name: str, unit: str) -> float:

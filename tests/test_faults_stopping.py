@@ -239,8 +239,9 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(
     assert saved_steps(run) == [step]
 
 
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
 def test_a_signal_before_the_first_step_stops_soon_after_it(
-    data_folder: Path, tmp_path: Path
+    data_folder: Path, tmp_path: Path, number: signal.Signals, rank: int
 ) -> None:
     run, marker = tmp_path / "run", tmp_path / "starting"
     started = Launch(
@@ -251,10 +252,26 @@ def test_a_signal_before_the_first_step_stops_soon_after_it(
         before_args=(marker,),
     )
     started.wait_for(lambda: marker.with_suffix(".1").exists())
-    started.send(signal.SIGTERM, [1])
+    started.send(number, [rank])
     ended = started.wait()
     assert ended.codes == [0, 0], ended.output
-    assert check_stopped(run, "SIGTERM", []) <= 4
+    assert check_stopped(run, number.name, []) <= 4
+
+
+def test_sigterm_ends_a_rank_that_waits_for_the_others_at_once(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """torchrun sends it when rank 0 was refused; caught, it would take effect 30 seconds later."""
+    marker = tmp_path / "starting"
+    started = Launch(
+        *debug_run(data_folder, tmp_path / "run"),
+        output=tmp_path,
+        before=slow_start,
+        before_args=(marker,),
+    )
+    started.wait_for(lambda: marker.with_suffix(".1").exists())
+    started.send(signal.SIGTERM, [1])
+    assert started.wait().codes[1] == -signal.SIGTERM
 
 
 # -- two launches on one folder ---------------------------------------------------------------

@@ -24,6 +24,7 @@ from rich.table import Table
 from torchtitan.distributed import utils as dist_utils
 
 from canon_pretrain.checkpoint.manifest import Manifest
+from canon_pretrain.config import Data
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
@@ -86,7 +87,7 @@ def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJ
     job.lr_scheduler.warmup_steps = min(job.lr_scheduler.warmup_steps, total)
     job.job.dump_folder, job.checkpoint.folder = str(folder / "run"), "checkpoint"
     job.checkpoint.interval = job.metrics.log_freq = total + 1
-    object.__setattr__(job.data, "path", str(folder / "data"))
+    job.data = Data(path=str(folder / "data"), data_seed=job.data.data_seed)
     tokens = np.random.default_rng(0).integers(
         3, job.model_args.vocab_size, size=(64, 4 * job.training.seq_len + 1)
     )

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from canon_pretrain.checkpoint.folder import (
@@ -78,7 +79,8 @@ class Retention:
     replaced by its weights alone, which `strip(step_path, temporary)` writes as a whole, synced
     checkpoint (it may raise any Exception); of these the newest `max_held` stay, as long as they
     are held. They never count as kept. Steps that are links are no concern of it. `workers`
-    threads read files for their hashes.
+    threads read files for their hashes. `may_act` is asked before each act: hashing takes minutes,
+    and the folder may be another launch's meanwhile.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Retention:
         strip: Callable[[Path, Path], None],
         max_held: int = MAX_HELD,
         workers: int = 1,
+        may_act: Callable[[], bool] = lambda: True,
     ) -> None:
         if keep < 0 or max_held < 0:
             raise ValueError(f"keep={keep}, max_held={max_held}: expected 0 or more")
@@ -100,6 +103,7 @@ class Retention:
         self._strip_weights = strip
         self._workers = workers
         self._verified: dict[int, _Signature] = {}
+        self._may_act = may_act
         self._lock = threading.Lock()
 
     def trust(self, step: int) -> None:
@@ -195,13 +199,18 @@ class Retention:
                 outcome.errors.append(f"{self.folder.path} can't be looked through: {error}")
                 return outcome
             outcome.kept, outcome.weights_only = plan.kept, plan.weights_only
-            for step, fault in sorted(plan.bad.items()):
-                self._set_aside(step, fault, outcome)
+            acts: list[Callable[[], None]] = [
+                partial(self._set_aside, step, fault, outcome)
+                for step, fault in sorted(plan.bad.items())
+            ]
             # room first: a full disk leaves none for the weights
-            for step in plan.delete:
-                self._delete(step, plan, outcome)
-            for step in plan.strip:
-                self._strip(step, outcome)
+            acts += [partial(self._delete, step, plan, outcome) for step in plan.delete]
+            acts += [partial(self._strip, step, outcome) for step in plan.strip]
+            for act in acts:
+                if not self._may_act():
+                    outcome.errors.append("left as it is: the folder is another launch's now")
+                    break
+                act()
         outcome.weights_only.sort()
         return outcome
 

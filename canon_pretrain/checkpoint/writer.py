@@ -114,6 +114,10 @@ class _WrittenFile(WriteResult):
     entry: FileEntry
 
 
+def _always() -> bool:
+    return True
+
+
 class VerifiedWriter(dcp.FileSystemWriter):
     """Saves to `temporary`, and renames it to `final` once all of it and its manifest are synced.
 
@@ -132,7 +136,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         step: int,
         kind: Kind = "full",
         world_size: int,
-        may_commit: Callable[[], bool] = lambda: True,
+        may_commit: Callable[[], bool] = _always,
     ) -> None:
         if temporary.parent != final.parent:
             raise ValueError(

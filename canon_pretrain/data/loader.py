@@ -12,13 +12,12 @@ the sample at which it did: `origin`.)
 """
 
 import hashlib
-import typing
 from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
-from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.data.mixture import Mixture, check_order
 from canon_pretrain.data.sampler import (
     Order,
     check_length,
@@ -96,15 +95,7 @@ class BatchLoader:
                 f"one of the three"
             )
         mixture = data if isinstance(data, Mixture) else Mixture([data])
-        if order not in typing.get_args(Order):
-            raise UserError(f"data.order is {order!r}, expected 'random' or 'permute'")
-        if order == "permute" and len(mixture.sources) > 1:
-            raise UserError(
-                "data.order = 'permute' takes one folder, not a weighted mixture: which window of "
-                "its source sample i is would depend on how often that source was drawn before, "
-                "which nothing but counting from the first sample can tell; use data.order = "
-                "'random', or one folder"
-            )
+        check_order(order, len(mixture.sources))
         for source in mixture.sources:
             check_length(source.num_tokens, seq_len, str(source.folder))
         self._mixture = mixture

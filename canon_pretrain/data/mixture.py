@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import typing
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Self
 
 import numpy as np
 
+from canon_pretrain.data.sampler import Order
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 
@@ -47,6 +49,19 @@ def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
         )
     ends = itertools.accumulate(shares)
     return np.array([math.floor(end * (1 << 64)) for end in ends][:-1], dtype=np.uint64)
+
+
+def check_order(order: str, num_sources: int) -> None:
+    """Raises UserError for an order that there is none of, or that so many sources cannot have."""
+    if order not in typing.get_args(Order):
+        raise UserError(f"data.order is {order!r}, expected 'random' or 'permute'")
+    if order == "permute" and num_sources > 1:
+        raise UserError(
+            "data.order = 'permute' takes one folder, not a weighted mixture: which window of "
+            "its source sample i is would depend on how often that source was drawn before, "
+            "which nothing but counting from the first sample can tell; use data.order = "
+            "'random', or one folder"
+        )
 
 
 class Mixture:

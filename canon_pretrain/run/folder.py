@@ -4,9 +4,12 @@
     log.jsonl       one line an event (run/log.py)
     status.json     where the run stands and whether it lives (run/status.py)
     lock.json       the launch that writes the folder, while there is one (run/lock.py)
+    obeyed.json     options that act once in a job, and the job that obeyed them (run/once.py)
     STOP            made by a person or a script: save, and end
     checkpoint/     step-N/, written by the trainer
     evals/          results, written by `python -m eval`
+    archive/        abandoned branches, and what stood there before --checkpoint.fresh
+    comm_traces/    stacks and communication traces of ranks that hung
     DONE            written last, when training.steps is reached
 
 The trainer writes it, eval and the report read it. No torch here.

@@ -46,7 +46,12 @@ class Session:
 
     def __enter__(self) -> "Session":
         if self._is_writer:
-            self._take_folder()
+            try:
+                self._take_folder()
+            except BaseException:
+                if self._lock is not None:
+                    self._lock.release()
+                raise
         self.stop.__enter__()
         if not self._is_writer:
             # while it waits for the others to come, no Python runs that could obey, and nothing is

@@ -4,6 +4,7 @@ Each rank polls its own requests between steps; the trainer adds them up over al
 one rank's signal stops all of them after the same step. No torch here.
 """
 
+import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -75,7 +76,8 @@ class StopRequests:
 
     def poll(self) -> list[bool]:
         """Which of REASONS hold now; costs a `stat` where a STOP file is looked for."""
-        file = self._stop_file is not None and self._stop_file.exists()
+        # os.path: a stale handle of a network disk is no request, and ends no run
+        file = self._stop_file is not None and os.path.exists(self._stop_file)
         lost = self._lost is not None and self._lost()
         return [*(number.name in self._caught for number in SIGNALS), file, lost]
 

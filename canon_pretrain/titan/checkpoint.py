@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
-from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
@@ -40,6 +38,7 @@ from canon_pretrain.run.stop import LOST_LOCK
 from canon_pretrain.titan.agree import Council, io_group
 from canon_pretrain.titan.job_config import Checkpoint
 from canon_pretrain.titan.resume import Resume, leave_branch
+from canon_pretrain.titan.staging import Staging
 
 CLOSE_TIMEOUT_S = 5.0
 BUSY = "busy"
@@ -89,8 +88,8 @@ class CanonCheckpointManager:
         """Seconds that the last save kept the training step waiting."""
         self._rank = dist.get_rank()
         self._save: _Save | None = None
-        self._staged: dict[str, Any] | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._staging = Staging()
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._retention_thread: threading.Thread | None = None
         self._retention_is_due = False
         if not self.enable:
@@ -103,6 +102,7 @@ class CanonCheckpointManager:
             holds=lambda: held_steps(self.run.path),
             max_held=checkpoint_config.max_held,
             strip=strip_to_weights,
+            may_act=lambda: self._still_ours(),
         )
 
     def attach(
@@ -183,7 +183,7 @@ class CanonCheckpointManager:
         if verdict is not None:
             self._failed(step, verdict)
             return
-        staged = self._stage()
+        staged = self._staging.copy(self.states | self._model.state_dict())
         writer = VerifiedWriter(
             self.folder.step_path(step),
             self.folder.saving_path(step),
@@ -192,7 +192,7 @@ class CanonCheckpointManager:
             may_commit=self._still_ours,
         )
         self._save = _Save(step, begin, writer)
-        self._save.start(self._write, staged, writer, self._copied)
+        self._save.start(self._write, staged, writer, self._staging.copied)
         if self.config.async_mode == "disabled":
             self.wait()
         self.stall_s = time.monotonic() - begin
@@ -203,7 +203,9 @@ class CanonCheckpointManager:
         """Why this save must not begin now (None: it may); rank 0 only."""
         if self._save is not None and not self._save.future.done():
             self._event("checkpoint_slow", step=step, saving=self._save.step)
-            logger.warning(
+            self._save.missed += 1
+            loud = self._save.missed >= LOUD_AFTER
+            (logger.error if loud else logger.warning)(
                 f"step {step} is not saved: the checkpoint of step {self._save.step} is still "
                 f"being written, {time.monotonic() - self._save.begin:.0f} s after it began"
             )
@@ -243,36 +245,16 @@ class CanonCheckpointManager:
                 shared=True,
             )
 
-    def _stage(self) -> dict[str, Any]:
-        """A copy of the state in CPU memory, pinned where there is a GPU and used again.
-
-        On a GPU the copies run on a stream of their own beside the next step's forward pass;
-        `maybe_wait_for_staging` keeps the optimizer from overtaking them.
-        """
-        state = _stateful_to_state_dict(self.states | self._model.state_dict())
-        cuda = torch.cuda.is_available()
-        if self._staged is None or self._staged.keys() != state.keys():
-            self._staged = _create_cpu_state_dict(state, pin_memory=cuda)
-        if not cuda:
-            return _copy_state_dict(state, self._staged, type_check=False)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            staged = _copy_state_dict(state, self._staged, non_blocking=True, type_check=False)
-            self._copied = stream.record_event()
-        return staged
-
     def maybe_wait_for_staging(self) -> None:
-        """Called before the optimizer changes what is being copied; the host does not wait."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-            self._copied = None
+        """Called before anything that is being copied changes; the host does not wait."""
+        self._staging.keep_order()
 
     def _write(
         self, staged: dict[str, Any], writer: VerifiedWriter, copied: torch.cuda.Event | None
     ) -> None:
         """The background thread's part of a save."""
         if copied is not None:
+            torch.cuda.set_device(self._device)  # a new thread's is the first GPU of the node
             copied.synchronize()
         dcp.save(staged, storage_writer=writer, process_group=self._io_group)
 
@@ -376,6 +358,8 @@ class _Save:
     def __init__(self, step: int, begin: float, writer: VerifiedWriter) -> None:
         self.step, self.begin, self.writer = step, begin, writer
         self.stall_s = 0.0
+        self.missed = 0
+        """Later saves that were due while this one was being written."""
         self.future: Future[None] = Future()
 
     def start(self, write: Callable[..., None], *arguments: Any) -> None:

@@ -8,14 +8,16 @@ import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
+from canon_pretrain.config import Data
 from canon_pretrain.data.loader import BatchLoader, samples_digest
-from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.errors import UserError
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 STATE_FIELDS = {
     "data_fingerprint": "fingerprint",
     "data.data_seed": "seed",
+    "data.order": "mode",
     "training.seq_len": "seq_len",
     "training.global_batch_size": "global_batch",
 }
@@ -42,6 +44,11 @@ class CanonDataLoader(BaseDataLoader):
             window = torch.from_numpy(batch)
             yield {"input": window[:, :-1].contiguous()}, window[:, 1:].contiguous()
 
+    @property
+    def source_tokens(self) -> dict[str, int]:
+        """Tokens that each folder of the data has given to all ranks so far, by its name."""
+        return dict(zip(self.loader.source_names, self.loader.source_tokens, strict=True))
+
     def take_digests(self) -> list[int]:
         """The digest of this rank's samples of each step since the last call, oldest first."""
         digests, self._digests = self._digests, []
@@ -66,6 +73,7 @@ def build_dataloader(
     loader = BatchLoader(
         open_shards(job_config),
         data_seed=job_config.data.data_seed,
+        order=job_config.data.order,
         seq_len=training.seq_len,
         global_batch_size=training.global_batch_size,
         local_batch_size=training.local_batch_size,
@@ -75,23 +83,35 @@ def build_dataloader(
     return CanonDataLoader(loader)
 
 
-def open_shards(job: CanonJobConfig) -> TokenShards:
-    """The training split of `data.path`; raises UserError where it does not fit the job's model."""
-    if not job.data.path:
+def absolute_folders(data: Data) -> dict[str, Any]:
+    """The `path` and `paths` of `[data]` for a reader who may stand in another folder."""
+    return {
+        "path": str(Path(data.path).resolve()) if data.path else "",
+        "paths": [str(Path(folder).resolve()) for folder in data.paths],
+    }
+
+
+def open_shards(job: CanonJobConfig) -> Mixture:
+    """The training data of `data.path` or `data.paths`, the latter with their weights.
+
+    Raises UserError where it does not fit the job's model.
+    """
+    if not job.data.folders:
         raise UserError(
             "data.path is not set: name the folder that `python -m data_prep build` wrote"
         )
-    shards = TokenShards.open(Path(job.data.path) / "train")
+    mixture = Mixture.open(job.data.folders, job.data.shares)
     vocab_size = job.model_args.vocab_size
-    if shards.vocab_size != vocab_size:
+    if mixture.vocab_size != vocab_size:
         raise UserError(
-            f"the model has model.vocab_size = {vocab_size}, but {job.data.path} was tokenized "
-            f"with {shards.vocab_size} pieces: set model.vocab_size = {shards.vocab_size}, or "
-            "choose other shards"
+            f"the model has model.vocab_size = {vocab_size}, but {job.data.folders[0]} was "
+            f"tokenized with {mixture.vocab_size} pieces: set model.vocab_size = "
+            f"{mixture.vocab_size}, or choose other shards"
         )
-    if shards.num_tokens <= job.training.seq_len:
-        raise UserError(
-            f"{job.data.path} holds {shards.num_tokens:,} training tokens, fewer than one window "
-            f"of training.seq_len + 1 = {job.training.seq_len + 1}"
-        )
-    return shards
+    for folder, source in zip(job.data.folders, mixture.sources, strict=True):
+        if source.num_tokens <= job.training.seq_len:
+            raise UserError(
+                f"{folder} holds {source.num_tokens:,} training tokens, fewer than one window of "
+                f"training.seq_len + 1 = {job.training.seq_len + 1}"
+            )
+    return mixture

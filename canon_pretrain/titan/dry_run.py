@@ -9,7 +9,6 @@ no numbers, and every tensor that autograd keeps for backward is added up.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -19,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from canon_pretrain.data.shards import ShardError, TokenShards, dtype_for
+from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token, num_parameters
 from canon_pretrain.model.positions import Rope
@@ -209,9 +209,11 @@ def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
 def _data(job: CanonJobConfig, tokens: int) -> tuple[int, str | None]:
     """Bytes of the training data and its fingerprint; as many as `tokens` take without it."""
     width = dtype_for(job.model_args.vocab_size).itemsize
+    if not job.data.folders:
+        return tokens * width, None
     try:
-        with TokenShards.open(Path(job.data.path) / "train") as shards:
-            return shards.num_tokens * width, shards.fingerprint
+        with Mixture.open(job.data.folders, job.data.shares) as data:
+            return data.num_tokens * width, data.fingerprint
     except ShardError:
         return tokens * width, None
 
@@ -228,6 +230,7 @@ def print_plan(job: CanonJobConfig, plan: Plan, console: Console) -> None:
     hours = plan.seconds / 3600
     width = dtype_for(args.vocab_size).itemsize
     there = plan.data_fingerprint or f"not there yet; {width} bytes a token drawn, none twice"
+    where = ", ".join(job.data.folders) or "data.path unset"
     rows = {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
         f"{args.dim}, F {args.ffn_dim}, {args.position}, {canon}, QK-norm {args.qk_norm}",
@@ -239,7 +242,7 @@ def print_plan(job: CanonJobConfig, plan: Plan, console: Console) -> None:
         f"{job.training.seq_len} at once on each",
         f"time at {plan.mfu:.0%} MFU": f"{_duration(plan.seconds)}, {hours * plan.world_size:,.1f} "
         f"GPU-hours, {plan.tokens / plan.seconds:,.0f} tokens/s (MFU is an assumption)",
-        "disk for data": f"{plan.data_bytes / 1e9:,.1f} GB ({job.data.path or 'data.path unset'})",
+        "disk for data": f"{plan.data_bytes / 1e9:,.1f} GB ({where})",
         "data fingerprint": there,
         "disk for checkpoints": f"{plan.checkpoints_kept} + 1 in writing, of "
         f"{plan.checkpoint_bytes / 1e9:.2f} GB: "

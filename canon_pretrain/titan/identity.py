@@ -13,7 +13,10 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 
 
 def run_identity(job: CanonJobConfig, fingerprint: str) -> dict[str, Any]:
-    """All that a run may not change between its launches unless told to; by dotted name."""
+    """All that a run may not change between its launches unless told to; by dotted name.
+
+    `fingerprint` is of the data's content, and of a mixture's weights.
+    """
     optimizer, schedule, training = job.optimizer, job.lr_scheduler, job.training
     return {
         **{f"model.{name}": value for name, value in asdict(job.model_args).items()},
@@ -21,6 +24,7 @@ def run_identity(job: CanonJobConfig, fingerprint: str) -> dict[str, Any]:
         **{f"lr_scheduler.{name}": value for name, value in asdict(schedule).items()},
         "data_fingerprint": fingerprint,
         "data.data_seed": job.data.data_seed,
+        "data.order": job.data.order,
         "training.seq_len": training.seq_len,
         "training.global_batch_size": training.global_batch_size,
         "training.steps": training.steps,

@@ -19,6 +19,7 @@ from torchtitan.config import job_config as titan
 from torchtitan.config.manager import custom_registry
 
 from canon_pretrain import config as experiment
+from canon_pretrain.data.mixture import check_order, exact_weight
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.args import flavor as model_flavor
@@ -229,6 +230,7 @@ def check_job(job: CanonJobConfig) -> None:
             f"training.steps = {training.steps}: the schedule would be cut short in silence"
         )
     _check_numbers(job)
+    _check_data(job.data)
     _check_checkpoint(job)
     defaults = CanonJobConfig()
     for name in UNSUPPORTED:
@@ -260,6 +262,10 @@ UNSUPPORTED = (
     "checkpoint.last_save_in_hf",
     "checkpoint.last_save_model_only",
     "checkpoint.load_only",
+    "checkpoint.exclude_from_loading",
+    "checkpoint.export_dtype",
+    "checkpoint.initial_load_in_hf_quantized",
+    "checkpoint.enable_ft_dataloader_checkpoints",
     "quantize",
     "comm.mode",
     "memory_estimation.enable",
@@ -296,8 +302,25 @@ def _check_numbers(job: CanonJobConfig) -> None:
         raise UserError(f"guards.outlier_sigma = {guards.outlier_sigma}: expected more than 0")
     if not job.run.heartbeat_s > 0:
         raise UserError(f"run.heartbeat_s = {job.run.heartbeat_s}: expected more than 0")
-    if not 0 <= job.data.data_seed < 1 << 64:
-        raise UserError(f"data.data_seed = {job.data.data_seed}: expected 0 to 2**64 - 1")
+
+
+def _check_data(data: experiment.Data) -> None:
+    """Raise UserError for data options that contradict each other; no file is looked at."""
+    if not 0 <= data.data_seed < 1 << 64:
+        raise UserError(f"data.data_seed = {data.data_seed}: expected 0 to 2**64 - 1")
+    if data.path and data.paths:
+        raise UserError(
+            f"data.path = {data.path!r} and data.paths = {data.paths!r}: give one of the two "
+            f'(data.path = "" unsets what a base file set)'
+        )
+    if len(data.weights) != len(data.paths):
+        raise UserError(
+            f"data.weights has {len(data.weights)} numbers for {len(data.paths)} folders of "
+            f"data.paths; give one for each, in their order"
+        )
+    for weight in data.weights:
+        exact_weight(weight)
+    check_order(data.order, len(data.folders))
 
 
 def _check_checkpoint(job: CanonJobConfig) -> None:

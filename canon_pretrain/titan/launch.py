@@ -13,6 +13,7 @@ import torchtitan
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.errors import UserError
 from canon_pretrain.run.once import FRESH, mark_obeyed, was_obeyed
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -38,6 +39,11 @@ def prepare_folder(job: CanonJobConfig, session: Session) -> None:
         mark_obeyed(once, FRESH)
         if kept is not None:
             logger.info(f"NOTE: beginning again: the run so far is in {kept}")
+    if checkpoints.steps() and not run.config_file.exists():
+        raise UserError(
+            f"{checkpoints.path} holds checkpoints, but {run.config_file}, which says what run "
+            "they are of, is gone. Put it back, or begin again with --checkpoint.fresh"
+        )
     if kept := archive_traces(run.path / job.comm.save_traces_folder):
         logger.info(f"NOTE: communication traces of an earlier launch are in {kept}")
 
@@ -46,7 +52,6 @@ def announce(trainer: CanonTrainer) -> None:
     """Record, say and log what this launch is and where it begins."""
     metrics, job, folder = trainer.metrics_processor, trainer.job_config, trainer.folder
     if dist.get_rank() == 0:
-        folder.write_config(trainer.config, trainer.identity)
         folder.done_file.unlink(missing_ok=True)
     facts = {
         "world_size": dist.get_world_size(),
@@ -61,6 +66,9 @@ def announce(trainer: CanonTrainer) -> None:
     differences = trainer.changes | trainer.config_changes
     if differences:
         metrics.event("changed", step=trainer.step, run=trainer.changes, config=differences)
+    if dist.get_rank() == 0:
+        # after what it makes unseen: killed before, the next launch says it all again
+        folder.write_config(trainer.config, trainer.identity)
     for name, (old, new) in differences.items():
         mark = " (allowed by run.allow_changes)" if name in trainer.changes else ""
         logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")

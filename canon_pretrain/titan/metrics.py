@@ -97,6 +97,8 @@ class CanonMetrics(MetricsProcessor):
             fields["mfu"] = flops / self.gpu_peak_flops
             fields["mfu_formula"] = FLOPS_FORMULA
         fields["data_digests"] = self._global_digests()
+        if self.dataloader is not None:
+            fields["source_tokens"] = self.dataloader.source_tokens
         self.event("step", **fields)
         self.logger.log({k: v for k, v in fields.items() if isinstance(v, int | float)}, step)
         if self.is_writer:

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 import torch
@@ -29,7 +28,7 @@ from canon_pretrain.run.session import Session
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
 from canon_pretrain.titan import launch
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
-from canon_pretrain.titan.data import STATE_FIELDS, CanonDataLoader
+from canon_pretrain.titan.data import STATE_FIELDS, CanonDataLoader, absolute_folders
 from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
 from canon_pretrain.titan.identity import check_identity, config_changes, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
@@ -65,7 +64,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.changes = {} if fresh else check_identity(self.folder, self.identity, allowed)
         self.config = job.to_dict()
         # whoever reads the run may stand in another folder
-        self.config["data"]["path"] = str(Path(job.data.path).resolve())
+        self.config["data"] |= absolute_folders(job.data)
         self.config_changes = {} if fresh else config_changes(self.folder, self.config)
         job.metrics.disable_color_printing |= not sys.stdout.isatty()
         super().__init__(job)
@@ -195,8 +194,9 @@ class CanonTrainer(torchtitan.train.Trainer):
                     dist_utils.set_pg_timeouts(timeout=limit, parallel_dims=self.parallel_dims)
                     begin = time.monotonic()
                 arm()
-                pace = (time.monotonic() - begin) / max(1, self.step - first - 1)
-                self.session.progress(self.step, "training", pace or None)
+                paced = self.step - first - 1
+                pace = (time.monotonic() - begin) / paced if paced else None
+                self.session.progress(self.step, "training", pace)
             # nobody waits for a step that was the last anyway; a lost lock must be heard of
             stop = self._hear(self.readback.pop(last=True)) or stop
         return stop
