@@ -67,6 +67,7 @@ def run_jobs(
         except (UserError, OSError) as error:
             if others := len(running) - 1:
                 say(f"failed: {error}\nending once {others} other unit(s) in work are built")
+            wait(running)  # shutdown does not, once it was told not to
             raise
         except BrokenProcessPool:
             raise UserError(

@@ -5,6 +5,7 @@ line an item to RUN/evals (results.py). The same question is answered from there
 """
 
 import argparse
+import contextlib
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from canon_pretrain.checkpoint.weights import METADATA, check_checkpoint, checkpoint_step
+from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.errors import UserError
@@ -61,7 +63,9 @@ class Subject:
         folder = RunFolder.of_checkpoint(checkpoint)
         config = folder.read_config()
         try:
-            recorded = Path(config["config"]["data"]["path"])
+            section = config["config"]["data"]
+            mixed = [Path(folder) for folder in section.get("paths") or []]
+            recorded = Path(section["path"])
             seq_len = int(config["config"]["training"]["seq_len"])
             trained_on = config["identity"]["data_fingerprint"]
         except (KeyError, TypeError) as error:
@@ -69,6 +73,11 @@ class Subject:
                 f"{folder.config_file} is damaged, or another version of this program wrote it: it "
                 f"lacks {error}"
             ) from None
+        if mixed and data is None:
+            raise UserError(
+                f"{folder.path} was trained on a mixture of {', '.join(map(str, mixed))}: name the "
+                "one whose held-out part and tokenizer to use with --data"
+            )
         if data is None and not recorded.is_dir():
             raise UserError(
                 f"{recorded}, the data of {folder.path}, is not there: name the folder that it was "
@@ -76,10 +85,16 @@ class Subject:
             )
         data = data or recorded
         train, held_out = TokenShards.open(data / "train"), TokenShards.open(data / "validation")
-        if train.fingerprint != trained_on:
+        if mixed:
+            with contextlib.closing(Mixture.open(mixed, section["weights"])) as mixture:
+                known = {source.fingerprint for source in mixture.sources}
+                found = mixture.fingerprint if train.fingerprint in known else train.fingerprint
+        else:
+            found = train.fingerprint
+        if found != trained_on:
             raise UserError(
                 f"{data} is not what {folder.path} was trained on: its fingerprint is "
-                f"{train.fingerprint[:12]}, the run's {trained_on[:12]}. Name the run's shards "
+                f"{found[:12]}, the run's {trained_on[:12]}. Name the run's shards "
                 "with --data"
             )
         max_length = max_length or seq_len

@@ -26,7 +26,9 @@ def make(folder: Path, step: int = 7) -> Path:
         name: FileEntry((path / name).stat().st_size, sha256_file(path / name))
         for name in ("__0_0.distcp", ".metadata")
     }
-    Manifest(step=step, kind="full", world_size=2, torch="2.13.0", saved=Manifest.now(), files=files).write(path)
+    Manifest(
+        step=step, kind="full", world_size=2, torch="2.13.0", saved=Manifest.now(), files=files
+    ).write(path)
     return path
 
 

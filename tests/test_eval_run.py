@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
@@ -399,6 +400,29 @@ def test_data_that_was_moved_is_asked_for(copy: Path, ask: Ask) -> None:
     config["config"]["data"]["path"] = "/nowhere/data"
     (copy / "config.json").write_text(json.dumps(config))
     assert "name the folder that it was moved to with --data" in ask("validation", of=copy, code=2)
+
+
+def test_of_a_mixture_one_folder_is_named(run: Path, copy: Path, ask: Ask, tmp_path: Path) -> None:
+    first, second = run.parent / "data", tmp_path / "second"
+    with TokenShards.open(first / "train") as shards:
+        write_shards(
+            second / "train",
+            [np.append(np.arange(5, 60), shards.eos_id)],
+            vocab_size=shards.vocab_size,
+            eos_id=shards.eos_id,
+            tokenizer_sha256=shards.tokenizer_sha256,
+        )
+    weights = [0.25, 0.75]
+    record = json.loads((copy / "config.json").read_text())
+    record["config"]["data"] = {"path": "", "paths": [str(first), str(second)], "weights": weights}
+    record["identity"]["data_fingerprint"] = Mixture.open([first, second], weights).fingerprint
+    (copy / "config.json").write_text(json.dumps(record))
+    message = ask("validation", of=copy, code=2)
+    assert f"a mixture of {first}, {second}: name the one" in message
+    assert "bits/byte" in ask("validation", "--data", first, of=copy)
+    record["config"]["data"]["weights"] = [0.5, 0.5]
+    (copy / "config.json").write_text(json.dumps(record))
+    assert "is not what" in ask("validation", "--data", first, of=copy, code=2)
 
 
 @pytest.mark.parametrize(
