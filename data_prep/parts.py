@@ -6,13 +6,9 @@ a check over many parts on several threads, and `reading` says how far such a pa
 
 import hashlib
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import re
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -119,22 +115,6 @@ def over_parts(
             yield from pool.map(work, items)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def end_with_parent() -> None:
-    """Let this worker process end with its parent, and silently at Ctrl-C.
-
-    Without it the workers of a killed run would wait for work, or go on with theirs, for ever.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

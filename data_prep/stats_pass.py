@@ -17,7 +17,8 @@ import numpy as np
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from data_prep.duplicates import Buckets, DocumentHasher
-from data_prep.parts import Part, end_with_parent
+from data_prep.parts import Part
+from data_prep.processes import end_with_parent
 from data_prep.units import SPLITS
 
 # Tokens read at once; a document may be longer.

@@ -7,9 +7,6 @@ held.
 
 import multiprocessing
 import multiprocessing.connection
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -17,6 +14,7 @@ from ctypes import Array, c_longlong
 from multiprocessing.sharedctypes import RawArray
 
 from canon_pretrain.errors import UserError
+from data_prep.processes import end_with_parent
 from data_prep.progress import Counts, say
 from data_prep.units import UnitJob, build_unit
 
@@ -99,21 +97,10 @@ _counts: "Array[c_longlong] | None" = None
 
 
 def _start_worker(counts: "Array[c_longlong]") -> None:
-    """Let a worker end with its parent, and silently at Ctrl-C.
-
-    Without it the workers of a killed run would go on writing beside the run that resumes it.
-    """
+    """A killed run's workers must not write beside the run that resumes it."""
     global _counts
     _counts = counts
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    end_with_parent()
 
 
 def _run(job: UnitJob, slot: int) -> None:

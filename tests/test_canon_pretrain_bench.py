@@ -44,4 +44,4 @@ def test_step_compares_ours_with_a_bare_loop(tmp_path: Path) -> None:
 def test_bad_input_is_one_message(tmp_path: Path) -> None:
     done = bench("step", "--repeats", 0, temporary=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "error: --repeats 0 --steps 10: expected at least 1 each\n"
+    assert done.stderr == "error: --repeats 0 --steps 3: expected at least 1 each\n"
