@@ -1,5 +1,6 @@
 # make quickstart   text -> shards -> a trained, stopped and resumed Canon model -> scores -> a report
 # make test         the test suite
+# make test-slow    the few tests that it leaves out, since it should end within ten minutes
 # make check        ruff, mypy and the contracts on imports
 #
 # Each makes .venv and installs into it once; a second call installs nothing.
@@ -39,7 +40,7 @@ DONE := $(RUN)/run/DONE
 
 # make deletes the target of an interrupted recipe, which here would be a checkpoint's heart
 .PRECIOUS: $(SHARDS) $(STOPPED) $(DONE)
-.PHONY: quickstart test check install clean-quickstart
+.PHONY: quickstart test test-slow check install clean-quickstart
 
 quickstart: $(INSTALLED)
 	@$(MAKE) --no-print-directory $(DONE)
@@ -58,6 +59,9 @@ $(DONE): | $(STOPPED)
 
 test: $(INSTALLED)
 	python -m pytest
+
+test-slow: $(INSTALLED)
+	python -m pytest -m slow
 
 check: $(INSTALLED)
 	ruff check .

@@ -64,7 +64,8 @@ def remove_locks(folder: Path) -> None:
 def _take(path: Path) -> int | None:
     """A descriptor that holds the lock file `path`; None where another process holds it."""
     while True:
-        path.parent.mkdir(exist_ok=True)
+        with suppress(FileExistsError):  # it was there, and is removed before pathlib looks again
+            path.parent.mkdir(exist_ok=True)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:  # the folder was just removed by `remove_locks`

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.titan.device import prepare_device
+from tests.ranks import launch
 from tests.support import Runs, debug_run, train, write_data
 
 prepare_device()  # test files import torchtitan at their top, and it looks for a device then
@@ -25,12 +26,12 @@ def runs(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     base = tmp_path_factory.mktemp("runs")
     folders = Runs(base / "straight", base / "resumed", base / "elastic")
 
-    def launch(folder: Path, ranks: int | None, *more: object) -> None:
-        train(*debug_run(data_folder, folder), *more, ranks=ranks)
+    def start(folder: Path, ranks: int, *more: object) -> None:
+        launch(*debug_run(data_folder, folder), *more, ranks=ranks, output=base / "output")
 
-    launch(folders.straight, 2)
-    launch(folders.resumed, 2, "--run.stop_at", 5)
-    launch(folders.resumed, 2)
-    launch(folders.elastic, 3, "--run.stop_at", 5)
-    launch(folders.elastic, None)
+    train(*debug_run(data_folder, folders.straight), ranks=2)  # by torchrun, as a user does
+    start(folders.resumed, 2, "--run.stop_at", 5)
+    start(folders.resumed, 2)
+    start(folders.elastic, 3, "--run.stop_at", 5)
+    start(folders.elastic, 1)
     return folders

@@ -240,6 +240,7 @@ def test_the_command_prints_the_plan_and_writes_nothing(
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_under_torchrun_one_rank_prints(data_folder: Path, tmp_path: Path) -> None:
     done = train(*debug_run(data_folder, tmp_path / "run"), "--dry_run", ranks=2)
     assert done.stdout.count("memory on one GPU") == 1

@@ -20,6 +20,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.titan import trainer as trainer_module
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
+from canon_pretrain.titan.staging import Staging
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.checkpoint_folders import small_disk
 from tests.fault_runs import (
@@ -66,7 +67,7 @@ def full_at_steps(rank: int, disk: Path) -> None:
     """No room before the saves of steps 2 to 4 and 12; taken in the middle of the save of 6."""
     no_pause = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
     trainer_module.time = no_pause  # type: ignore[assignment]
-    save, stage = CanonCheckpointManager.save, CanonCheckpointManager._stage
+    save, stage = CanonCheckpointManager.save, Staging.copy
     saving = [0]
 
     def at_save(self: CanonCheckpointManager, step: int, last_step: bool = False) -> None:
@@ -77,14 +78,14 @@ def full_at_steps(rank: int, disk: Path) -> None:
             fill_up(disk, leave=NEEDED // 3)
         save(self, step, last_step)
 
-    def at_stage(self: CanonCheckpointManager) -> dict[str, Any]:
+    def at_stage(self: Staging, state: dict[str, Any]) -> dict[str, Any]:
         """After the preflight, before the first byte is written."""
         if rank == 0 and saving == [6]:
             fill_up(disk, leave=NEEDED // 3)
-        return stage(self)
+        return stage(self, state)
 
     CanonCheckpointManager.save = at_save  # type: ignore[method-assign]
-    CanonCheckpointManager._stage = at_stage  # type: ignore[method-assign]
+    Staging.copy = at_stage  # type: ignore[method-assign]
 
 
 def test_a_full_disk_costs_checkpoints_and_not_the_run(
@@ -133,13 +134,13 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(
 
 def full_in_the_background(rank: int, disk: Path) -> None:
     """Take the room of the async save of step 4; it has failed before step 5 is over."""
-    stage, train_step = CanonCheckpointManager._stage, CanonTrainer.train_step
+    stage, train_step = Staging.copy, CanonTrainer.train_step
     reached = [0]
 
-    def at_stage(self: CanonCheckpointManager) -> dict[str, Any]:
+    def at_stage(self: Staging, state: dict[str, Any]) -> dict[str, Any]:
         if rank == 0 and reached == [4]:
             fill_up(disk, leave=NEEDED // 3)
-        return stage(self)
+        return stage(self, state)
 
     def at_step(self: CanonTrainer, data: Iterator[Any]) -> None:
         reached[0] = self.step
@@ -150,7 +151,7 @@ def full_in_the_background(rank: int, disk: Path) -> None:
         if self.step == 6:
             (disk / "ballast").unlink(missing_ok=True)
 
-    CanonCheckpointManager._stage = at_stage  # type: ignore[method-assign]
+    Staging.copy = at_stage  # type: ignore[method-assign]
     CanonTrainer.train_step = at_step  # type: ignore[method-assign]
 
 

@@ -111,7 +111,13 @@ LEFT_BEHIND: dict[str, set[str]] = {
 """By moment: what must lie in the temporary folder when rank 0 was killed in it."""
 
 
-@pytest.mark.parametrize("kills", [ALL_AT_ONCE, ONE_RANK], ids=["all", "one"])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(ALL_AT_ONCE, id="all"),
+        pytest.param(ONE_RANK, id="one", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(
     base: Path, data_folder: Path, tmp_path: Path, kills: list[tuple[str, tuple[int, ...]]]
 ) -> None:

@@ -170,6 +170,7 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(
     data_folder: Path, tmp_path: Path
 ) -> None:
@@ -472,6 +473,7 @@ def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(
     assert (traces / "launch-1" / "rank_0.stacks.txt").read_text() == stacks[0]
 
 
+@pytest.mark.slow
 def test_a_hang_while_a_checkpoint_is_written_ends_as_well(
     data_folder: Path, tmp_path: Path
 ) -> None:
