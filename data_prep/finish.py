@@ -54,15 +54,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `finish`."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of the builds")
     add_limits(parser)
+    parser.add_argument(
+        "--root",
+        type=Path,
+        metavar="FOLDER",
+        help="where the inputs are now, if they have moved; a limit reads some of them again",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Finish as the command line says. Raises UserError."""
-    finish(arguments.folder, Limits(arguments.max_documents, arguments.max_tokens))
+    limits = Limits(arguments.max_documents, arguments.max_tokens)
+    finish(arguments.folder, limits, arguments.root)
 
 
-def finish(folder: Path, limits: Limits) -> None:
-    """Write the manifests of a folder whose units are built. Raises UserError."""
+def finish(folder: Path, limits: Limits, root: Path | None = None) -> None:
+    """Write the manifests of a folder whose units are built. Raises UserError.
+
+    `root` has the inputs, where they are no longer where the plan was made.
+    """
     plan = load_plan(folder)
     with disk_errors(folder), settling(folder):
         if say_finished(folder, plan, limits):
@@ -70,7 +80,7 @@ def finish(folder: Path, limits: Limits) -> None:
         else:
             for split in SPLITS:
                 drop_changed_marks(folder / split)
-            write_manifests(folder, Path(plan.root), plan, limits)
+            write_manifests(folder, root or Path(plan.root), plan, limits)
 
 
 def settling(folder: Path) -> AbstractContextManager[None]:

@@ -124,7 +124,9 @@ class InputReader:
     def _read_zst(self, file: IO[bytes]) -> Rows:
         from zstandard import ZstdDecompressor
 
-        yield from self._read_packed(file, ZstdDecompressor().decompressobj)
+        # memory is taken only by a frame that asks for it (zstd --long does)
+        unpacker = ZstdDecompressor(max_window_size=1 << 31)
+        yield from self._read_packed(file, unpacker.decompressobj)
 
     def _read_packed(
         self, file: IO[bytes], new_frame: Callable[[], Frame], padding: bytes = b""

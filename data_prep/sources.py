@@ -14,6 +14,7 @@ a unit needs it, or read from a copy on disk.
 
 import os
 import platform
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,6 +246,7 @@ def _list_mirror(
             f"--files {name_some(map(str, strangers))}: not named {'/'.join(hub_source.tail)} as "
             f"the files of {source} are; give --source {LOCAL} for other files"
         )
+    _refuse_another_part(root, source, hub_source)
     commit, hashes = hub.known_hashes(root, paths)
     if revision and commit and commit != revision:
         raise UserError(
@@ -252,6 +254,20 @@ def _list_mirror(
             f"--revision out, or fetch the other one"
         )
     return revision or commit or ON_DISK, root, to_inputs(root, paths, hashes)
+
+
+def _refuse_another_part(root: Path, source: str, hub_source: HubSource) -> None:
+    """Raise UserError for a folder that is named as a sibling of the one that the source takes."""
+    for literal in hub_source.tail[:-1]:
+        shape = re.sub("[0-9]+", "[0-9]+", literal)
+        if "[" in literal or shape == literal:
+            continue
+        for name in root.parts:
+            if name != literal and re.fullmatch(shape, name):
+                raise UserError(
+                    f"--files {root}: this is {name} by its name, {source} is {literal}; give that "
+                    f"folder, or --source {LOCAL} for other files"
+                )
 
 
 def fetch(

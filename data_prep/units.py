@@ -114,11 +114,13 @@ def build_unit(job: UnitJob, report: Callable[[Counts], None] | None = None) -> 
         if is_complete(job.folder, job.unit, job.plan_sha256):
             return
         tokenizer = _kept_tokenizer(job.folder, job.tokenizer)
+        report = report or (lambda counts: None)
+        downloaded = _fetch(job, report)
         for split in SPLITS:
             (job.folder / split).mkdir(exist_ok=True)
             remove_unit(job.folder / split, job.unit)
         try:
-            _write_unit(job, tokenizer, report or (lambda counts: None))
+            _write_unit(job, tokenizer, report, downloaded)
         except BaseException:
             # half a unit is of no use to the next run, and may be what fills the disk
             for split in SPLITS:
@@ -127,7 +129,11 @@ def build_unit(job: UnitJob, report: Callable[[Counts], None] | None = None) -> 
             raise
 
 
-def _write_unit(job: UnitJob, tokenizer: Tokenizer, report: Callable[[Counts], None]) -> None:
+def _fetch(job: UnitJob, report: Callable[[Counts], None]) -> int:
+    """Make sure of the unit's inputs, before anything that they made is removed; bytes that came.
+
+    Raises UserError where one is not there.
+    """
     downloaded = 0
 
     def advance(more: int) -> None:
@@ -136,6 +142,12 @@ def _write_unit(job: UnitJob, tokenizer: Tokenizer, report: Callable[[Counts], N
         report(Counts(downloaded=downloaded))
 
     sources.fetch(job.source, job.source_version, job.root, job.inputs, advance)
+    return downloaded
+
+
+def _write_unit(
+    job: UnitJob, tokenizer: Tokenizer, report: Callable[[Counts], None], downloaded: int
+) -> None:
     rows = Rows(job)
     documents = tokens = 0
     with _writer(job, TRAIN) as train, _writer(job, VALIDATION) as validation:

@@ -86,9 +86,15 @@ class Subject:
         data = data or recorded
         train, held_out = TokenShards.open(data / "train"), TokenShards.open(data / "validation")
         if mixed:
-            with contextlib.closing(Mixture.open(mixed, section["weights"])) as mixture:
-                known = {source.fingerprint for source in mixture.sources}
-                found = mixture.fingerprint if train.fingerprint in known else train.fingerprint
+            try:
+                with contextlib.closing(Mixture.open(mixed, section["weights"])) as mixture:
+                    known = {source.fingerprint for source in mixture.sources}
+                    found = mixture.fingerprint if train.fingerprint in known else train.fingerprint
+            except UserError as error:
+                raise UserError(
+                    f"{folder.path} was trained on a mixture, whose folders must be where they "
+                    f"were (links will do) for --data to be checked: {error}"
+                ) from None
         else:
             found = train.fingerprint
         if found != trained_on:

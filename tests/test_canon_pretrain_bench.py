@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import ROOT
 
 
@@ -21,6 +23,7 @@ def bench(*arguments: object, temporary: Path) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.slow
 def test_step_compares_ours_with_a_bare_loop(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()

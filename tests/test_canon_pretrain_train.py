@@ -268,6 +268,7 @@ def test_a_byte_flipped_in_a_shard_stops_the_run(
     assert step_events(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 def test_a_world_size_that_does_not_divide_under_torchrun(
     data_folder: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.files import sha256_file
 from data_prep.__main__ import main
 from data_prep.plan import Options, load_plan
+from data_prep.units import build_unit, unit_job
 from tests.checkpoint_folders import fill, small_disk
 from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
 from tests.support import ROOT
@@ -434,3 +435,18 @@ def test_a_vocabulary_of_70_000(tmp_path: Path) -> None:
     main(["verify", str(out)])
     with pytest.raises(SystemExit, match="2"):
         main([*arguments, "--out", str(tmp_path / "other"), "--eos", "<nothing>"])
+
+
+def test_a_unit_whose_inputs_are_gone_keeps_its_parts(base: Path, tmp_path: Path) -> None:
+    """One part is damaged, and what it was made from is not there: the others stay."""
+    corpus = corpus_copy(base, tmp_path / "corpus")
+    build_corpus(tmp_path / "data", corpus)
+    plan = load_plan(tmp_path / "data")
+    (damaged := tmp_path / "data/train/part-00000-0.bin").write_bytes(b"x")
+    before = snapshot(tmp_path / "data")
+    for path in corpus.iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match="is missing; every input is needed"):
+        build_unit(unit_job(tmp_path / "data", corpus, plan, 0))
+    after = snapshot(tmp_path / "data")
+    assert after == before and damaged.exists()

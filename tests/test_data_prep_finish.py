@@ -1,6 +1,7 @@
 """Limits and manifests: the stream ends at the very document, whatever was built before."""
 
 import json
+import shutil
 from itertools import accumulate
 from pathlib import Path
 
@@ -120,8 +121,12 @@ def test_a_limited_build_makes_what_finish_makes_and_no_more(base: Path, tmp_pat
     assert snapshot(tmp_path / "data1") == snapshot(base / "data")
 
 
-def test_limits_and_cut_are_in_the_fingerprint(base: Path) -> None:
+def test_the_fingerprint_names_the_stream_and_not_the_limits(base: Path) -> None:
+    """A limit that cuts nothing leaves it; so does one of the training stream, in validation."""
     fingerprints = set()
+    finish(base / "data", Limits(max_tokens=10**9))
+    with TokenShards.open(base / "data/train") as shards:
+        fingerprints.add(shards.fingerprint)
     for limits in (Limits(), Limits(max_documents=30), Limits(max_documents=31)):
         finish(base / "data", limits)
         with TokenShards.open(base / "data/train") as shards:
@@ -137,7 +142,6 @@ def test_limits_and_cut_are_in_the_fingerprint(base: Path) -> None:
         ("cut", None),
         ("cut", {**manifest["cut"], "documents": manifest["cut"]["documents"] - 1}),
         ("cut", {**manifest["cut"], "tokens": 10**6}),
-        ("limits", {"max_documents": 32, "max_tokens": None}),
     ):
         path.write_text(json.dumps({**manifest, key: value}))
         with pytest.raises(ShardError, match="does not fit its own fingerprint"):
@@ -264,3 +268,15 @@ def test_a_changed_mark_is_not_taken_for_the_truth(base: Path, tmp_path: Path) -
     build_corpus(out, base / "corpus")
     finish(base / "data", Limits())
     assert snapshot(out) == snapshot(base / "data")
+
+
+def test_inputs_that_moved_are_found_by_root(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base / "corpus", tmp_path / "before")
+    shutil.copy(base / "tokenizer.model", tmp_path)
+    build_corpus(tmp_path / "data", tmp_path / "before")
+    (tmp_path / "before").rename(tmp_path / "after")
+    with pytest.raises(UserError, match="is missing"):
+        finish(tmp_path / "data", Limits(max_documents=30))
+    finish(tmp_path / "data", Limits(max_documents=30), tmp_path / "after")
+    with TokenShards.open(tmp_path / "data/train") as shards:
+        assert shards.num_documents == 30

@@ -477,3 +477,14 @@ def test_a_parquet_is_read_in_bounded_memory(tmp_path: Path) -> None:
         progress.add(one.bytes_read)
     assert 0 < peak < 12_000_000
     assert len(progress) > 10
+
+
+def test_a_frame_with_a_long_window(tmp_path: Path) -> None:
+    """`zstd --long=28` and above, common for dumps."""
+    long = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1)
+    content = zstandard.ZstdCompressor(compression_params=long).compress(jsonl())
+    frame = zstandard.get_frame_parameters(content)
+    big = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    content = big.compress(jsonl()) + big.flush()  # of unknown size: the window is the header's
+    assert max(frame.window_size, zstandard.get_frame_parameters(content).window_size) >= 1 << 28
+    assert texts(rows(write(tmp_path / "a.jsonl.zst", content))) == TEXTS

@@ -266,3 +266,10 @@ def test_errors(tmp_path: Path) -> None:
         select("fineweb-edu", [tmp_path], text_field="body")
     with pytest.raises(UserError, match="--text-field '' with --source local"):
         select("local", [tmp_path], text_field="")
+
+
+def test_another_sample_of_the_dataset_is_refused(tmp_path: Path) -> None:
+    mirror = make(tmp_path / "m", "sample/350BT/000_00000.parquet")
+    for folder in (mirror, mirror / "sample" / "350BT"):
+        with pytest.raises(UserError, match="this is 350BT by its name, fineweb-edu is 100BT"):
+            select("fineweb-edu", [folder])

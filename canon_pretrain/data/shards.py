@@ -104,7 +104,9 @@ def make_manifest(header: dict[str, Any], marks: list[tuple[str, bytes]]) -> dic
         "limits": {key: limits.get(key) for key in ("max_documents", "max_tokens")},
         "cut": None if cut is None else {key: cut[key] for key in _COUNTS},
     }
-    hashed = json.dumps([identity, [part["mark_sha256"] for part in parts]])
+    # the parts and the cut say what the stream is: limits that cut alike name the same one
+    named = identity | {"limits": dict.fromkeys(identity["limits"])}
+    hashed = json.dumps([named, [part["mark_sha256"] for part in parts]])
     return {
         **identity,
         "fingerprint": hashlib.sha256(hashed.encode()).hexdigest(),
