@@ -252,7 +252,7 @@ def test_a_signal_before_the_first_step_stops_soon_after_it(
         before=slow_start,
         before_args=(marker,),
     )
-    started.wait_for(lambda: marker.with_suffix(".1").exists())
+    started.wait_for(lambda: marker.with_suffix(f".{rank}").exists())
     started.send(number, [rank])
     ended = started.wait()
     assert ended.codes == [0, 0], ended.output
