@@ -84,8 +84,6 @@ class CanonCheckpointManager:
         """The newest step with a whole checkpoint, as far as this launch knows."""
         self.failures = 0
         """Saves that failed since the last one that did not."""
-        self.stall_s = 0.0
-        """Seconds that the last save kept the training step waiting."""
         self._rank = dist.get_rank()
         self._save: _Save | None = None
         self._staging = Staging()
@@ -195,9 +193,8 @@ class CanonCheckpointManager:
         self._save.start(self._write, staged, writer, self._staging.copied)
         if self.config.async_mode == "disabled":
             self.wait()
-        self.stall_s = time.monotonic() - begin
         if self._save is not None:
-            self._save.stall_s = self.stall_s
+            self._save.stall_s = time.monotonic() - begin
 
     def _preflight(self, step: int) -> str | None:
         """Why this save must not begin now (None: it may); rank 0 only."""
