@@ -61,8 +61,9 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     # torchtitan reads the device at import time: only after prepare_device()
     import torch
 
+    from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_shards
-    from canon_pretrain.titan.job_config import micro_batch_size, parse_job
+    from canon_pretrain.titan.job_config import micro_batch_size
     from canon_pretrain.titan.launch import prepare_folder
     from canon_pretrain.titan.spec import register
     from canon_pretrain.titan.trainer import CanonTrainer

@@ -15,10 +15,10 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
+from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import absolute_folders, build_dataloader, open_shards
 from canon_pretrain.titan.dry_run import make_plan
 from canon_pretrain.titan.identity import check_identity, run_identity
-from canon_pretrain.titan.job_config import parse_job
 from canon_pretrain.train import main
 from tests.support import EOS_ID, ROOT, VOCAB_SIZE, token_documents, train
 

@@ -14,6 +14,7 @@ import canon_pretrain.train as entry
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import (
     count_saved,
     default_world_size,
@@ -22,7 +23,7 @@ from canon_pretrain.titan.dry_run import (
     memory_by_part,
     saved_bytes,
 )
-from canon_pretrain.titan.job_config import CanonJobConfig, parse_job
+from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.train import main
 from tests.support import ROOT, debug_run, train
 

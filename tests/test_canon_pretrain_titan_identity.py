@@ -7,8 +7,9 @@ import pytest
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.identity import check_identity, config_changes, run_identity
-from canon_pretrain.titan.job_config import CanonJobConfig, parse_job
+from canon_pretrain.titan.job_config import CanonJobConfig
 from tests.support import ROOT
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")

@@ -6,7 +6,8 @@ import pytest
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import FLAVORS, ModelArgs
-from canon_pretrain.titan.job_config import CanonJobConfig, Model, micro_batch_size, parse_job
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.job_config import CanonJobConfig, Model, micro_batch_size
 from tests.support import ROOT
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")

@@ -8,7 +8,8 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.titan.job_config import LRScheduler, parse_job
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.job_config import LRScheduler
 from canon_pretrain.titan.schedule import build_schedule, learning_rate_factor
 from tests.support import ROOT
 

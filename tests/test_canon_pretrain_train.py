@@ -14,8 +14,8 @@ from canon_pretrain.data.sampler import window_offset
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
+from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import build_dataloader
-from canon_pretrain.titan.job_config import parse_job
 from canon_pretrain.train import main
 from tests.support import ROOT, Runs, debug_run, train
 

@@ -26,7 +26,7 @@ from canon_pretrain.files import sha256_file
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan.agree import Council
-from canon_pretrain.titan.job_config import parse_job
+from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.resume import Resume
 from tests.checkpoint_folders import contents
 from tests.fault_runs import (

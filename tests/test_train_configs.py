@@ -9,7 +9,8 @@ import torch
 
 from canon_pretrain.config import read_experiment
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.titan.job_config import CanonJobConfig, parse_job
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.job_config import CanonJobConfig
 from tests.support import ROOT
 
 FOLDER = ROOT / "train_configs"

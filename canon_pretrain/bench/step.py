@@ -30,8 +30,9 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
+from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.environment import stand_alone
-from canon_pretrain.titan.job_config import CanonJobConfig, parse_job
+from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.parallelize import parallelize
 from canon_pretrain.titan.spec import TitanModelArgs, TitanTransformer, register
 from canon_pretrain.titan.trainer import CanonTrainer

@@ -1,0 +1,164 @@
+"""What a job may not ask for: refused before anything is built, with the way out.
+
+Called by titan/command_line.py, so that everything behind it can trust the job that it is given.
+"""
+
+import functools
+import math
+from typing import Any
+
+from canon_pretrain import config as experiment
+from canon_pretrain.data.mixture import check_order, exact_weight
+from canon_pretrain.errors import UserError
+from canon_pretrain.titan.job_config import CanonJobConfig
+
+
+def check_job(job: CanonJobConfig) -> None:
+    """Refuse what would train something else than the file says; raises UserError."""
+    if job.model.name != "canon":
+        raise UserError(f"model.name = '{job.model.name}': this trainer trains 'canon' only")
+    _ = job.model_args  # ModelArgs checks itself
+    training = job.training
+    if training.global_batch_size < 1:
+        raise UserError(
+            f"training.global_batch_size = {training.global_batch_size}: set it in sequences; it "
+            "is what every architecture shares, at any number of ranks"
+        )
+    for name, value in (
+        ("training.steps", training.steps),
+        ("training.seq_len", training.seq_len),
+        ("training.local_batch_size", training.local_batch_size),
+        ("checkpoint.interval", job.checkpoint.interval),
+        ("metrics.log_freq", job.metrics.log_freq),
+    ):
+        if value < 1:
+            raise UserError(f"{name} = {value}: expected at least 1")
+    if job.run.stop_at is not None and not 1 <= job.run.stop_at <= training.steps:
+        raise UserError(
+            f"run.stop_at = {job.run.stop_at}: expected a step from 1 to training.steps = "
+            f"{training.steps}"
+        )
+    schedule = job.lr_scheduler
+    if schedule.decay_steps is not None:
+        if schedule.decay_steps < 1:
+            raise UserError(f"lr_scheduler.decay_steps = {schedule.decay_steps}: expected >= 1")
+        if schedule.decay_ratio is not None or schedule.total_steps is not None:
+            raise UserError(
+                "lr_scheduler.decay_steps sets the decay's length by itself; unset decay_ratio and "
+                "total_steps"
+            )
+    ends_with_run = schedule.decay_steps is None and schedule.total_steps is None
+    if schedule.warmup_steps > training.steps and ends_with_run:
+        raise UserError(
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is more than "
+            f"training.steps = {training.steps}: the schedule would be cut short in silence"
+        )
+    _check_numbers(job)
+    _check_data(job.data)
+    _check_checkpoint(job)
+    defaults = CanonJobConfig()
+    for name in UNSUPPORTED:
+        given, default = _value(job, name), _value(defaults, name)
+        if given != default:
+            raise UserError(
+                f"{name} = {given!r}: this trainer does not have it (it shards with FSDP2 over all "
+                f"ranks and reads `data.path`); leave it at {default!r}"
+            )
+
+
+UNSUPPORTED = (
+    "job.custom_config_module",
+    "model.converters",
+    "model.hf_assets_path",
+    "model.tokenizer_path",
+    "optimizer.early_step_in_backward",
+    "training.dataset",
+    "training.dataset_path",
+    "training.dataloader",
+    "parallelism.data_parallel_replicate_degree",
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.context_parallel_degree",
+    "parallelism.expert_parallel_degree",
+    "checkpoint.create_seed_checkpoint",
+    "checkpoint.initial_load_in_hf",
+    "checkpoint.last_save_in_hf",
+    "checkpoint.last_save_model_only",
+    "checkpoint.load_only",
+    "checkpoint.exclude_from_loading",
+    "checkpoint.export_dtype",
+    "checkpoint.initial_load_in_hf_quantized",
+    "checkpoint.enable_ft_dataloader_checkpoints",
+    "quantize",
+    "comm.mode",
+    "memory_estimation.enable",
+    "fault_tolerance.enable",
+    "experimental",
+    "validation.enable",
+)
+"""torchtitan's keys that would crash, be ignored, or leave a run that can't be resumed."""
+
+
+def _value(job: CanonJobConfig, dotted: str) -> Any:
+    return functools.reduce(getattr, dotted.split("."), job)
+
+
+def _check_numbers(job: CanonJobConfig) -> None:
+    """Raise UserError for numbers outside their range."""
+    for name, low in (
+        ("optimizer.lr", 0.0),
+        ("optimizer.eps", 0.0),
+        ("optimizer.weight_decay", 0.0),
+        ("training.max_norm", 0.0),
+        ("lr_scheduler.warmup_steps", 0),
+        ("lr_scheduler.min_lr_factor", 0.0),
+    ):
+        value = _value(job, name)
+        if not (math.isfinite(value) and value >= low):
+            raise UserError(f"{name} = {value}: expected a finite number of at least {low}")
+    guards = job.guards
+    if guards.max_bad_steps < 1:
+        raise UserError(f"guards.max_bad_steps = {guards.max_bad_steps}: expected at least 1")
+    if not 2 <= guards.outlier_window <= 1024:
+        raise UserError(f"guards.outlier_window = {guards.outlier_window}: expected 2 to 1024")
+    if guards.outlier_sigma is not None and not guards.outlier_sigma > 0:
+        raise UserError(f"guards.outlier_sigma = {guards.outlier_sigma}: expected more than 0")
+    if not job.run.heartbeat_s > 0:
+        raise UserError(f"run.heartbeat_s = {job.run.heartbeat_s}: expected more than 0")
+
+
+def _check_data(data: experiment.Data) -> None:
+    """Raise UserError for data options that contradict each other; no file is looked at."""
+    if not 0 <= data.data_seed < 1 << 64:
+        raise UserError(f"data.data_seed = {data.data_seed}: expected 0 to 2**64 - 1")
+    if data.path and data.paths:
+        raise UserError(
+            f"data.path = {data.path!r} and data.paths = {data.paths!r}: give one of the two "
+            f'(data.path = "" unsets what a base file set)'
+        )
+    if len(data.weights) != len(data.paths):
+        raise UserError(
+            f"data.weights has {len(data.weights)} numbers for {len(data.paths)} folders of "
+            f"data.paths; give one for each, in their order"
+        )
+    for weight in data.weights:
+        exact_weight(weight)
+    check_order(data.order, len(data.folders))
+
+
+def _check_checkpoint(job: CanonJobConfig) -> None:
+    """Raise UserError for checkpoint options that can't do what they say."""
+    checkpoint = job.checkpoint
+    if checkpoint.keep_latest_k == 1 or checkpoint.keep_latest_k < 0:
+        raise UserError(
+            f"checkpoint.keep_latest_k = {checkpoint.keep_latest_k}: expected 0 (all) or at least "
+            "2, since the newest may still be in writing"
+        )
+    if checkpoint.fresh and checkpoint.load_step != -1:
+        raise UserError(
+            f"checkpoint.fresh begins again at step 1, checkpoint.load_step = "
+            f"{checkpoint.load_step} goes on from there: give one of the two"
+        )
+    if not checkpoint.enable and job.run.stop_at is not None:
+        raise UserError("run.stop_at leaves a checkpoint, but checkpoint.enable is false")
