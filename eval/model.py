@@ -18,15 +18,17 @@ def model_args_of(folder: RunFolder) -> ModelArgs:
     Raises UserError where it does not record the architecture as this version knows it.
     """
     identity = folder.read_config()["identity"]
+    given = {}
     for f in fields(ModelArgs):
-        found = identity.get(f"model.{f.name}")
+        # what an earlier version had no name for is the default
+        found = given[f.name] = identity.get(f"model.{f.name}", f.default)
         known = (int, float) if isinstance(f.default, float) else (type(f.default),)
         if type(found) not in known:
             raise UserError(
                 f"{folder.config_file} gives model.{f.name} as {found!r}, expected a value like "
                 f"{f.default!r}: another version of this program wrote it; use that one"
             )
-    return ModelArgs(**{f.name: identity[f"model.{f.name}"] for f in fields(ModelArgs)})
+    return ModelArgs(**given)
 
 
 def load_model(checkpoint: Path, device: torch.device, max_length: int = 0) -> Transformer:

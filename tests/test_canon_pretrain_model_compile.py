@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from canon_pretrain.model.args import POSITIONS, ModelArgs
+from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.positions import Rope
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
 
@@ -39,11 +40,13 @@ TRACED += [
 @pytest.mark.parametrize(("position", "canon_set", "qk_norm"), TRACED)
 def test_a_block_is_one_graph(position, canon_set, qk_norm):
     args = replace(SMALL, position=position, canon_set=canon_set, qk_norm=qk_norm)
-    block = TransformerBlock(args, Rope(args) if args.rope_dim else None)
+    attend = Attend(args)
+    block = TransformerBlock(args, Rope(args) if args.rope_dim else None, attend)
     x = torch.randn(2, 8, args.dim, generator=torch.Generator().manual_seed(0))
     # fullgraph raises at a graph break
     compiled = torch.compile(block, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), block(x))
+    mask = attend.mask(8, None, 8, x.device)
+    torch.testing.assert_close(compiled(x, mask), block(x, mask))
 
 
 # both come from inside torch: importing inductor, and dynamo looking at a block's input

@@ -3,7 +3,7 @@
 Called by `model/canon.py` wherever no faster backend applies. Under torch.compile its shifts fuse
 with the norm before and the activation after them; depthwise `F.conv1d` stays an external call.
 
-Shapes: B batch, T tokens, C channels, K taps of the kernel.
+Shapes: B batch, T tokens, C channels, K taps of the kernel, P = K - 1, N = P + T.
 """
 
 import torch
@@ -12,7 +12,13 @@ from torch import Tensor
 
 
 def canon_reference(
-    x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
+    before_BPC: Tensor | None = None,
+    segments_BN: Tensor | None = None,
 ) -> Tensor:
     """Mix every token with its K - 1 predecessors, each channel by itself.
 
@@ -20,6 +26,10 @@ def canon_reference(
 
     Paper section 4, equation 4.1 (K = 4); `residual=False` is Canon(no-res). `activation` puts silu
     on the convolution's output, so the residual stays linear (Figure 10, rows "Act").
+
+    `before_BPC` are the inputs x_{-P} .. x_{-1}, for a sequence that is read in parts; None for
+    zeros. `segments_BN` are the segments of those places and of the tokens: a token is mixed with
+    those of its own segment only. None where all are of one.
 
     The weight is in depthwise `nn.Conv1d` layout: the last tap multiplies the current token.
     Sums are taken in float32 (float64 for float64 input); the result is y_BTC in x's dtype.
@@ -36,11 +46,18 @@ def canon_reference(
     taps_CK = weight_C1K[:, 0].to(sum_dtype)
     # One pad for all taps: a pad per tap saves a copy each for backward, and ran 1.75x slower
     # (compiled, forward and backward, float32, C 512, 2 CPU cores).
-    padded = F.pad(x, (0, 0, num_taps - 1, 0))
+    if before_BPC is None:
+        padded = F.pad(x, (0, 0, num_taps - 1, 0))
+    else:
+        padded = torch.cat((before_BPC.to(sum_dtype), x), dim=1)
     y = taps_CK[:, -1] * x
     for j in range(1, num_taps):
         start = num_taps - 1 - j  # where x_{t-j} begins in the padded sequence
-        y = y + taps_CK[:, num_taps - 1 - j] * padded[:, start : start + num_tokens]
+        shifted = padded[:, start : start + num_tokens]
+        if segments_BN is not None:
+            own = segments_BN[:, num_taps - 1 :] == segments_BN[:, start : start + num_tokens]
+            shifted = shifted * own[..., None]
+        y = y + taps_CK[:, num_taps - 1 - j] * shifted
     if activation:
         y = F.silu(y)
     if residual:

@@ -1,10 +1,11 @@
 """What a model is: its sizes, its variant, and the numbers that follow without building it.
 
 The first stop of `model/`: `titan/job_config.py` fills a `ModelArgs` from TOML, starting from a
-named flavor, and `Transformer` is built from it. A flavor is a size; Canon, positions and QK-norm
-are set on top.
+named flavor, and `Transformer` is built from it. A flavor is a size; the variants of the paper are
+set on top.
 
-Letters: L layers, D hidden, H heads, K head dim, F ffn dim, V vocabulary, T tokens.
+Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, V vocabulary, T
+tokens.
 """
 
 import math
@@ -14,7 +15,12 @@ from types import MappingProxyType
 
 from canon_pretrain.errors import UserError, nearest
 
-POSITIONS = ("rope", "nope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
+POSITIONS = (
+    "rope", "nope", "alibi", "h_alibi", "partial_rope_a", "partial_rope_b", "partial_rope_c"
+)  # fmt: skip
+ROTARY = ("rope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
+FFNS = ("gated", "standard")
+FFN_ACTIVATIONS = ("silu", "relu2")
 INITS = ("paper", "lingua")
 QK_NORMS = ("none", "full", "per_head")
 CANON_SITES = "ABCD"
@@ -25,13 +31,24 @@ CANON_KERNELS = (2, 3, 4)
 class ModelArgs:
     """The whole description of one model; equal args give equal initial weights.
 
+    `num_kv_heads`: G, the heads of k and v (grouped-query attention); 0 for as many as H.
     `position`: the partial layouts rotate one quarter of the dimensions (Figure 22): `a` half of
     the heads, half of each one's dims; `b` a quarter of the heads, all dims; `c` all heads, a
-    quarter of each one's dims.
+    quarter of each one's dims. `alibi` adds -2^(-8h/H) a token of distance to the scores of head h
+    (1 .. H); in `h_alibi` head h of the first half sees itself and the h-1 tokens before it.
     `canon_set`: any subset of the sites A, B, C, D of section 4; stored sorted and upper-case.
-    `qk_norm`: `full` RMSNorm over the whole H*K vector of q and of k, before Canon-B (the released
+    `canon_trainable=False`: cst-Canon, fixed at its initial values (Figure 20).
+    `ffn`: `gated` w2(act(w1 x) * w3 x), `standard` w2(act(w1 x)); `ffn_activation`: `silu`, or
+    `relu2`, the square of relu (Figure 21).
+    `qk_norm`: `full` RMSNorm over the whole vector of q and of k, before Canon-B (the released
     models); `per_head` over each head's K dims, one gain for all heads, after Canon-B (Qwen3's).
+    `tie_embeddings`: the output matrix is the token embedding.
+    `document_mask`: attention and Canon stop at the start of a token's document; `eos_id`, read
+    with it only, is the token that ends one, and belongs to the document that it ends.
     `init`: `paper` N(0, 0.02); `lingua` a normal of std fan_in^-1/2 cut at 3 sigma.
+
+    A field that a later version adds has the default that means what earlier versions did: whoever
+    reads the fields from an older file may leave the missing ones out.
 
     Raises UserError for any value outside its range or that does not fit the others.
     """
@@ -40,7 +57,10 @@ class ModelArgs:
     num_layers: int = 24
     dim: int = 2048
     num_heads: int = 32
+    num_kv_heads: int = 0
     ffn_dim: int = 5504
+    ffn: str = "gated"
+    ffn_activation: str = "silu"
     max_seq_len: int = 4096
     norm_eps: float = 1e-5
     position: str = "rope"
@@ -49,7 +69,11 @@ class ModelArgs:
     canon_kernel: int = 4
     canon_residual: bool = True
     canon_activation: bool = False
+    canon_trainable: bool = True
     qk_norm: str = "none"
+    tie_embeddings: bool = False
+    document_mask: bool = False
+    eos_id: int = 2
     init: str = "paper"
     init_seed: int = 0
 
@@ -57,10 +81,13 @@ class ModelArgs:
         # frozen: the one place where a field is rewritten, so that "ca" and "AC" are equal args
         object.__setattr__(self, "canon_set", _normalised_canon_set(self.canon_set))
         _check_ranges(self)
-        _check_choice("position", self.position, POSITIONS)
-        _check_choice("init", self.init, INITS)
-        _check_choice("qk_norm", self.qk_norm, QK_NORMS)
+        check_choice("position", self.position, POSITIONS)
+        check_choice("init", self.init, INITS)
+        check_choice("qk_norm", self.qk_norm, QK_NORMS)
+        check_choice("ffn", self.ffn, FFNS)
+        check_choice("ffn_activation", self.ffn_activation, FFN_ACTIVATIONS)
         _check_heads(self)
+        _check_canon_options(self)
 
     @property
     def head_dim(self) -> int:
@@ -68,21 +95,47 @@ class ModelArgs:
         return self.dim // self.num_heads
 
     @property
+    def kv_heads(self) -> int:
+        """G, the heads of k and of v; divides H."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def qkv_dims(self) -> tuple[int, int, int]:
+        """The widths of q, k and v: H K, G K, G K."""
+        kv_dim = self.kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, kv_dim, kv_dim
+
+    @property
+    def ffn_in_dim(self) -> int:
+        """Channels between the feed-forward's two products, and of Canon-D: 2F gated, else F."""
+        return 2 * self.ffn_dim if self.ffn == "gated" else self.ffn_dim
+
+    @property
+    def canon_channels(self) -> dict[str, int]:
+        """The channels of each of this model's Canon sites."""
+        channels = {"A": self.dim, "B": sum(self.qkv_dims), "C": self.dim, "D": self.ffn_in_dim}
+        return {site: channels[site] for site in self.canon_set}
+
+    @property
     def canon_bound(self) -> float:
         """Canon weights start in U(-bound, bound): PyTorch's Conv1d default, 1/2 at kernel 4."""
         return self.canon_kernel**-0.5
 
     @property
+    def rope_share(self) -> int:
+        """One in how many heads rotates: always the first ones, of q as of k."""
+        return {"partial_rope_a": 2, "partial_rope_b": 4}.get(self.position, 1)
+
+    @property
     def rope_heads(self) -> int:
-        """How many heads rotate: always the first ones; 0 for nope."""
-        divisor = {"partial_rope_a": 2, "partial_rope_b": 4}.get(self.position, 1)
-        return 0 if self.position == "nope" else self.num_heads // divisor
+        """How many heads of q rotate: always the first ones; 0 where positions are not rotary."""
+        return self.num_heads // self.rope_share if self.position in ROTARY else 0
 
     @property
     def rope_dim(self) -> int:
-        """How many dims of a rotating head rotate: always the first ones; 0 for nope."""
+        """How many dims of a rotating head rotate: always the first ones; 0 where none does."""
         divisor = {"partial_rope_a": 2, "partial_rope_c": 4}.get(self.position, 1)
-        return 0 if self.position == "nope" else self.head_dim // divisor
+        return self.head_dim // divisor if self.position in ROTARY else 0
 
 
 def _normalised_canon_set(canon_set: str) -> str:
@@ -120,11 +173,17 @@ def _check_ranges(args: ModelArgs) -> None:
             f"canon_kernel = {args.canon_kernel} is not a width that Canon has; "
             "expected 2, 3 or 4 (the paper's is 4)."
         )
-    if args.init_seed < 0:
-        raise UserError(f"init_seed = {args.init_seed} is negative; expected 0 or more.")
+    for name in ("init_seed", "num_kv_heads"):
+        if getattr(args, name) < 0:
+            raise UserError(f"{name} = {getattr(args, name)} is negative; expected 0 or more.")
+    if args.document_mask and not 0 <= args.eos_id < args.vocab_size:
+        raise UserError(
+            f"eos_id = {args.eos_id} is no token of a vocabulary of {args.vocab_size}; "
+            "document_mask needs the id of the token that ends a document."
+        )
 
 
-def _check_choice(name: str, given: str, choices: Iterable[str]) -> None:
+def check_choice(name: str, given: str, choices: Iterable[str]) -> None:
     """Raise UserError, with the nearest choice, unless `given` is one of `choices`."""
     if given not in choices:
         raise UserError(
@@ -145,34 +204,62 @@ def _check_heads(args: ModelArgs) -> None:
             f"dim = {args.dim} is not a multiple of num_heads = {args.num_heads}; every head needs "
             "the same whole number of dims. Change one of the two."
         )
-    # position -> what the number of heads, and the dims of a head, must be a multiple of
+    if args.num_heads % args.kv_heads:
+        raise UserError(
+            f"num_heads = {args.num_heads} is not a multiple of num_kv_heads = {args.kv_heads}; "
+            "every head of k and v serves the same number of heads of q. Change one of the two."
+        )
+    # position -> what the numbers of heads, and the dims of a head, must be a multiple of
     divisors = {
         "rope": (1, 2),
-        "nope": (1, 1),
+        "h_alibi": (2, 1),
         "partial_rope_a": (2, 4),
         "partial_rope_b": (4, 2),
         "partial_rope_c": (1, 8),
     }
-    heads_divisor, dims_divisor = divisors[args.position]
-    if args.num_heads % heads_divisor or args.head_dim % dims_divisor:
+    heads_divisor, dims_divisor = divisors.get(args.position, (1, 1))
+    heads = args.num_heads if args.position == "h_alibi" else args.kv_heads
+    if heads % heads_divisor or args.head_dim % dims_divisor:
+        grouped = f", num_kv_heads = {args.kv_heads}" if args.kv_heads != args.num_heads else ""
         raise UserError(
-            f'position = "{args.position}" got num_heads = {args.num_heads} and a head dim of '
-            f"{args.head_dim} (dim / num_heads); it needs num_heads to be a multiple of "
-            f"{heads_divisor} and the head dim a multiple of {dims_divisor}, because dims rotate "
-            "in pairs. Change dim or num_heads, or choose another position."
+            f'position = "{args.position}" got num_heads = {args.num_heads}{grouped} and a head '
+            f"dim of {args.head_dim} (dim / num_heads); it needs the heads to be a multiple of "
+            f"{heads_divisor} and the head dim a multiple of {dims_divisor}, because heads are "
+            "shared out and dims rotate in pairs. Change dim or the heads, or choose another "
+            "position."
         )
 
 
-def num_parameters(args: ModelArgs) -> int:
-    """Return N, the parameters of `Transformer(args)`, in closed form.
+def _check_canon_options(args: ModelArgs) -> None:
+    """Raise UserError for options of Canon layers in a model that has none."""
+    if args.canon_set:
+        return
+    for name in ("canon_kernel", "canon_residual", "canon_activation", "canon_trainable"):
+        given, default = getattr(args, name), getattr(ModelArgs, name)
+        if given != default:
+            raise UserError(
+                f"{name} = {_toml(given)} changes nothing in a model without Canon layers "
+                f'(canon_set = ""). Name the sites in canon_set, or leave {name} at '
+                f"{_toml(default)}."
+            )
 
-    Untied embedding and head, no biases; Canon-A and -C have D channels, -B 3D, -D 2F.
+
+def _toml(value: bool | int) -> str:
+    return str(value).lower()
+
+
+def num_parameters(args: ModelArgs) -> int:
+    """Return N, the parameters of `Transformer(args)`, in closed form; cst-Canon's count as well.
+
+    No biases; Canon-A and -C have D channels, -B those of q, k and v, -D 2F (F where not gated).
     """
-    canon_channels = {"A": args.dim, "B": 3 * args.dim, "C": args.dim, "D": 2 * args.ffn_dim}
-    layer = 4 * args.dim**2 + 3 * args.dim * args.ffn_dim + 2 * args.dim
-    layer += sum(canon_channels[site] for site in args.canon_set) * args.canon_kernel
-    layer += {"none": 0, "full": 2 * args.dim, "per_head": 2 * args.head_dim}[args.qk_norm]
-    return 2 * args.vocab_size * args.dim + args.num_layers * layer + args.dim
+    q_dim, k_dim, v_dim = args.qkv_dims
+    layer = args.dim * (2 * q_dim + k_dim + v_dim)
+    layer += args.dim * (args.ffn_in_dim + args.ffn_dim) + 2 * args.dim
+    layer += sum(args.canon_channels.values()) * args.canon_kernel
+    layer += {"none": 0, "full": q_dim + k_dim, "per_head": 2 * args.head_dim}[args.qk_norm]
+    ends = (1 if args.tie_embeddings else 2) * args.vocab_size * args.dim + args.dim
+    return ends + args.num_layers * layer
 
 
 FLOPS_FORMULA = "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halved"
@@ -182,11 +269,13 @@ def flops_per_token(args: ModelArgs, seq_len: int) -> int:
     """Return the training FLOPs of one token: 6 (N - V D) + 12 L H K T.
 
     FLOPS_FORMULA: the model FLOPs of PaLM (Chowdhery et al. 2022, appendix B), as torchtitan counts
-    them: the token embedding is a look-up and left out; attention counts all T x T scores, so
-    causality does not halve it. Forward plus backward, nothing recomputed. T is `seq_len`.
+    them: the token embedding is a look-up and left out, unless it is the output matrix as well;
+    attention counts all T x T scores, so causality (or a window) does not halve it. Forward plus
+    backward, nothing recomputed. T is `seq_len`.
     """
-    matmul_parameters = num_parameters(args) - args.vocab_size * args.dim
-    return 6 * matmul_parameters + 12 * args.num_layers * args.dim * seq_len
+    embedding = 0 if args.tie_embeddings else args.vocab_size * args.dim
+    attention = 12 * args.num_layers * args.num_heads * args.head_dim * seq_len
+    return 6 * (num_parameters(args) - embedding) + attention
 
 
 # F of the paper's 8D/3 widths is rounded up to a multiple of 8: Canon-D's fast kernels need that.

@@ -1,15 +1,16 @@
-"""Causal multi-head attention with optional QK-norm, Canon-B and any of the rotary layouts.
+"""Causal multi-head attention with optional QK-norm, Canon-B, grouped heads and rotary layouts.
 
 The first half of a `TransformerBlock`; the order of its parts is the paper's (section 4, Canon-B).
 
-Shapes: B batch, T tokens, D hidden, H heads, K head dim (D = H * K).
+Shapes: B batch, T tokens, S tokens seen, D hidden, H heads, G key-value heads, K head dim.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.attend import Attend, Mask
+from canon_pretrain.model.cache import LayerCache
 from canon_pretrain.model.canon import canon_at
 from canon_pretrain.model.positions import Rope
 
@@ -18,39 +19,50 @@ class Attention(nn.Module):
     """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo.
 
     QK-norm per head stands after the split into heads instead (seed 001).
-    `rope` is the model's one `Rope`, or None for nope.
+    `rope` is the model's one `Rope`, or None where positions are not rotary; `attend` its one
+    `Attend`.
     """
 
-    def __init__(self, args: ModelArgs, rope: Rope | None) -> None:
+    def __init__(self, args: ModelArgs, rope: Rope | None, attend: Attend) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = args.num_heads, args.head_dim
-        self.wq = nn.Linear(args.dim, args.dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.dim, bias=False)
-        self.wo = nn.Linear(args.dim, args.dim, bias=False)
+        self.head_dim = args.head_dim
+        self.qkv_dims = args.qkv_dims
+        q_dim, k_dim, v_dim = args.qkv_dims
+        self.wq = nn.Linear(args.dim, q_dim, bias=False)
+        self.wk = nn.Linear(args.dim, k_dim, bias=False)
+        self.wv = nn.Linear(args.dim, v_dim, bias=False)
+        self.wo = nn.Linear(q_dim, args.dim, bias=False)
         self.qk_norm = args.qk_norm
-        width = args.dim if args.qk_norm == "full" else args.head_dim
+        q_width, k_width = {"full": (q_dim, k_dim)}.get(args.qk_norm, (args.head_dim,) * 2)
         has_norm = args.qk_norm != "none"
-        self.q_norm = nn.RMSNorm(width, eps=args.norm_eps) if has_norm else None
-        self.k_norm = nn.RMSNorm(width, eps=args.norm_eps) if has_norm else None
-        self.canon_b = canon_at("B", args, channels=3 * args.dim)
-        self.rope = rope
+        self.q_norm = nn.RMSNorm(q_width, eps=args.norm_eps) if has_norm else None
+        self.k_norm = nn.RMSNorm(k_width, eps=args.norm_eps) if has_norm else None
+        self.canon_b = canon_at("B", args)
+        self.rope, self.attend = rope, attend
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return what the block adds to its residual stream, [B, T, D]."""
+    def forward(
+        self,
+        x_BTD: Tensor,
+        mask: Mask = None,
+        near_BN: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
         q, k, v = self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD)
         q, k = self._norm("full", q, k)
         if self.canon_b is not None:
-            q, k, v = self.canon_b(torch.cat((q, k, v), dim=-1)).chunk(3, dim=-1)
-        heads = (self.num_heads, self.head_dim)
-        q_BTHK, k_BTHK, v_BTHK = (part.unflatten(-1, heads) for part in (q, k, v))
-        q_BTHK, k_BTHK = self._norm("per_head", q_BTHK, k_BTHK)
+            qkv = self.canon_b(torch.cat((q, k, v), dim=-1), near_BN, cache)
+            q, k, v = qkv.split(self.qkv_dims, dim=-1)
+        q_BTHK, k_BTGK, v_BTGK = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        q_BTHK, k_BTGK = self._norm("per_head", q_BTHK, k_BTGK)
         if self.rope is not None:
-            q_BTHK, k_BTHK = self.rope(q_BTHK), self.rope(k_BTHK)
-        y_BHTK = F.scaled_dot_product_attention(
-            q_BTHK.transpose(1, 2), k_BTHK.transpose(1, 2), v_BTHK.transpose(1, 2), is_causal=True
-        )
-        return self.wo(y_BHTK.transpose(1, 2).flatten(-2))
+            start = cache.start if cache is not None else 0
+            q_BTHK, k_BTGK = self.rope(q_BTHK, start), self.rope(k_BTGK, start)
+        if cache is None:
+            k_BSGK, v_BSGK = k_BTGK, v_BTGK
+        else:
+            k_BSGK, v_BSGK = cache.append(k_BTGK, v_BTGK)
+        return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, mask).flatten(-2))
 
     def _norm(self, scope: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """QK-norm, where `scope` is this model's place for it."""

@@ -83,9 +83,11 @@ class Rope(nn.Module):
             self.reset(self.cos_TR.device)
         return self
 
-    def forward(self, x_BTHK: Tensor) -> Tensor:
-        """Return x with tokens 0 .. T-1 rotated to their positions; T at most max_seq_len."""
-        num_tokens = x_BTHK.shape[1]
-        return apply_rope(
-            x_BTHK, self.cos_TR[:num_tokens], self.sin_TR[:num_tokens], self.args.rope_heads
-        )
+    def forward(self, x_BTHK: Tensor, start: int = 0) -> Tensor:
+        """Return q, or k, with its tokens rotated to the positions start, start + 1, ..
+
+        Those must be below max_seq_len. The same share of the heads rotates, however many.
+        """
+        stop = start + x_BTHK.shape[1]
+        rope_heads = x_BTHK.shape[2] // self.args.rope_share
+        return apply_rope(x_BTHK, self.cos_TR[start:stop], self.sin_TR[start:stop], rope_heads)

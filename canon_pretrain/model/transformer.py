@@ -3,18 +3,23 @@
 The top of `model/`. `titan/` builds it on the meta device, shards it, materialises it with
 `to_empty` and calls `init_weights`; `eval/` loads a checkpoint into it.
 
-Shapes: B batch, T tokens, D hidden, V vocabulary.
+Shapes: B batch, T tokens, S tokens with those before them, D hidden, V vocabulary, N = T + what
+Canon reaches before them.
 """
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Attention
+from canon_pretrain.model.cache import Cache, LayerCache, near_segments
 from canon_pretrain.model.canon import canon_at
+from canon_pretrain.model.documents import PADDING, document_numbers, documents_after
 from canon_pretrain.model.feed_forward import FeedForward
 from canon_pretrain.model.init import InitialValue, initial_value
 from canon_pretrain.model.positions import Rope
@@ -25,60 +30,126 @@ Writer = Callable[[nn.Parameter, InitialValue], None]
 class TransformerBlock(nn.Module):
     """h += Attention(Canon-A(RMSNorm(h))), then h += FeedForward(Canon-C(RMSNorm(h))).
 
-    `rope` is the model's one `Rope`, or None for nope.
+    `rope` is the model's one `Rope`, or None where positions are not rotary; `attend` its one
+    `Attend`.
     """
 
-    def __init__(self, args: ModelArgs, rope: Rope | None) -> None:
+    def __init__(self, args: ModelArgs, rope: Rope | None, attend: Attend) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.canon_a = canon_at("A", args, channels=args.dim)
-        self.attention = Attention(args, rope)
+        self.canon_a = canon_at("A", args)
+        self.attention = Attention(args, rope, attend)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.canon_c = canon_at("C", args, channels=args.dim)
+        self.canon_c = canon_at("C", args)
         self.feed_forward = FeedForward(args)
 
-    def forward(self, h_BTD: Tensor) -> Tensor:
-        """Return the residual stream after this block, [B, T, D]."""
+    def forward(
+        self,
+        h_BTD: Tensor,
+        mask: Mask = None,
+        near_BN: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Return the residual stream after this block, [B, T, D].
+
+        `mask`: what each token sees, from `Attend.mask`. `near_BN`: the segments that Canon stops
+        at, None for one. `cache`: what this block remembers of earlier tokens; it is added to.
+        """
         x_BTD = self.attention_norm(h_BTD)
         if self.canon_a is not None:
-            x_BTD = self.canon_a(x_BTD)
-        h_BTD = h_BTD + self.attention(x_BTD)
+            x_BTD = self.canon_a(x_BTD, near_BN, cache)
+        h_BTD = h_BTD + self.attention(x_BTD, mask, near_BN, cache)
         x_BTD = self.ffn_norm(h_BTD)
         if self.canon_c is not None:
-            x_BTD = self.canon_c(x_BTD)
-        return h_BTD + self.feed_forward(x_BTD)
+            x_BTD = self.canon_c(x_BTD, near_BN, cache)
+        return h_BTD + self.feed_forward(x_BTD, near_BN, cache)
 
 
 class Transformer(nn.Module):
-    """A Llama with any of Canon, NoPE, partial RoPE and QK-norm; embedding and head untied.
+    """A Llama, or GPT with rotary or no positions, with any of the variants of `ModelArgs`.
 
-    Not usable before `init_weights` (or a loaded checkpoint).
+    Not usable before `init_weights` (or a loaded checkpoint). `attention_backend`: see `Attend`.
     """
 
-    def __init__(self, args: ModelArgs) -> None:
+    def __init__(self, args: ModelArgs, *, attention_backend: str = "auto") -> None:
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.rope = Rope(args) if args.rope_dim else None
+        self.attend = Attend(args, attention_backend)
         # a ModuleDict: torchtitan's compile and FSDP helpers go through layers.named_children()
         self.layers = nn.ModuleDict(
-            {str(i): TransformerBlock(args, self.rope) for i in range(args.num_layers)}
+            {str(i): TransformerBlock(args, self.rope, self.attend) for i in range(args.num_layers)}
         )
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        tied = args.tie_embeddings
+        self.output = None if tied else nn.Linear(args.dim, args.vocab_size, bias=False)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return logits_BTV for int64 token ids; UserError where T is above max_seq_len."""
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        *,
+        is_real_BT: Tensor | None = None,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> Tensor:
+        """Return logits_BTV for int64 token ids.
+
+        `is_real_BT` (bool): false for padding, which no token sees, on either side of a row; None
+        where there is none. `cache`: what was read before these tokens, at any number of them at a
+        time; it is added to, and the logits are those of one pass over all. `logits_to_keep`: only
+        for the last so many tokens, 0 for all. Raises UserError past max_seq_len tokens.
+        """
         num_tokens = tokens_BT.shape[1]
-        if num_tokens > self.args.max_seq_len:
+        start = cache.length if cache is not None else 0
+        if start + num_tokens > self.args.max_seq_len:
             raise UserError(
-                f"a sequence of {num_tokens} tokens is longer than max_seq_len = "
+                f"a sequence of {start + num_tokens} tokens is longer than max_seq_len = "
                 f"{self.args.max_seq_len}; shorten the sequence or raise max_seq_len."
             )
+        segments_BT = self._segments(tokens_BT, is_real_BT, cache)
+        segments_BS = segments_BT
+        if cache is not None:
+            segments_BS = cache.append_segments(segments_BT, tokens_BT)
+            cache.begin()
+        mask = self.attend.mask(num_tokens, segments_BS, start + num_tokens, tokens_BT.device)
+        near_BN = None
+        if segments_BS is not None and self.args.canon_set:
+            near_BN = near_segments(segments_BS, num_tokens, self.args.canon_kernel - 1)
         h_BTD = self.tok_embeddings(tokens_BT)
-        for block in self.layers.values():
-            h_BTD = block(h_BTD)
-        return self.output(self.norm(h_BTD))
+        for i, block in enumerate(self.layers.values()):
+            if cache is None:
+                h_BTD = block(h_BTD, mask, near_BN)
+            else:
+                h_BTD = block(h_BTD, mask, near_BN, cache.layers[i])
+        if cache is not None:
+            cache.end(num_tokens)
+        h_BTD = self.norm(h_BTD[:, -logits_to_keep:])
+        if self.output is None:
+            return F.linear(h_BTD, self.tok_embeddings.weight)
+        return self.output(h_BTD)
+
+    def _segments(
+        self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
+    ) -> Tensor | None:
+        """The segment of each token (documents.py), int32 [B, T]; None where all are in one."""
+        if not self.args.document_mask:
+            if is_real_BT is None:
+                return None
+            return torch.zeros_like(tokens_BT, dtype=torch.int32).masked_fill(~is_real_BT, PADDING)
+        eos_id = self.args.eos_id
+        if is_real_BT is not None:  # EOS often serves as padding: it ends no document then
+            tokens_BT = tokens_BT.masked_fill(~is_real_BT, eos_id + 1)
+        first_B = None
+        if cache is not None:
+            first_B = cache.next_document
+            if first_B is None:
+                first_B = torch.zeros_like(tokens_BT[:, 0], dtype=torch.int32)
+            cache.next_document = documents_after(tokens_BT, eos_id, first_B)
+        segments_BT = document_numbers(tokens_BT, eos_id, first_B)
+        if is_real_BT is not None:
+            segments_BT = segments_BT.masked_fill(~is_real_BT, PADDING)
+        return segments_BT
 
     @torch.no_grad()
     def init_weights(

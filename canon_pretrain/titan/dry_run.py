@@ -22,6 +22,7 @@ from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token, num_parameters
+from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.positions import Rope
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes
@@ -170,7 +171,7 @@ def saved_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> tuple[
         torch.set_default_dtype(dtype)
         try:
             rope = Rope(args) if args.rope_dim else None
-            block = TransformerBlock(args, rope)
+            block = TransformerBlock(args, rope, Attend(args))
             norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
             output = nn.Linear(args.dim, args.vocab_size, bias=False)
         finally:

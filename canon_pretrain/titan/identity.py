@@ -4,10 +4,11 @@ The identity stands in RUN/config.json. World size, logging, checkpointing and t
 of it: they change nothing that is computed.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan.job_config import CanonJobConfig
 
@@ -55,7 +56,7 @@ def check_identity(
         )
     if not folder.config_file.exists():
         return {}
-    old = folder.read_config().get("identity", {})
+    old = _defaults() | folder.read_config().get("identity", {})
     changed = {
         name: [old.get(name), identity.get(name)]
         for name in sorted(old.keys() | identity.keys())
@@ -70,6 +71,11 @@ def check_identity(
             + f"--run.allow_changes {' '.join(changed)}"
         )
     return changed
+
+
+def _defaults() -> dict[str, Any]:
+    """What a part of the identity was before there was a name for it."""
+    return {f"model.{f.name}": f.default for f in fields(ModelArgs)}
 
 
 def config_changes(folder: RunFolder, config: dict[str, Any]) -> dict[str, list[Any]]:

@@ -25,19 +25,42 @@ class Model(titan.Model):
     flavor: str = "debug"
     vocab_size: int | None = None
     """Must equal the vocabulary of the shards."""
+    num_layers: int | None = None
+    dim: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    """Heads of k and v (grouped-query attention); 0 for as many as num_heads."""
+    ffn_dim: int | None = None
+    """Width of the feed-forward. Unset: the flavor's, or 4 dim where ffn = "standard"."""
+    ffn: str | None = None
+    """gated: w2(act(w1 x) * w3 x); standard: w2(act(w1 x)), the paper's GPT2(RoPE)."""
+    ffn_activation: str | None = None
+    """silu, or relu2 (the paper's R2)."""
+    norm_eps: float | None = None
     position: str | None = None
-    """rope, nope, or partial_rope_a, _b, _c (the layouts of the paper's Figure 22)."""
+    """rope, nope, alibi, h_alibi, or partial_rope_a, _b, _c (the paper's Figure 22)."""
+    rope_theta: float | None = None
     canon_set: str | None = None
     """Any subset of ABCD; empty for no Canon layers."""
     canon_kernel: int | None = None
     canon_residual: bool | None = None
     canon_activation: bool | None = None
+    canon_trainable: bool | None = None
+    """false: cst-Canon, fixed at its initial values (the paper's Figure 20)."""
     qk_norm: str | None = None
     """none; full: over all heads, before Canon-B; per_head: over each head, after Canon-B."""
+    tie_embeddings: bool | None = None
+    """The output matrix is the token embedding."""
+    document_mask: bool | None = None
+    """Attention and Canon stop at the start of a document; the paper's do not."""
+    eos_id: int | None = None
+    """The token that ends a document, for document_mask; must be that of the shards."""
     init: str | None = None
     """paper: N(0, 0.02); lingua: truncated normal with std D^-1/2."""
     init_seed: int | None = None
     """Seed of the initial weights alone; they are the same at every world size."""
+    attention_backend: Literal["auto", "sdpa", "flex", "flash_attn"] = "auto"
+    """How attention is computed; no part of what the run is."""
 
 
 @dataclass
@@ -121,6 +144,8 @@ class CanonJobConfig(titan.JobConfig):
             for key, value in vars(self.model).items()
             if key in names and value is not None
         }
+        if own.get("ffn") == "standard":
+            own.setdefault("ffn_dim", 4 * own.get("dim", base.dim))
         return dataclasses.replace(base, max_seq_len=self.training.seq_len, **own)
 
 

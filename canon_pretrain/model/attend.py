@@ -1,0 +1,247 @@
+"""softmax(q k^T / sqrt(K) + bias) v over the tokens that each token may see, by the fastest way.
+
+`Transformer` builds one `Attend`, asks it for the mask of a batch once, and every `Attention` calls
+it. Three ways to the same numbers: PyTorch's scaled_dot_product_attention (SDPA), its flex
+attention, and the package flash_attn.
+
+Shapes: B batch, T queries, S keys, H heads, G key-value heads, K head dim.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.model.args import ModelArgs, check_choice
+
+BACKENDS = ("auto", "sdpa", "flex", "flash_attn")
+Mask = Tensor | BlockMask | None
+
+# cuDNN's kernel is the fastest on Hopper; each takes the shapes and dtypes that those before refuse
+_SDPA_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class Attend(nn.Module):
+    """The attention of one model, without parameters; `backend` is one of BACKENDS.
+
+    `auto`: SDPA where a token sees all before it, or where there is no GPU; flex on a GPU for
+    ALiBi, H-ALiBi and segments; `flex` takes it for those on a CPU too, forward only. A sequence
+    that is read in parts (decoding) takes SDPA with a mask instead of flex. Raises UserError for a
+    backend that this model can't have.
+    """
+
+    def __init__(self, args: ModelArgs, backend: str = "auto") -> None:
+        super().__init__()
+        check_backend(args, backend)
+        self.args, self.backend = args, backend
+
+    def way(self, device_type: str, *, masked: bool) -> str:
+        """ "sdpa", "flex" or "flash_attn": what takes a batch, `masked` where it has segments."""
+        if self.backend == "flash_attn":
+            return self.backend
+        special = masked or self.args.position in ("alibi", "h_alibi")
+        wants_flex = self.backend == "flex" or (self.backend == "auto" and device_type == "cuda")
+        return "flex" if special and wants_flex else "sdpa"
+
+    def describe(self, device_type: str) -> str:
+        """The way of a training step, in a few words for a log."""
+        way = self.way(device_type, masked=self.args.document_mask)
+        if way == "sdpa" and device_type == "cuda":
+            return "sdpa (the first that fits of cuDNN, flash, efficient, math)"
+        return way
+
+    def mask(
+        self, num_queries: int, segments_BS: Tensor | None, num_keys: int, device: torch.device
+    ) -> Mask:
+        """What the last `num_queries` of `num_keys` tokens may see; one for all layers.
+
+        `segments_BS` (int32): the segments of all of them, or None for a single one. None: all up
+        to the token itself, which needs no mask where the queries are all the tokens, or one.
+        """
+        sees = self._sees(segments_BS, num_keys - num_queries)
+        whole = num_queries == num_keys
+        way = self.way(device.type, masked=segments_BS is not None)
+        if way == "flash_attn" and segments_BS is not None:
+            raise UserError(
+                'attention_backend = "flash_attn" takes no padding in a batch; choose "auto"'
+            )
+        if way == "flash_attn":
+            return None
+        if way == "flex" and whole:
+            sees = sees or _causal(0)
+            rows = None if segments_BS is None else segments_BS.shape[0]
+            heads = self.args.num_heads if self.args.position == "h_alibi" else None
+            return _block_mask(device)(sees, rows, heads, num_queries, num_keys, device=device.type)
+        if sees is None and (whole or num_queries == 1):
+            return None
+        sees = sees or _causal(num_keys - num_queries)
+        return _dense(sees, self.args.num_heads, segments_BS, num_queries, num_keys, device)
+
+    def _sees(
+        self, segments_BS: Tensor | None, offset: int
+    ) -> Callable[[Any, Any, Any, Any], Any] | None:
+        """Whether query q of head h sees key s, in row b; None where only causality counts.
+
+        Queries are counted from `offset`.
+        """
+        if segments_BS is None and self.args.position != "h_alibi":
+            return None
+        windows = self.args.num_heads // 2 if self.args.position == "h_alibi" else 0
+
+        def sees(b: Any, h: Any, q: Any, s: Any) -> Any:
+            distance = q + offset - s
+            seen = distance >= 0
+            if windows:  # head h, counted from 0, sees itself and the h tokens before it
+                seen = seen & ((h >= windows) | (distance <= h))
+            if segments_BS is not None:
+                seen = seen & (segments_BS[b, q + offset] == segments_BS[b, s])
+            return seen
+
+        return sees
+
+    def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
+        """Return what each head reads, [B, T, H, K]; `mask` is this batch's, from `mask()`."""
+        if isinstance(mask, BlockMask):
+            return self._flex(q_BTHK, k_BSGK, v_BSGK, mask)
+        if self.backend == "flash_attn":
+            return self._flash_attn(q_BTHK, k_BSGK, v_BSGK)
+        return self._sdpa(q_BTHK, k_BSGK, v_BSGK, mask)
+
+    def _sdpa(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in (q_BTHK, k_BSGK, v_BSGK))
+        dtype = q.dtype
+        is_causal = mask is None and q.shape[2] > 1
+        if self.args.position == "alibi":
+            # a bias of 8 bits would lose the distance: it is added to float32 scores
+            q, k, v = (part.to(torch.promote_types(dtype, torch.float32)) for part in (q, k, v))
+            bias_HTS = alibi_bias(self.args.num_heads, q.shape[2], k.shape[2], q.device, q.dtype)
+            hidden = ~torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(
+                k.shape[2] - q.shape[2]
+            )
+            mask = bias_HTS.masked_fill(hidden if mask is None else ~mask, -torch.inf)
+            is_causal = False
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal}
+        if self.args.kv_heads != self.args.num_heads:
+            options["enable_gqa"] = True
+        if q.device.type == "cuda":
+            with sdpa_kernel(_SDPA_ORDER, set_priority=True):
+                y = F.scaled_dot_product_attention(q, k, v, **options)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, **options)
+        return y.to(dtype).transpose(1, 2)
+
+    def _flex(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: BlockMask) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in (q_BTHK, k_BTGK, v_BTGK))
+        num_heads = self.args.num_heads
+
+        def alibi(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+            return score + torch.exp2(-8.0 * (h + 1) / num_heads) * (s - t)
+
+        y = _flex_attention(q.device)(
+            q,
+            k,
+            v,
+            score_mod=alibi if self.args.position == "alibi" else None,
+            block_mask=mask,
+            enable_gqa=self.args.kv_heads != num_heads,
+        )
+        assert isinstance(y, Tensor)
+        return y.transpose(1, 2)
+
+    def _flash_attn(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+        slopes_H = None
+        if self.args.position == "alibi":
+            slopes_H = alibi_slopes(self.args.num_heads, q_BTHK.device)
+        return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, causal=True, alibi_slopes=slopes_H)
+
+
+def check_backend(args: ModelArgs, backend: str) -> None:
+    """Raise UserError unless `backend` is known, and can do what `args` ask for."""
+    check_choice("attention_backend", backend, BACKENDS)
+    if backend != "flash_attn":
+        return
+    if importlib.util.find_spec("flash_attn") is None:
+        raise UserError(
+            'attention_backend = "flash_attn", but the package flash-attn is not installed: '
+            'pip install --no-build-isolation flash-attn, or choose "auto"'
+        )
+    refused = "document_mask" if args.document_mask else None
+    refused = 'position = "h_alibi"' if args.position == "h_alibi" else refused
+    if refused:
+        raise UserError(
+            f'attention_backend = "flash_attn" has nothing for {refused}; choose "auto", which '
+            "takes flex attention on a GPU"
+        )
+
+
+def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
+    """2^(-8h/H) for the heads h = 1 .. H, float32 [H] (Press et al. 2022, section 3)."""
+    heads_H = torch.arange(1, num_heads + 1, device=device, dtype=torch.float32)
+    return torch.exp2(-8.0 * heads_H / num_heads)
+
+
+def alibi_bias(
+    num_heads: int, num_queries: int, num_keys: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """-slope * distance from the last `num_queries` tokens to all `num_keys`, [H, T, S]."""
+    queries_T = torch.arange(num_keys - num_queries, num_keys, device=device)
+    distance_TS = queries_T[:, None] - torch.arange(num_keys, device=device)
+    return -alibi_slopes(num_heads, device)[:, None, None].to(dtype) * distance_TS
+
+
+def _causal(offset: int) -> Callable[[Any, Any, Any, Any], Any]:
+    return lambda b, h, q, s: q + offset >= s
+
+
+def _dense(
+    sees: Callable[[Any, Any, Any, Any], Any],
+    num_heads: int,
+    segments_BS: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    device: torch.device,
+) -> Tensor:
+    """`sees` as a bool tensor, [B or 1, H, T, S]."""
+    rows = 1 if segments_BS is None else segments_BS.shape[0]
+    b = torch.arange(rows, device=device).view(-1, 1, 1, 1)
+    h = torch.arange(num_heads, device=device).view(1, -1, 1, 1)
+    q = torch.arange(num_queries, device=device).view(1, 1, -1, 1)
+    s = torch.arange(num_keys, device=device).view(1, 1, 1, -1)
+    return sees(b, h, q, s)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # eager flex attention makes all scores at once, as does eager create_block_mask
+    return torch.compile(function)
+
+
+def _flex_attention(device: torch.device) -> Callable[..., Any]:
+    if torch.compiler.is_compiling() or device.type == "cpu":
+        return flex_attention
+    return _compiled(flex_attention)
+
+
+def _block_mask(device: torch.device) -> Callable[..., BlockMask]:
+    if device.type == "cpu":
+        return create_block_mask
+    return _compiled(create_block_mask)
+
+
+@functools.cache
+def _flash_attn_func() -> Callable[..., Tensor]:
+    # found at run time: an optional package
+    return importlib.import_module("flash_attn").flash_attn_func

@@ -1,0 +1,113 @@
+"""What a model remembers of the tokens that it has read: keys, values and Canon's last inputs.
+
+`Transformer.forward` takes a `Cache` and adds to it; decode.py drives it. Canon needs its own: the
+last K - 1 inputs of every site, or a prompt read in parts would differ from one read whole.
+
+Shapes: B rows, T new tokens, S tokens so far, G key-value heads, K head dim, C channels, P the
+places before a token that Canon reaches.
+"""
+
+import torch
+from torch import Tensor
+
+from canon_pretrain.model.documents import NOWHERE
+
+FIRST_CAPACITY = 64
+
+
+class LayerCache:
+    """One block's memory. `start` is the number of tokens before those now being read."""
+
+    def __init__(self) -> None:
+        self.start = 0
+        self._keys: Tensor | None = None  # [B, capacity, G, K], as the next
+        self._values: Tensor | None = None
+        self._canon: dict[str, Tensor] = {}
+
+    def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the new keys and values; gives all so far, [B, S, G, K] each."""
+        stop = self.start + k_BTGK.shape[1]
+        self._keys = _room(self._keys, k_BTGK, stop)
+        self._values = _room(self._values, v_BTGK, stop)
+        self._keys[:, self.start : stop] = k_BTGK
+        self._values[:, self.start : stop] = v_BTGK
+        return self._keys[:, :stop], self._values[:, :stop]
+
+    def before(self, site: str, x_BTC: Tensor, reach: int) -> Tensor:
+        """The `reach` inputs of a Canon site before `x_BTC` (zeros before the first), [B, P, C].
+
+        From here on the last inputs of `x_BTC` are those before the next ones.
+        """
+        known = self._canon.get(site)
+        if known is None:
+            known = x_BTC.new_zeros(x_BTC.shape[0], reach, x_BTC.shape[2])
+        if reach:
+            self._canon[site] = torch.cat((known, x_BTC), dim=1)[:, -reach:].clone()
+        return known
+
+    def take(self, rows_N: Tensor) -> None:
+        """Keep the rows of these indices, in this order; one may come several times."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys[rows_N], self._values[rows_N]
+        self._canon = {site: inputs[rows_N] for site, inputs in self._canon.items()}
+
+
+class Cache:
+    """The memory of a model of `num_layers` blocks; empty at first, `length` tokens long."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.layers = [LayerCache() for _ in range(num_layers)]
+        self.length = 0
+        self._segments: Tensor | None = None  # int32 [B, length]; None: all in one
+        self.next_document: Tensor | None = None  # int32 [B]
+
+    def append_segments(self, segments_BT: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
+        """Add the new tokens' segments (None: the only one); gives all so far, or None for one."""
+        if segments_BT is None and self._segments is None:
+            return None
+        if segments_BT is None:
+            segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
+        if self._segments is None:
+            shape = (tokens_BT.shape[0], self.length)
+            self._segments = segments_BT.new_zeros(shape)
+        self._segments = torch.cat((self._segments, segments_BT), dim=1)
+        return self._segments
+
+    def begin(self) -> None:
+        """The next tokens are about to be read by all layers."""
+        for layer in self.layers:
+            layer.start = self.length
+
+    def end(self, num_tokens: int) -> None:
+        """All layers have read them."""
+        self.length += num_tokens
+
+    def take(self, rows_N: Tensor) -> None:
+        """Keep the rows of these indices (int64), in this order; for beams and finished rows."""
+        for layer in self.layers:
+            layer.take(rows_N)
+        if self._segments is not None:
+            self._segments = self._segments[rows_N]
+        if self.next_document is not None:
+            self.next_document = self.next_document[rows_N]
+
+
+def near_segments(segments_BS: Tensor, num_tokens: int, reach: int) -> Tensor:
+    """The segments of the last `num_tokens` tokens and of the `reach` places before them.
+
+    int32 [B, P + T]; places before the first token belong nowhere.
+    """
+    missing = max(0, num_tokens + reach - segments_BS.shape[1])
+    near = segments_BS[:, max(0, segments_BS.shape[1] - num_tokens - reach) :]
+    return torch.nn.functional.pad(near, (missing, 0), value=NOWHERE)
+
+
+def _room(held: Tensor | None, new_BTGK: Tensor, stop: int) -> Tensor:
+    """`held` with room for `stop` tokens, made like `new_BTGK`; doubled where it was too small."""
+    if held is not None and held.shape[1] >= stop:
+        return held
+    capacity = max(stop, FIRST_CAPACITY, 2 * (held.shape[1] if held is not None else 0))
+    grown = new_BTGK.new_empty(new_BTGK.shape[0], capacity, *new_BTGK.shape[2:])
+    if held is not None:
+        grown[:, : held.shape[1]] = held
+    return grown
