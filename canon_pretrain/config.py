@@ -83,6 +83,21 @@ class Guards:
     """Gradient norms that an outlier is judged by; nothing is, before half of them are there."""
 
 
+@dataclass(frozen=True)
+class Loss:
+    """The `[loss]` section: what is minimised beside the cross-entropy; at most one of the two.
+
+    The loss that is logged, judged and compared is the cross-entropy alone, in every run.
+    """
+
+    z_loss: float = 0.0
+    """Adds this times logsumexp(logits)^2 for each token (PaLM: 1e-4)."""
+
+    squared_loss: float = 0.0
+    """Adds this times the token's own cross-entropy squared: what the released Part 4.2 models call
+    z-loss (1e-4)."""
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """A sentence that names the nearest of `known`, or all of them where none is near."""
     options = sorted(known)

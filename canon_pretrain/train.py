@@ -64,9 +64,10 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_shards
     from canon_pretrain.titan.job_config import micro_batch_size
-    from canon_pretrain.titan.launch import prepare_folder
+    from canon_pretrain.titan.launch import leave_folder, prepare_folder
     from canon_pretrain.titan.spec import register
     from canon_pretrain.titan.trainer import CanonTrainer
+    from canon_pretrain.titan.validation import settle_validation
 
     world_size = int(os.environ["WORLD_SIZE"])
     dry_run, argv = _dry_run_options(argv)
@@ -78,9 +79,10 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     shards = open_shards(job)
     fingerprint = shards.fingerprint
     shards.close()
+    notices = settle_validation(job)
     rank = int(os.environ["RANK"])
     init_logging(rank)
-    for warning in _first_words(job, world_size):
+    for warning in (*notices, *_first_words(job, world_size)):
         _say(f"NOTE: {warning}")
     register()
     trainer = None
@@ -92,16 +94,20 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         heartbeat_s=job.run.heartbeat_s,
         say=_say,
     ) as session:
+        record = None
         if rank == 0:
-            prepare_folder(job, session)
+            record = prepare_folder(job, session, fingerprint=fingerprint, arguments=argv)
         try:
             trainer = CanonTrainer(
                 job, world_size=world_size, fingerprint=fingerprint, session=session
             )
+            trainer.launch_record = record
             trainer.train()
         finally:
             if trainer is not None:
                 trainer.close()
+            if record is not None:
+                leave_folder(session, record)
     torch.distributed.destroy_process_group()
 
 

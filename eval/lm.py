@@ -5,13 +5,14 @@ leaves to the tokenizer or to defaults is fixed here: no BOS, EOS where a text n
 its first one (documents were separated by EOS in training, BOS was never seen), log-softmax in
 float32, greedy decoding, and a context that is too long loses its beginning.
 
-Rows of unequal length are padded on the right: the model is causal, so padding changes nothing.
+Rows of unequal length that are scored are padded on the right: the model is causal, so padding
+changes nothing. Those that are continued are up to model/decode.py.
 
 Shapes: B rows, T tokens, V vocabulary, N scored tokens of one row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,11 +24,13 @@ from rich.console import Console
 from torch import Tensor
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.model.decode import generate
 from canon_pretrain.model.transformer import Transformer
 from eval.progress import progress
 
 BATCH_TOKENS = 8192
-"""Tokens in a forward pass: at 32,000 pieces their float32 logits are 1 GB."""
+"""Tokens in a forward pass: at 32,000 pieces their float32 logits are 1 GB. Also those that a
+generation remembers: keys and values of the 1.3B model are 3 GB."""
 DEFAULT_GEN_TOKENS = 256
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
 
@@ -43,19 +46,13 @@ class TextTokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-@dataclass
-class _Answer:
-    """One generation under way."""
+@dataclass(frozen=True)
+class _Question:
+    """What to continue, and where to end."""
 
     context: list[int]
     until: list[str]
     max_tokens: int
-    tokens: list[int] = field(default_factory=list)
-
-    @property
-    def room(self) -> int:
-        """Tokens that it may come to."""
-        return len(self.context) + self.max_tokens
 
 
 class CanonLM(TemplateLM):
@@ -180,18 +177,33 @@ class CanonLM(TemplateLM):
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """The greedy continuation of each context, cut before the first of its `until` strings."""
-        answers = [self._answer(*request.args) for request in requests]
-        with progress(self._console, "answers", len(answers)) as advance:
-            for batch in self._batches([answer.room for answer in answers]):
-                self._generate([answers[index] for index in batch])
-                advance(len(batch))
+        """The greedy continuation of each context, cut before the first of its `until` strings.
+
+        An answer ends at its length, at EOS (not kept), or when it holds one of its `until`.
+        """
+        asked = [self._question(*request.args) for request in requests]
+
+        def is_answered(index: int, tokens: list[int]) -> bool:
+            question = asked[index]
+            text = self._written(question, tokens) if question.until else ""
+            return any(stop and stop in text for stop in question.until)
+
+        with progress(self._console, "answers", len(asked)) as advance:
+            answers = generate(
+                self.model,
+                [question.context for question in asked],
+                max_new_tokens=[question.max_tokens for question in asked],
+                eos_id=self.eot_token_id,
+                stop=is_answered,
+                ended=lambda index: advance(1),
+                batch_tokens=self.batch_tokens,
+            )
         return [
-            postprocess_generated_text(self._written(answer), answer.until, None)
-            for answer in answers
+            postprocess_generated_text(self._written(question, tokens), question.until, None)
+            for question, tokens in zip(asked, answers, strict=True)
         ]
 
-    def _answer(self, context: str, options: dict[str, Any]) -> _Answer:
+    def _question(self, context: str, options: dict[str, Any]) -> _Question:
         options = dict(normalize_gen_kwargs(options, DEFAULT_GEN_TOKENS))
         unknown = options.keys() - GENERATION_OPTIONS
         sampled = options.get("do_sample") or options.get("temperature", 0.0) > 0
@@ -207,39 +219,16 @@ class CanonLM(TemplateLM):
                 f"is {self.max_length}; raise it with --max_length, or generate less"
             )
         tokens = self.tok_encode(context) or [self.prefix_token_id]
-        return _Answer(tokens[-room:], options["until"], options["max_gen_toks"])
+        return _Question(tokens[-room:], options["until"], options["max_gen_toks"])
 
-    @torch.inference_mode()
-    def _generate(self, answers: Sequence[_Answer]) -> None:
-        """Write the tokens of each answer, all in step; the whole row is computed anew each time.
-
-        An answer ends at its length, at EOS (not kept), or when it holds one of its `until`.
-        """
-        active = list(answers)
-        while active:
-            rows = [answer.context + answer.tokens for answer in active]
-            logits_BTV = self.model(self._pad(rows))
-            last_B = torch.tensor([len(row) - 1 for row in rows], device=self._device)
-            picked_B = logits_BTV[torch.arange(len(rows), device=self._device), last_B].argmax(-1)
-            going = []
-            for answer, token in zip(active, picked_B.tolist(), strict=True):
-                if token == self.eot_token_id:
-                    continue
-                answer.tokens.append(token)
-                text = self._written(answer) if answer.until else ""
-                stopped = any(stop and stop in text for stop in answer.until)
-                if not stopped and len(answer.tokens) < answer.max_tokens:
-                    going.append(answer)
-            active = going
-
-    def _written(self, answer: _Answer) -> str:
-        """The text of the new tokens as it continues the context.
+    def _written(self, question: _Question, tokens: list[int]) -> str:
+        """The text of new `tokens` as it continues the context.
 
         Decoded after the context's last token: SentencePiece drops the space before a text's first
         word, and there it is no first word.
         """
-        before = self.text.decode(answer.context[-1:])
-        return self.text.decode(answer.context[-1:] + answer.tokens)[len(before) :]
+        last = question.context[-1:]
+        return self.text.decode(last + tokens)[len(self.text.decode(last)) :]
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """The indices of rows in batches of at most `batch_tokens`, longest first.

@@ -12,8 +12,9 @@ from typing import Any
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.log import json_value
+from canon_pretrain.run.names import printable
 from eval.report_curves import CURVES, line
-from eval.report_runs import Run, printable
+from eval.report_runs import Run
 from eval.results import Results
 
 VERSION = 1

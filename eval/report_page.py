@@ -1,60 +1,29 @@
-"""Show the report's content to people: one HTML page, and Markdown.
+"""Show the report's content to people: one self-contained HTML page, and Markdown."""
 
-The page holds everything it needs, plotly.js included, and asks the network for nothing: its
-Content-Security-Policy forbids that, and any script but the two whose hashes it names.
-"""
-
-import base64
-import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
+from canon_pretrain import page
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 def html_page(content: dict[str, Any]) -> str:
     """The self-contained page of `report_content`."""
-    # autoescape covers every value; only files of ours and plotly's are marked as safe
-    scripts = [get_plotlyjs(), (TEMPLATES / "report.js").read_text("utf-8")]
-    hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
-    return (
-        _environment()
-        .get_template("report.html")
-        .render(
-            content=content,
-            style=Markup((TEMPLATES / "report.css").read_text("utf-8")),
-            scripts=[Markup(script) for script in scripts],
-            script_hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in hashes)),
-        )
-    )
+    plotted = {"runs": content["runs"], "curves": content["curves"]}
+    return page.html_page(TEMPLATES, "report", plotted, filters=_filters(), content=content)
 
 
 def markdown_page(content: dict[str, Any]) -> str:
     """The same as Markdown; curves are there as their key figures."""
-    environment = _environment(autoescape=False)
+    environment = page.environment(TEMPLATES, _filters(), autoescape=False)
     return environment.get_template("report.md.jinja").render(content=content)
 
 
-def _environment(*, autoescape: bool = True) -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=autoescape,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {
-        "allow_nan": False,
-        "ensure_ascii": False,
-        "separators": (",", ":"),
-    }
-    environment.filters |= {
+def _filters() -> dict[str, Callable[..., Any]]:
+    return {
         "facts": facts,
         "score": score,
         "number": number,
@@ -64,7 +33,6 @@ def _environment(*, autoescape: bool = True) -> Environment:
         "md": escape_markdown,
         "setting": setting,
     }
-    return environment
 
 
 def escape_markdown(text: object) -> str:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from canon_pretrain.checkpoint.weights import METADATA, check_checkpoint, checkpoint_step
+from canon_pretrain.data.held_out import HeldOutLoss, windows
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ from eval.suites import (
     file_suite,
     find_suite,
 )
-from eval.validation import HeldOutLoss, baseline_losses, model_loss, windows
+from eval.validation import baseline_losses, model_loss
 
 DTYPE = "float32"  # of weights and arithmetic, see eval/model.py
 
@@ -144,7 +145,7 @@ def run_suite(arguments: argparse.Namespace) -> None:
         "held_out_fingerprint": subject.held_out.fingerprint,
         "tokenizer_sha256": subject.train.tokenizer_sha256,
         "lm_eval": version("lm_eval"),
-        "tasks": suite.described if suite else {VALIDATION: {"version": 1}},
+        "tasks": suite.described if suite else {VALIDATION: {"version": 2}},
     }
     out = arguments.out or results_folder(subject.folder, asked)
     try:

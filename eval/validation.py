@@ -1,15 +1,14 @@
 """The suite `validation`: held-out loss of a checkpoint, beside count models of the same shards.
 
-Every held-out token but the first is predicted once: windows of `seq_len + 1` tokens overlap by
-one, the last is shorter. The mean is over tokens, in float64, so it does not depend on batching.
+The windows and the mean over them are those of canon_pretrain/data/held_out.py, which the trainer
+scores too while it trains.
 """
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
+from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
 from eval.lm import CanonLM
 
@@ -17,28 +16,8 @@ BASELINE_TOKENS = 20_000_000
 """Training tokens that the count models see at most: a few hundred MB of counts."""
 
 
-@dataclass(frozen=True)
-class HeldOutLoss:
-    """Mean negative log-likelihood over `num_tokens` predicted tokens."""
-
-    nats_per_token: float
-    num_tokens: int
-    bits_per_byte: float
-    """Bits a token times tokens a byte; bytes are the UTF-8 bytes of the held-out text."""
-
-
 def _loss(total_nats: float, num_tokens: int, shards: TokenShards) -> HeldOutLoss:
-    nats = total_nats / num_tokens
-    tokens_per_byte = shards.num_tokens / shards.num_bytes
-    return HeldOutLoss(nats, num_tokens, nats / math.log(2) * tokens_per_byte)
-
-
-def windows(num_tokens: int, seq_len: int, limit: int | None) -> Iterator[tuple[int, int]]:
-    """(offset, count) of the windows; with `limit`, the first that many only."""
-    for index, offset in enumerate(range(0, num_tokens - 1, seq_len)):
-        if limit is not None and index >= limit:
-            return
-        yield offset, min(seq_len + 1, num_tokens - offset)
+    return held_out_loss([total_nats], [num_tokens], [shards.num_bytes / shards.num_tokens])
 
 
 def model_loss(
@@ -51,7 +30,7 @@ def model_loss(
 ) -> HeldOutLoss:
     """The model's held-out loss; log-softmax in float32, the sum in float64.
 
-    `limit` takes the first that many windows only; `advance` is told of windows done.
+    `limit` takes that many windows only, at even distances; `advance` is told of windows done.
     """
     total, count = 0.0, 0
     batch: list[list[int]] = []

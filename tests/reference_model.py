@@ -1,11 +1,13 @@
 """A second, slow and plain implementation of the whole model, for the tests of `model/` only.
 
-Shares no code with `canon_pretrain`: explicit loops, einsum, an explicit mask, complex numbers. It
-reads the parameters from a dict by name and the variant from the fields of a config object.
+Shares no code with `canon_pretrain`: loops over documents, heads, tokens and taps, einsum, complex
+numbers. It reads the parameters from a dict by name and the variant from the fields of a config
+object. Sources: paper sections 4 and 5, appendix C; ALiBi: Press et al. 2022, section 3.
 
-Shapes: B batch, T tokens, D hidden, H heads, K head dim.
+Shapes: B batch, T tokens, D hidden, K head dim, C channels.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +15,31 @@ from torch import Tensor
 
 
 def reference_logits(cfg: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
-    """Return logits_BTV of the model that `cfg` and `params` describe."""
+    """Return logits_BTV of the model that `cfg` and `params` describe, in the params' dtype.
+
+    With `cfg.document_mask` every document is a sequence of its own: nothing crosses its borders,
+    and positions count in distances only.
+    """
+    if not cfg.document_mask:
+        return _sequence_logits(cfg, params, tokens_BT)
+    rows = []
+    for row in tokens_BT.tolist():
+        logits = [_sequence_logits(cfg, params, torch.tensor([d])) for d in documents_of(row, cfg)]
+        rows.append(torch.cat(logits, dim=1))
+    return torch.cat(rows)
+
+
+def documents_of(row: list[int], cfg: Any) -> list[list[int]]:
+    """Cut a row of tokens into its documents: each ends with its EOS, the last perhaps without."""
+    documents: list[list[int]] = [[]]
+    for token in row:
+        if documents[-1] and documents[-1][-1] == cfg.eos_id:
+            documents.append([])
+        documents[-1].append(token)
+    return documents
+
+
+def _sequence_logits(cfg: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
     h = params["tok_embeddings.weight"][tokens_BT]
     for i in range(cfg.num_layers):
         layer = {
@@ -29,7 +55,8 @@ def reference_logits(cfg: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> 
         if "C" in cfg.canon_set:
             x = canon_by_loops(x, layer["canon_c.weight"], cfg)
         h = h + _feed_forward(cfg, layer, x)
-    return _rms(h, params["norm.weight"], cfg.norm_eps) @ params["output.weight"].T
+    head = params["tok_embeddings.weight" if cfg.tie_embeddings else "output.weight"]
+    return _rms(h, params["norm.weight"], cfg.norm_eps) @ head.T
 
 
 def canon_by_loops(x_BTC: Tensor, weight_C1K: Tensor, cfg: Any) -> Tensor:
@@ -57,50 +84,75 @@ def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
         q = _rms(q, layer["attention.q_norm.weight"], cfg.norm_eps)
         k = _rms(k, layer["attention.k_norm.weight"], cfg.norm_eps)
     if "B" in cfg.canon_set:
-        of_q, of_k, of_v = layer["attention.canon_b.weight"].split(cfg.dim)
+        widths = [part.shape[-1] for part in (q, k, v)]
+        of_q, of_k, of_v = layer["attention.canon_b.weight"].split(widths)
         q, k, v = (
             canon_by_loops(part, weight, cfg) for part, weight in ((q, of_q), (k, of_k), (v, of_v))
         )
     head_dim = cfg.dim // cfg.num_heads
+    kv_heads = cfg.num_kv_heads or cfg.num_heads
     outputs = []
     for head in range(cfg.num_heads):
-        dims = slice(head * head_dim, (head + 1) * head_dim)
-        q_head, k_head = q[..., dims], k[..., dims]
+        # as many neighbouring heads of q share one of k and v
+        kv_head = head // (cfg.num_heads // kv_heads)
+        q_head = q[..., head * head_dim : (head + 1) * head_dim]
+        k_head, v_head = (x[..., kv_head * head_dim : (kv_head + 1) * head_dim] for x in (k, v))
         if cfg.qk_norm == "per_head":
             q_head = _rms(q_head, layer["attention.q_norm.weight"], cfg.norm_eps)
             k_head = _rms(k_head, layer["attention.k_norm.weight"], cfg.norm_eps)
-        q_head, k_head = _rotate(cfg, q_head, head), _rotate(cfg, k_head, head)
+        q_head = _rotate(cfg, q_head, head, cfg.num_heads)
+        k_head = _rotate(cfg, k_head, kv_head, kv_heads)
         scores = torch.einsum("btk,bsk->bts", q_head, k_head) / head_dim**0.5
-        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
-        outputs.append(torch.einsum("bts,bsk->btk", weights, v[..., dims]))
+        scores = scores + bias_by_loops(cfg, head, x.shape[1]).to(x.dtype)
+        outputs.append(torch.einsum("bts,bsk->btk", scores.softmax(dim=-1), v_head))
     return torch.cat(outputs, dim=-1) @ layer["attention.wo.weight"].T
 
 
-def _rotate(cfg: Any, x_BTK: Tensor, head: int) -> Tensor:
+def bias_by_loops(cfg: Any, head: int, num_tokens: int) -> Tensor:
+    """What is added to the scores of a head (counted from 0), [T, T]: -inf where it may not see.
+
+    Heads are numbered h = 1 .. H. ALiBi: 2^(-8h/H) is taken off for every token of distance.
+    H-ALiBi: head h of the first half sees the h nearest tokens, of which it is the first.
+    """
+    h = head + 1
+    window = h if cfg.position == "h_alibi" and h <= cfg.num_heads // 2 else num_tokens
+    slope = 2.0 ** (-8 * h / cfg.num_heads) if cfg.position == "alibi" else 0.0
+    rows = [[-math.inf] * num_tokens for _ in range(num_tokens)]
+    for t in range(num_tokens):
+        for s in range(max(0, t - window + 1), t + 1):
+            rows[t][s] = -slope * (t - s)
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _rotate(cfg: Any, x_BTK: Tensor, head: int, num_heads: int) -> Tensor:
+    """Rotate a head of q, or of k, that is number `head` (from 0) of `num_heads`."""
     head_dim = x_BTK.shape[-1]
     heads, dims = {
-        "rope": (cfg.num_heads, head_dim),
-        "nope": (0, 0),
-        "partial_rope_a": (cfg.num_heads // 2, head_dim // 2),
-        "partial_rope_b": (cfg.num_heads // 4, head_dim),
-        "partial_rope_c": (cfg.num_heads, head_dim // 4),
-    }[cfg.position]
+        "rope": (num_heads, head_dim),
+        "partial_rope_a": (num_heads // 2, head_dim // 2),
+        "partial_rope_b": (num_heads // 4, head_dim),
+        "partial_rope_c": (num_heads, head_dim // 4),
+    }.get(cfg.position, (0, 0))
     if head >= heads:
         return x_BTK
     out = x_BTK.clone()
     for i in range(dims // 2):
         pair = torch.complex(x_BTK[..., 2 * i].contiguous(), x_BTK[..., 2 * i + 1].contiguous())
-        angle = torch.arange(x_BTK.shape[1]) * cfg.rope_theta ** (-2 * i / dims)
+        angle = torch.arange(x_BTK.shape[1]).double() * cfg.rope_theta ** (-2 * i / dims)
         turned = pair * torch.polar(torch.ones_like(angle), angle).to(pair.dtype)
         out[..., 2 * i], out[..., 2 * i + 1] = turned.real, turned.imag
     return out
 
 
 def _feed_forward(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
-    gate = x @ layer["feed_forward.w1.weight"].T
-    up = x @ layer["feed_forward.w3.weight"].T
+    names = ("w1", "w3") if cfg.ffn == "gated" else ("w1",)
+    inner = [x @ layer[f"feed_forward.{name}.weight"].T for name in names]
     if "D" in cfg.canon_set:
-        of_gate, of_up = layer["feed_forward.canon_d.weight"].split(cfg.ffn_dim)
-        gate, up = canon_by_loops(gate, of_gate, cfg), canon_by_loops(up, of_up, cfg)
-    return (gate * torch.sigmoid(gate) * up) @ layer["feed_forward.w2.weight"].T
+        weights = layer["feed_forward.canon_d.weight"].split(cfg.ffn_dim)
+        inner = [canon_by_loops(x, w, cfg) for x, w in zip(inner, weights, strict=True)]
+    gate = inner[0]
+    if cfg.ffn_activation == "relu2":
+        y = torch.where(gate > 0, gate * gate, torch.zeros_like(gate))
+    else:
+        y = gate * torch.sigmoid(gate)
+    return (y * inner[1] if cfg.ffn == "gated" else y) @ layer["feed_forward.w2.weight"].T

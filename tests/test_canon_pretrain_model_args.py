@@ -8,6 +8,7 @@ import torch
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flavor, flops_per_token, num_parameters
 from canon_pretrain.model.transformer import Transformer
+from tests.variants import every_variant
 
 
 def _built_parameters(args: ModelArgs) -> int:
@@ -28,6 +29,21 @@ def _built_parameters(args: ModelArgs) -> int:
         ("1b3", {"qk_norm": "full"}, 1_345_423_360 + 98_304),
         ("1b3_released", {}, 1_364_297_728),
         ("1b3_released", {"canon_set": "ABCD"}, 1_364_297_728 + 2_064_384),
+        # GPT2(RoPE), width 4D: 24 layers of 12 D^2 + 2 D, two ends of 32000 D, one D
+        ("1b3", {"ffn": "standard", "ffn_dim": 8192}, 1_339_131_904),
+        # its Canon-D has 4D channels, not 2F: 9 D channels a layer, 4 taps
+        ("1b3", {"ffn": "standard", "ffn_dim": 8192, "canon_set": "ABCD"}, 1_340_901_376),
+        ("1b3", {"ffn_activation": "relu2", "position": "alibi"}, 1_345_423_360),
+        ("1b3", {"position": "h_alibi", "document_mask": True}, 1_345_423_360),
+        ("1b3", {"canon_set": "ABCD", "canon_trainable": False}, 1_345_423_360 + 2_039_808),
+        ("1b3", {"canon_set": "ABCD", "canon_kernel": 2}, 1_345_423_360 + 2_039_808 // 2),
+        ("1b3", {"qk_norm": "per_head"}, 1_345_423_360 + 24 * 2 * 64),
+        ("1b3", {"tie_embeddings": True}, 1_345_423_360 - 32000 * 2048),
+        # 8 heads of k and v for 32 of q: two matrices of a quarter of the rows
+        ("1b3", {"num_kv_heads": 8}, 1_345_423_360 - 24 * 2 * 1536 * 2048),
+        ("1b3", {"num_kv_heads": 8, "canon_set": "B"}, 1_194_428_416 + 24 * 4 * 3072),
+        ("1b3", {"num_kv_heads": 8, "qk_norm": "full"}, 1_194_428_416 + 24 * 2560),
+        ("1b3", {"num_kv_heads": 8, "qk_norm": "per_head"}, 1_194_428_416 + 24 * 128),
     ],
 )
 def test_parameter_counts_of_the_specification(name, changes, expected):
@@ -45,6 +61,11 @@ def test_closed_form_equals_the_built_model(name, canon_set, qk_norm):
     assert num_parameters(args) == _built_parameters(args)
 
 
+@every_variant
+def test_closed_form_equals_the_built_variant(args):
+    assert num_parameters(args) == _built_parameters(args)
+
+
 def test_flops_of_1b3_at_4096():
     assert round(flops_per_token(flavor("1b3"), 4096) / 1e9, 2) == 10.10
 
@@ -55,6 +76,13 @@ def test_flops_leave_out_the_token_embedding_only():
     # one more token costs one more row of the head, and nothing in the embedding
     assert flops_per_token(wider, 8) - flops_per_token(args, 8) == 6 * args.dim
     assert flops_per_token(args, 9) - flops_per_token(args, 8) == 12 * args.num_layers * args.dim
+
+
+def test_flops_of_a_tied_model_count_its_embedding_as_the_output_matrix():
+    args = replace(flavor("debug"), canon_set="AC", ffn="standard", num_kv_heads=2)
+    tied = replace(args, tie_embeddings=True)
+    assert num_parameters(tied) < num_parameters(args)
+    assert flops_per_token(tied, 64) == flops_per_token(args, 64)
 
 
 def test_flavors_are_sizes_only_and_cannot_be_changed():
@@ -81,6 +109,8 @@ def test_canon_set_is_stored_sorted_and_upper_case(canon_set):
         ("partial_rope_a", 16, 32),
         ("partial_rope_b", 8, 64),
         ("partial_rope_c", 32, 16),  # the released 1B models: rope_dim 16
+        ("alibi", 0, 0),
+        ("h_alibi", 0, 0),
     ],
 )
 def test_rotated_heads_and_dims_at_1b3(position, heads, dims):
@@ -129,6 +159,30 @@ def test_rotated_heads_and_dims_at_1b3(position, heads, dims):
             {"position": "partial_rope_c", "dim": 48, "num_heads": 4},
             ["head dim of 12", "multiple of 8"],
         ),
+        ({"ffn": "gate"}, ['ffn = "gate"', "gated, standard", 'mean "gated"']),
+        ({"ffn_activation": "relu"}, ['"relu"', "silu, relu2", 'mean "relu2"']),
+        ({"qk_norm": "fulll"}, ['"fulll"', "none, full, per_head", 'mean "full"']),
+        ({"num_kv_heads": -1}, ["num_kv_heads = -1", "0 or more"]),
+        ({"num_heads": 4, "num_kv_heads": 3}, ["num_heads = 4", "num_kv_heads = 3", "multiple"]),
+        ({"num_heads": 4, "num_kv_heads": 8}, ["num_heads = 4", "num_kv_heads = 8", "multiple"]),
+        (
+            {"position": "h_alibi", "dim": 24, "num_heads": 3},
+            ['"h_alibi"', "num_heads = 3", "multiple of 2", "another position"],
+        ),
+        (
+            {"position": "partial_rope_a", "num_heads": 32, "num_kv_heads": 1},
+            ["num_heads = 32, num_kv_heads = 1", "multiple of 2"],
+        ),
+        (
+            {"position": "partial_rope_b", "num_heads": 32, "num_kv_heads": 2},
+            ["num_heads = 32, num_kv_heads = 2", "multiple of 4"],
+        ),
+        ({"document_mask": True, "eos_id": 32000}, ["eos_id = 32000", "vocabulary of 32000"]),
+        ({"document_mask": True, "eos_id": -1}, ["eos_id = -1", "document_mask needs"]),
+        ({"canon_kernel": 3}, ["canon_kernel = 3", 'canon_set = ""', "at 4"]),
+        ({"canon_residual": False}, ["canon_residual = false", "Name the sites", "at true"]),
+        ({"canon_activation": True}, ["canon_activation = true", "Name the sites", "at false"]),
+        ({"canon_trainable": False}, ["canon_trainable = false", "Name the sites", "at true"]),
     ],
 )
 def test_refusals_name_what_was_given_and_what_exists(changes, parts):
@@ -141,6 +195,18 @@ def test_refusals_name_what_was_given_and_what_exists(changes, parts):
 
 def test_nope_takes_an_odd_head_dim():
     assert ModelArgs(dim=12, num_heads=4, position="nope").rope_dim == 0
+
+
+@pytest.mark.parametrize("kv_heads", [0, 1, 2, 4])
+def test_h_alibi_needs_even_heads_of_q_only(kv_heads):
+    args = ModelArgs(dim=32, num_heads=4, num_kv_heads=kv_heads, position="h_alibi")
+    assert args.kv_heads == (kv_heads or 4)
+
+
+def test_eos_is_checked_only_where_documents_are():
+    assert ModelArgs(eos_id=10**9).eos_id == 10**9
+    for eos_id in (0, 31999):
+        assert ModelArgs(eos_id=eos_id, document_mask=True).document_mask
 
 
 def test_unknown_flavor_lists_the_names_and_suggests_the_nearest():

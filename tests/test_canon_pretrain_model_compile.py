@@ -1,19 +1,28 @@
-"""torch.compile, block by block as torchtitan does it: one graph a block, and the same numbers."""
+"""torch.compile, block by block as torchtitan does it: one graph for all, and the same numbers."""
 
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import create_block_mask
 
-from canon_pretrain.model.args import POSITIONS, ModelArgs
+from canon_pretrain.model import attend as attend_module
 from canon_pretrain.model.attend import Attend
-from canon_pretrain.model.positions import Rope
-from canon_pretrain.model.transformer import Transformer, TransformerBlock
+from canon_pretrain.model.transformer import Transformer
+from tests.variants import build, every_variant, random_tokens, variant
 
-SMALL = ModelArgs(
-    vocab_size=32, num_layers=2, dim=32, num_heads=4, ffn_dim=24, max_seq_len=16, init="lingua"
-)
+# All from inside torch: dynamo looking at a block's input, flex attention where it is not compiled,
+# its block masks under dynamo, and importing inductor.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{warning}")
+    for warning in (
+        "The .grad attribute of a Tensor that is not a leaf:UserWarning",
+        "flex_attention called without:UserWarning",
+        ".*should not be instantiated:DeprecationWarning",
+        "`torch.jit:DeprecationWarning",
+    )
+]
 COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 
 
@@ -24,53 +33,65 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
-# every part alone, then every layout without and with all parts: tracing all 70 variants takes 35 s
-TRACED = [
-    ("nope", canon_set, qk_norm)
-    for canon_set in ("A", "B", "C", "D", "AC")
-    for qk_norm in ("none", "full")
-]
-TRACED += [
-    (position, canon_set, qk_norm)
-    for position in POSITIONS
-    for canon_set, qk_norm in (("", "none"), ("", "full"), ("ABCD", "per_head"))
-]
+def _compile_blocks(model: Transformer, backend) -> Transformer:
+    """Compile each block by itself; fullgraph raises at a graph break."""
+    for name, block in model.layers.named_children():
+        model.layers.register_module(name, torch.compile(block, backend=backend, fullgraph=True))
+    return model
 
 
-@pytest.mark.parametrize(("position", "canon_set", "qk_norm"), TRACED)
-def test_a_block_is_one_graph(position, canon_set, qk_norm):
-    args = replace(SMALL, position=position, canon_set=canon_set, qk_norm=qk_norm)
-    attend = Attend(args)
-    block = TransformerBlock(args, Rope(args) if args.rope_dim else None, attend)
-    x = torch.randn(2, 8, args.dim, generator=torch.Generator().manual_seed(0))
-    # fullgraph raises at a graph break
-    compiled = torch.compile(block, backend="eager", fullgraph=True)
-    mask = attend.mask(8, None, 8, x.device)
-    torch.testing.assert_close(compiled(x, mask), block(x, mask))
+def _assert_one_graph(args, attention_backend: str) -> None:
+    """One graph serves all blocks and all batches of a shape, whatever documents they hold."""
+    counter = CompileCounter()
+    compiled = _compile_blocks(build(args, attention_backend=attention_backend), counter)
+    eager = build(args, attention_backend=attention_backend)
+    for seed in range(3):
+        tokens = random_tokens(args, rows=2, num_tokens=16, seed=seed)
+        torch.testing.assert_close(compiled(tokens), eager(tokens))
+    assert counter.frame_count == 1
 
 
-# both come from inside torch: importing inductor, and dynamo looking at a block's input
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@every_variant
+def test_all_blocks_are_one_graph_and_no_batch_recompiles_it(args):
+    _assert_one_graph(args, "auto")
+
+
+@pytest.mark.parametrize("name", ["alibi ABCD gqa documents", "h_alibi BD", "nope documents"])
+def test_with_flex_attention_all_blocks_are_one_graph_too(name):
+    with torch.no_grad():  # on a CPU it has no backward
+        _assert_one_graph(variant(name), "flex")
+
+
+@pytest.mark.parametrize("name", ["alibi documents", "h_alibi"])
+def test_block_masks_of_one_shape_are_compiled_once(monkeypatch, name):
+    counter, cpu = CompileCounter(), torch.device("cpu")
+    compiled = torch.compile(create_block_mask, backend=counter)
+    attend = Attend(variant(name), "flex")
+    for seed in range(3):
+        segments = None
+        if attend.args.document_mask:
+            generator = torch.Generator().manual_seed(seed)
+            segments = torch.randint(0, 4, (2, 600), generator=generator).sort(dim=1).values.int()
+        expected = attend.mask(600, segments, 600, cpu)
+        with monkeypatch.context() as patch:
+            patch.setattr(attend_module, "_block_mask", lambda device: compiled)
+            given = attend.mask(600, segments, 600, cpu)
+        assert torch.equal(given.to_dense(), expected.to_dense())
+    assert counter.frame_count == 1
+
+
 @pytest.mark.skipif(COMPILER is None, reason="inductor needs a C++ compiler (g++, c++ or clang++)")
-@pytest.mark.parametrize(
-    "changes",
-    [{"position": "nope", "canon_set": "ABCD"}, {"qk_norm": "full"}],
-    ids=["nope-ABCD", "rope-qk"],
-)
-def test_compiled_blocks_give_the_eager_logits_and_gradients(changes):
-    args = replace(SMALL, **changes)
-    eager, compiled = Transformer(args), Transformer(args)
-    for name, block in compiled.layers.named_children():
-        block = torch.compile(block, backend="inductor", fullgraph=True)
-        compiled.layers.register_module(name, block)
-    tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
-    weights = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
-    for model in (eager, compiled):
-        model.init_weights()
-        (model(tokens) * weights).sum().backward()
-    torch.testing.assert_close(compiled(tokens), eager(tokens), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("name", ["nope ABCD", "alibi AC act standard_relu2 qk_full gqa documents"])
+def test_compiled_blocks_give_the_eager_logits_and_gradients(name):
+    args = variant(name)
+    eager, compiled = build(args), _compile_blocks(build(args), "inductor")
+    tokens = random_tokens(args, rows=2, num_tokens=16)
+    expected, given = eager(tokens), compiled(tokens)
+    weights = torch.randn(given.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+    for logits in (expected, given):
+        (logits * weights).sum().backward()
     pairs = zip(eager.parameters(), compiled.named_parameters(), strict=True)
-    for expected, (name, given) in pairs:
-        error = (given.grad - expected.grad).abs().max() / expected.grad.abs().max()
-        assert error < 1e-4, name
+    for parameter, (name_, other) in pairs:
+        error = (other.grad - parameter.grad).abs().max() / parameter.grad.abs().max()
+        assert error < 1e-4, name_

@@ -187,3 +187,39 @@ def test_unknown_laws_names_and_shapes_are_refused():
         InitialValue("w", torch.Size(()), 0, "normal", 1.0)
     with pytest.raises(ValueError, match="no initialisation is known for wq.bias"):
         initial_value(ARGS, "wq.bias", torch.Size((4,)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"canon_trainable": False},
+        {"canon_activation": True, "canon_residual": False},
+        {"document_mask": True},
+        {"position": "alibi"},
+        {"ffn_activation": "relu2"},
+        {"tie_embeddings": True},
+        {"ffn": "standard"},
+    ],
+    ids=str,
+)
+def test_what_a_variant_shares_with_others_starts_at_the_same_values(changes):
+    args = replace(FULL, init_seed=5)
+    expected, given = _initialised(args), _initialised(replace(args, **changes))
+    assert given.keys() <= expected.keys()
+    for name, value in given.items():
+        if value.shape == expected[name].shape:
+            assert torch.equal(value, expected[name]), name
+        else:  # Canon-D without the gate's channels
+            assert changes == {"ffn": "standard"} and "canon_d" in name
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_cst_canon_asks_for_no_gradient_and_everything_else_does(on_meta):
+    for trainable in (True, False):
+        with torch.device("meta" if on_meta else "cpu"):
+            model = Transformer(replace(FULL, canon_trainable=trainable))
+        if on_meta:
+            model.to_empty(device="cpu")
+        model.init_weights()
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad == (trainable or "canon" not in name), name

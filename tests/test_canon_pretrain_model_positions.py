@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from canon_pretrain.model.args import ModelArgs, flavor
+from canon_pretrain.model.args import POSITIONS, ModelArgs, flavor
+from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.positions import Rope, apply_rope, rope_tables
+from canon_pretrain.model.transformer import Transformer
 
 LAYOUTS = {  # heads, dims that rotate at H = 4, K = 16
     "rope": (4, 16),
@@ -31,6 +33,40 @@ def test_rotates_exactly_the_layouts_coordinates(position, layout):
     assert torch.equal(y[:, 0], x[:, 0])
     if position != "rope":
         assert expected.sum() * 4 == expected.numel()
+
+
+@pytest.mark.parametrize("kv_heads", [0, 4])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_layout_moves_its_share_of_a_models_queries_and_keys(monkeypatch, position, kv_heads):
+    seen = []
+
+    def keep(_attend, q, k, v, _mask):
+        seen.append((q, k))
+        return v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+
+    monkeypatch.setattr(Attend, "forward", keep)
+    args = replace(flavor("debug"), dim=128, num_heads=8, num_kv_heads=kv_heads, canon_set="B")
+    tokens = torch.arange(30)[None]
+    for other in ("nope", position):
+        model = Transformer(replace(args, position=other, num_layers=1))
+        model.init_weights()
+        model(tokens)
+    share = {"rope": 1.0, "nope": 0.0, "alibi": 0.0, "h_alibi": 0.0}.get(position, 0.25)
+    for still, moved in zip(*seen, strict=True):
+        places = (still != moved).any(dim=(0, 1))  # [heads, dims]
+        assert places.float().mean() == share
+        # what moves is a corner: the first heads, and of those the first dims
+        heads, dims = places.any(dim=1).sum(), places.any(dim=0).sum()
+        assert places[:heads, :dims].all()
+        assert torch.equal(still[:, 0], moved[:, 0])
+
+
+@pytest.mark.parametrize("position", LAYOUTS)
+@pytest.mark.parametrize("start", [1, 40])
+def test_a_later_start_continues_the_angles(position, start):
+    x = torch.randn(1, 50, 4, 16, generator=torch.Generator().manual_seed(4))
+    rope = Rope(_args(position))
+    torch.testing.assert_close(rope(x[:, start:], start), rope(x)[:, start:], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("position", "layout"), LAYOUTS.items())

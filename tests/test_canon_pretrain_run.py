@@ -1,15 +1,19 @@
-"""The run folder and its log: torn lines, resumes, non-finite numbers, one run a folder."""
+"""The run folder and its log: torn lines, resumes, non-finite numbers, readers beside a writer."""
 
 import json
+import math
 import multiprocessing
 import os
+import random
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import RunLog, read_log
+from canon_pretrain.run.log import LogFollower, RunLog, number, read_log, read_tail
 
 
 def steps(path: Path) -> list[int]:
@@ -62,7 +66,23 @@ def test_non_finite_numbers_survive_as_strings(tmp_path: Path) -> None:
     log.close()
     (event,) = read_log(tmp_path / "log.jsonl")
     assert (event["loss"], event["grad_norm"], event["low"]) == ("NaN", "Infinity", "-Infinity")
-    assert float(event["grad_norm"]) == float("inf")
+    assert math.isnan(number(event["loss"]))
+    assert (number(event["grad_norm"]), number(event["low"])) == (math.inf, -math.inf)
+
+
+def test_non_finite_numbers_survive_deep_inside(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write("validation", step=1, sources={"a": {"loss": float("nan")}}, list=[1.5, math.inf])
+    log.close()
+    (event,) = read_log(tmp_path / "log.jsonl")
+    assert math.isnan(number(event["sources"]["a"]["loss"]))
+    assert [number(value) for value in event["list"]] == [1.5, math.inf]
+
+
+@pytest.mark.parametrize("value", [None, True, [1.0], "", "fast", {}])
+def test_what_is_no_number_is_refused(value: object) -> None:
+    with pytest.raises(ValueError):
+        number(value)
 
 
 def _write_many(path: Path, writer: int) -> None:
@@ -84,6 +104,138 @@ def test_lines_of_two_writers_never_mix(tmp_path: Path) -> None:
     assert sorted((e["writer"], e["step"]) for e in lines) == [
         (writer, step) for writer in range(2) for step in range(300)
     ]
+
+
+def _write_in_pieces(path: Path, count: int) -> None:
+    """Steps 1 to `count`, a line torn into several writes, as a disk that fills up leaves it."""
+    pieces = random.Random(0)
+    with open(path, "ab", buffering=0) as file:
+        for step in range(1, count + 1):
+            line = json.dumps({"event": "step", "step": step, "filler": "x" * 300}).encode() + b"\n"
+            cut = pieces.randrange(len(line)) if step % 3 == 0 else 0
+            file.write(line[:cut])
+            if cut:
+                time.sleep(0.0005)
+            file.write(line[cut:])
+
+
+def test_readers_beside_a_writer_see_whole_lines_in_order(tmp_path: Path) -> None:
+    path, count = tmp_path / "log.jsonl", 900
+    follower = LogFollower(path)
+    assert follower.poll() == []  # there is no file yet
+    path.touch()
+    context = multiprocessing.get_context("fork")
+    writer = context.Process(target=_write_in_pieces, args=(path, count))
+    writer.start()
+    followed: list[int] = []
+    looks = 0
+    while writer.is_alive():
+        followed += [event["step"] for event in follower.poll()]
+        seen = steps(path)
+        assert seen == list(range(1, len(seen) + 1))
+        if seen:
+            last = [event["step"] for event in read_tail(path, 1000)]
+            assert len(last) in (1, 2, 3) and last[-1] >= seen[-1]
+        looks += 0 < len(seen) < count
+    writer.join()
+    followed += [event["step"] for event in follower.poll()]
+    assert followed == list(range(1, count + 1))
+    assert looks > 3, "the readers never met the writer"
+    assert follower.poll() == []
+
+
+def test_a_log_that_is_replaced_is_followed_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    follower = LogFollower(path)
+    path.write_text('{"event": "step", "step": 1}\n{"event": "step", "st')
+    assert [event["step"] for event in follower.poll()] == [1]
+    path.rename(tmp_path / "archived.jsonl")
+    assert follower.poll() == []
+    path.write_text('{"event": "step", "step": 7}\n' * 20)
+    assert [event["step"] for event in follower.poll()] == [7] * 20
+
+
+def _superseded_by_hand(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rule as the specification says it, event by event."""
+    kept: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] in ("start", "resume"):
+            last = event.get("from_step", 0)
+            kept = [
+                e for e in kept if e["event"] not in ("step", "validation") or e["step"] <= last
+            ]
+        kept.append(event)
+    return kept
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_superseded_events_are_dropped_whatever_the_order(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    kinds = ["step"] * 6 + ["validation", "skip", "checkpoint", "resume", "start"]
+    events = []
+    for place in range(200):
+        kind = chance.choice(kinds)
+        field = "from_step" if kind == "resume" else "step"
+        event = {"event": kind, "place": place}
+        if kind != "start":
+            event[field] = chance.randrange(1, 40)
+        events.append(event)
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert read_log(path) == _superseded_by_hand(events)
+    assert read_tail(path, until=None) == _superseded_by_hand(events)
+
+
+def test_the_tail_of_a_huge_log_is_read_at_once(tmp_path: Path) -> None:
+    """1 TiB of a sparse file before the last lines: read as a whole, it would take hours."""
+    path = tmp_path / "log.jsonl"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    log = RunLog(path)
+    for step in range(1, 1001):
+        log.write("step", step=step)
+    log.write("resume", from_step=990)
+    for k in range(2000):
+        log.write("skip", step=k, filler="x" * 100)
+    log.close()
+    begin = time.monotonic()
+    events = read_tail(path)
+    assert time.monotonic() - begin < 2
+    assert events[-1]["step"] == 1999
+    # the last 64 KiB hold no step: more was read, and the resume was obeyed
+    assert max(event["step"] for event in events if event["event"] == "step") == 990
+    assert all(event["event"] != "step" for event in read_tail(path, until=None))
+
+
+def test_a_tail_bears_what_is_no_event(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(
+        b'{"event": "st\n3\n[]\n{"event": "step"}\n\0\0\0\n{"event": "step", "step": 4}\n{"ev'
+    )
+    assert [event["step"] for event in read_tail(path)] == [4]
+    with pytest.raises(UserError, match=r"log\.jsonl is damaged: line 2 is no object"):
+        read_log(path)
+    path.write_text('{"event": "skip", "step": 1}\n{"event": "step", "step": "one"}\n')
+    with pytest.raises(UserError, match="line 2 has step = 'one', expected an integer"):
+        read_log(path)
+
+
+def test_each_line_names_its_run_and_launch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "log.jsonl"
+
+    def lines() -> list[tuple[object, object]]:
+        return [(event.get("run_id"), event.get("segment")) for event in read_log(path)]
+
+    for run_file in (None, {"run_id": "0a1b2c3d", "launches": 4}, "damaged"):
+        if run_file is not None:
+            (tmp_path / "run.json").write_text(json.dumps(run_file))
+        log = RunLog(path)
+        log.write("start")
+        log.close()
+    assert lines() == [(None, None), ("0a1b2c3d", 4), (None, None)]
+    assert "run.json is damaged" in caplog.text
 
 
 def test_what_is_no_run_folder_is_said_so(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import canon_pretrain.train as entry
+from canon_pretrain.config import Loss
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.transformer import Transformer
@@ -24,6 +25,7 @@ from canon_pretrain.titan.dry_run import (
     saved_bytes,
 )
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.loss import loss_function
 from canon_pretrain.train import main
 from tests.support import ROOT, debug_run, train
 
@@ -50,11 +52,25 @@ def test_the_1b3_figures_of_the_specification() -> None:
     assert plan.data_bytes == 2 * plan.tokens
 
 
-@pytest.mark.parametrize("canon_set", ["", "AC", "ABCD"])
-@pytest.mark.parametrize("position", ["nope", "rope", "partial_rope_b"])
-def test_memory_equals_what_a_real_tiny_model_holds(canon_set: str, position: str) -> None:
-    job = job_of("debug", "--model.canon_set", canon_set, "--model.position", position)
-    args, batch = job.model_args, 3
+VARIANTS = [
+    *("nope", "nope AC", "rope ABCD", "partial_rope_b ABCD"),
+    *("nope ABCD canon_trainable=False", "rope AC ffn=standard ffn_activation=relu2"),
+    "rope D num_kv_heads=2 tie_embeddings=True qk_norm=full",
+]
+
+
+def variant_of(words: str) -> CanonJobConfig:
+    """The debug job with `words` on top: a position, perhaps a Canon set, and model keys."""
+    position, *rest = words.split()
+    canon_set = rest.pop(0) if rest and "=" not in rest[0] else ""
+    pairs = [word.split("=") for word in rest]
+    more = [part for name, value in pairs for part in (f"--model.{name}", value)]
+    return job_of("debug", "--model.position", position, "--model.canon_set", canon_set, *more)
+
+
+@pytest.mark.parametrize("words", VARIANTS)
+def test_memory_equals_what_a_real_tiny_model_holds(words: str) -> None:
+    args, batch = variant_of(words).model_args, 3
     model = Transformer(args)
     model.init_weights()
     planned = memory_by_part(
@@ -67,18 +83,59 @@ def test_memory_equals_what_a_real_tiny_model_holds(canon_set: str, position: st
         return F.cross_entropy(logits, tokens.flatten(), reduction="sum")
 
     saved = count_saved(forward, model)
-    block, head = saved_bytes(args, batch, torch.float32)
+    block, head = saved_bytes(args, batch, torch.float32, Loss())
     assert planned["activations"] == args.num_layers * block
     # the whole model keeps the token ids as well, and a block's output once where we count it in
     # the next block and in the head
     assert args.num_layers * block + head == pytest.approx(saved, rel=0.02)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     forward().backward()
     optimizer.step()
     assert planned["weights"] == sum(p.nbytes for p in model.parameters())
-    assert planned["gradients"] == sum(p.grad.nbytes for p in model.parameters())  # type: ignore
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert planned["gradients"] == sum(grad.nbytes for grad in grads)
     moments = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
     assert planned["optimizer (two moments)"] == sum(t.nbytes for t in moments)
+
+
+def test_what_is_not_trained_has_weights_alone() -> None:
+    """cst-Canon at 1.3B: ABCD's 2,039,808 weights get no gradient and no moments."""
+    words = ("--model.canon_trainable", "False")
+    trained, fixed = (make_plan(job_of("nope_canon", *w), "h100", 1, 0.4) for w in ((), words))
+    assert trained.trained == trained.parameters == fixed.parameters == 1_347_463_168
+    assert fixed.trained == 1_347_463_168 - 2_039_808
+    assert fixed.memory["weights"] == trained.memory["weights"]
+    assert trained.memory["gradients"] - fixed.memory["gradients"] == 4 * 2_039_808
+    name = "optimizer (two moments)"
+    assert trained.memory[name] - fixed.memory[name] == 8 * 2_039_808
+    assert trained.checkpoint_bytes - fixed.checkpoint_bytes == 8 * 2_039_808
+
+
+def test_what_canon_keeps_of_documents_is_counted_and_scores_are_not() -> None:
+    """A mask makes each shifted input a tensor of its own: measured on real models, beside one
+    without Canon, which holds the same attention mask (on a GPU flex attention holds none)."""
+
+    def measured(words: str) -> int:
+        job = variant_of(words)
+        model = Transformer(job.model_args)
+        model.init_weights()
+        tokens = torch.full((3, job.model_args.max_seq_len), 7)
+        return count_saved(lambda: model(tokens).sum(), model)
+
+    def planned(words: str) -> int:
+        args = variant_of(words).model_args
+        return args.num_layers * saved_bytes(args, 3, torch.float32, Loss())[0]
+
+    masked, unmasked = "nope AC document_mask=True", "nope document_mask=True"
+    assert planned(masked) - planned(unmasked) == pytest.approx(
+        measured(masked) - measured(unmasked), rel=0.01
+    )
+    tokens, layers, width = 3 * 64, 2, 64
+    copy = layers * 2 * tokens * width * 4  # of A's and C's inputs, float32
+    # three masked ones, in the place of one that all taps look into
+    assert planned(masked) - planned("nope AC") == pytest.approx((3 - 1) * copy, rel=0.05)
+    for special in ("alibi AC", "h_alibi AC"):
+        assert planned(special) == planned("nope AC")
 
 
 class PeakMemory(TorchDispatchMode):
@@ -110,21 +167,22 @@ class PeakMemory(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_peak_of_the_loss_is_the_real_one(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("loss", [Loss(), Loss(z_loss=0.1), Loss(squared_loss=0.1)], ids=str)
+def test_the_peak_of_the_loss_is_the_real_one(dtype: torch.dtype, loss: Loss) -> None:
     args = dataclasses.replace(job_of("debug").model_args, vocab_size=32_000, dim=64)
     with torch.device("meta"):
         model = Transformer(args)
     planned = memory_by_part(
-        args, model, world_size=1, micro_batch=4, dtype=torch.float32, param_dtype=dtype
+        args, model, world_size=1, micro_batch=4, dtype=torch.float32, param_dtype=dtype, loss=loss
     )
     weight = torch.randn(32_000, 64, dtype=dtype, requires_grad=True)
     h = torch.randn(4 * args.max_seq_len, 64, dtype=dtype, requires_grad=True)
     labels = torch.zeros(4 * args.max_seq_len, dtype=torch.int64)
     with PeakMemory() as memory:
-        logits = (h @ weight.T).float()
-        loss = F.cross_entropy(logits, labels, reduction="sum")
+        logits = (h @ weight.T)[None]
+        _, objective = loss_function(loss)(logits, labels[None])
         del logits
-        loss.backward()
+        objective.backward()
     # the weight's own gradient is not the loss's: it is counted with the gradients
     assert planned["logits and loss"] == pytest.approx(memory.peak, rel=0.1)
 
@@ -225,6 +283,10 @@ def test_the_command_prints_the_plan_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     config = str(CONFIGS / "nope_canon.toml")
+    words = ["--model.tie_embeddings", "True", "--loss.z_loss", "1e-4"]
+    main(["--config", config, "--dry_run", *words])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nope, Canon-ABCD, QK-norm none, tie_embeddings = true, z_loss = 0.0001" in out
     main(["--config", config, "--dry_run", "--gpu", "H200", "--world", "16", "--mfu", "0.5"])
     out = capsys.readouterr().out
     for text in ("1,347,463,168", "6(N - embeddings) + 12LHKT", "16 x H200", "time at 50% MFU"):

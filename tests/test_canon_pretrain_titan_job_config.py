@@ -102,7 +102,10 @@ def test_a_world_size_that_does_not_divide_names_the_ones_that_do() -> None:
         (["--lr_scheduler.warmup_steps", "13"], "warmup_steps = 13 is more than"),
         (["--parallelism.tensor_parallel_degree", "2"], "it shards with FSDP2 over all"),
         (["--parallelism.data_parallel_shard_degree", "2"], "this trainer does not have it"),
-        (["--validation.enable"], r"validation\.enable = True: this trainer does not have it"),
+        (
+            ["--validation.dataset", "x"],
+            r"validation\.dataset = 'x': this trainer does not have it",
+        ),
         (["--model.converters", "float8"], "this trainer does not have it"),
         (["--training.dataset", "c4"], "this trainer does not have it"),
         (["--checkpoint.last_save_model_only"], "this trainer does not have it"),

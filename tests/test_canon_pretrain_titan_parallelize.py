@@ -1,75 +1,140 @@
-"""Sharding: the weights that a seed gives, on any number of ranks."""
+"""Sharding: a seed's weights and a batch's gradients, the same on any number of ranks."""
 
-import os
+import contextlib
+import importlib.util
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.distributed import ParallelDims
 
+from canon_pretrain.config import Loss
+from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.titan.device import prepare_device
+from canon_pretrain.titan.job_config import CanonJobConfig
+from tests.sharded import Steps, assert_equal_steps, on_ranks, sharded_steps, whole_steps
+from tests.variants import variant
 
 WORLD_SIZES = (1, 2, 3, 4)
 # widths that 2, 3 and 4 ranks cannot share evenly, and a norm with fewer rows than ranks would like
+UNEVEN = ModelArgs(
+    vocab_size=37,
+    num_layers=2,
+    dim=24,
+    num_heads=2,
+    ffn_dim=40,
+    max_seq_len=24,
+    position="partial_rope_a",
+    canon_set="ABCD",
+    qk_norm="full",
+)
 ARGS = [
-    ModelArgs(
-        vocab_size=37,
-        num_layers=2,
-        dim=24,
-        num_heads=2,
-        ffn_dim=40,
-        max_seq_len=16,
-        position="partial_rope_a",
-        canon_set="ABCD",
-        qk_norm="full",
-        init=init,
-        init_seed=seed,
-    )
-    for init, seed in (("paper", 0), ("lingua", 5))
+    UNEVEN,
+    replace(UNEVEN, init="lingua", init_seed=5, tie_embeddings=True, canon_trainable=False),
 ]
+TIED = replace(
+    UNEVEN, init="lingua", tie_embeddings=True, document_mask=True, num_kv_heads=2, position="alibi"
+)
+Z_LOSS = Loss(z_loss=0.01)
+# how torchtitan's options treat the same model
+PLANS: dict[str, dict[str, dict[str, object]]] = {
+    "plain": {},
+    "never": {"parallelism": {"fsdp_reshard_after_forward": "never"}},
+    "always": {"parallelism": {"fsdp_reshard_after_forward": "always"}},
+    "full": {"activation_checkpoint": {"mode": "full"}},
+    "selective": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
+    "every second": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}},
+    "compiled, full": {
+        "compile": {"enable": True, "backend": "aot_eager"},
+        "activation_checkpoint": {"mode": "full"},
+    },
+}
+PLANNED = variant("h_alibi ABCD tied cst documents")
 
 
-def _init_on_ranks(rank: int, folder: str) -> None:
-    """On a world of 4: shard over its first n ranks, initialise, and let rank 0 save the whole."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU, on a machine with GPUs too
-    prepare_device()
-    from canon_pretrain.titan.parallelize import shard, write_shard
+class Matmuls(TorchDispatchMode):
+    """Counts matrix products, those of backward too."""
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def _job(sections: dict[str, dict[str, object]]) -> CanonJobConfig:
+    job = CanonJobConfig()
+    job.training.mixed_precision_param = "float32"
+    for section, keys in sections.items():
+        for key, value in keys.items():
+            setattr(getattr(job, section), key, value)
+    return job
+
+
+def _on_rank(rank: int, folder: Path) -> None:
+    """Initialise and train over the first n of 4 ranks; each saves what it has of it."""
+    from canon_pretrain.titan.parallelize import parallelize, shard, write_shard
+
+    def fresh(args: ModelArgs) -> Transformer:
+        with torch.device("meta"):
+            return Transformer(args)
+
+    def fill(model: Transformer) -> None:
+        model.to_empty(device="cpu")
+        model.init_weights(write=write_shard)
+
     for n in WORLD_SIZES:
         mesh = DeviceMesh("cpu", torch.arange(n), mesh_dim_names=("fsdp",))
         if rank >= n:
             continue
         for k, args in enumerate(ARGS):
-            with torch.device("meta"):
-                model = Transformer(args)
+            model = fresh(args)
             shard(model, mesh)
-            model.to_empty(device="cpu")
-            model.init_weights(write=write_shard)
+            fill(model)
             whole = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
             local = {name: p.to_local().numel() for name, p in model.named_parameters()}
             if rank == 0:
-                torch.save((whole, local, dict(model.named_buffers())), f"{folder}/{n}-{k}.pt")
-    dist.destroy_process_group()
+                torch.save((whole, local, dict(model.named_buffers())), folder / f"{n}-{k}.pt")
+        if n <= 3:
+            model = fresh(TIED)
+            shard(model, mesh)
+            fill(model)
+            steps = sharded_steps(model, TIED, Z_LOSS, rank, n, rounds=2 if n < 3 else 1)
+            torch.save(steps, folder / f"tied-{n}-{rank}.pt")
+    if rank < 2:
+        mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("fsdp",))
+        found, matmuls = {}, {}
+        for name, sections in PLANS.items():
+            dims = ParallelDims(1, 2, 1, 1, 1, 1, 1, world_size=2)
+            dims._meshes = {"fsdp": mesh}  # of two ranks in a world of four
+            model = fresh(PLANNED)
+            parallelize(model, dims, _job(sections))
+            fill(model)
+            counted = Matmuls() if "compile" not in sections else contextlib.nullcontext()
+            with counted as matmuls[name]:
+                found[name] = sharded_steps(model, PLANNED, Loss(), rank, 2, rounds=1)
+        torch.save(found, folder / f"plans-{rank}.pt")
+        counts = {name: mode.count for name, mode in matmuls.items() if mode is not None}
+        if rank == 0:
+            (folder / "matmuls.json").write_text(json.dumps(counts))
 
 
 @pytest.fixture(scope="module")
-def initialised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("init")
-    mp.spawn(_init_on_ranks, args=(str(folder),), nprocs=4)
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    on_ranks(_on_rank, 4, folder)
     return folder
 
 
 @pytest.mark.parametrize("n", WORLD_SIZES)
 @pytest.mark.parametrize("k", range(len(ARGS)))
-def test_initial_weights_are_the_same_at_every_world_size(
-    initialised: Path, n: int, k: int
-) -> None:
-    whole, local, buffers = torch.load(initialised / f"{n}-{k}.pt")
+def test_initial_weights_are_the_same_at_every_world_size(results: Path, n: int, k: int) -> None:
+    whole, local, buffers = torch.load(results / f"{n}-{k}.pt")
     alone = Transformer(ARGS[k])
     alone.init_weights()
     expected = dict(alone.named_parameters())
@@ -80,3 +145,83 @@ def test_initial_weights_are_the_same_at_every_world_size(
             assert local[name] < parameter.numel()
     for name, buffer in alone.named_buffers():
         assert torch.equal(buffers[name], buffer), name
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_tied_embedding_gets_both_of_its_gradients(results: Path, n: int) -> None:
+    parts = [torch.load(results / f"tied-{n}-{rank}.pt", weights_only=False) for rank in range(n)]
+    whole = whole_steps(TIED, Z_LOSS)
+    assert_equal_steps(parts, whole)
+    # neither its use as an input nor that as an output would be enough
+    untied = whole_steps(replace(TIED, tie_embeddings=False), Z_LOSS)
+    tied = whole.first_gradients["tok_embeddings.weight"]
+    for name in ("tok_embeddings.weight", "output.weight"):
+        assert not torch.allclose(tied, untied.first_gradients[name], rtol=0.1, atol=1e-3)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_how_memory_is_saved_changes_no_number(results: Path, plan: str) -> None:
+    parts: list[Steps] = [
+        torch.load(results / f"plans-{rank}.pt", weights_only=False)[plan] for rank in range(2)
+    ]
+    assert_equal_steps(parts, whole_steps(PLANNED, Loss()))
+
+
+def test_activation_checkpointing_computes_again_what_it_says(results: Path) -> None:
+    """q, k, v, wo, w1, w3, w2 a block and twice as many for backward; "full" takes each block's
+    once more, "2" every second block's, "op" keeps every second product."""
+    counts = json.loads((results / "matmuls.json").read_text())
+    steps, blocks = 2, PLANNED.num_layers * 7
+    plain = steps * 3 * (blocks + 1)  # the last product of a block is no input of its backward
+    assert counts["plain"] == counts["never"] == counts["always"] == plain
+    assert plain < counts["every second"] < counts["full"] <= plain + steps * blocks
+    assert plain < counts["selective"] < counts["full"]
+
+
+def test_cst_canon_stays_and_is_not_optimized(results: Path) -> None:
+    parts = [torch.load(results / f"plans-{rank}.pt", weights_only=False) for rank in range(2)]
+    initial = Transformer(PLANNED)
+    initial.init_weights()
+    canon = {n: p for n, p in initial.named_parameters() if "canon_" in n}
+    rest = {n: p for n, p in initial.named_parameters() if "canon_" not in n}
+    assert len(canon) == 4 * PLANNED.num_layers
+    for plan in PLANS:
+        both = [part[plan] for part in parts]
+        assert {part.optimized for part in both} == {len(rest)}
+        for name, value in canon.items():
+            assert torch.equal(torch.cat([part.weights[name] for part in both]), value), name
+        for name, value in rest.items():
+            assert not torch.equal(torch.cat([part.weights[name] for part in both]), value), name
+
+
+def test_an_attention_without_a_training_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from canon_pretrain.titan.parallelize import check_attention
+
+    def check(name: str, device: str, dtype: str = "bfloat16") -> None:
+        job = CanonJobConfig()
+        job.model.attention_backend, job.training.mixed_precision_param = name, dtype  # type: ignore
+        with torch.device("meta"):
+            model = Transformer(variant(words), attention_backend=name)
+        check_attention(model, job, device)
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: n == "flash_attn" or find_spec(n))
+    for words in ("alibi", "h_alibi", "rope documents"):
+        with pytest.raises(UserError, match='"flex" takes flex here, which can\'t be trained on a'):
+            check("flex", "cpu")
+        check("flex", "cuda")
+        check("auto", "cpu")
+    words = "rope"
+    check("flex", "cpu")  # SDPA takes what has no mask
+    check("flash_attn", "cuda")
+    for device, dtype in (("cpu", "bfloat16"), ("cuda", "float32")):
+        with pytest.raises(UserError, match='"flash_attn" takes flash_attn here, which'):
+            check("flash_attn", device, dtype)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    from canon_pretrain.titan.parallelize import shard
+
+    mesh = object()
+    with pytest.raises(UserError, match='"sometimes" is not known; expected one of default'):
+        shard(Transformer(UNEVEN), mesh, policy="sometimes")  # type: ignore[arg-type]

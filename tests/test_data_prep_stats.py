@@ -194,7 +194,7 @@ def test_the_page_asks_for_nothing_and_escapes(data: Path, tmp_path: Path) -> No
     page = (tmp_path / "page.html").read_text()
     assert page == html_page(content)
     assert "<img src=x" not in page and "\x1b" not in page
-    assert page.count("<script") == 3
+    assert page.count("<script") == 4
     policy = page.split('Content-Security-Policy" content="')[1].split('"')[0]
     assert "default-src 'none'" in policy and "unsafe-inline" not in policy.split("style-src")[0]
 

@@ -196,7 +196,7 @@ def test_generation_ends_at_eos(pair: tuple[CanonLM, HFLM]) -> None:
             super().__init__()
             self.args, self.tok_embeddings = model.args, model.tok_embeddings
 
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        def forward(self, tokens: torch.Tensor, **_: object) -> torch.Tensor:
             following = torch.where(tokens == BYTE_PIECES["d"], 256, tokens + 1)
             return torch.nn.functional.one_hot(following, 257).float()
 

@@ -396,7 +396,7 @@ def test_a_finished_run_started_again_changes_nothing(
 ) -> None:
     run, _ = finished
     assert RunFolder(run).done_file.read_text() == "3\n"
-    assert [e["event"] for e in all_events(run)][-2:] == ["checkpoint", "done"]
+    assert [e["event"] for e in all_events(run)][-3:] == ["checkpoint", "validation", "done"]
     said = status(run)
     assert (said.state, said.step) == ("done", 3)
 

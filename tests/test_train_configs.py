@@ -1,5 +1,6 @@
 """Every experiment: it parses, builds, says only what it changes, and marks what is assumed."""
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from canon_pretrain.config import read_experiment
+from canon_pretrain.config import Loss, build, merge, read_experiment
+from canon_pretrain.model.args import FFN_ACTIVATIONS, FFNS, POSITIONS, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.job_checks import check_job
 from canon_pretrain.titan.job_config import CanonJobConfig
 from tests.support import ROOT
 
@@ -84,6 +87,8 @@ ROPE_1B3 = {"": 1_345_423_360, "A": 196_608, "AC": 393_216, "ABCD": 2_039_808}
         ("canon_ac", "rope", "AC", True),
         ("canon_b", "rope", "B", True),
         ("canon_abcd_nores", "rope", "ABCD", False),
+        ("gpt2_rope", "rope", "", True),
+        ("gpt2_rope_r2", "rope", "", True),
     ],
 )
 def test_the_1b3_runs_differ_in_the_architecture_alone(
@@ -92,9 +97,13 @@ def test_the_1b3_runs_differ_in_the_architecture_alone(
     job, base = job_of(name), job_of("rope")
     args = job.model_args
     assert (args.position, args.canon_set, args.canon_residual) == (position, canon_set, residual)
-    same = ("training", "optimizer", "lr_scheduler", "data")
+    same = ("training", "optimizer", "lr_scheduler", "data", "loss")
     assert all(getattr(job, part) == getattr(base, part) for part in same)
-    assert (args.dim, args.num_layers, args.num_heads, args.ffn_dim) == (2048, 24, 32, 5504)
+    # appendix C: 8D/3 where it is gated, else 4D
+    ffn = {"gpt2_rope": ("standard", "silu"), "gpt2_rope_r2": ("standard", "relu2")}
+    assert (args.ffn, args.ffn_activation) == ffn.get(name, ("gated", "silu"))
+    ffn_dim = 8192 if args.ffn == "standard" else 5504
+    assert (args.dim, args.num_layers, args.num_heads, args.ffn_dim) == (2048, 24, 32, ffn_dim)
     training, optimizer = job.training, job.optimizer
     assert (training.global_batch_size, training.seq_len, training.steps) == (48, 4096, 510_000)
     assert (optimizer.lr, optimizer.beta1, optimizer.beta2) == (1e-3, 0.9, 0.98)
@@ -133,6 +142,13 @@ def test_the_other_runs_of_the_specification() -> None:
         *(8000, 240_000),
         0.01,
     )
+    training = released.training
+    assert released.model_args.init == "lingua"
+    assert training.global_batch_size == 8 * 128
+    assert training.steps * training.global_batch_size * training.seq_len == 1_006_632_960_000
+    assert (released.loss.z_loss, released.loss.squared_loss) == (0, 1e-4)
+    assert optimizer.beta1 == 0.9 and training.max_norm == 1 and schedule.decay_type == "cosine"
+    assert all(job_of(name).loss == Loss() for name in ("rope", "slimpajama_300b", "tiny/llama"))
     small = job_of("custom_canon_162m").model_args
     assert (small.num_layers, small.dim, small.num_heads, small.ffn_dim) == (16, 768, 8, 2048)
     assert (small.position, small.canon_set, small.qk_norm) == ("nope", "A", "per_head")
@@ -153,9 +169,56 @@ def test_the_nine_runs_of_seed_000() -> None:
         assert (training.global_batch_size, training.seq_len) == (32, 512)
 
 
+def test_the_papers_synthetic_size() -> None:
+    job = job_of("synthetic_12l768d")
+    args, optimizer = job.model_args, job.optimizer
+    assert (args.num_layers, args.dim, args.num_heads, args.ffn_dim) == (12, 768, 12, 2048)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.9, 0.98, 1e-6)
+    assert job.lr_scheduler.warmup_steps == 1000
+
+
+def table_of_variants(text: str) -> list[tuple[str, list[str], int]]:
+    """The README's table: each row's name, its lines of TOML, and its parameters at 1.3B."""
+    rows = []
+    _, _, rest = text.partition("| the paper's row |")
+    for line in rest.splitlines()[2:]:
+        if not line.startswith("|"):
+            break
+        name, _, toml, count = (cell.strip() for cell in line.strip("|").split("|"))
+        lines = re.findall("`([^`]+)`", toml)
+        rows.append((name, lines, int(count.replace(",", ""))))
+    return rows
+
+
+def test_the_readmes_table_is_true() -> None:
+    """Each row, on top of 1.3B Llama(RoPE), is a model of the size that stands there; no two rows
+    are one."""
+    rows = table_of_variants((ROOT / "README.md").read_text())
+    base = read_experiment(FOLDER / "rope.toml")
+    seen = []
+    for name, lines, count in rows:
+        model = tomllib.loads("\n".join(lines))
+        job = build(CanonJobConfig, merge(base, {"model": model}), source=name)
+        check_job(job)
+        assert num_parameters(job.model_args) == count, name
+        assert job.model_args not in seen, name
+        seen.append(job.model_args)
+    assert {args.position for args in seen} == set(POSITIONS)
+    assert {(args.ffn, args.ffn_activation) for args in seen} == {
+        (ffn, activation) for ffn in FFNS for activation in FFN_ACTIVATIONS
+    }
+    for option in ("canon_residual", "canon_activation", "canon_trainable", "canon_kernel"):
+        assert len({getattr(args, option) for args in seen}) > 1, option
+    for option in ("qk_norm", "num_kv_heads", "tie_embeddings", "document_mask"):
+        assert len({getattr(args, option) for args in seen}) > 1, option
+
+
 STATED = {
     "base/1b3": "flavor vocab_size seq_len global_batch_size steps name lr beta1 beta2 eps",
-    "released_1b": "flavor position qk_norm lr beta2 eps weight_decay warmup_steps min_lr_factor",
+    "released_1b": "flavor position qk_norm init global_batch_size local_batch_size steps lr beta2 "
+    "eps weight_decay warmup_steps min_lr_factor squared_loss",
+    "synthetic_12l768d": "flavor position canon_set seq_len global_batch_size steps lr beta1 beta2 "
+    "eps weight_decay warmup_steps decay_type min_lr_factor mixed_precision_param",
     "slimpajama_300b": "flavor global_batch_size steps",
     "custom_canon_162m": "flavor vocab_size position canon_set qk_norm",
     "tiny/llama": "flavor vocab_size position canon_set path seq_len global_batch_size lr "

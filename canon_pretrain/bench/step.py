@@ -153,9 +153,9 @@ def _bare_step(job: CanonJobConfig, trainer: CanonTrainer) -> Callable[[], None]
         optimizer.zero_grad()
         for batch in batches:
             logits = model(batch[:, :-1])
-            loss = trainer.loss_fn(logits, batch[:, 1:]) / trainer.tokens_per_step
+            _, objective = trainer.loss_fn(logits, batch[:, 1:])
             del logits
-            loss.backward()
+            (objective / trainer.tokens_per_step).backward()
         dist_utils.clip_grad_norm_(list(model.parameters()), job.training.max_norm, foreach=True)
         optimizer.step()
 

@@ -245,7 +245,8 @@ class CheckpointFolder:
         """Move what makes the run to RUN/archive/K-before-a-fresh-start; None if there is nothing.
 
         Nothing is deleted. For one process, under the run lock, after `recover`. The order:
-        README.txt, DONE, steps newest first, quarantine, evals/, report/, log.jsonl, config.json.
+        README.txt, DONE, steps newest first, quarantine, evals/, report/, copies of the log, what
+        its launches were, log.jsonl, config.json.
         Killed in between, the steps that remain are an unbroken beginning of the run with its log
         and configuration, from which it can go on; or there is no step and a log that says that
         there were some. The same call then moves the rest, into an archive of its own.
@@ -254,7 +255,8 @@ class CheckpointFolder:
         moves = [(files.done_file, files.done_file.name)]
         moves += [self._archived_step(old) for old in reversed(self.steps())]
         moves.append((self.path / QUARANTINE, f"{self.path.name}/{QUARANTINE}"))
-        names = (EVALS, "report", files.log_file.name, files.config_file.name)
+        names = [EVALS, "report", "wandb", "tb", files.run_file.name, files.launches.name]
+        names += [files.log_file.name, files.config_file.name]
         moves += [(run / name, name) for name in names]
         return self._archive(run, "before-a-fresh-start", why, moves)
 

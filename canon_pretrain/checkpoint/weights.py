@@ -8,6 +8,7 @@ evaluation and export run where it is not installed.
 import re
 import shutil
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from canon_pretrain.checkpoint.architecture import run_of_checkpoint
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.safe_load import (
     METADATA,
@@ -27,7 +29,7 @@ from canon_pretrain.checkpoint.safe_load import (
 )
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
+from canon_pretrain.run.folder import CHECKPOINTS
 
 TRAINING_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "guards.")
 """What else than weights a checkpoint holds, by the beginning of its names."""
@@ -74,19 +76,50 @@ def _fault(checkpoint: Path) -> str | None:
     return None
 
 
-def read_weights(checkpoint: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
+def read_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of a checkpoint as whole CPU tensors with the names, shapes and dtypes of `like`.
 
     `like` may be on the meta device. Every file is checked against the manifest first. Raises
     DamagedCheckpoint naming each fault, and UserError where the checkpoint has no such weights.
     """
+    check_weights(checkpoint, like)
+    weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()}
+    load_alone(weights, checkpoint)
+    return weights
+
+
+def stream_weights(
+    checkpoint: Path, like: Mapping[str, Tensor], dtype: torch.dtype, group_bytes: int = 1 << 26
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight of a checkpoint that `check_weights` has passed, in the order of `like`.
+
+    Whole CPU tensors of `dtype`. About `group_bytes` are held at a time, one tensor at least, and
+    what one rank saved of a tensor.
+    """
+    group: dict[str, Tensor] = {}
+    last = list(like)[-1]
+    for name, tensor in like.items():
+        group[name] = torch.empty(tensor.shape, dtype=dtype)
+        is_last = name == last
+        if is_last or sum(t.nbytes for t in group.values()) >= group_bytes:
+            load_alone(group, checkpoint)
+            for key in list(group):
+                yield key, group.pop(key)
+
+
+def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
+    """The manifest of a checkpoint that is whole and holds weights of these names and shapes.
+
+    Reads every file. Raises DamagedCheckpoint naming each fault, and UserError where the checkpoint
+    has other weights.
+    """
     check_checkpoint(checkpoint)
     try:
-        verify(checkpoint, workers=HASH_WORKERS)
+        manifest = verify(checkpoint, workers=HASH_WORKERS)
     except OSError as error:
         raise UserError(f"{checkpoint} cannot be read: {error}") from None
     stored = tensor_shapes(checkpoint)
-    config = RunFolder.of_checkpoint(checkpoint).config_file
+    config = run_of_checkpoint(checkpoint).config_file
     for name, tensor in like.items():
         size = stored.get(name)
         if size != tensor.shape:
@@ -101,9 +134,20 @@ def read_weights(checkpoint: Path, like: dict[str, Tensor]) -> dict[str, Tensor]
                 f"{checkpoint} is of another model: it holds {name}, which the model of {config} "
                 "does not have"
             )
-    weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()}
-    load_alone(weights, checkpoint)
-    return weights
+    return manifest
+
+
+def read_plain_values(checkpoint: Path, beginnings: tuple[str, ...]) -> dict[str, Any]:
+    """The values, tensors left out, whose full names begin so; empty where there are none."""
+    found = read_metadata(checkpoint).state_dict_metadata.items()
+    state: dict[str, Any] = {
+        name: None
+        for name, entry in found
+        if name.startswith(beginnings) and not isinstance(entry, TensorStorageMetadata)
+    }
+    if state:
+        load_alone(state, checkpoint)
+    return state
 
 
 def tensor_shapes(checkpoint: Path) -> dict[str, torch.Size]:

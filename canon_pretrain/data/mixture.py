@@ -88,7 +88,7 @@ class Mixture:
         exact = [exact_weight(weight) for weight in weights]
         self.sources = tuple(sources)
         self.shares = tuple(weight / sum(exact) for weight in exact)
-        self.names = tuple(names or _names([str(source.folder) for source in sources]))
+        self.names = tuple(names or short_names([str(source.folder) for source in sources]))
         self._thresholds = thresholds(self.shares)
         self._check_alike()
         first = self.sources[0]
@@ -104,7 +104,7 @@ class Mixture:
         try:
             for folder in folders:
                 sources.append(TokenShards.open(Path(folder) / "train"))
-            return cls(sources, weights, _names([str(folder) for folder in folders]))
+            return cls(sources, weights, short_names([str(folder) for folder in folders]))
         except UserError:
             for source in sources:
                 source.close()
@@ -154,7 +154,7 @@ class Mixture:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _names(folders: Sequence[str]) -> list[str]:
+def short_names(folders: Sequence[str]) -> list[str]:
     """A short name for each folder: its last component, or the whole path where two share it."""
     paths = [os.path.abspath(folder) for folder in folders]
     names = [os.path.basename(path) for path in paths]

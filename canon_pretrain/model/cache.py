@@ -18,20 +18,21 @@ FIRST_CAPACITY = 64
 class LayerCache:
     """One block's memory. `start` is the number of tokens before those now being read."""
 
-    def __init__(self) -> None:
-        self.start = 0
-        self._keys: Tensor | None = None  # [B, capacity, G, K], as the next
+    def __init__(self, capacity: int = FIRST_CAPACITY) -> None:
+        self.start, self._capacity = 0, capacity
+        # [B, G, capacity, K], as the next: a head's keys one after the other are read twice as fast
+        self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._canon: dict[str, Tensor] = {}
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Add the new keys and values; gives all so far, [B, S, G, K] each."""
         stop = self.start + k_BTGK.shape[1]
-        self._keys = _room(self._keys, k_BTGK, stop)
-        self._values = _room(self._values, v_BTGK, stop)
-        self._keys[:, self.start : stop] = k_BTGK
-        self._values[:, self.start : stop] = v_BTGK
-        return self._keys[:, :stop], self._values[:, :stop]
+        self._keys = _room(self._keys, k_BTGK, stop, self._capacity)
+        self._values = _room(self._values, v_BTGK, stop, self._capacity)
+        self._keys[:, :, self.start : stop] = k_BTGK.transpose(1, 2)
+        self._values[:, :, self.start : stop] = v_BTGK.transpose(1, 2)
+        return self._keys[:, :, :stop].transpose(1, 2), self._values[:, :, :stop].transpose(1, 2)
 
     def before(self, site: str, x_BTC: Tensor, reach: int) -> Tensor:
         """The `reach` inputs of a Canon site before `x_BTC` (zeros before the first), [B, P, C].
@@ -42,7 +43,8 @@ class LayerCache:
         if known is None:
             known = x_BTC.new_zeros(x_BTC.shape[0], reach, x_BTC.shape[2])
         if reach:
-            self._canon[site] = torch.cat((known, x_BTC), dim=1)[:, -reach:].clone()
+            last = (known[:, x_BTC.shape[1] :], x_BTC[:, -reach:])
+            self._canon[site] = torch.cat(last, dim=1)
         return known
 
     def take(self, rows_N: Tensor) -> None:
@@ -53,10 +55,13 @@ class LayerCache:
 
 
 class Cache:
-    """The memory of a model of `num_layers` blocks; empty at first, `length` tokens long."""
+    """The memory of a model of `num_layers` blocks; empty at first, `length` tokens long.
 
-    def __init__(self, num_layers: int) -> None:
-        self.layers = [LayerCache() for _ in range(num_layers)]
+    It has room for `capacity` tokens at first, and doubles where that is too small.
+    """
+
+    def __init__(self, num_layers: int, capacity: int = FIRST_CAPACITY) -> None:
+        self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self.length = 0
         self._segments: Tensor | None = None  # int32 [B, length]; None: all in one
         self.next_document: Tensor | None = None  # int32 [B]
@@ -102,12 +107,16 @@ def near_segments(segments_BS: Tensor, num_tokens: int, reach: int) -> Tensor:
     return torch.nn.functional.pad(near, (missing, 0), value=NOWHERE)
 
 
-def _room(held: Tensor | None, new_BTGK: Tensor, stop: int) -> Tensor:
-    """`held` with room for `stop` tokens, made like `new_BTGK`; doubled where it was too small."""
-    if held is not None and held.shape[1] >= stop:
+def _room(held: Tensor | None, new_BTGK: Tensor, stop: int, capacity: int) -> Tensor:
+    """`held` with room for `stop` tokens, made like `new_BTGK`; doubled where it was too small.
+
+    For `capacity` tokens at least, where there is none.
+    """
+    if held is not None and held.shape[2] >= stop:
         return held
-    capacity = max(stop, FIRST_CAPACITY, 2 * (held.shape[1] if held is not None else 0))
-    grown = new_BTGK.new_empty(new_BTGK.shape[0], capacity, *new_BTGK.shape[2:])
+    capacity = max(stop, 2 * held.shape[2] if held is not None else capacity)
+    num_rows, _, num_heads, head_dim = new_BTGK.shape
+    grown = new_BTGK.new_empty(num_rows, num_heads, capacity, head_dim)
     if held is not None:
-        grown[:, : held.shape[1]] = held
+        grown[:, :, : held.shape[2]] = held
     return grown

@@ -8,7 +8,6 @@ Shapes: B rows, T tokens.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 PADDING = -1
@@ -28,8 +27,3 @@ def document_numbers(tokens_BT: Tensor, eos_id: int, first_B: Tensor | None = No
 def documents_after(tokens_BT: Tensor, eos_id: int, first_B: Tensor) -> Tensor:
     """The number of the document that the token after these would belong to, int32 [B]."""
     return first_B + (tokens_BT == eos_id).sum(dim=1, dtype=torch.int32)
-
-
-def pad_segments(segments_BT: Tensor, before: int) -> Tensor:
-    """Put `before` places that belong to no segment in front: int32 [B, before + T]."""
-    return F.pad(segments_BT, (before, 0), value=NOWHERE)

@@ -1,7 +1,11 @@
 """What lies in a run folder, and the rule that one folder holds one run.
 
     config.json     the resolved job, and the facts that make the run what it is (`identity`)
+    run.json        the run's id, and how many launches it has had (run/launches.py)
     log.jsonl       one line an event (run/log.py)
+    launches/NNN/   what each launch was: launch.json, config.json, packages.txt, environment.json,
+                    and source.patch where the code was not that of a commit (run/provenance.py)
+    README.md       the same in plain words, and the commands that go on, show and evaluate
     status.json     where the run stands and whether it lives (run/status.py)
     lock.json       the launch that writes the folder, while there is one (run/lock.py)
     obeyed.json     options that act once in a job, and the job that obeyed them (run/once.py)
@@ -10,6 +14,8 @@
     evals/          results, written by `python -m eval`
     archive/        abandoned branches, and what stood there before --checkpoint.fresh
     comm_traces/    stacks and communication traces of ranks that hung
+    profile_traces/, memory_snapshot/    where --profiling.* is on (run/profile.py reads the first)
+    wandb/, tb/     copies of the log for wandb and TensorBoard, where they are on (run/export.py)
     DONE            written last, when training.steps is reached
 
 The trainer writes it, eval and the report read it. No torch here.
@@ -35,6 +41,22 @@ class RunFolder:
     @property
     def config_file(self) -> Path:
         return self.path / "config.json"
+
+    @property
+    def run_file(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def readme_file(self) -> Path:
+        return self.path / "README.md"
+
+    @property
+    def launches(self) -> Path:
+        return self.path / "launches"
+
+    def launch_path(self, number: int) -> Path:
+        """Where the record of the run's launch `number`, from 1, lies."""
+        return self.launches / f"{number:03}"
 
     @property
     def log_file(self) -> Path:

@@ -19,7 +19,7 @@ from canon_pretrain.files import write_json
 from canon_pretrain.run.holder import Holder, utc_now
 
 States = Literal["running", "stopped", "done", "failed"]
-Phases = Literal["starting", "loading", "training", "saving", "ended"]
+Phases = Literal["starting", "loading", "training", "validating", "saving", "ended"]
 
 DEAD_AFTER_S = 60.0
 """Six heartbeats: older than that, `written` says that the process is gone."""

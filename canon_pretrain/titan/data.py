@@ -101,14 +101,20 @@ def open_shards(job: CanonJobConfig) -> Mixture:
             "data.path is not set: name the folder that `python -m data_prep build` wrote"
         )
     mixture = Mixture.open(job.data.folders, job.data.shares)
-    vocab_size = job.model_args.vocab_size
-    if mixture.vocab_size != vocab_size:
+    args = job.model_args
+    if mixture.vocab_size != args.vocab_size:
         raise UserError(
-            f"the model has model.vocab_size = {vocab_size}, but {job.data.folders[0]} was "
+            f"the model has model.vocab_size = {args.vocab_size}, but {job.data.folders[0]} was "
             f"tokenized with {mixture.vocab_size} pieces: set model.vocab_size = "
             f"{mixture.vocab_size}, or choose other shards"
         )
     for folder, source in zip(job.data.folders, mixture.sources, strict=True):
+        if args.document_mask and source.eos_id != args.eos_id:
+            raise UserError(
+                f"model.document_mask looks for the token model.eos_id = {args.eos_id}, but "
+                f"documents of {folder} end with {source.eos_id}: set model.eos_id = "
+                f"{source.eos_id}, or choose other shards"
+            )
         if source.num_tokens <= job.training.seq_len:
             raise UserError(
                 f"{folder} holds {source.num_tokens:,} training tokens, fewer than one window of "

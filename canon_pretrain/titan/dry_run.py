@@ -7,6 +7,8 @@ activations are counted, not guessed: a block runs under FakeTensorMode, which c
 no numbers, and every tensor that autograd keeps for backward is added up.
 """
 
+import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,23 +17,38 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from canon_pretrain.config import Loss
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.errors import UserError
-from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token, num_parameters
+from canon_pretrain.model.args import (
+    FLOPS_FORMULA,
+    ROTARY,
+    ModelArgs,
+    flops_per_token,
+    num_parameters,
+)
 from canon_pretrain.model.attend import Attend
+from canon_pretrain.model.cache import near_segments
 from canon_pretrain.model.positions import Rope
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes
+from canon_pretrain.titan.loss import loss_function
 
 GIB = 2**30
 WEEK_S = 7 * 86_400
 DEFAULT_MFU = 0.4
 # measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
 CPU_FLOPS_PER_RANK = 3e10
+
+
+SHOWN_IF_SET = (
+    *("num_kv_heads", "ffn", "ffn_activation", "canon_kernel", "canon_residual"),
+    *("canon_activation", "canon_trainable", "tie_embeddings", "document_mask"),
+    *("z_loss", "squared_loss"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,7 @@ class Plan:
     world_size: int
     mfu: float
     parameters: int
+    trained: int
     flops_per_token: int
     tokens: int
     tokens_per_step: int
@@ -88,7 +106,7 @@ def make_plan(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Pla
     micro_batch = micro_batch_size(job, world_size)
     with torch.device("meta"):
         model = Transformer(args)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters, trained = _count(model)
     assert parameters == num_parameters(args), "the closed form and the built model differ"
     tokens_per_step = training.global_batch_size * training.seq_len
     data_bytes, fingerprint = _data(job, tokens_per_step * training.steps)
@@ -99,6 +117,7 @@ def make_plan(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Pla
         world_size=world_size,
         mfu=mfu,
         parameters=parameters,
+        trained=trained,
         flops_per_token=flops_per_token(args, training.seq_len),
         tokens=tokens_per_step * training.steps,
         tokens_per_step=tokens_per_step,
@@ -112,9 +131,10 @@ def make_plan(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Pla
             micro_batch=micro_batch,
             dtype=TORCH_DTYPE_MAP[training.dtype],
             param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            loss=job.loss,
             recompute=job.activation_checkpoint.mode == "full",
         ),
-        checkpoint_bytes=3 * parameters * TORCH_DTYPE_MAP[training.dtype].itemsize,
+        checkpoint_bytes=(parameters + 2 * trained) * TORCH_DTYPE_MAP[training.dtype].itemsize,
         checkpoints_kept=keep,
         data_bytes=data_bytes,
         data_fingerprint=fingerprint,
@@ -129,9 +149,12 @@ def memory_by_part(
     micro_batch: int,
     dtype: torch.dtype,
     param_dtype: torch.dtype,
+    loss: Loss | None = None,
     recompute: bool = False,
 ) -> dict[str, int]:
     """Bytes on one GPU by part; `model` may be on the meta device.
+
+    What is not trained (cst-Canon) has weights alone.
 
     Activations are an upper bound: what eager PyTorch keeps on a CPU, whose RMSNorm holds float32
     copies that a GPU's fused one does not; torch.compile keeps fewer still. With `recompute` (full
@@ -140,17 +163,17 @@ def memory_by_part(
     embedding and the head, and one block's gradient in float32 for the reduction. The loss's peak
     is what forward keeps and two float32 gradients of the logits that backward holds at once.
     """
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters, trained = _count(model)
     block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
     ends = parameters - args.num_layers * block
-    shard = -(-parameters // world_size) * dtype.itemsize
-    saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype)
+    weights, shard = (-(-count // world_size) * dtype.itemsize for count in (parameters, trained))
+    saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype, loss or Loss())
     tokens = micro_batch * args.max_seq_len
     activations = args.num_layers * saved_block
     if recompute:
         activations = args.num_layers * tokens * args.dim * param_dtype.itemsize + saved_block
     return {
-        "weights": shard,
+        "weights": weights,
         "gradients": shard,
         "optimizer (two moments)": 2 * shard,
         "gathered by FSDP2": (2 * block + ends) * param_dtype.itemsize + 4 * block,
@@ -159,35 +182,44 @@ def memory_by_part(
     }
 
 
-def saved_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> tuple[int, int]:
+def saved_bytes(
+    args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Loss
+) -> tuple[int, int]:
     """Bytes that autograd keeps for backward: of one block, and of norm, head and loss.
 
     For `micro_batch` sequences of args.max_seq_len tokens with weights in `dtype`; the weights
-    themselves are not counted.
+    themselves are not counted. Masks and ALiBi are counted as on a GPU, where flex attention
+    computes them from token numbers and keeps what plain attention does.
     """
     shape = (micro_batch, args.max_seq_len)
+    plain = args if args.position in ROTARY else dataclasses.replace(args, position="nope")
     before = torch.get_default_dtype()
     with FakeTensorMode():
         torch.set_default_dtype(dtype)
         try:
-            rope = Rope(args) if args.rope_dim else None
-            block = TransformerBlock(args, rope, Attend(args))
+            rope = Rope(plain) if plain.rope_dim else None
+            block = TransformerBlock(plain, rope, Attend(plain))
             norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
             output = nn.Linear(args.dim, args.vocab_size, bias=False)
         finally:
             torch.set_default_dtype(before)
         h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
         labels_BT = torch.zeros(shape, dtype=torch.int64)
-
-        def head() -> Tensor:
-            logits = output(norm(h_BTD)).flatten(0, 1).float()
-            return F.cross_entropy(logits, labels_BT.flatten(), reduction="sum")
-
+        near_BN = None
+        if args.document_mask and args.canon_set:
+            near_BN = near_segments(labels_BT.int(), args.max_seq_len, args.canon_kernel - 1)
+        function = loss_function(loss)
         modules = nn.ModuleList([block, norm, output])
         return (
-            count_saved(lambda: block(h_BTD), modules),
-            count_saved(head, modules),
+            count_saved(lambda: block(h_BTD, None, near_BN), modules),
+            count_saved(lambda: function(output(norm(h_BTD)), labels_BT)[1], modules),
         )
+
+
+def _count(model: nn.Module) -> tuple[int, int]:
+    """Its parameters, and how many of them are trained."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
 def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
@@ -227,15 +259,15 @@ def print_plan(job: CanonJobConfig, plan: Plan, console: Console) -> None:
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts.add_column(style="cyan")
     facts.add_column()
-    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
     hours = plan.seconds / 3600
     width = dtype_for(args.vocab_size).itemsize
     there = plan.data_fingerprint or f"not there yet; {width} bytes a token drawn, none twice"
     where = ", ".join(job.data.folders) or "data.path unset"
     rows = {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
-        f"{args.dim}, F {args.ffn_dim}, {args.position}, {canon}, QK-norm {args.qk_norm}",
-        "parameters": f"{plan.parameters:,}",
+        f"{args.dim}, F {args.ffn_dim}, {_variant(job)}",
+        "parameters": f"{plan.parameters:,}"
+        + (f", {plan.trained:,} of them trained" if plan.trained != plan.parameters else ""),
         "FLOPs per token": f"{_short(plan.flops_per_token)} by {FLOPS_FORMULA}",
         "steps": f"{plan.steps:,} of {plan.tokens_per_step:,} tokens: {_short(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, plan.world_sizes)),
@@ -272,6 +304,21 @@ def print_plan(job: CanonJobConfig, plan: Plan, console: Console) -> None:
             "[bold]does not fit as counted[/bold]: lower training.local_batch_size (it changes no "
             "result), use more GPUs, or --activation_checkpoint.mode full"
         )
+
+
+def _variant(job: CanonJobConfig) -> str:
+    """What the model is beside its sizes, and what is minimised, in the words of the TOML."""
+    args = job.model_args
+    words = [args.position, f"Canon-{args.canon_set}" if args.canon_set else "no Canon"]
+    words.append(f"QK-norm {args.qk_norm}")
+    settings = {**vars(args), **vars(job.loss)}
+    defaults = {**vars(ModelArgs()), **vars(Loss())}
+    words += [
+        f"{name} = {json.dumps(settings[name])}"
+        for name in SHOWN_IF_SET
+        if settings[name] != defaults[name]
+    ]
+    return ", ".join(words)
 
 
 def _short(value: float) -> str:

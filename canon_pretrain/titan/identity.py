@@ -7,6 +7,7 @@ of it: they change nothing that is computed.
 from dataclasses import asdict, fields
 from typing import Any
 
+from canon_pretrain.config import Loss
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.folder import RunFolder
@@ -33,6 +34,7 @@ def run_identity(job: CanonJobConfig, fingerprint: str) -> dict[str, Any]:
         "training.dtype": training.dtype,
         "training.mixed_precision_param": training.mixed_precision_param,
         "training.mixed_precision_reduce": training.mixed_precision_reduce,
+        **{f"loss.{name}": value for name, value in asdict(job.loss).items()},
         "guards.outlier_sigma": job.guards.outlier_sigma,
         "guards.outlier_window": job.guards.outlier_window,
     }
@@ -75,7 +77,8 @@ def check_identity(
 
 def _defaults() -> dict[str, Any]:
     """What a part of the identity was before there was a name for it."""
-    return {f"model.{f.name}": f.default for f in fields(ModelArgs)}
+    sections = {"model": ModelArgs, "loss": Loss}
+    return {f"{name}.{f.name}": f.default for name, cls in sections.items() for f in fields(cls)}
 
 
 def config_changes(folder: RunFolder, config: dict[str, Any]) -> dict[str, list[Any]]:

@@ -30,6 +30,7 @@ def check_job(job: CanonJobConfig) -> None:
         ("training.local_batch_size", training.local_batch_size),
         ("checkpoint.interval", job.checkpoint.interval),
         ("metrics.log_freq", job.metrics.log_freq),
+        ("validation.freq", job.validation.freq),
     ):
         if value < 1:
             raise UserError(f"{name} = {value}: expected at least 1")
@@ -38,24 +39,12 @@ def check_job(job: CanonJobConfig) -> None:
             f"run.stop_at = {job.run.stop_at}: expected a step from 1 to training.steps = "
             f"{training.steps}"
         )
-    schedule = job.lr_scheduler
-    if schedule.decay_steps is not None:
-        if schedule.decay_steps < 1:
-            raise UserError(f"lr_scheduler.decay_steps = {schedule.decay_steps}: expected >= 1")
-        if schedule.decay_ratio is not None or schedule.total_steps is not None:
-            raise UserError(
-                "lr_scheduler.decay_steps sets the decay's length by itself; unset decay_ratio and "
-                "total_steps"
-            )
-    ends_with_run = schedule.decay_steps is None and schedule.total_steps is None
-    if schedule.warmup_steps > training.steps and ends_with_run:
-        raise UserError(
-            f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is more than "
-            f"training.steps = {training.steps}: the schedule would be cut short in silence"
-        )
+    _check_schedule(job)
+    _check_loss(job.loss)
     _check_numbers(job)
     _check_data(job.data)
     _check_checkpoint(job)
+    _check_extras(job)
     defaults = CanonJobConfig()
     for name in UNSUPPORTED:
         given, default = _value(job, name), _value(defaults, name)
@@ -93,9 +82,14 @@ UNSUPPORTED = (
     "quantize",
     "comm.mode",
     "memory_estimation.enable",
+    "metrics.save_for_all_ranks",
     "fault_tolerance.enable",
     "experimental",
-    "validation.enable",
+    "validation.dataset",
+    "validation.dataset_path",
+    "validation.dataloader",
+    "validation.local_batch_size",
+    "validation.seq_len",
 )
 """torchtitan's keys that would crash, be ignored, or leave a run that can't be resumed."""
 
@@ -126,6 +120,82 @@ def _check_numbers(job: CanonJobConfig) -> None:
         raise UserError(f"guards.outlier_sigma = {guards.outlier_sigma}: expected more than 0")
     if not job.run.heartbeat_s > 0:
         raise UserError(f"run.heartbeat_s = {job.run.heartbeat_s}: expected more than 0")
+
+
+def _check_schedule(job: CanonJobConfig) -> None:
+    """Raise UserError for a schedule that torchtitan would cut short, or let run past its end."""
+    schedule, steps = job.lr_scheduler, job.training.steps
+    warmup, ratio, total = schedule.warmup_steps, schedule.decay_ratio, schedule.total_steps
+    if schedule.decay_steps is not None:
+        if schedule.decay_steps < 1:
+            raise UserError(f"lr_scheduler.decay_steps = {schedule.decay_steps}: expected >= 1")
+        if ratio is not None or total is not None:
+            raise UserError(
+                "lr_scheduler.decay_steps sets the decay's length by itself; unset decay_ratio and "
+                "total_steps"
+            )
+        return
+    if total is not None and total < steps:
+        raise UserError(
+            f"lr_scheduler.total_steps = {total} is less than training.steps = {steps}: nothing is "
+            "known of the rate after that. Unset it, or set decay_steps, after which the rate stays"
+        )
+    name, length = ("training.steps", steps) if total is None else ("total_steps", total)
+    if warmup > length:
+        raise UserError(
+            f"lr_scheduler.warmup_steps = {warmup} is more than {name} = {length}: the schedule "
+            "would be cut short in silence"
+        )
+    if ratio is None:
+        return
+    if not 0 < ratio <= 1:
+        raise UserError(
+            f"lr_scheduler.decay_ratio = {ratio}: expected the decay's share of the run, more than "
+            "0 and at most 1. For a rate that stays, set min_lr_factor = 1; for a decay after the "
+            "warm-up, unset it"
+        )
+    decay = round(length * ratio)
+    if warmup + decay > length:
+        raise UserError(
+            f"lr_scheduler: a warm-up of {warmup} steps and a decay of {decay} (decay_ratio = "
+            f"{ratio}) do not fit into {name} = {length}; shorten one, or unset decay_ratio: the "
+            "decay then begins where the warm-up ends"
+        )
+
+
+def _check_loss(loss: experiment.Loss) -> None:
+    """Raise UserError for coefficients that are none, or that exclude each other."""
+    for name, value in (("z_loss", loss.z_loss), ("squared_loss", loss.squared_loss)):
+        if not (math.isfinite(value) and value >= 0):
+            raise UserError(f"loss.{name} = {value}: expected a finite number of at least 0")
+    if loss.z_loss and loss.squared_loss:
+        raise UserError(
+            f"loss.z_loss = {loss.z_loss} and loss.squared_loss = {loss.squared_loss} are two "
+            "forms of one thing (PaLM's, and what the released models call z-loss); set one to 0"
+        )
+
+
+def _check_extras(job: CanonJobConfig) -> None:
+    """Raise UserError for a validation or a profile that can't be."""
+    windows, profiling = job.validation.windows, job.profiling
+    if job.validation.steps != -1:
+        raise UserError(
+            f"validation.steps = {job.validation.steps}: set validation.windows, in windows of "
+            "training.seq_len tokens, which are the same ones at any number of ranks"
+        )
+    if windows is not None and windows != -1 and windows < 1:
+        raise UserError(
+            f"validation.windows = {windows}: expected at least 1, or -1 for the whole held-out "
+            "part"
+        )
+    warmup, active = profiling.profiler_warmup, profiling.profiler_active
+    possible = warmup >= 0 and active >= 1 and profiling.profile_freq >= warmup + active
+    if profiling.enable_profiling and not possible:
+        raise UserError(
+            f"profiling.profile_freq = {profiling.profile_freq}, .profiler_warmup = {warmup}, "
+            f".profiler_active = {active}: expected a warm-up of 0 or more steps and at least one "
+            "active one, both within a cycle of profile_freq steps"
+        )
 
 
 def _check_data(data: experiment.Data) -> None:

@@ -109,6 +109,36 @@ class Checkpoint(titan.Checkpoint):
 
 
 @dataclass
+class Metrics(titan.Metrics):
+    """`enable_wandb` and `enable_tensorboard` copy RUN/log.jsonl live, from their own processes."""
+
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    """Unset: $WANDB_MODE, or online. Offline runs lie in RUN/wandb, for `wandb sync`."""
+    wandb_project: str = ""
+    """Unset: $WANDB_PROJECT, or canon_pretrain."""
+    wandb_entity: str = ""
+    """Unset: $WANDB_ENTITY, or the account's own."""
+    wandb_name: str = ""
+    """Unset: $WANDB_NAME, or the run folder's name."""
+    wandb_tags: list[str] = field(default_factory=list)
+    """Beside the flavor, the position and the Canon set, which every run is tagged with."""
+
+
+@dataclass
+class Validation(titan.Validation):
+    """Loss on the held-out part of the data while training, and after the last step."""
+
+    enable: bool | None = None
+    """Unset: wherever the data has a held-out part. True: an error where it has none."""
+    freq: int = 100
+    """Steps between two validations."""
+    windows: int | None = None
+    """Windows of training.seq_len tokens, the same ones each time; -1: the whole held-out part.
+    Unset: training.global_batch_size of them for every 100 steps of `freq`, at most 2**21 tokens:
+    a third of a percent of the run's arithmetic."""
+
+
+@dataclass
 class ActivationCheckpoint(titan.ActivationCheckpoint):
     """Off unless asked for: the 1.3B states leave room for the activations."""
 
@@ -117,7 +147,7 @@ class ActivationCheckpoint(titan.ActivationCheckpoint):
 
 @dataclass
 class CanonJobConfig(titan.JobConfig):
-    """One training job: torchtitan's sections, and `[data]`, `[run]` and `[guards]`."""
+    """One training job: torchtitan's sections, and `[data]`, `[run]`, `[guards]`, `[loss]`."""
 
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
@@ -125,9 +155,12 @@ class CanonJobConfig(titan.JobConfig):
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    validation: Validation = field(default_factory=Validation)
     data: experiment.Data = field(default_factory=experiment.Data)
     run: experiment.Run = field(default_factory=experiment.Run)
     guards: experiment.Guards = field(default_factory=experiment.Guards)
+    loss: experiment.Loss = field(default_factory=experiment.Loss)
 
     @property
     def last_step(self) -> int:

@@ -1,11 +1,13 @@
 """What a launch does to its run folder before its first step and after its last one.
 
-train.py calls `prepare_folder` under the run's lock; the trainer calls the rest.
+train.py calls `prepare_folder` and `leave_folder` under the run's lock; the trainer calls the rest.
+A launch that is refused, whatever for, leaves no record: `announce` comes after the last refusal.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,16 +16,28 @@ from torchtitan.tools.logging import logger
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.errors import UserError
+from canon_pretrain.run.holder import host_name
+from canon_pretrain.run.launches import begin_launch
 from canon_pretrain.run.once import FRESH, mark_obeyed, was_obeyed
+from canon_pretrain.run.provenance import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
+from canon_pretrain.titan.data import absolute_folders
+from canon_pretrain.titan.device import device_count, has_accelerator
+from canon_pretrain.titan.identity import OWN_TO_A_LAUNCH
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 if TYPE_CHECKING:
     from canon_pretrain.titan.trainer import CanonTrainer
 
 
-def prepare_folder(job: CanonJobConfig, session: Session) -> None:
-    """What rank 0 does to the run folder, under its lock, before the ranks meet."""
+def prepare_folder(
+    job: CanonJobConfig, session: Session, *, fingerprint: str, arguments: Sequence[str]
+) -> LaunchRecord:
+    """What rank 0 does to the run folder, under its lock, before the ranks meet.
+
+    The shards' `fingerprint` and the command line's `arguments` go into the launch's record, which
+    is given back: `announce` writes it.
+    """
     run = session.folder
     checkpoints = CheckpointFolder(run.path / job.checkpoint.folder)
     for sentence in checkpoints.recover():
@@ -46,18 +60,34 @@ def prepare_folder(job: CanonJobConfig, session: Session) -> None:
         )
     if kept := archive_traces(run.path / job.comm.save_traces_folder):
         logger.info(f"NOTE: communication traces of an earlier launch are in {kept}")
+    facts, problem = begin_launch(run)
+    if problem:
+        logger.warning(f"{problem}: the number of this launch, {facts.launches}, is not kept")
+    places = absolute_folders(job.data)
+    folders = places["paths"] or [places["path"]]
+    return LaunchRecord(facts, arguments, fingerprint=fingerprint, folders=folders)
+
+
+def leave_folder(session: Session, record: LaunchRecord) -> None:
+    """What rank 0 does last, however the launch ends: one that began nothing is not counted."""
+    if session.still_ours():
+        record.settle(session.folder)
 
 
 def announce(trainer: CanonTrainer) -> None:
     """Record, say and log what this launch is and where it begins."""
     metrics, job, folder = trainer.metrics_processor, trainer.job_config, trainer.folder
+    record = trainer.launch_record
     if dist.get_rank() == 0:
         folder.done_file.unlink(missing_ok=True)
-    facts = {
+    facts: dict[str, Any] = {
         "world_size": dist.get_world_size(),
+        "hosts": _hosts(),
         "torch": torch.__version__,
         "torchtitan": torchtitan.__version__,
         "data_fingerprint": trainer.identity["data_fingerprint"],
+        "config_hash": config_hash(trainer.config, without=OWN_TO_A_LAUNCH),
+        **(record.header() if record is not None else {}),
     }
     if trainer.step:
         metrics.event("resume", from_step=trainer.step, **facts)
@@ -69,6 +99,14 @@ def announce(trainer: CanonTrainer) -> None:
     if dist.get_rank() == 0:
         # after what it makes unseen: killed before, the next launch says it all again
         folder.write_config(trainer.config, trainer.identity)
+    if record is not None:
+        for problem in record.write(
+            folder,
+            config=trainer.config,
+            identity=trainer.identity,
+            facts=_facts_for_the_record(facts, trainer.step),
+        ):
+            logger.warning(f"{problem}. The run goes on")
     for name, (old, new) in differences.items():
         mark = " (allowed by run.allow_changes)" if name in trainer.changes else ""
         logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")
@@ -77,6 +115,24 @@ def announce(trainer: CanonTrainer) -> None:
         f"{job.training.steps}, to step {job.last_step}, in {folder.path}"
     )
     metrics.begin(trainer.step)
+
+
+def _hosts() -> list[str]:
+    """The nodes of all ranks, each once, in the order of ranks."""
+    everyone: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, host_name())
+    return list(dict.fromkeys(everyone))
+
+
+def _facts_for_the_record(facts: dict[str, Any], step: int) -> dict[str, Any]:
+    """What launch.json has from the trainer; `facts` head the launch in the log."""
+    devices: dict[str, Any] = {"type": "cpu", "count": device_count(), "names": []}
+    if has_accelerator():
+        names = [torch.cuda.get_device_name(index) for index in range(device_count())]
+        devices |= {"type": "cuda", "names": names, "cuda": torch.version.cuda}
+    versions = {name: facts.get(name) for name in ("canon_pretrain", "torch", "torchtitan")}
+    kept = {name: facts[name] for name in ("world_size", "hosts", "config_hash")}
+    return {**kept, "versions": versions, "devices": devices, "from_step": step}
 
 
 def nothing_to_do(trainer: CanonTrainer) -> None:

@@ -4,23 +4,23 @@ torchtitan's MetricsProcessor measures; this one also knows the whole run (all r
 so that it can say how far the run is and when it will end.
 """
 
-import sys
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from canon_pretrain.model.args import FLOPS_FORMULA
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import RunLog
+from canon_pretrain.run.live_export import LiveExports
+from canon_pretrain.run.log import RunLog, read_tail
+from canon_pretrain.titan.console import Console, is_terminal
 from canon_pretrain.titan.data import CanonDataLoader
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -33,19 +33,29 @@ class CanonMetrics(MetricsProcessor):
     """
 
     def __init__(self, job: CanonJobConfig, parallel_dims: ParallelDims) -> None:
-        super().__init__(job, parallel_dims)
+        # torchtitan would run wandb and TensorBoard in here; ours follow the log beside the trainer
+        silent = copy.copy(job)
+        silent.metrics = copy.copy(job.metrics)
+        silent.metrics.enable_wandb = silent.metrics.enable_tensorboard = False
+        super().__init__(silent, parallel_dims)
+        self.job_config = job
         self.world_size = parallel_dims.world_size
         self.last_step = job.last_step
         self.may_write: Callable[[], bool] = lambda: True  # set by the trainer, as is the next
         self.must_log = False
         """Set by the trainer before a step that is the last or leaves a checkpoint: a line for each
         means that the digests of all that a checkpoint has seen stand in the log."""
-        self.total_steps = job.training.steps
         self.ntokens_since_last_log: int = 0
         self.is_writer = torch.distributed.get_rank() == 0
         self.run_log: RunLog | None = None
         self.dataloader: CanonDataLoader | None = None  # set by the trainer, which builds it later
-        self.console = Console(self.total_steps)
+        self.skipped_steps = 0
+        """Since the run began, as far as the host has heard: of all but the last two steps."""
+        self._stands_at = (0, 0)
+        self._tokens_per_step = job.training.global_batch_size * job.training.seq_len
+        self._checkpoint_seconds = self._stall_seconds = 0.0
+        self.console = Console(job.training.steps, colour=not job.metrics.disable_color_printing)
+        self._exports = LiveExports()
         if self.is_writer:
             self.run_log = RunLog(RunFolder(Path(job.job.dump_folder)).log_file)
 
@@ -54,15 +64,42 @@ class CanonMetrics(MetricsProcessor):
 
     def event(self, name: str, **fields: Any) -> None:
         """Append an event to the run's log (rank 0 only), while the folder is this launch's."""
-        if self.run_log is not None and self.may_write():
-            self.run_log.write(name, **fields)
+        if self.run_log is None or not self.may_write():
+            return
+        if name == "checkpoint":
+            self._checkpoint_seconds += fields["seconds"]
+            self._stall_seconds += fields["stall_seconds"]
+        if "step" in fields and "tokens" not in fields:
+            here, tokens = self._stands_at
+            fields["tokens"] = tokens - (here - fields["step"]) * self._tokens_per_step
+        self.run_log.write(name, **fields)
+        self.console.event(name, fields)
+
+    def stands_at(self, step: int, tokens: int) -> None:
+        """Called when a state was loaded and after each step: where the run is, in both counts."""
+        self._stands_at = (step, tokens)
+        if self.is_writer:
+            self.console.stands_at(step)
 
     def begin(self, step: int) -> None:
-        """Start the clocks of a (resumed) run that stands at `step`."""
+        """Start the clocks, the view and the exports of a (resumed) run that stands at `step`."""
         self._logged_at = step
         self.time_last_log = time.perf_counter()
+        if self.run_log is None:
+            return
+        past = read_tail(self.run_log.path, until=None) if is_terminal() else []
+        self.console.begin(step, past)
+        self._exports.start(self.job_config.metrics, self.run_log.path.parent)
+
+    def validation(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Report a held-out loss: `fields` are those of the log's event, but `step`.
+
+        Its `seconds` are taken off the clocks: the speed reported is that of training.
+        """
+        self.event("validation", step=step, **fields)
+        self.time_last_log += fields["seconds"]
         if self.is_writer:
-            self.console.begin(step)
+            self.console.validation(step, fields)
 
     def log(
         self,
@@ -91,7 +128,13 @@ class CanonMetrics(MetricsProcessor):
             "seconds_per_step": seconds / steps,
             "data_wait": data_wait,
             "memory_gib": memory.max_reserved_gib,
+            "skipped_steps": self.skipped_steps,
+            "restarts": self.run_log.segment - 1 if self.run_log is not None else 0,
+            "checkpoint_seconds": self._checkpoint_seconds,
+            "checkpoint_stall_seconds": self._stall_seconds,
         }
+        if "objective" in extra:  # what is minimised, where that is not the loss alone
+            fields["objective"] = extra["objective"]
         if has_accelerator():  # a CPU has no stated peak to be a fraction of
             flops = self.num_flops_per_token * tokens_per_second / self.world_size
             fields["mfu"] = flops / self.gpu_peak_flops
@@ -100,11 +143,12 @@ class CanonMetrics(MetricsProcessor):
         if self.dataloader is not None:
             fields["source_tokens"] = self.dataloader.source_tokens
         self.event("step", **fields)
-        self.logger.log({k: v for k, v in fields.items() if isinstance(v, int | float)}, step)
         if self.is_writer:
             remaining = (self.last_step - step) * seconds / steps
             self.console.report(step, fields, remaining)
+            self._exports.check()
         self._logged_at = step
+        self._checkpoint_seconds = self._stall_seconds = 0.0
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
@@ -127,58 +171,8 @@ class CanonMetrics(MetricsProcessor):
         if self.run_log is not None:
             self.run_log.close()
             self.run_log = None
+        self._exports.finish()
         super().close()
-
-
-class Console:
-    """A bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self, total_steps: int) -> None:
-        self.total_steps = total_steps
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-
-    def begin(self, step: int) -> None:
-        """Show a run that stands at `step`."""
-        if not sys.stdout.isatty():
-            return
-        self._bar = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>5.1f} %  {task.fields[report]}"),
-            TimeRemainingColumn(),
-        )
-        self._task = self._bar.add_task("train", total=self.total_steps, completed=step, report="")
-        self._bar.start()
-
-    def report(self, step: int, fields: dict[str, Any], remaining_s: float) -> None:
-        """Show one step's figures; `remaining_s` seconds are left until this launch ends."""
-        text = (
-            f"loss {fields['loss']:.4f}  grad_norm {fields['grad_norm']:.3f}  "
-            f"lr {fields['lr']:.2e}  {fields['tokens_per_second']:,.0f} tok/s"
-        )
-        if "mfu" in fields:
-            text += f"  MFU {fields['mfu']:.1%}"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step, report=text)
-        else:
-            percent = 100 * step / self.total_steps
-            logger.info(
-                f"step {step}/{self.total_steps}  {percent:.1f} %  {text}  ETA {_hms(remaining_s)}"
-            )
-
-    def end(self) -> None:
-        """Leave the terminal as it was."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-def _hms(seconds: float) -> str:
-    """1:02:03, or 2:03 under an hour."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
 def build_metrics(

@@ -4,34 +4,50 @@ Called by torchtitan's Trainer through the TrainSpec. FSDP2 is applied at one ra
 run has the same numerics (mixed precision above all) and the same checkpoint at any world size.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.llama3.infra.parallelize import apply_compile, apply_fsdp
+from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile
 from torchtitan.tools.utils import device_type
 
+from canon_pretrain.errors import UserError
+from canon_pretrain.model.args import check_choice
 from canon_pretrain.model.init import InitialValue
+from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 
-def parallelize(model: nn.Module, parallel_dims: ParallelDims, job: CanonJobConfig) -> nn.Module:
+def parallelize(
+    model: Transformer, parallel_dims: ParallelDims, job: CanonJobConfig
+) -> Transformer:
     """Activation checkpointing, torch.compile per block and FSDP2, as the job asks; in place.
 
     `model` is on the meta device. Gradients are summed, not averaged: the trainer divides the loss
-    by the tokens of the whole global batch.
+    by the tokens of the whole global batch. Raises UserError for an attention that can't be trained
+    here.
     """
+    check_attention(model, job, device_type)
     compiled = job.compile.enable and "model" in job.compile.components
     if job.activation_checkpoint.mode != "none":
         apply_ac(
             model,
             job.activation_checkpoint,
             model_compile_enabled=compiled,
+            # without it, "selective" by operators would keep none and be "full"
+            op_sac_save_list=_op_sac_save_list,
             base_folder=job.job.dump_folder,
         )
     if compiled:
@@ -47,6 +63,23 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job: CanonJobConf
     return model
 
 
+def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> None:
+    """Raise UserError where the way of attention that was asked for has no training step here."""
+    dtype = job.training.mixed_precision_param
+    way = model.attend.way(device, masked=model.args.document_mask)
+    problem = None
+    if way != "sdpa" and device == "cpu":
+        problem = "which can't be trained on a CPU"
+    elif way == "flash_attn" and dtype == "float32":
+        problem = f"which takes bfloat16, but training.mixed_precision_param = {dtype}"
+    if problem:
+        asked = job.model.attention_backend
+        raise UserError(
+            f'model.attention_backend = "{asked}" takes {way} here, {problem}; choose "auto"',
+            shared=True,
+        )
+
+
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
     """The mesh to shard over; torchtitan gives none for a single rank, we do."""
     mesh = parallel_dims.get_optional_mesh("fsdp")
@@ -54,7 +87,7 @@ def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
 
 
 def shard(
-    model: nn.Module,
+    model: Transformer,
     mesh: DeviceMesh,
     *,
     param_dtype: torch.dtype = torch.float32,
@@ -62,20 +95,34 @@ def shard(
     cpu_offload: bool = False,
     policy: str = "default",
 ) -> None:
-    """FSDP2 over `mesh`, in place: the embedding, each block, and norm with output are units."""
-    apply_fsdp(
-        model,
-        mesh,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        pp_enabled=False,
-        cpu_offload=cpu_offload,
-        reshard_after_forward_policy=policy,
-    )
-    if mesh.device_type == "cpu":
-        # gloo has no PREMUL_SUM, which FSDP2 would otherwise use to divide while it reduces
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
+    """FSDP2 over `mesh`, in place: the embedding, each block, and norm with output are units.
+
+    A tied embedding is used first and last in a step, so it stays gathered between the two: it and
+    the norm are the root's. `policy` (torchtitan's fsdp_reshard_after_forward): "never" keeps what
+    forward has gathered for backward, "always" gathers all anew; by "default" backward's first
+    unit, which would be gathered at once again, is kept. Raises UserError for another policy.
+    """
+    check_choice("parallelism.fsdp_reshard_after_forward", policy, ("default", "never", "always"))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+    }
+    if cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    units: list[nn.Module] = list(model.layers.values())
+    if model.output is not None:
+        units.insert(0, model.tok_embeddings)
+    for unit in units:
+        fully_shard(unit, **options, reshard_after_forward=policy != "never")
+    anew = policy == "always"
+    if model.output is not None:
+        fully_shard([model.norm, model.output], **options, reshard_after_forward=anew)
+    fully_shard(model, **options, reshard_after_forward=anew)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            if mesh.device_type == "cpu":
+                # gloo has no PREMUL_SUM, which FSDP2 would otherwise use to divide on the way
                 module.set_force_sum_reduction_for_comms(True)
 
 

@@ -130,7 +130,7 @@ class Resume:
                 saved = [step for step in saved if step <= event["step"]]
         return saved
 
-    def _faults(self, path: Path) -> list[str]:
+    def _faults(self, path: Path, *, weights_suffice: bool = False) -> list[str]:
         """What is wrong with a checkpoint; each rank reads its share of the files.
 
         What another rank alone finds wrong is looked at by rank 0 as well: where it is right there,
@@ -146,7 +146,7 @@ class Resume:
                 path, manifest, by_size[self._council.rank :: self._council.world_size]
             )
             if self._council.rank == 0:
-                faults += _faults_of_the_whole(path, manifest)
+                faults += _faults_of_the_whole(path, manifest, weights_suffice)
         except DamagedCheckpoint as error:
             faults = [str(error)]
         except OSError as error:
@@ -196,11 +196,13 @@ class Resume:
         if not initial:
             return
         path = Path(initial)
-        faults = self._faults(path) if path.is_dir() else ["there is no such folder"]
+        faults = ["there is no such folder"]
+        if path.is_dir():
+            faults = self._faults(path, weights_suffice=model_only)
         if faults:
             raise UserError(
                 f"checkpoint.initial_load_path = {initial}: {'; '.join(faults)}. Expected a whole "
-                "checkpoint of this project, RUN/checkpoint/step-N",
+                "checkpoint of this project: RUN/checkpoint/step-N, or what an import wrote",
                 shared=True,
             )
         self._read(path, model_only=model_only)
@@ -247,12 +249,12 @@ def leave_branch(
         event("archive", step=step, moved_to=str(kept))
 
 
-def _faults_of_the_whole(path: Path, manifest: Manifest) -> list[str]:
+def _faults_of_the_whole(path: Path, manifest: Manifest, weights_suffice: bool) -> list[str]:
     """What is wrong besides the content of the files that the manifest names."""
     faults = [
         f"{name} is not in the manifest" for name in files_of(path) if name not in manifest.files
     ]
-    if manifest.kind != "full":
+    if manifest.kind != "full" and not weights_suffice:
         faults.append("it holds weights alone and can't be resumed")
     if path.name != f"step-{manifest.step}":
         faults.append(f"its manifest is that of step {manifest.step}")

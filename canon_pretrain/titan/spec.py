@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.model import BaseModelArgs
@@ -14,9 +13,11 @@ from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token, num_p
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.data import build_dataloader
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.loss import build_loss
 from canon_pretrain.titan.metrics import build_metrics
 from canon_pretrain.titan.parallelize import parallelize, write_shard
 from canon_pretrain.titan.schedule import build_schedule
+from canon_pretrain.titan.validation import build_validator
 
 
 @dataclass
@@ -68,8 +69,9 @@ def register() -> None:
         build_lr_schedulers_fn=build_schedule,
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=None,
-        build_loss_fn=build_cross_entropy_loss,
+        build_loss_fn=build_loss,
         build_metrics_processor_fn=build_metrics,
+        build_validator_fn=build_validator,
     )
     if "canon" not in train_spec._extra_train_specs:  # it refuses a second time in one process
         train_spec.register_train_spec("canon", spec)

@@ -20,10 +20,11 @@ import torchtitan.train
 from torch import Tensor
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
-from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.once import FRESH, was_obeyed
+from canon_pretrain.run.provenance import LaunchRecord
+from canon_pretrain.run.redaction import publishable
 from canon_pretrain.run.session import Session
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
 from canon_pretrain.titan import launch
@@ -33,6 +34,8 @@ from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, Ste
 from canon_pretrain.titan.identity import check_identity, config_changes, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.metrics import CanonMetrics
+from canon_pretrain.titan.profiling import named_data, profiling
+from canon_pretrain.titan.validation import CanonValidator, knows_validation
 
 # the Trainer makes the manager that this name stands for
 torchtitan.train.CheckpointManager = CanonCheckpointManager
@@ -49,6 +52,9 @@ class CanonTrainer(torchtitan.train.Trainer):
     job_config: CanonJobConfig
     metrics_processor: CanonMetrics
     checkpointer: CanonCheckpointManager
+    validator: CanonValidator  # where validation.enable is true
+    launch_record: LaunchRecord | None = None
+    """What train.py has rank 0 write down about this launch; none above rank 0, and in benches."""
 
     def __init__(
         self, job: CanonJobConfig, *, world_size: int, fingerprint: str, session: Session
@@ -62,7 +68,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         fresh = job.checkpoint.fresh and not was_obeyed(self.folder.obeyed_file, FRESH)
         allowed = job.run.allow_changes
         self.changes = {} if fresh else check_identity(self.folder, self.identity, allowed)
-        self.config = job.to_dict()
+        self.config = publishable(job.to_dict())
         # whoever reads the run may stand in another folder
         self.config["data"] |= absolute_folders(job.data)
         self.config_changes = {} if fresh else config_changes(self.folder, self.config)
@@ -78,6 +84,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
         # every label counts, so the number that a loss is divided by is known to all ranks
         self._labels_per_step = torch.tensor(float(self.tokens_per_step), device=self.device)
+        self._has_objective = bool(job.loss.z_loss or job.loss.squared_loss)
         self.tokens = 0
         self.guards = StepGuards(job.guards, self.device)
         self.readback = Readback(self.device)
@@ -142,16 +149,22 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.checkpointer.load(step=job.checkpoint.load_step)
         if self.step:  # also where the state came from checkpoint.initial_load_path
             self._impose_hyperparameters()
+        self.metrics_processor.stands_at(self.step, self.tokens)
+        self.metrics_processor.skipped_steps = int(self.guards.counters[SKIPPED])
         first = self.step
         if first >= job.last_step:
+            self._validate(if_missed=True)
             launch.nothing_to_do(self)
             return
         self.checkpointer.check_room()
         launch.announce(self)
+        logger.info(f"attention by {self.model_parts[0].attend.describe(self.device.type)}")
+        self._validate(if_missed=True)
         stop = self._loop()
         if stop and LOST_LOCK in stop:
             raise UserError(f"stopped after step {self.step} without saving: {stop}", shared=True)
         self._save_last()
+        self._validate()  # whoever asked to stop may not wait for more than the checkpoint
         self.checkpointer.settle()
         launch.finish(self, stop)
 
@@ -169,31 +182,42 @@ class CanonTrainer(torchtitan.train.Trainer):
             shared=True,
         )
 
+    def _validate(self, *, if_missed: bool = False) -> bool:
+        """Score the held-out part, if that is due after this step; gives whether it was.
+
+        With `if_missed`, unless the log has it: a launch may have ended before it could.
+        """
+        if not self.job_config.validation.enable or not self.validator.should_validate(self.step):
+            return False
+        if if_missed and knows_validation(self.folder.log_file, self.step):
+            return False
+        self.session.progress(self.step, "validating")
+        fields = self.validator.validate(self.model_parts, self.step)
+        self.metrics_processor.validation(self.step, {"tokens": self.tokens, **fields})
+        return True
+
     # -- the loop ----------------------------------------------------------------------------
 
     def _loop(self) -> str | None:
         """Steps until this launch's last one; gives what asked to stop, if anything did."""
         job = self.job_config
-        settings = {"global_step": self.step, "base_folder": job.job.dump_folder}
         stop: str | None = None
-        with (
-            maybe_enable_profiling(job.profiling, **settings) as profiler,
-            maybe_enable_memory_snapshot(job.profiling, **settings) as snapshot,
-            self._hang_watch() as arm,
-        ):
-            data = self.batch_generator(self.dataloader)
+        with profiling(job, self.model_parts, step=self.step) as tools, self._hang_watch() as arm:
+            data = named_data(self.batch_generator(self.dataloader))
             begin, first = time.monotonic(), self.step
             while self.step < job.last_step and stop is None:
                 stop = self.advance(data)
-                for tool in (profiler, snapshot):
-                    if tool:
-                        tool.step()
+                self.metrics_processor.stands_at(self.step, self.tokens)
+                for tool in tools:
+                    tool.step()
                 if self.step == first + 1:
                     # lazy initialisation and compilation are over, on a resumed run as well
                     limit = timedelta(seconds=job.comm.train_timeout_seconds)
                     dist_utils.set_pg_timeouts(timeout=limit, parallel_dims=self.parallel_dims)
                     begin = time.monotonic()
                 arm()
+                if stop is None and self.step < job.last_step and self._validate():
+                    arm()
                 paced = self.step - first - 1
                 pace = (time.monotonic() - begin) / paced if paced else None
                 self.session.progress(self.step, "training", pace)
@@ -223,30 +247,45 @@ class CanonTrainer(torchtitan.train.Trainer):
         for _ in range(self.gradient_accumulation_steps):
             inputs, labels = next(data_iterator)
             inputs = {name: self._to_device(tensor) for name, tensor in inputs.items()}
-            loss = self.forward_backward_step(
-                input_dict=inputs,
-                labels=self._to_device(labels),
-                global_valid_tokens=self._labels_per_step,
+            losses.append(
+                self.forward_backward_step(
+                    input_dict=inputs,
+                    labels=self._to_device(labels),
+                    global_valid_tokens=self._labels_per_step,
+                )
             )
-            losses.append(loss.detach())
-        own_loss = torch.stack(losses).sum()
+        own_losses = torch.stack(losses).sum(dim=0)
         grad_norm = dist_utils.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],
             self.job_config.training.max_norm,
             foreach=True,
         )
-        loss = self._share(own_loss, grad_norm)
+        loss, objective = self._share(own_losses, grad_norm)
         self.lr_schedulers.step()
         if self.metrics_processor.should_log(self.step):
-            largest = own_loss * dist.get_world_size()
+            largest = own_losses[0] * dist.get_world_size()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            extra = {"n_tokens_seen": self.tokens, "lr": rate}
+            if self._has_objective:
+                extra["objective"] = objective.item()
             self.metrics_processor.log(
-                self.step,
-                loss.item(),
-                largest.item(),
-                grad_norm.item(),
-                extra_metrics={"n_tokens_seen": self.tokens, "lr": rate},
+                self.step, loss.item(), largest.item(), grad_norm.item(), extra_metrics=extra
             )
+
+    def forward_backward_step(
+        self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
+    ) -> Tensor:
+        """Add a micro-batch's gradients; gives its cross-entropy and what is minimised, [2].
+
+        In the place of torchtitan's, which knows one loss only.
+        """
+        with self.train_context():
+            logits = self.model_parts[0](input_dict["input"])
+            sums = self.loss_fn(logits, labels)
+            del logits  # backward needs the room
+            loss, objective = (each / global_valid_tokens for each in sums)
+            objective.backward()
+        return torch.stack([loss.detach(), objective.detach()])
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         """A copy that the host does not wait for: out of pinned memory, where there is a GPU."""
@@ -254,20 +293,21 @@ class CanonTrainer(torchtitan.train.Trainer):
             return tensor.to(self.device)
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def _share(self, own_loss: Tensor, grad_norm: Tensor) -> Tensor:
+    def _share(self, own_losses: Tensor, grad_norm: Tensor) -> Tensor:
         """Add up losses and requests to stop over the ranks, judge the step, and take it or not.
 
-        Gives the loss of the global batch. What the host should know of the step is sent to it.
+        Gives the global batch's cross-entropy, which is judged, and what was minimised; [2]. What
+        the host should know of the step is sent to it.
         """
         requests = torch.tensor(self.session.stop.poll(), dtype=torch.float32)
-        shared = torch.cat([own_loss.float()[None], self._to_device(requests)])
+        shared = torch.cat([own_losses.float(), self._to_device(requests)])
         dist.all_reduce(shared)
         self.checkpointer.maybe_wait_for_staging()  # the guards' counters are being copied too
         skip = self.guards.judge(shared[0], grad_norm)
         self._step_unless(skip)
         report = [shared.double(), grad_norm.double()[None], skip.double()[None]]
         self.readback.push(self.step, torch.cat([*report, self.guards.counters]))
-        return shared[0]
+        return shared[:2]
 
     def _step_unless(self, skip: Tensor) -> None:
         """The optimizers' step, which changes nothing where `skip` is 1."""
@@ -283,8 +323,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         """Take note of past steps; gives what asks to stop. Raises UserError when guards halt."""
         stop: str | None = None
         for step, values in reports:
-            loss, *rest = values
+            loss, _, *rest = values
             asked, (grad_norm, skip, *counters) = rest[: len(REASONS)], rest[len(REASONS) :]
+            self.metrics_processor.skipped_steps = int(counters[SKIPPED])
             if any(asked):
                 stop = describe([value > 0 for value in asked])
             if skip:

@@ -1,19 +1,11 @@
 "use strict";
 // Draws the page's plots from its own JSON; what can be read without it stands in the tables.
 (() => {
-  const splits = JSON.parse(document.getElementById("content").textContent)
-    .filter((split) => split.documents > 0);
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const touch = matchMedia("(pointer: coarse)");
-  const bar = () => !touch.matches && innerWidth >= 600;
+  const { color, plain, grouped } = page;
+  const splits = page.content.filter((split) => split.documents > 0);
   const MOST_GROUPS = 20;
 
-  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const splitColor = (split) => color(split.split === "train" ? "--split-0" : "--split-1");
-  // plotly reads its texts as a kind of HTML
-  const plain = (text) =>
-    text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const grouped = (count) => count.toLocaleString("en-US");
   const cut = (text) => (text.length > 30 ? `${text.slice(0, 29)}…` : text);
 
   function lengthTrace(split, field) {
@@ -64,28 +56,15 @@
   }
 
   function layout(xaxis, yaxis) {
-    const axis = {
-      gridcolor: color("--grid"), zeroline: false, linecolor: color("--line"), automargin: true,
-    };
+    const common = page.layout();
     return {
-      autosize: true,
-      margin: { l: 52, r: 12, t: bar() ? 28 : 8, b: 40 },
+      ...common,
       showlegend: splits.length > 1,
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
       barmode: "group",
-      modebar: {
-        bgcolor: "rgba(0,0,0,0)", color: color("--soft"), activecolor: color("--ink"),
-      },
-      dragmode: touch.matches ? false : "zoom",
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("--soft") },
-      hoverlabel: {
-        bgcolor: color("--card"), bordercolor: color("--line"), align: "left",
-        font: { color: color("--ink"), size: 12 }, namelength: -1,
-      },
-      xaxis: { ...axis, ...xaxis },
-      yaxis: { ...axis, ...yaxis },
+      hoverlabel: { ...common.hoverlabel, align: "left" },
+      xaxis: { ...page.axis(), ...xaxis },
+      yaxis: { ...page.axis(), ...yaxis },
     };
   }
 
@@ -120,13 +99,8 @@
 
   const drawAll = () => Promise.all(Object.entries(plots).map(([name, plot]) => {
     const place = document.getElementById(`plot-${name}`);
-    return place && Plotly.react(place, ...plot(), {
-      responsive: true, displaylogo: false, displayModeBar: bar() ? "hover" : false,
-      // named one by one: plotly's own set has a button that sends the chart to its makers
-      modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
-    });
+    return place && Plotly.react(place, ...plot(), page.config());
   }));
 
-  dark.addEventListener("change", drawAll);
-  drawAll().then(() => document.documentElement.setAttribute("data-drawn", "yes"));
+  page.start(drawAll);
 })();

@@ -1,23 +1,8 @@
 "use strict";
 // Draws the page's curves from its own JSON; what can be read without it stands in the HTML.
 (() => {
-  const content = JSON.parse(document.getElementById("content").textContent);
+  const { content, color, runColor, plain, short, grouped } = page;
   const hidden = new Set();
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const touch = matchMedia("(pointer: coarse)");
-  const bar = () => !touch.matches && innerWidth >= 600;
-  const dashes = ["solid", "dash", "dot", "dashdot"];
-
-  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const runColor = (k) => color(`--run-${k % 8}`);
-  // plotly reads its texts as a kind of HTML
-  const plain = (text) =>
-    text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const short = (text) => {  // on a phone the hover box has room for less
-    const half = innerWidth < 600 ? 6 : 16;
-    return text.length > 2 * half + 2 ? `${text.slice(0, half)}…${text.slice(-half)}` : text;
-  };
-  const grouped = (count) => count.toLocaleString("en-US");
 
   function valueTrace(curve, line, k) {
     const { values } = line;
@@ -34,8 +19,7 @@
       customdata: line.steps.map(grouped),
       connectgaps: false,
       line: {
-        color: runColor(k), width: values.length > 1000 ? 1.2 : 1.8,
-        dash: dashes[Math.floor(k / 8) % dashes.length],
+        color: runColor(k), width: values.length > 1000 ? 1.2 : 1.8, dash: page.runDash(k),
       },
       marker: { color: runColor(k), size: values.length <= 40 ? 5 : alone.map((a) => (a ? 5 : 0)) },
       hovertemplate:
@@ -87,33 +71,19 @@
   });
 
   function layout(curve, logScale) {
-    const axis = {
-      gridcolor: color("--grid"), zeroline: false, linecolor: color("--line"), automargin: true,
-    };
+    const axis = page.axis();
     const restarts = curve.field === "tokens_per_second"
       ? content.runs.flatMap((run, k) => (hidden.has(k) ? [] : run.restarts
         .filter((restart) => restart.tokens !== null).map((restart) => restartLine(restart, k))))
       : [];
     return {
-      autosize: true,
-      margin: { l: 52, r: 12, t: bar() ? 28 : 8, b: 40 },
+      ...page.layout(),
       showlegend: false,
       hovermode: "x unified",
       hoverdistance: 30,
-      modebar: {
-        bgcolor: "rgba(0,0,0,0)", color: color("--soft"), activecolor: color("--ink"),
-      },
-      dragmode: touch.matches ? false : "zoom",
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("--soft") },
-      hoverlabel: {
-        bgcolor: color("--card"), bordercolor: color("--line"),
-        font: { color: color("--ink"), size: 12 }, namelength: -1,
-      },
       xaxis: {
         ...axis, title: { text: "tokens", standoff: 8 }, exponentformat: "B",
-        unifiedhovertitle: { text: "%{x:,d} tokens" }, nticks: innerWidth < 600 ? 5 : 10,
+        unifiedhovertitle: { text: "%{x:,d} tokens" }, nticks: page.narrow() ? 5 : 10,
         showspikes: false,
       },
       yaxis: {
@@ -132,11 +102,7 @@
       if (curve.field === "tokens_per_second") all.push(restartTrace(content.runs[k], k));
       return all.map((trace) => ({ ...trace, visible: !hidden.has(k) }));
     });
-    return Plotly.react(`curve-${curve.field}`, traces, layout(curve, logScale), {
-      responsive: true, displaylogo: false, displayModeBar: bar() ? "hover" : false,
-      // named one by one: plotly's own set has a button that sends the chart to its makers
-      modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
-    });
+    return Plotly.react(`curve-${curve.field}`, traces, layout(curve, logScale), page.config());
   }
 
   const drawAll = () => Promise.all(content.curves.map(draw));
@@ -153,6 +119,5 @@
       drawAll();
     });
   }
-  dark.addEventListener("change", drawAll);
-  drawAll().then(() => document.documentElement.setAttribute("data-drawn", "yes"));
+  page.start(drawAll);
 })();

@@ -1,0 +1,50 @@
+"""Which run a checkpoint is of, and the model that the run's config.json records.
+
+Evaluation and export read a checkpoint with it; no torchtitan and no torch here.
+"""
+
+from dataclasses import fields
+from pathlib import Path
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.run.folder import RunFolder
+
+_FLOORS = 3  # RUN/archive/K-LABEL/checkpoint/step-N
+
+
+def run_of_checkpoint(checkpoint: Path) -> RunFolder:
+    """The run folder of RUN/checkpoint/step-N, or of a step in one of its archives.
+
+    An archived run has a config.json of its own, a mere branch has not: the nearest one counts.
+    """
+    above = [Path(checkpoint).absolute(), Path(checkpoint).resolve()]
+    for path in above:  # RUN/checkpoint may be a link to another disk
+        for folder in list(path.parents)[1 : 1 + _FLOORS]:
+            if _holds_a_run(RunFolder(folder)):
+                return RunFolder(folder)
+    return RunFolder.of_checkpoint(Path(checkpoint))
+
+
+def _holds_a_run(folder: RunFolder) -> bool:
+    """Whether there is a run's config.json: other programs write files of that name too."""
+    return folder.config_file.is_file() and "identity" in folder.read_config()
+
+
+def model_args_of(folder: RunFolder) -> ModelArgs:
+    """The architecture that a run folder's config.json records.
+
+    Raises UserError where it does not record the architecture as this version knows it.
+    """
+    identity = folder.read_config()["identity"]
+    given = {}
+    for f in fields(ModelArgs):
+        # what an earlier version had no name for is the default
+        found = given[f.name] = identity.get(f"model.{f.name}", f.default)
+        known = (int, float) if isinstance(f.default, float) else (type(f.default),)
+        if type(found) not in known:
+            raise UserError(
+                f"{folder.config_file} gives model.{f.name} as {found!r}, expected a value like "
+                f"{f.default!r}: another version of this program wrote it; use that one"
+            )
+    return ModelArgs(**given)

@@ -1,0 +1,97 @@
+"""Checkpoints to Hugging Face folders, and back.
+
+    python -m canon_pretrain.hf export RUN/checkpoint/step-N OUT [--dtype bfloat16] [--force]
+    python -m canon_pretrain.hf import HF_FOLDER OUT [--state-from RUN/checkpoint/step-N]
+
+Neither needs a GPU. Exit code 2: bad input, and nothing was written.
+"""
+
+import argparse
+from pathlib import Path
+
+from canon_pretrain.errors import UserError, exit_with
+
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`python -m canon_pretrain.hf`; exits with code 2 for bad input."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except UserError as error:
+        exit_with(error)
+    except OSError as error:
+        exit_with(UserError(f"{error.filename or arguments.out}: {error.strerror or error}"))
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from canon_pretrain.hf.export import export  # torch, behind the parser
+
+    export(
+        arguments.checkpoint,
+        arguments.out,
+        dtype=arguments.dtype,
+        tokenizer=arguments.tokenizer,
+        with_tokenizer=not arguments.no_tokenizer,
+        force=arguments.force,
+    )
+    print(f"exported to {arguments.out}")
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from canon_pretrain.hf.reading import import_folder  # torch, behind the parser
+
+    found = import_folder(
+        arguments.folder,
+        arguments.out,
+        step=arguments.step,
+        state_from=arguments.state_from,
+        ignore=arguments.ignore,
+    )
+    print(f"imported to {found.checkpoint}; the [model] section is {found.model_toml}")
+    model_only = [] if arguments.state_from else ["--checkpoint.initial_load_model_only"]
+    if arguments.state_from:
+        model_only = ["--checkpoint.no_initial_load_model_only"]
+    words = ["--checkpoint.initial_load_path", str(found.checkpoint), *model_only]
+    print(f"train on from it in a new run folder with: {' '.join(words)}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m canon_pretrain.hf", description="Checkpoints to Hugging Face and back."
+    )
+    commands = parser.add_subparsers(required=True)
+    out = commands.add_parser("export", help="a checkpoint as a folder for transformers")
+    out.add_argument("checkpoint", type=Path, metavar="RUN/checkpoint/step-N")
+    out.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    out.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    out.add_argument("--tokenizer", type=Path, metavar="PATH", help="where the tokenizer is now")
+    out.add_argument("--no-tokenizer", action="store_true", help="weights and code alone")
+    out.add_argument("--force", action="store_true", help="replace an earlier export")
+    out.set_defaults(run=_export)
+    into = commands.add_parser("import", help="a Hugging Face folder as a checkpoint")
+    into.add_argument("folder", type=Path, metavar="HF_FOLDER")
+    into.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    into.add_argument(
+        "--state-from",
+        type=Path,
+        metavar="RUN/checkpoint/step-N",
+        help="take optimizer, schedule and data position from here, for a run that goes on",
+    )
+    into.add_argument("--step", type=int, default=0, metavar="N", help="the checkpoint's name (0)")
+    into.add_argument(
+        "--ignore",
+        nargs="+",
+        default=[],
+        metavar="FIELD",
+        help="fields of config.json that are known to change nothing",
+    )
+    into.set_defaults(run=_import)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

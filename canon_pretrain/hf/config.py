@@ -1,0 +1,240 @@
+"""ModelArgs and the fields of config.json, both ways.
+
+Where the released LlamaCanonConfig can express a model, its fields alone say what the model
+computes. What it can't express stands in the sub-dictionary `canon_pretrain`, and `rope_version` is
+then a word that the released class refuses: it would load such weights and compute something else.
+
+Used by export.py and reading.py; a copy travels with every export. No torch, no transformers.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.model.args import ModelArgs
+
+MODEL_TYPE = "LlamaCanon"
+ARCHITECTURE = "LlamaCanonForCausalLM"
+OWN = "canon_pretrain"
+"""The sub-dictionary, and the `rope_version` of what the released class can't express."""
+LINGUA, HUGGINGFACE = "lingua", "huggingface"
+
+NO_ROTATION = 1e30
+"""Every angle divided by this: how a config.json with rotary positions says NoPE."""
+_LEAST_NO_ROTATION = 1e20
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "use_cache": True,
+    "pretraining_tp": 1,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "rope_version": HUGGINGFACE,
+    "rope_dim": None,
+    "partial_rotary_factor": None,
+    "qk_norm": False,
+    "canon_set": "",
+    "canon_kernel": 4,
+    "canon_bias": False,
+    "canon_activation": False,
+    "canon_residual": True,
+}
+"""What a field that config.json leaves out means, in the released class and in Llama's."""
+
+# what only the sub-dictionary can say, by its name in ModelArgs; the second part changes how a
+# model is trained and not what it computes
+_CHANGES_THE_MODEL = ("position", "ffn", "qk_norm", "document_mask")
+_CHANGES_TRAINING = ("eos_id", "canon_trainable", "init", "init_seed")
+_OWN_POSITIONS = ("alibi", "h_alibi", "partial_rope_a", "partial_rope_b")
+
+
+def to_fields(args: ModelArgs) -> dict[str, Any]:
+    """The fields of config.json that describe `args`."""
+    own = _own(args)
+    is_expressible = not own.keys() & set(_CHANGES_THE_MODEL)
+    found: dict[str, Any] = {
+        **DEFAULTS,
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "intermediate_size": args.ffn_dim,
+        "num_hidden_layers": args.num_layers,
+        "num_attention_heads": args.num_heads,
+        "num_key_value_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+        "hidden_act": args.ffn_activation,
+        "max_position_embeddings": args.max_seq_len,
+        "rms_norm_eps": args.norm_eps,
+        "tie_word_embeddings": args.tie_embeddings,
+        "rope_theta": args.rope_theta,
+        "rope_version": LINGUA if is_expressible else OWN,
+        "qk_norm": args.qk_norm != "none",
+        "canon_set": args.canon_set,
+        "canon_kernel": args.canon_kernel,
+        "canon_activation": args.canon_activation,
+        "canon_residual": args.canon_residual,
+    }
+    if args.position == "nope":
+        found["rope_scaling"] = {"rope_type": "linear", "factor": NO_ROTATION}
+    if args.position == "partial_rope_c":
+        found["rope_dim"] = args.rope_dim
+        found["partial_rotary_factor"] = args.rope_dim / args.head_dim
+    if own:
+        found[OWN] = own
+    return found
+
+
+def _own(args: ModelArgs) -> dict[str, Any]:
+    """What of `args` the released class has no field for."""
+    own: dict[str, Any] = {}
+    if args.position in _OWN_POSITIONS:
+        own["position"] = args.position
+    if args.ffn != "gated":
+        own["ffn"] = args.ffn
+    if args.qk_norm == "per_head":
+        own["qk_norm"] = args.qk_norm
+    if args.document_mask:
+        own |= {"document_mask": True, "eos_id": args.eos_id}
+    for name in _CHANGES_TRAINING:
+        if getattr(args, name) != getattr(ModelArgs, name):
+            own[name] = getattr(args, name)
+    return own
+
+
+def to_args(given: Mapping[str, Any]) -> ModelArgs:
+    """The model that the fields of a config.json describe; what they leave out is DEFAULTS'.
+
+    `rope_version` only says how the weights are laid out, and is `layout`'s. Raises UserError,
+    naming the field, for what these models can't be.
+    """
+    found = DEFAULTS | dict(given)
+    _refuse_others(found)
+    own = _own_fields(found)
+    num_heads = found["num_attention_heads"]
+    num_kv_heads = found["num_key_value_heads"] or num_heads
+    known = {
+        "vocab_size": found["vocab_size"],
+        "num_layers": found["num_hidden_layers"],
+        "dim": found["hidden_size"],
+        "num_heads": num_heads,
+        "num_kv_heads": 0 if num_kv_heads == num_heads else num_kv_heads,
+        "ffn_dim": found["intermediate_size"],
+        "ffn_activation": found["hidden_act"],
+        "max_seq_len": found["max_position_embeddings"],
+        "norm_eps": float(found["rms_norm_eps"]),
+        "position": _position(found),
+        "rope_theta": float(_rope(found).get("rope_theta") or found["rope_theta"]),
+        "canon_set": found["canon_set"] or "",
+        "qk_norm": "full" if found["qk_norm"] else "none",
+        "tie_embeddings": bool(found["tie_word_embeddings"]),
+    }
+    if known["canon_set"]:  # options of what is not there mean nothing
+        known |= {
+            "canon_kernel": found["canon_kernel"],
+            "canon_residual": found["canon_residual"],
+            "canon_activation": found["canon_activation"],
+        }
+    return ModelArgs(**(known | own))
+
+
+def layout(given: Mapping[str, Any]) -> str:
+    """How the rotated dims of a head lie: LINGUA in pairs, HUGGINGFACE in halves.
+
+    Raises UserError for a rope_version of neither.
+    """
+    version = {**DEFAULTS, **given}["rope_version"]
+    if version == OWN:
+        return LINGUA
+    if version not in (LINGUA, HUGGINGFACE):
+        raise UserError(
+            f'rope_version = "{version}" is not known; expected "{LINGUA}" or "{HUGGINGFACE}"'
+        )
+    return version
+
+
+def _refuse_others(found: Mapping[str, Any]) -> None:
+    """Raise UserError for a field whose value no model of ours has."""
+    for name in ("attention_bias", "mlp_bias", "canon_bias", "attention_dropout", "sliding_window"):
+        if found.get(name):
+            _refuse(name, found[name], "these models have none")
+    if found["hidden_act"] not in ("silu", "relu2"):
+        _refuse("hidden_act", found["hidden_act"], "these models have silu or relu2")
+    size = found["hidden_size"] // found["num_attention_heads"]
+    if found["head_dim"] not in (None, size):
+        _refuse("head_dim", found["head_dim"], f"here it is hidden_size / heads = {size}")
+    if found["qk_norm"] not in (True, False, None):
+        _refuse("qk_norm", found["qk_norm"], "expected true or false")
+
+
+def _own_fields(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The sub-dictionary's entries; UserError for one that no model of ours has."""
+    own = found.get(OWN) or {}
+    types = {f.name: type(f.default) for f in fields(ModelArgs) if f.default is not MISSING}
+    for name, value in own.items():
+        if name not in _CHANGES_THE_MODEL + _CHANGES_TRAINING or type(value) is not types[name]:
+            _refuse(f"{OWN}.{name}", value, "another version of canon_pretrain wrote it")
+    return dict(own)
+
+
+def _rope(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What there is about rotary positions: transformers 5 writes it under another name."""
+    return found.get("rope_parameters") or found.get("rope_scaling") or {}
+
+
+def _position(found: Mapping[str, Any]) -> str:
+    """`nope`, `rope` or `partial_rope_c`."""
+    rope = _rope(found)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "linear" and float(rope["factor"]) >= _LEAST_NO_ROTATION:
+        return "nope"
+    if kind != "default":
+        text = f"these models scale no angle; only a linear factor of {NO_ROTATION:g} (NoPE) is"
+        _refuse("rope_scaling", dict(rope), text + " known")
+    head_dim = found["hidden_size"] // found["num_attention_heads"]
+    factor = found["partial_rotary_factor"] or rope.get("partial_rotary_factor") or 1.0
+    rope_dim = found["rope_dim"]
+    if rope_dim is None and factor != 1.0:
+        _refuse("partial_rotary_factor", factor, "it says nothing without rope_dim")
+    if rope_dim is not None and found["partial_rotary_factor"] not in (None, rope_dim / head_dim):
+        _refuse("partial_rotary_factor", factor, f"rope_dim / head_dim is {rope_dim / head_dim}")
+    if rope_dim in (None, head_dim):
+        return "rope"
+    if 4 * rope_dim != head_dim:
+        _refuse(
+            "rope_dim", rope_dim, f"these models rotate all {head_dim} dims of a head or a quarter"
+        )
+    return "partial_rope_c"
+
+
+def _refuse(name: str, value: object, why: str) -> None:
+    raise UserError(f"config.json has {name} = {value!r}: {why}")
+
+
+def unknown(given: Iterable[str]) -> list[str]:
+    """The names of fields that are neither read here nor known to change nothing."""
+    return sorted(set(given) - DEFAULTS.keys() - _READ - _CHANGES_NOTHING)
+
+
+_READ = {"rope_parameters", "sliding_window", OWN, "model_type"}
+_CHANGES_NOTHING = {
+    "_name_or_path", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype",
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
+    "return_dict", "output_hidden_states", "output_attentions", "is_encoder_decoder",
+    "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type",
+    "tokenizer_class", "model_max_length", "_attn_implementation_autoset",
+    "attn_implementation",
+}  # fmt: skip

@@ -1,0 +1,324 @@
+"""An exported model in transformers: from_pretrained(OUT, trust_remote_code=True).
+
+The model is `Transformer`, as it was trained; the files beside this one are copies of its own. Its
+parts hang in a tree with the names of LlamaCanonForCausalLM, which is what transformers loads,
+saves, moves and counts. What stands in the tree is what is computed with: a part that is replaced
+(LoRA, a larger vocabulary) is taken up by the next forward pass.
+
+Shapes: B rows, T tokens, S tokens with those before them, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.configuration_utils import PretrainedConfig
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+
+from canon_pretrain.hf.config import DEFAULTS, LINGUA, MODEL_TYPE, OWN, layout, to_args
+from canon_pretrain.hf.decoding_cache import DecodingCache
+from canon_pretrain.hf.names import BLOCK, ENDS
+from canon_pretrain.model.canon import Canon
+from canon_pretrain.model.transformer import Transformer, TransformerBlock
+
+
+class LlamaCanonConfig(PretrainedConfig):
+    """The fields of the released LlamaCanonConfig, and our sub-dictionary (see config.py)."""
+
+    model_type = MODEL_TYPE
+    keys_to_ignore_at_inference = ["past_key_values"]
+    # transformers 5 has a property of this name, which renames the field and adds to it
+    rope_scaling = None
+
+    def __init__(self, **kwargs: Any) -> None:
+        rope = kwargs.pop("rope_parameters", None)  # as transformers 5 writes a config
+        for name, default in DEFAULTS.items():
+            setattr(self, name, kwargs.pop(name, default))
+        if rope and self.rope_scaling is None:
+            self.rope_theta = rope.get("rope_theta", self.rope_theta)
+            self.rope_scaling = rope if rope.get("rope_type", "default") != "default" else None
+        setattr(self, OWN, kwargs.pop(OWN, None))
+        ties = self.tie_word_embeddings
+        super().__init__(tie_word_embeddings=ties, **kwargs)
+
+
+class _Part(nn.Module):
+    """A place in the tree that only holds others."""
+
+
+class _Layer(GradientCheckpointingLayer):
+    """A block's place in the tree, through which it is called: hooks and sharding see the call."""
+
+    block: TransformerBlock
+
+    def __init__(self, block: TransformerBlock) -> None:
+        super().__init__()
+        object.__setattr__(self, "block", block)  # unregistered: its parts have other names here
+        self.self_attn, self.mlp = _Part(), _Part()
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.block(*args)
+
+
+class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
+    """`Transformer` for transformers; see the module.
+
+    Positions count from the first column of `input_ids` and its cache, padding included, which for
+    relative positions is the same as counting without. Raises ValueError for what it can't do.
+    """
+
+    core: Transformer
+    model: Any
+    lm_head: Any
+    config_class = LlamaCanonConfig
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["_Layer"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _is_stateful = True  # no cache of transformers' own, and no assisted generation
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: LlamaCanonConfig) -> None:
+        super().__init__(config)
+        given = config.to_dict()
+        if layout(given) != LINGUA:
+            raise ValueError(
+                'these weights have rope_version "huggingface", which this code does not read: '
+                "turn them into a checkpoint with `python -m canon_pretrain.hf import`"
+            )
+        backend = "flex" if config._attn_implementation == "flex_attention" else "sdpa"
+        core = Transformer(to_args(given), attention_backend=backend)
+        object.__setattr__(self, "core", core)
+        self.model = _Part()
+        blocks: Any = core.layers.values()
+        self.model.layers = nn.ModuleList(_Layer(block) for block in blocks)
+        self._places = list(self._hang_up())
+        if config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self._places.append((core, "output", self, "lm_head"))
+        self.post_init()
+
+    def _hang_up(self) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+        """Give every part of the model its place in the tree; yields both."""
+        core = self.core
+        for ours, theirs in ENDS:
+            yield from _hang(core, ours, self, theirs)
+        for number, layer in enumerate(self.model.layers):
+            for ours, theirs in BLOCK:
+                yield from _hang(layer.block, ours, layer, theirs)
+            core.layers[str(number)] = layer
+
+    def _bind(self) -> None:
+        """Compute with what stands in the tree, which may have been replaced since."""
+        if getattr(self, "_is_replica", False):
+            raise ValueError(
+                "nn.DataParallel can't copy this model; use one process a GPU (torchrun, "
+                "accelerate launch), or one GPU"
+            )
+        for owner, name, place, their_name in self._places:
+            part = getattr(place, their_name)
+            if getattr(owner, name) is not part:
+                setattr(owner, name, part)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """First values of a model that is not loaded, by the laws of model/init.py."""
+        if isinstance(module, Canon):
+            bound = self.core.args.canon_bound
+            nn.init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            if self.core.args.init == "lingua":
+                std = module.weight.shape[1] ** -0.5
+                nn.init.trunc_normal_(module.weight, 0.0, std, -3 * std, 3 * std)
+            else:
+                nn.init.normal_(module.weight, 0.0, self.config.initializer_range)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """`generate` asks for a cache here; ours is the only one that this model can use."""
+        asked = generation_config.cache_implementation
+        if asked not in (None, "dynamic"):
+            raise ValueError(
+                f'cache_implementation = "{asked}" is not for this model, whose cache holds '
+                "Canon's last inputs too; leave it out"
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = DecodingCache(self.core.args.num_layers)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: DecodingCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Return logits [B, T, V], or those of the last `logits_to_keep` tokens.
+
+        `attention_mask`: 1 for tokens, 0 for padding on either side, [B, S] or [B, T].
+        `past_key_values`: what an earlier call gave back. `labels` [B, T]: the input's own ids, or
+        -100 where none counts; the loss is the next token's. `position_ids` may be given where they
+        count up by one.
+        """
+        if input_ids is None or inputs_embeds is not None:
+            raise ValueError("this model reads input_ids; inputs_embeds can't be given")
+        if output_attentions or self.config.output_attentions:
+            raise ValueError("this model does not give its attention weights")
+        tokens_BT = input_ids
+        is_real_BT = _real_tokens(attention_mask, tokens_BT, past_key_values)
+        _check_positions(kwargs.get("position_ids"), is_real_BT)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        cache = self._cache(past_key_values, bool(use_cache), tokens_BT)
+        self._bind()
+        core = self.core
+        if core.rope is not None and core.rope.cos_TR.device != tokens_BT.device:
+            core.rope.reset(tokens_BT.device)  # transformers builds models without memory
+        keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
+        wants_states = output_hidden_states or self.config.output_hidden_states
+        with _HiddenStates(self, bool(wants_states)) as states:
+            logits_BTV = core(
+                tokens_BT,
+                is_real_BT=is_real_BT,
+                cache=cache.memory if cache is not None else None,
+                logits_to_keep=keep,
+            )
+        if not isinstance(logits_to_keep, int):
+            logits_BTV = logits_BTV[:, logits_to_keep]
+        loss = None
+        if labels is not None:
+            size = self.config.vocab_size
+            loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=size, **kwargs)
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=logits_BTV, past_key_values=cache, hidden_states=states.found
+        )
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
+
+    def _cache(
+        self, given: DecodingCache | None, use_cache: bool, tokens_BT: Tensor
+    ) -> DecodingCache | None:
+        """The cache of this call, checked against its tokens; None for none."""
+        rows, num_tokens = tokens_BT.shape
+        if given is None and not use_cache:
+            cache = None
+        elif given is None:
+            cache = DecodingCache(self.core.args.num_layers)
+        elif isinstance(given, DecodingCache):
+            cache = given
+        else:
+            raise ValueError(
+                f"past_key_values is a {type(given).__name__}; give what this model returned, or "
+                "None: its cache holds Canon's last inputs too"
+            )
+        before = cache.memory.length if cache is not None else 0
+        limit = self.config.max_position_embeddings
+        if before + num_tokens > limit:
+            raise ValueError(
+                f"{before + num_tokens} tokens are more than max_position_embeddings = {limit}; "
+                "load the model with from_pretrained(..., max_position_embeddings=N) for longer "
+                "sequences than it was trained on"
+            )
+        if cache is not None and cache.rows not in (0, rows):
+            raise ValueError(f"past_key_values is of {cache.rows} rows, input_ids of {rows}")
+        if cache is not None:
+            cache.rows = rows
+        return cache
+
+
+def _hang(
+    owner: nn.Module, ours: str, root: nn.Module, theirs: str
+) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+    """Put the part `ours` of `owner`, if there is one, into the tree at `theirs` below `root`."""
+    *path, name = ours.split(".")
+    *their_path, their_name = theirs.split(".")
+    for step in path:
+        owner = getattr(owner, step)
+    for step in their_path:
+        root = getattr(root, step)
+    part = getattr(owner, name)
+    if part is not None:
+        setattr(root, their_name, part)
+        yield owner, name, root, their_name
+
+
+def _real_tokens(
+    attention_mask: Tensor | None, tokens_BT: Tensor, cache: DecodingCache | None
+) -> Tensor | None:
+    """Which of these tokens are no padding; None where all are."""
+    if attention_mask is None:
+        return None
+    rows, num_tokens = tokens_BT.shape
+    before = cache.get_seq_length() if cache is not None else 0
+    if attention_mask.shape not in ((rows, before + num_tokens), (rows, num_tokens)):
+        raise ValueError(
+            f"attention_mask has the shape {tuple(attention_mask.shape)}; expected one number a "
+            f"token, 1 or 0 for padding: {(rows, before + num_tokens)}"
+        )
+    is_real_BT = attention_mask[:, -num_tokens:].bool()
+    # without a mask attention takes its faster way
+    return None if not torch.compiler.is_compiling() and bool(is_real_BT.all()) else is_real_BT
+
+
+def _check_positions(position_ids: Tensor | None, is_real_BT: Tensor | None) -> None:
+    """Raise ValueError unless positions count up by one from token to token of a row."""
+    if position_ids is None or position_ids.shape[-1] < 2:
+        return
+    steps_BT = position_ids.diff(dim=-1)
+    if is_real_BT is not None:
+        between = is_real_BT[:, 1:] & is_real_BT[:, :-1]
+        steps_BT = steps_BT.masked_fill(~between, 1)
+    if not bool((steps_BT == 1).all()):
+        raise ValueError(
+            "position_ids that do not count up by one are not for this model; leave them out"
+        )
+
+
+class _HiddenStates:
+    """While entered, notes what goes into each layer, and what the last norm gives."""
+
+    def __init__(self, model: LlamaCanonForCausalLM, wanted: bool) -> None:
+        self.found: tuple[Tensor, ...] | None = () if wanted else None
+        self._model, self._hooks = model, list[Any]()
+
+    def _note(self, state: Tensor) -> None:
+        self.found = (*(self.found or ()), state)
+
+    def __enter__(self) -> "_HiddenStates":
+        if self.found is not None:
+            tree = self._model.model
+            for layer in tree.layers:
+                hook = layer.register_forward_pre_hook(lambda _, args: self._note(args[0]))
+                self._hooks.append(hook)
+            hook = tree.norm.register_forward_hook(lambda _, args, output: self._note(output))
+            self._hooks.append(hook)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for hook in self._hooks:
+            hook.remove()

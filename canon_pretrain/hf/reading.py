@@ -1,0 +1,296 @@
+"""`python -m canon_pretrain.hf import`: a Hugging Face folder as a checkpoint to train on from.
+
+    HF_FOLDER/config.json, *.safetensors  ->  OUT/step-N/      the weights, float32, with a manifest
+                                              OUT/model.toml   the [model] section, to `extends`
+
+It reads JSON and safetensors alone: no code of the folder is run, and nothing is unpickled. Weights
+of LlamaCanon, of Llama (Canon-free, its rotary halves) and of our own exports are understood.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from canon_pretrain.checkpoint.manifest import verify
+from canon_pretrain.checkpoint.safe_load import read_metadata
+from canon_pretrain.checkpoint.weights import (
+    HASH_WORKERS,
+    TRAINING_STATE,
+    check_checkpoint,
+    checkpoint_step,
+    load_alone,
+    tensor_shapes,
+)
+from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.data.tokenizer import FILE_NAMES
+from canon_pretrain.errors import UserError
+from canon_pretrain.files import fsync_folder, write_atomic
+from canon_pretrain.hf.config import HUGGINGFACE, layout, to_args, unknown
+from canon_pretrain.hf.names import to_hf, to_ours
+from canon_pretrain.model.args import FLAVORS, ModelArgs
+from canon_pretrain.model.transformer import Transformer
+
+CONFIG = "config.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MODEL_TOML = "model.toml"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# tables that old Llama checkpoints hold, which follow from the config
+_TABLES = ".rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import wrote."""
+
+    checkpoint: Path
+    args: ModelArgs
+    model_toml: Path
+
+
+def import_folder(
+    source: Path,
+    out: Path,
+    *,
+    step: int = 0,
+    state_from: Path | None = None,
+    ignore: Iterable[str] = (),
+) -> Imported:
+    """Write the weights of the folder `source` as OUT/step-N; N is `step`, or that of `state_from`.
+
+    `state_from`, a full checkpoint of the same model, gives optimizer, schedule and place in the
+    data: then training goes on after its step as that run would. `ignore` names fields of
+    config.json that are not known here and that the caller knows to change nothing. Takes the
+    memory of the weights in float32 (of the whole state with `state_from`). Raises UserError, with
+    nothing written, for a folder that is not there or not such a model, and where `out` exists.
+    """
+    source, out = Path(source), Path(out)
+    if out.exists():
+        raise UserError(f"{out} exists: name a new folder")
+    config = _read_json(source / CONFIG)
+    if others := sorted(set(unknown(config)) - set(ignore)):
+        raise UserError(
+            f"{source / CONFIG} has {', '.join(others)}, which this version does not know and "
+            "which may change the model. Where they change nothing, say so: "
+            f"--ignore {' '.join(others)}"
+        )
+    args, is_halves = to_args(config), layout(config) == HUGGINGFACE
+    with torch.device("meta"):
+        wanted = {n: p.shape for n, p in Transformer(args).named_parameters()}
+    state: dict[str, Any] = {}
+    if state_from is not None:
+        step = checkpoint_step(state_from)
+        state = _training_state(state_from, wanted)
+    weights = _read_weights(source, wanted, tied=args.tie_embeddings)
+    if is_halves and args.rope_dim:
+        for name, order in _halves_to_pairs(args).items():
+            weights[name] = weights[name][order]
+    temporary = out.with_name(f".importing-{out.name}-{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        save_alone(
+            state | weights,
+            temporary / f"step-{step}",
+            step=step,
+            kind="full" if state else "weights",
+            in_place=True,
+        )
+        write_atomic(temporary / MODEL_TOML, model_toml(args, str(source)).encode())
+        for name in FILE_NAMES:
+            if (source / name).is_file():
+                shutil.copy(source / name, temporary / name)
+        fsync_folder(temporary)
+        os.rename(temporary, out)
+        fsync_folder(out.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return Imported(out / f"step-{step}", args, out / MODEL_TOML)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing: expected a Hugging Face folder, with {CONFIG} and *.safetensors"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds a {type(found).__name__}, expected a JSON object")
+    return found
+
+
+# -- the weights -------------------------------------------------------------------------------
+
+
+def _read_weights(
+    source: Path, wanted: Mapping[str, torch.Size], *, tied: bool
+) -> dict[str, Tensor]:
+    """The parameters of `wanted`, float32, by our names. Raises UserError naming what is wrong."""
+    weights: dict[str, Tensor] = {}
+    extra: list[str] = []
+    for theirs, tensor in _tensors(source):
+        if theirs.endswith(_TABLES):
+            continue
+        ours = _our_name(theirs)
+        if tied and ours == "output.weight":  # some writers store the shared matrix twice
+            ours, stored = "tok_embeddings.weight", weights.get("tok_embeddings.weight")
+            if stored is not None and not torch.equal(stored, tensor.float()):
+                raise UserError(
+                    f"{source}: tie_word_embeddings is true, but {theirs} is not the embedding"
+                )
+        if ours not in wanted:
+            extra.append(theirs)
+            continue
+        if tensor.dtype not in _FLOATS:
+            raise UserError(
+                f"{source}: {theirs} is {str(tensor.dtype).removeprefix('torch.')}; expected "
+                "floating-point weights, not quantized ones"
+            )
+        if tensor.shape != wanted[ours]:
+            raise UserError(
+                f"{source}: {theirs} has the shape {tuple(tensor.shape)}; {CONFIG} asks for "
+                f"{tuple(wanted[ours])}"
+            )
+        weights[ours] = tensor.to(torch.float32)
+    missing = [to_hf(name) for name in wanted if name not in weights]
+    for what, names in (("lacks", missing), ("holds beside the model", extra)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise UserError(
+                f"{source} {what} {', '.join(names[:5])}{more}: it is not the model that its "
+                f"{CONFIG} describes"
+            )
+    return {name: weights[name] for name in wanted}
+
+
+def _our_name(theirs: str) -> str | None:
+    try:
+        return to_ours(theirs)
+    except ValueError:
+        return None
+
+
+def _tensors(source: Path) -> Iterable[tuple[str, Tensor]]:
+    """Every tensor of the folder by its name there, one at a time."""
+    for path, names in _files(source).items():
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                there = set(file.keys())
+                if names is not None and (lost := sorted(names - there)):
+                    raise UserError(f"{path} lacks {', '.join(lost[:5])}, which {INDEX} puts there")
+                for name in sorted(there if names is None else names):
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def _files(source: Path) -> dict[Path, set[str] | None]:
+    """The folder's safetensors files, and the names that an index takes from each (None: all)."""
+    if (source / INDEX).is_file():
+        places = _read_json(source / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise UserError(f"{source / INDEX} has no weight_map")
+        files: dict[Path, set[str] | None] = {}
+        for name, file in places.items():
+            if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
+                raise UserError(f"{source / INDEX} puts {name} into {file!r}: expected a file name")
+            names = files.setdefault(source / file, set())
+            assert names is not None
+            names.add(name)
+        return files
+    if (source / ONE_FILE).is_file():
+        return {source / ONE_FILE: None}
+    if any(source.glob("*.bin")) or any(source.glob("*.pt*")):
+        raise UserError(
+            f"{source} holds pickled weights (.bin, .pt), which can run code when they are read. "
+            "Save it as safetensors where you trust it: model.save_pretrained(OUT)"
+        )
+    raise UserError(f"{source} has neither {ONE_FILE} nor {INDEX}")
+
+
+def _halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
+    """By our parameter name, the order of its rows that turns rotary halves into pairs.
+
+    Llama's code rotates dim i of a head with dim i + R/2, R being the rotated dims; ours 2i with
+    2i + 1. Whatever acts on q or k channel by channel moves along: QK-norm's gains and Canon-B.
+    """
+    half = args.rope_dim // 2
+    pairs = torch.stack((torch.arange(half), torch.arange(half) + half), dim=1).flatten()
+    head = torch.cat((pairs, torch.arange(args.rope_dim, args.head_dim)))
+
+    def heads(count: int) -> Tensor:
+        return (torch.arange(count)[:, None] * args.head_dim + head).flatten()
+
+    of_q, of_k = heads(args.num_heads), heads(args.kv_heads)
+    q_dim, k_dim, v_dim = args.qkv_dims
+    of_v = torch.arange(v_dim)
+    orders = {"attention.wq": of_q, "attention.wk": of_k}
+    if args.qk_norm == "full":
+        orders |= {"attention.q_norm": of_q, "attention.k_norm": of_k}
+    if args.qk_norm == "per_head":
+        orders |= {"attention.q_norm": head, "attention.k_norm": head}
+    if "B" in args.canon_set:
+        orders["attention.canon_b"] = torch.cat((of_q, q_dim + of_k, q_dim + k_dim + of_v))
+    return {
+        f"layers.{i}.{name}.weight": order
+        for i in range(args.num_layers)
+        for name, order in orders.items()
+    }
+
+
+# -- what an export does not hold --------------------------------------------------------------
+
+
+def _training_state(checkpoint: Path, wanted: Mapping[str, torch.Size]) -> dict[str, Any]:
+    """All but the weights of a full checkpoint of the model whose parameters are `wanted`."""
+    check_checkpoint(checkpoint)
+    if verify(checkpoint, workers=HASH_WORKERS).kind != "full":
+        raise UserError(
+            f"{checkpoint} holds weights alone: it has no optimizer state to go on with"
+        )
+    stored = tensor_shapes(checkpoint)
+    weights = {n: shape for n, shape in stored.items() if not n.startswith(TRAINING_STATE)}
+    if weights != dict(wanted):
+        differing = sorted(n for n in weights.keys() | wanted if weights.get(n) != wanted.get(n))
+        raise UserError(f"{checkpoint} is of another model: they differ in {differing[0]}")
+    state: dict[str, Any] = {}
+    for name, entry in read_metadata(checkpoint).state_dict_metadata.items():
+        if name.startswith(TRAINING_STATE):
+            is_tensor = isinstance(entry, TensorStorageMetadata)
+            state[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else 0
+    load_alone(state, checkpoint)
+    return state
+
+
+def model_toml(args: ModelArgs, source: str) -> str:
+    """The [model] section that selects `args`, with the flavor that comes nearest to it."""
+    values = {f.name: getattr(args, f.name) for f in fields(ModelArgs)}
+    seq_len = values.pop("max_seq_len")
+    flavor = max(FLAVORS, key=lambda name: _shared(FLAVORS[name], args))
+    base = FLAVORS[flavor]
+    lines = [f"# the model of {source}".replace("\n", " "), "", "[model]", f'flavor = "{flavor}"']
+    lines += [
+        f"{name} = {json.dumps(value)}"
+        for name, value in values.items()
+        if value != getattr(base, name)
+    ]
+    if args.ffn == "standard" and args.ffn_dim == base.ffn_dim:
+        lines.append(f"ffn_dim = {args.ffn_dim}")  # unset it would be 4 dim
+    return "\n".join([*lines, "", "[training]", f"seq_len = {seq_len}", ""])
+
+
+def _shared(a: ModelArgs, b: ModelArgs) -> int:
+    return sum(getattr(a, f.name) == getattr(b, f.name) for f in fields(ModelArgs))

@@ -1,0 +1,233 @@
+"""The training tokenizer as the files that AutoTokenizer reads, with the very same ids.
+
+A SentencePiece model becomes a tokenizer.json: its pieces and scores or merges, its treatment of
+spaces as normalizers. A tokenizer.json stays itself, but adds no token of its own and cuts nothing.
+`split_special_tokens` keeps the name of a special token in a text from being read as that token.
+
+Texts begin with EOS where they need a token before the first one, since documents were separated by
+it and no BOS was ever seen: `bos_token` is the EOS token, as in GPT-2. lm_eval puts it before a
+text that has no context.
+"""
+
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import sentencepiece
+import tokenizers
+
+from canon_pretrain.data.piece_bounds import SPACE, ModelFacts
+from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
+from canon_pretrain.errors import UserError
+
+NUM_PROBES = 2000
+# far below every real score: such a piece is taken where nothing else fits, which _compare looks at
+_NEVER = -1e6
+_BPE, _UNIGRAM = 2, 1
+_ALL = 1 << 20
+UNKNOWN = " \u2047 "
+"""How SentencePiece decodes what it had no piece for."""
+
+
+def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
+    """The content of tokenizer.json and tokenizer_config.json, by file name.
+
+    Raises UserError for a tokenizer that can't be carried over with the same ids.
+    """
+    if tokenizer.file_name == SENTENCEPIECE_FILE:
+        content = _from_sentencepiece(tokenizer.model)
+    else:
+        content = json.loads(tokenizer.model)
+    for entry in content["added_tokens"]:
+        # only special tokens can be kept from matching
+        entry["special"] = entry["special"] or entry["id"] in (tokenizer.eos_id, tokenizer.bos_id)
+    content |= {"truncation": None, "padding": None}
+    content["post_processor"] = _without_special_tokens(content.get("post_processor"))
+    _compare(tokenizer, content)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.eos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.eos_token,
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    return {"tokenizer.json": content, "tokenizer_config.json": config}
+
+
+def _from_sentencepiece(model: bytes) -> dict[str, Any]:
+    """A tokenizer.json of a SentencePiece model."""
+    facts = ModelFacts.read(model)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    if reason := _refusal(facts):
+        raise UserError(f"the tokenizer can't become a tokenizer.json: {reason}")
+    pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
+    special = [i for i in range(len(pieces)) if processor.is_control(i)]
+    build = _bpe if facts.model_type == _BPE else _unigram
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_special_token(i, pieces[i]) for i in special],
+        "normalizer": _sequence("normalizers", _normalizers(facts)),
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": _sequence("decoders", _decoders(facts, pieces[processor.unk_id()])),
+        "model": build(processor, pieces, facts.byte_fallback),
+    }
+
+
+def _refusal(facts: ModelFacts) -> str:
+    """Why there is no tokenizer.json with the same ids; empty where there is."""
+    if facts.model_type not in (_BPE, _UNIGRAM):
+        return "it is no BPE and no unigram model"
+    if facts.odd_pieces:
+        return f"it has user-defined or unused pieces {facts.odd_pieces[:1]}"
+    if facts.normalizes:
+        return "it normalises characters"
+    if facts.space_is_suffix:
+        return "its spaces end words"
+    if not facts.escapes_spaces:
+        return "it does not escape spaces"
+    return ""
+
+
+def _special_token(number: int, content: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, **flags, "special": True}
+
+
+def _normalizers(facts: ModelFacts) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    if facts.drops_spaces:
+        steps.append(_replace({"Regex": r"\A +| +\z"}, ""))
+        steps.append(_replace({"Regex": " {2,}"}, " "))
+    if facts.dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": SPACE})
+    steps.append(_replace({"String": " "}, SPACE))
+    if facts.drops_spaces:  # at the end of a text those too that it had as U+2581
+        steps.append(_replace({"Regex": rf"{SPACE}+\z"}, ""))
+    return steps
+
+
+def _decoders(facts: ModelFacts, unknown: str) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = [
+        _replace({"Regex": rf"\A{re.escape(unknown)}\z"}, UNKNOWN),
+        _replace({"String": SPACE}, " "),
+    ]
+    if facts.byte_fallback:
+        steps.append({"type": "ByteFallback"})
+    steps.append({"type": "Fuse"})
+    leading = _ALL if facts.drops_spaces else int(facts.dummy_prefix)
+    if leading:
+        steps.append({"type": "Strip", "content": " ", "start": leading, "stop": 0})
+    return steps
+
+
+def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _sequence(name: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "Sequence", name: steps}
+
+
+def _unigram(
+    processor: sentencepiece.SentencePieceProcessor, pieces: list[str], byte_fallback: bool
+) -> dict[str, Any]:
+    """Pieces with scores; those that no text matches get one that no path takes."""
+
+    def score(i: int) -> float:
+        special = processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)
+        return _NEVER if special else processor.get_score(i)
+
+    return {
+        "type": "Unigram",
+        "unk_id": processor.unk_id(),
+        "vocab": [[piece, score(i)] for i, piece in enumerate(pieces)],
+        "byte_fallback": byte_fallback,
+    }
+
+
+def _bpe(
+    processor: sentencepiece.SentencePieceProcessor, pieces: list[str], byte_fallback: bool
+) -> dict[str, Any]:
+    """Pieces, and every pair of pieces that makes one, the best first.
+
+    SentencePiece merges the pair whose piece has the highest score, so all pairs of a piece rank
+    alike, and the leftmost goes first; here they rank one after the other.
+    """
+    plain = [
+        i
+        for i in range(len(pieces))
+        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
+    ]
+    known = {pieces[i] for i in plain}
+    ranked = sorted(plain, key=lambda i: (-processor.get_score(i), i))
+    merges = [pair for i in ranked for pair in _pairs(pieces[i], known)]
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": pieces[processor.unk_id()],
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": False,
+        "vocab": {piece: i for i, piece in enumerate(pieces)},
+        "merges": merges,
+    }
+
+
+def _pairs(piece: str, known: set[str]) -> Iterator[list[str]]:
+    for at in range(1, len(piece)):
+        if piece[:at] in known and piece[at:] in known:
+            yield [piece[:at], piece[at:]]
+
+
+def _without_special_tokens(post_processor: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What of a post-processor adds no token: data_prep asks for none either."""
+    if post_processor is None:
+        return None
+    if post_processor["type"] == "Sequence":
+        kept = [_without_special_tokens(step) for step in post_processor["processors"]]
+        return {"type": "Sequence", "processors": [step for step in kept if step]}
+    return post_processor if post_processor["type"] == "ByteLevel" else None
+
+
+def _compare(tokenizer: Tokenizer, content: dict[str, Any]) -> None:
+    """Raise UserError for the first of many texts that the two do not encode alike."""
+    other = tokenizers.Tokenizer.from_str(json.dumps(content))
+    other.encode_special_tokens = True
+    for text in probe_texts(other):
+        ids = tokenizer.encode(text)
+        if not np.array_equal(ids, other.encode(text).ids):
+            raise UserError(
+                f"the tokenizer can't become a tokenizer.json with the same ids: {text!r} is "
+                f"{ids.tolist()} in training and would be {other.encode(text).ids}"
+            )
+
+
+def probe_texts(tokenizer: tokenizers.Tokenizer, count: int = NUM_PROBES) -> Iterator[str]:
+    """Texts that may trip a tokenizer up: its own pieces in any order, spaces, any characters."""
+    names = list(tokenizer.get_vocab(with_added_tokens=True))
+    odd = ["", " ", "  ", "\n", "\t", "\r\n", "\x00", SPACE, "\u200d", "e\u0301", "\U0001f642"]
+    odd += ["\ufffd", "</s>", "<s>", "<unk>", "<0x0A>", "\u3000", "0123456789", "\ufb01", "\u0130"]
+    generator = random.Random(0)
+    yield from odd
+    for _ in range(count):
+        kind = generator.randrange(3)
+        words: Sequence[str] = names if kind == 0 else odd if kind == 1 else _any_characters()
+        picked = [generator.choice(words) for _ in range(generator.randrange(1, 12))]
+        text = "".join(word if generator.random() < 0.8 else f" {word}" for word in picked)
+        yield text.replace(SPACE, " ") if generator.random() < 0.9 else text
+
+
+def _any_characters() -> Sequence[str]:
+    return [chr(i) for i in (*range(0, 0x300), *range(0x4E00, 0x4E40), *range(0x1F600, 0x1F610))]

@@ -1,0 +1,237 @@
+"""Text generation as tokens: many prompts, read and continued together with a `Cache`.
+
+The call between a model and whoever wants its words: eval/lm.py asks for greedy answers. The tokens
+are those that a full pass over the whole sequence at every step would give.
+
+Prompts are answered in batches. In a batch all rows end at the same place: shorter ones have
+padding on their left, which no token sees. The prompts are read many tokens at a time, the answers
+one at a time, and a row that has ended leaves.
+
+Memory: the cache holds 2 L G K numbers a token (keys and values) and L C P a row (Canon's last
+inputs; C channels of all sites of a block, P = canon_kernel - 1). For `1b3` in float32 that is
+384 KiB a token, so 3 GiB at the default `batch_tokens`, and 5.8 MiB a row with Canon ABCD; half of
+it in bfloat16. `batch_tokens` bounds the tokens of a batch's cache, with room for its answers, and
+so those that are read at once as well.
+
+Shapes: B rows, T tokens, V vocabulary, N prompts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.model.cache import Cache
+from canon_pretrain.model.transformer import Transformer
+
+BATCH_TOKENS = 8192
+
+
+# no inference_mode: a model in training, sharded or compiled, may be asked in between its steps
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    eos_id: int | None = None,
+    stop: Callable[[int, list[int]], bool] | None = None,
+    ended: Callable[[int], None] | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+) -> list[list[int]]:
+    """Return the tokens that `model` writes after each prompt, in the order of the prompts.
+
+    An answer ends at `max_new_tokens` (one number, or one a prompt), before `eos_id` (None: never),
+    or with the token at which `stop(i, tokens)` is true: called with the prompt's index and its
+    answer so far after every token. `ended(i)` is called once a prompt, when its answer is whole.
+
+    `temperature` 0 takes the likeliest token, the lowest id of equals. Above 0 tokens are drawn
+    from softmax(logits / temperature), of the `top_k` likeliest only (0: all), and of those only
+    the likeliest that together have a probability of `top_p`; numbers come from `generator`, one
+    for each prompt and place before anything is read, so the batches change no answer.
+
+    `batch_tokens` bounds the memory, see above; a longer sequence is a batch of its own, and its
+    prompt is read in parts. Nothing is changed in the model. Raises UserError, before anything is
+    computed, for an empty prompt, a token that the model does not have, and what is longer than
+    max_seq_len.
+    """
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    _check_prompts(model, prompts, limits)
+    _check_sampling(temperature, top_k, top_p, generator)
+    draws_NT = torch.empty(0)
+    if generator is not None:
+        shape = (len(prompts), max(limits, default=0))
+        draws_NT = torch.empty(shape, dtype=torch.float64, device=generator.device)
+        draws_NT.uniform_(generator=generator)
+    answers: list[list[int]] = [[] for _ in prompts]
+
+    def pick(batch: list[int], logits_BV: Tensor) -> list[int]:
+        if temperature == 0:
+            return logits_BV.argmax(-1).tolist()
+        draws_B = draws_NT[batch, len(answers[batch[0]])].to(logits_BV.device)
+        return sample(logits_BV, draws_B, temperature, top_k, top_p).tolist()
+
+    def goes_on(i: int, token: int) -> bool:
+        ends = token == eos_id
+        if not ends:
+            answers[i].append(token)
+            stopped = stop is not None and stop(i, answers[i])
+            ends = stopped or len(answers[i]) == limits[i]
+        if ends and ended is not None:
+            ended(i)
+        return not ends
+
+    for batch in _batches(prompts, limits, batch_tokens, model.args.max_seq_len):
+        room = len(prompts[batch[0]]) + max(limits[i] for i in batch)
+        cache = Cache(model.args.num_layers, capacity=room)
+        chunk = max(1, batch_tokens // len(batch))
+        _continue(model, prompts, batch, cache, chunk, pick, goes_on)
+    return answers
+
+
+def _continue(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    batch: list[int],
+    cache: Cache,
+    chunk: int,
+    pick: Callable[[list[int], Tensor], list[int]],
+    goes_on: Callable[[int, int], bool],
+) -> None:
+    """Read the prompts of `batch`, then `pick` a token each for as long as one `goes_on`."""
+    device = model.tok_embeddings.weight.device
+    logits_BV = _read(model, [prompts[i] for i in batch], cache, chunk)
+    while True:
+        picked = pick(batch, logits_BV)
+        going = [row for row, i in enumerate(batch) if goes_on(i, picked[row])]
+        if not going:
+            return
+        if len(going) < len(batch):
+            batch = [batch[row] for row in going]
+            cache.take(torch.tensor(going, device=device))
+        tokens_B1 = torch.tensor([[picked[row]] for row in going], device=device)
+        logits_BV = model(tokens_B1, cache=cache)[:, -1]
+
+
+def sample(
+    logits_BV: Tensor, draws_B: Tensor, temperature: float, top_k: int, top_p: float
+) -> Tensor:
+    """Return the ids that the numbers `draws_B` of [0, 1) draw, int64 [B]; see `generate`.
+
+    The first id up to which the probabilities, summed in the order of the ids, exceed the number.
+    Raises UserError for logits that are not finite.
+    """
+    ranked_BV, ids_BV = (logits_BV.double() / temperature).sort(descending=True, stable=True)
+    if top_k:
+        ranked_BV[:, top_k:] = -torch.inf
+    probs_BV = ranked_BV.softmax(-1)
+    # a token stays where those before it do not yet come to top_p; the first always does
+    probs_BV = probs_BV.masked_fill(probs_BV.cumsum(-1) - probs_BV >= top_p, 0.0)
+    sums_BV = torch.zeros_like(probs_BV).scatter(-1, ids_BV, probs_BV).cumsum(-1)
+    total_B1 = sums_BV[:, -1:]
+    if not total_B1.isfinite().all():
+        raise UserError("the model's logits are not finite, nothing can be drawn from them")
+    # below the total also where the product rounds up to it: then some sum exceeds it
+    below_B1 = total_B1.nextafter(torch.zeros_like(total_B1))
+    wanted_B1 = torch.minimum(draws_B[:, None] * total_B1, below_B1)
+    return torch.searchsorted(sums_BV, wanted_B1, right=True)[:, 0]
+
+
+def _read(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk: int) -> Tensor:
+    """Read prompts into an empty `cache`, `chunk` tokens of each at a time; gives logits_BV."""
+    longest = max(map(len, rows))
+    tokens_BT = torch.zeros((len(rows), longest), dtype=torch.long)
+    is_real_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+    for row, tokens_T, is_real_T in zip(rows, tokens_BT, is_real_BT, strict=True):
+        tokens_T[longest - len(row) :] = torch.as_tensor(row)
+        is_real_T[longest - len(row) :] = True
+    device = model.tok_embeddings.weight.device
+    padding = longest - min(map(len, rows))
+    tokens_BT, is_real_BT = tokens_BT.to(device), is_real_BT.to(device)
+    logits_B1V = torch.empty(0)
+    for start in range(0, longest, chunk):
+        part = slice(start, start + chunk)
+        is_real = is_real_BT[:, part] if start < padding else None
+        logits_B1V = model(tokens_BT[:, part], is_real_BT=is_real, cache=cache, logits_to_keep=1)
+    return logits_B1V[:, -1]
+
+
+def _batches(
+    prompts: Sequence[Sequence[int]], limits: Sequence[int], batch_tokens: int, max_seq_len: int
+) -> Iterator[list[int]]:
+    """The indices of the prompts in batches that fit, the longest prompts first.
+
+    So that little is padding, and what does not fit in memory fails at once. The padding of a row
+    counts as the row does: a short prompt with a long answer may not fit beside a long prompt.
+    """
+    batch: list[int] = []
+    longest = limit = 0
+    for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
+        room = longest + max(limit, limits[i])
+        # the last token of an answer is never read
+        if batch and ((len(batch) + 1) * room > batch_tokens or room - 1 > max_seq_len):
+            yield batch
+            batch = []
+        if not batch:
+            longest, limit = len(prompts[i]), 0
+        batch.append(i)
+        limit = max(limit, limits[i])
+    if batch:
+        yield batch
+
+
+def _check_prompts(
+    model: Transformer, prompts: Sequence[Sequence[int]], limits: Sequence[int]
+) -> None:
+    """Raise UserError for what this model can't read, or is too short to answer."""
+    args = model.args
+    if len(limits) != len(prompts):
+        raise UserError(
+            f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts; give one a "
+            "prompt, or one for all"
+        )
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        if limit < 1:
+            raise UserError(f"prompt {i} with {limit} new tokens: expected at least 1")
+        if not len(prompt):
+            raise UserError(
+                f"prompt {i} is empty: a model needs a token to go on from; begin with EOS, which "
+                "stands between documents"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < args.vocab_size:
+            raise UserError(
+                f"prompt {i} has ids from {min(prompt)} to {max(prompt)}, the model's are 0 to "
+                f"{args.vocab_size - 1}: encode it with the tokenizer that the model was trained "
+                "with"
+            )
+        if len(prompt) + limit - 1 > args.max_seq_len:  # the last one is not read
+            raise UserError(
+                f"prompt {i} of {len(prompt)} tokens with {limit} new ones is longer than "
+                f"max_seq_len = {args.max_seq_len} allows; shorten the prompt, ask for fewer, or "
+                "build the model with a higher max_seq_len"
+            )
+
+
+def _check_sampling(
+    temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
+) -> None:
+    """Raise UserError for options that mean nothing, alone or together."""
+    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+        raise UserError(
+            f"temperature {temperature}, top_k {top_k}, top_p {top_p}: expected at least 0, at "
+            "least 0, and more than 0 up to 1"
+        )
+    if temperature > 0 and generator is None:
+        raise UserError(
+            f"temperature {temperature} needs a generator: torch.Generator().manual_seed(..)"
+        )
+    if temperature == 0 and (top_k or top_p < 1 or generator is not None):
+        raise UserError(
+            "top_k, top_p and a generator change nothing at temperature 0; give a temperature, or "
+            "leave them out"
+        )

@@ -1,0 +1,77 @@
+"""Self-contained HTML pages with plots: what the pages of all stages are made with.
+
+    templates/page.html     the frame that a page extends: blocks `title` and `main`
+    templates/page.css      the common look on white; dark.css turns it for who prefers dark
+    templates/page.js       `page`: the page's own JSON, colours, escapes, plotly's common layout
+
+A page NAME has NAME.html, NAME.css and NAME.js in its stage's own templates. It holds everything
+it needs, plotly.js included, and asks the network for nothing: its Content-Security-Policy forbids
+that, and any script but those whose hashes it names. A leaf of the package, without torch. It takes
+a while to import (plotly, jinja2): a command imports it when there is a page to write.
+"""
+
+import base64
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+COMMON = Path(__file__).parent / "templates"
+
+
+def environment(
+    templates: Path, filters: Mapping[str, Callable[..., Any]], *, autoescape: bool = True
+) -> Environment:
+    """Templates in the folder `templates`, or common ones; a name that is not given is an error."""
+    made = Environment(
+        loader=FileSystemLoader([templates, COMMON]),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.policies["json.dumps_kwargs"] = {
+        "allow_nan": False,
+        "ensure_ascii": False,
+        "separators": (",", ":"),
+    }
+    made.filters |= filters
+    return made
+
+
+def html_page(
+    templates: Path,
+    name: str,
+    plotted: Any,
+    *,
+    filters: Mapping[str, Callable[..., Any]],
+    dark: bool = True,
+    **values: Any,
+) -> str:
+    """The page `name`: `values` fill its template, its script draws `plotted` (JSON values).
+
+    With `dark` it follows the reader's choice of colours, else it is dark on white.
+    """
+    # autoescape covers every value; only files of ours and plotly's are marked as safe
+    looks = ["page.css", *(["dark.css"] if dark else [])]
+    sheets = [*(COMMON / look for look in looks), templates / f"{name}.css"]
+    ours = [COMMON / "page.js", templates / f"{name}.js"]
+    scripts = [get_plotlyjs(), *(path.read_text("utf-8") for path in ours)]
+    hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
+    return (
+        environment(templates, filters)
+        .get_template(f"{name}.html")
+        .render(
+            **values,
+            plotted=plotted,
+            color_scheme="light dark" if dark else "light",
+            style=Markup("".join(path.read_text("utf-8") for path in sheets)),
+            scripts=[Markup(script) for script in scripts],
+            script_hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in hashes)),
+        )
+    )

@@ -1,0 +1,121 @@
+"""RUN/run.json: the run's id and the number of its launches; and which launches have a record.
+
+A launch takes its number under the run's lock, before it writes a line to the log, and gives it
+back where it came to nothing. No torch here.
+"""
+
+import contextlib
+import json
+import os
+import uuid
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from canon_pretrain.files import write_json
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.holder import utc_now
+from canon_pretrain.run.log import read_tail
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The content of run.json."""
+
+    run_id: str
+    """8 hexadecimal digits, for as long as the run lives; a fresh start is a new run."""
+    created: str
+    """UTC, ISO 8601."""
+    launches: int
+    """Launches that began to train, or wrote to the log; the number of the newest one."""
+
+
+def read_run(folder: RunFolder) -> RunFacts | None:
+    """What stands in run.json; None where there is none, or it is damaged."""
+    try:
+        record = json.loads(folder.run_file.read_bytes())
+        facts = RunFacts(str(record["run_id"]), str(record["created"]), int(record["launches"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return facts
+
+
+def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
+    """Count one more launch in run.json, which is made if need be; and what went wrong with that.
+
+    A lost run.json is made up from the launches' records or, of a run that is older than those,
+    from its log: no number is given twice.
+    """
+    before = read_run(folder) or _recover(folder)
+    facts = RunFacts(before.run_id, before.created, before.launches + 1)
+    try:
+        write_json(folder.run_file, asdict(facts))
+    except OSError as error:
+        with contextlib.suppress(OSError):  # what a full disk took of it
+            folder.run_file.with_name(f"{folder.run_file.name}.tmp").unlink()
+        return facts, f"{folder.run_file} cannot be written ({error.strerror})"
+    return facts, None
+
+
+def take_back(folder: RunFolder, facts: RunFacts) -> None:
+    """Undo `begin_launch`, which gave `facts`, unless the log has a line of that launch."""
+    number = facts.launches
+    try:
+        if _last_segment(folder.log_file) == number:
+            return
+        if number == 1:
+            folder.run_file.unlink(missing_ok=True)
+        else:
+            write_json(folder.run_file, asdict(replace(facts, launches=number - 1)))
+    except OSError:
+        return  # then a number is left out: no harm
+
+
+def _recover(folder: RunFolder) -> RunFacts:
+    newest = newest_launch(folder)
+    number = 0 if newest is None else int(newest["launch"])
+    number = max(number, _launches_logged(folder.log_file))
+    if newest is not None:
+        return RunFacts(str(newest["run_id"]), str(newest.get("created", utc_now())), number)
+    return RunFacts(uuid.uuid4().hex[:8], utc_now(), number)
+
+
+def _launches_logged(log: Path) -> int:
+    """Events that head a launch; the lines are not parsed, since an old log may be long."""
+    try:
+        with open(log, "rb") as file:
+            return sum(
+                line.startswith((b'{"event": "start"', b'{"event": "resume"')) for line in file
+            )
+    except OSError:
+        return 0
+
+
+def _last_segment(log: Path) -> int | None:
+    """The launch that wrote the log's last line; None where it does not say, or is not there."""
+    try:
+        events = read_tail(log, until=None)
+    except FileNotFoundError:
+        return None
+    return events[-1].get("segment") if events else None
+
+
+def launch_numbers(folder: RunFolder) -> list[int]:
+    """The numbers of the launches that have a record, ascending; none in an older run."""
+    try:
+        names = os.listdir(folder.launches)
+    except OSError:
+        return []
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
+    """launch.json of the newest launch whose record can be read; None without one."""
+    for number in reversed(launch_numbers(folder)):
+        try:
+            record = json.loads((folder.launch_path(number) / "launch.json").read_bytes())
+            if int(record["launch"]) >= 0 and record["run_id"]:
+                return record
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None

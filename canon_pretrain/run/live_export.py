@@ -1,0 +1,112 @@
+"""wandb and TensorBoard while a run trains: processes beside global rank 0 that follow its log.
+
+They are `python -m canon_pretrain.run export ... --follow`. A process of its own is what makes the
+promise hold that neither tool ends, slows or hangs a run: the trainer starts it, asks now and then
+whether it still lives, and in the end waits for it a bounded time. It ends by itself when its pipe
+from the trainer closes, also because the trainer was killed.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 30.0
+"""How long a launch's end waits for the last lines to arrive."""
+
+
+class LiveExports:
+    """The live copies of one launch; none until `start`."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+        self._folder = Path()
+
+    def start(self, settings: Any, folder: Path) -> None:
+        """Start those that the job's `metrics` section asks for; what does not start is said."""
+        self._folder = folder
+        for target, command in follow_commands(settings, folder):
+            output = folder / f".export-{target}.log"
+            try:
+                with open(output, "wb") as file:
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        # Ctrl-C and a launcher's signals are the trainer's, which then ends it
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                self._tell(target, f"does not start: {error}")
+                continue
+            self._running[target] = (process, output)
+
+    def check(self) -> None:
+        """Say once of each that has ended before the run did."""
+        for target, (process, output) in list(self._running.items()):
+            if process.poll() is not None:
+                del self._running[target]
+                self._close(process)
+                if process.returncode:
+                    self._tell(target, f"has ended: {_last_line(output)}")
+
+    def finish(self, wait_s: float = WAIT_S) -> None:
+        """Let them copy what is left; those that take longer than `wait_s` together are ended."""
+        for process, _ in self._running.values():
+            self._close(process)
+        for target, (process, output) in self._running.items():
+            try:
+                process.wait(wait_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # and what it has started itself
+                process.wait()
+                self._tell(target, f"did not end within {wait_s:.0f} s")
+                wait_s = 0.1
+            else:
+                if process.returncode:
+                    self._tell(target, f"failed: {_last_line(output)}")
+                else:
+                    output.unlink(missing_ok=True)
+        self._running.clear()
+
+    def _close(self, process: subprocess.Popen[bytes]) -> None:
+        """Close our end of the pipe: what the process waits for."""
+        assert process.stdin is not None
+        process.stdin.close()
+
+    def _tell(self, target: str, what: str) -> None:
+        logger.warning(
+            f"the live copy for {target} {what}. The run does not need it; `python -m "
+            f"canon_pretrain.run export {target} {self._folder}` makes a whole one from the log"
+        )
+
+
+def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """(target, command) of each live copy that the job's `metrics` section asks for."""
+    base = [sys.executable, "-m", "canon_pretrain.run", "export"]
+    last = [str(folder.resolve()), "--follow", "--beside_trainer"]
+    if settings.enable_tensorboard:
+        yield "tensorboard", [*base, "tensorboard", *last, f"--tb_folder={settings.save_tb_folder}"]
+    mode = settings.wandb_mode or os.environ.get("WANDB_MODE") or "online"
+    if settings.enable_wandb and mode != "disabled":
+        options = {"project": settings.wandb_project, "entity": settings.wandb_entity}
+        options |= {"name": settings.wandb_name, "mode": mode}
+        words = [f"--{name}={value}" for name, value in options.items() if value]
+        tags = ["--tags", *settings.wandb_tags] if settings.wandb_tags else []
+        yield "wandb", [*base, "wandb", *last, *words, *tags]
+
+
+def _last_line(output: Path) -> str:
+    """The last thing that a process said."""
+    try:
+        lines = output.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return "it left no word"
+    return lines[-1].rstrip(".") if lines else "it left no word"

@@ -1,0 +1,264 @@
+"""What a launch was, written down at its start: RUN/launches/NNN/ and RUN/README.md.
+
+    launches/NNN/       made by one rename, so what has that name is whole
+      launch.json         command line, host and devices, job, data, versions, what git says
+      config.json         the resolved job and the run's identity, as RUN/config.json was then
+      packages.txt        every installed distribution, name==version
+      environment.json    variables of an allow-list
+      source.patch        what the code differed in from its commit; absent where it did not
+
+Rank 0 does it under the run's lock (titan/launch.py): it numbers the launch (launches.py), gathers
+while the ranks meet, and writes where the launch begins to train. No part of it holds a secret
+(redaction.py), and none of it ends a run: what fails is one sentence. No torch here.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import canon_pretrain
+from canon_pretrain.files import fsync_folder, write_atomic
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.holder import Holder, utc_now
+from canon_pretrain.run.launches import RunFacts, take_back
+from canon_pretrain.run.readme import IS_OURS, command_again, readme
+from canon_pretrain.run.redaction import (
+    redact_arguments,
+    redact_config,
+    redact_environment,
+    redact_source,
+    redact_text,
+    scrub,
+    secret_values,
+)
+from canon_pretrain.run.source_tree import SourceTree, look_at_source
+
+GATHER_S = 10.0
+"""How long the first step may wait for git and the package list, which had the whole start."""
+
+
+def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
+    """16 hexadecimal digits that are equal for equal configurations; `without` names, dotted,
+    what is no part of that."""
+    kept = {
+        section: {key: v for key, v in keys.items() if f"{section}.{key}" not in without}
+        if isinstance(keys, Mapping)
+        else keys
+        for section, keys in config.items()
+    }
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def packages() -> list[str]:
+    """`name==version` of every installed distribution, sorted; a broken one is left out."""
+    found = set()
+    for distribution in importlib.metadata.distributions():
+        # a whole parse of each takes eight times as long
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        head = text.partition("\n\n")[0]
+        name, version = (re.search(rf"^{key}: *(\S+)", head, re.M) for key in ("Name", "Version"))
+        if name and version:
+            found.add(f"{name[1]}=={version[1]}")
+    return sorted(found, key=str.lower)
+
+
+def own_version() -> str | None:
+    """canon_pretrain's; None where it runs from a folder and is not installed."""
+    try:
+        return importlib.metadata.version("canon_pretrain")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class LaunchRecord:
+    """One launch's record: made early, it gathers in a thread; `write` puts it into the folder.
+
+    `arguments` are those of canon_pretrain.train. `folders` and `fingerprint` say which data.
+    """
+
+    def __init__(
+        self,
+        facts: RunFacts,
+        arguments: Sequence[str],
+        *,
+        fingerprint: str,
+        folders: Sequence[str],
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.facts = facts
+        self._environ = dict(environ)
+        self._secrets = secret_values(self._environ, [*arguments, *sys.orig_argv])
+        self._arguments = scrub(redact_arguments(arguments), self._secrets)
+        self._data = {"fingerprint": fingerprint, "folders": list(folders)}
+        self._source = SourceTree(problem=f"git gave no answer within {GATHER_S:.0f} s")
+        self._patch: tuple[bytes, int] = (b"", 0)
+        """Its patch without secrets, and how many were taken out of it."""
+        self._packages: list[str] = []
+        self._problem: str | None = None
+        self._has_waited = self._is_written = False
+        self._thread = threading.Thread(target=self._gather, daemon=True)
+        self._thread.start()
+
+    def _gather(self) -> None:
+        try:
+            self._packages = packages()
+            # the file of this package that every version of it has
+            source = look_at_source(Path(canon_pretrain.__file__).resolve())
+            self._patch = self._without_secrets(source.patch)
+            self._source = source
+        except Exception as error:  # whatever is broken here, it is not the run
+            self._problem = f"{type(error).__name__}: {error}"
+
+    def _wait(self) -> None:
+        """Until all is gathered; GATHER_S at most, once."""
+        self._thread.join(0.0 if self._has_waited else GATHER_S)
+        self._has_waited = True
+
+    def header(self) -> dict[str, Any]:
+        """What heads the launch in the log; waits for git, GATHER_S at most."""
+        self._wait()
+        launch = Holder.of_this_process(self._environ)
+        return {
+            "canon_pretrain": own_version(),
+            "python": platform.python_version(),
+            "git_commit": self._source.commit,
+            "git_dirty": self._source.dirty,
+            "job_id": launch.job_id,
+            "restart_count": launch.restart_count if launch.job_id else None,
+        }
+
+    def write(
+        self,
+        folder: RunFolder,
+        *,
+        config: dict[str, Any],
+        identity: dict[str, Any],
+        facts: dict[str, Any],
+    ) -> list[str]:
+        """Write the record and README.md; what went wrong, a sentence each.
+
+        `facts` join those of launch.json: what only the trainer knows.
+        """
+        self._is_written = True
+        problems = [f"the launch's record is not whole: {self._problem}"] if self._problem else []
+        target = folder.launch_path(self.facts.launches)
+        try:
+            launch = self._launch() | facts
+            self._write_folder(target, launch, {"identity": identity, "config": config})
+            self._write_readme(folder, launch, config)
+        except Exception as error:  # a full disk, or what nobody thought of: the run goes on
+            problems.append(f"what this launch is was not written to {target}: {error}")
+        return problems
+
+    def settle(self, folder: RunFolder) -> None:
+        """Give the launch's number back where it has left nothing: refused, or nothing to do."""
+        if not self._is_written:
+            take_back(folder, self.facts)
+
+    def _launch(self) -> dict[str, Any]:
+        """The content of launch.json."""
+        self._wait()
+        holder = Holder.of_this_process(self._environ)
+        patch, redacted = self._patch
+        source = asdict(self._source) | {"origin": redact_text(self._source.origin or "") or None}
+        del source["patch"], source["patch_cut"], source["problem"]
+        return {
+            "run_id": self.facts.run_id,
+            "created": self.facts.created,
+            "launch": self.facts.launches,
+            "time": utc_now(),
+            "command": {
+                "again": command_again(self._arguments, self._environ),
+                "arguments": self._arguments,
+                "process": redact_arguments(sys.orig_argv),
+                "launcher": _launcher(self._environ),
+                "folder": os.getcwd(),
+            },
+            "host": holder.host,
+            "pid": holder.pid,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "job": {
+                "id": holder.job_id,
+                "restart_count": holder.restart_count,
+                "nodes": self._environ.get("SLURM_JOB_NODELIST"),
+            },
+            "data": self._data,
+            "git": source
+            | {
+                "patch": "source.patch" if patch else None,
+                "patch_bytes": len(patch),
+                "patch_cut": self._source.patch_cut,
+                "patch_redacted": redacted,
+                "problem": self._source.problem,
+            },
+        }
+
+    def _without_secrets(self, patch: bytes) -> tuple[bytes, int]:
+        text = patch.decode(errors="surrogateescape")
+        found, count = redact_source(text)
+        count += sum(found.count(secret) for secret in self._secrets)
+        return scrub(found, self._secrets).encode(errors="surrogateescape"), count
+
+    def _write_folder(self, target: Path, launch: dict[str, Any], config: dict[str, Any]) -> None:
+        temporary = target.with_name(f".{target.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        texts = {
+            "config.json": self._json(redact_config(config)),
+            "packages.txt": "".join(f"{line}\n" for line in self._packages),
+            "environment.json": self._json(redact_environment(self._environ)),
+            "launch.json": self._json(launch),
+        }
+        contents = {name: text.encode(errors="replace") for name, text in texts.items()}
+        if self._patch[0]:
+            contents["source.patch"] = self._patch[0]
+        try:
+            for name, content in contents.items():
+                with open(temporary / name, "wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.rename(temporary, target)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        fsync_folder(target.parent)
+
+    def _json(self, value: Any) -> str:
+        """Scrubbed first: JSON may write a secret's characters in another way."""
+        clean = scrub(value, self._secrets)
+        return json.dumps(clean, indent=2, ensure_ascii=False, default=str) + "\n"
+
+    def _write_readme(
+        self, folder: RunFolder, launch: dict[str, Any], config: dict[str, Any]
+    ) -> None:
+        """README.md, unless a person has written one of their own."""
+        path = folder.readme_file
+        if path.exists() and IS_OURS not in path.read_text(errors="replace"):
+            return
+        facts, settings = scrub([launch, redact_config(config)], self._secrets)
+        text = readme(folder.path.resolve(), facts, settings)
+        write_atomic(path, text.encode(errors="replace"))
+
+
+def _launcher(environ: Mapping[str, str]) -> list[str] | None:
+    """The command line of torchrun's agent, this process's parent; None without one."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    return redact_arguments(words.rstrip("\0").split("\0"))

@@ -1,0 +1,195 @@
+"""The program's own source tree, by git: which commit, and what differs from it.
+
+A launch's record holds it (run/provenance.py), so that a year later the code can be put together
+again. git may be missing, slow, or have nothing to say: then there is a sentence about that, and
+never an error.
+"""
+
+import fnmatch
+import os
+import subprocess
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+PATCH_BYTES = 1 << 20
+UNTRACKED_KINDS = (".py", ".toml")
+UNTRACKED_NAMES = 200
+LEFT_OUT = (".env*", "*.pem", "*.key")
+"""Files that hold secrets by profession: their changes are named, and not shown."""
+
+
+@dataclass(frozen=True)
+class SourceTree:
+    """What git says of the folder that the program runs from."""
+
+    folder: str | None = None
+    """The root of its working tree; None where there is none, see `problem`."""
+    commit: str | None = None
+    """HEAD; None before the first commit."""
+    branch: str | None = None
+    """None where HEAD is detached."""
+    origin: str | None = None
+    dirty: bool | None = None
+    """Whether tracked files differ from `commit`; None where git did not say."""
+    untracked: list[str] = field(default_factory=list)
+    """Files of UNTRACKED_KINDS that git neither tracks nor ignores, UNTRACKED_NAMES at most."""
+    left_out: list[str] = field(default_factory=list)
+    """Changed files that the patch does not show: see LEFT_OUT."""
+    patch: bytes = b""
+    """`git diff HEAD`, its first PATCH_BYTES; binary files are named only."""
+    patch_cut: bool = False
+    problem: str | None = None
+    """Why something of this is missing."""
+
+
+class _GitFailed(Exception):
+    """git is missing, took too long, or ended with an error: the message says which."""
+
+
+def look_at_source(
+    inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = 20
+) -> SourceTree:
+    """The source tree that the file `inside` is tracked in; git gets `timeout_s` for all of it."""
+    git = _Git(inside.parent, time.monotonic() + timeout_s)
+    try:
+        root = Path(git.text("rev-parse", "--show-toplevel").rstrip("\n"))
+        git.text("ls-files", "--error-unmatch", "--", inside.name)
+    except _GitFailed as failure:
+        return SourceTree(problem=f"{inside.parent}: no git repository tracks it: {failure}")
+    git.folder = root
+    try:
+        facts = _parse_status(git.text(*_STATUS))
+    except _GitFailed as failure:
+        return SourceTree(folder=str(root), problem=str(failure))
+    patch, cut, problem = b"", False, None
+    if facts.changed:
+        excluded = (f":(exclude,glob)**/{name}" for name in LEFT_OUT)
+        # without a commit everything is new, and there is nothing to differ from
+        since = "HEAD" if facts.commit else "--cached"
+        try:
+            patch, cut = git.bounded(patch_bytes, *_DIFF, since, "--", ".", *excluded)
+        except _GitFailed as failure:
+            problem = str(failure)
+    try:
+        origin = git.text("remote", "get-url", "origin").strip()
+    except _GitFailed:
+        origin = None
+    return SourceTree(
+        folder=str(root),
+        commit=facts.commit,
+        branch=facts.branch,
+        origin=origin,
+        dirty=bool(facts.changed),
+        untracked=[n for n in facts.untracked if n.endswith(UNTRACKED_KINDS)][:UNTRACKED_NAMES],
+        left_out=[name for name in facts.changed if _is_left_out(name)],
+        patch=patch,
+        patch_cut=cut,
+        problem=problem,
+    )
+
+
+_STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=all", "--no-renames", "-z")
+_DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
+
+
+@dataclass
+class _Facts:
+    commit: str | None = None
+    branch: str | None = None
+    changed: list[str] = field(default_factory=list)
+    untracked: list[str] = field(default_factory=list)
+
+
+def _parse_status(text: str) -> _Facts:
+    """The answer to _STATUS: records that end in NUL, each with its kind first."""
+    facts = _Facts()
+    for record in text.split("\0"):
+        kind, _, rest = record.partition(" ")
+        if record.startswith("# branch.oid "):
+            facts.commit = None if rest.endswith("(initial)") else rest.rpartition(" ")[2]
+        elif record.startswith("# branch.head "):
+            facts.branch = None if rest.endswith("(detached)") else rest.partition(" ")[2]
+        elif kind == "1":  # XY sub mH mI mW hH hI path
+            facts.changed.append(rest.split(" ", 7)[7])
+        elif kind == "u":  # XY sub m1 m2 m3 mW h1 h2 h3 path
+            facts.changed.append(rest.split(" ", 9)[9])
+        elif kind == "?":
+            facts.untracked.append(rest)
+    return facts
+
+
+def _is_left_out(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(PurePosixPath(name).name, pattern) for pattern in LEFT_OUT)
+
+
+class _Git:
+    """git in one folder, until a deadline of time.monotonic(); it asks nobody and locks nothing."""
+
+    def __init__(self, folder: Path, deadline: float) -> None:
+        self.folder, self._deadline = folder, deadline
+
+    def text(self, *arguments: str) -> str:
+        """What it prints; raises _GitFailed."""
+        try:
+            done = subprocess.run(
+                self._command(arguments),
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=self._left_s(),
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise self._failed(arguments, error) from None
+        if done.returncode:
+            message = done.stderr.decode(errors="replace").strip().splitlines()
+            raise _GitFailed(message[0] if message else f"git ended with {done.returncode}")
+        return done.stdout.decode(errors="surrogateescape")
+
+    def bounded(self, num_bytes: int, *arguments: str) -> tuple[bytes, bool]:
+        """The first `num_bytes` of what it prints, and whether there was more; a line ends them."""
+        try:
+            process = subprocess.Popen(
+                self._command(arguments),
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            raise self._failed(arguments, error) from None
+        assert process.stdout is not None
+        alarm = threading.Timer(self._left_s(), process.kill)
+        alarm.start()
+        try:
+            output = process.stdout.read(num_bytes + 1)
+            cut = len(output) > num_bytes
+            if cut:
+                process.kill()
+        finally:
+            process.stdout.close()
+            code = process.wait()
+            alarm.cancel()
+        if code and not cut:
+            raise _GitFailed(f"git {arguments[0]} ended with {code}, or took too long")
+        return (output[: output.rfind(b"\n", 0, num_bytes) + 1] if cut else output), cut
+
+    def _command(self, arguments: tuple[str, ...]) -> list[str]:
+        options = ("-c", "core.fsmonitor=false", "-c", "core.quotepath=off")
+        return ["git", "-C", str(self.folder), *options, *arguments]
+
+    def _left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.1)
+
+    def _failed(self, arguments: tuple[str, ...], error: Exception) -> _GitFailed:
+        if isinstance(error, subprocess.TimeoutExpired):
+            return _GitFailed(f"git {arguments[0]} took longer than {error.timeout:.0f} s")
+        missing = isinstance(error, FileNotFoundError)
+        return _GitFailed("git is not installed" if missing else f"git cannot run: {error}")
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what points git elsewhere (GIT_DIR, in a hook)."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return own | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}

@@ -1,0 +1,265 @@
+"""Held-out loss while training: the same windows at every step, seed, architecture and world size.
+
+Each data folder's held-out part gives some windows, the same ones that `python -m eval run --suite
+validation` scores. They are dealt out to the ranks; every rank takes as many forward passes, since
+FSDP2's collectives must meet, and what fills up the last pass has no weight. Losses are plain
+cross-entropy in float32, summed in float64 with the tokens they are of, so the mean is the same at
+any number of ranks. The order of the training data, random state, weights and gradients are not
+touched.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.validate import BaseValidator
+from torchtitan.tools.utils import device_type
+
+from canon_pretrain.data.held_out import (
+    HeldOutLoss,
+    allot,
+    count_windows,
+    held_out_loss,
+    open_held_out,
+    windows,
+)
+from canon_pretrain.data.mixture import exact_weight, short_names
+from canon_pretrain.data.shards import ShardError, TokenShards
+from canon_pretrain.errors import UserError
+from canon_pretrain.run.log import json_value
+from canon_pretrain.run.trace import VALIDATION
+from canon_pretrain.titan.job_config import CanonJobConfig
+
+STEPS_A_BATCH = 100
+"""A global batch of windows for so many steps between two validations: see `num_windows`."""
+MAX_TOKENS = 1 << 21
+"""The most that is scored at a time, unless `validation.windows` says so."""
+OFF = "--validation.enable False turns it off"
+
+
+def num_windows(job: CanonJobConfig) -> int | None:
+    """How many windows are scored at a time; None for all that there are.
+
+    Unless `validation.windows` says it: one global batch for every 100 steps of `validation.freq`,
+    at most 2**21 tokens. Without a backward pass, a batch costs a third of a step, so this is a
+    third of a percent of the run's arithmetic, and up to twice that where the validation of the
+    last step comes soon after another. A run shorter than `freq` is validated once, at its end, on
+    that share of its steps. Independent of the world size.
+    """
+    given = job.validation.windows
+    if given is not None:
+        return None if given < 0 else given
+    training = job.training
+    batch = training.global_batch_size
+    most = max(1, MAX_TOKENS // (batch * training.seq_len))
+    steps = min(job.validation.freq, training.steps)
+    if steps >= STEPS_A_BATCH:
+        return batch * min(steps // STEPS_A_BATCH, most)
+    return max(1, batch * steps // STEPS_A_BATCH)
+
+
+def settle_validation(job: CanonJobConfig) -> list[str]:
+    """Set `validation.enable` to whether there is something to validate on; gives notices.
+
+    Raises UserError where it was asked for and can't be, and where a held-out part is damaged or
+    not of the model's vocabulary.
+    """
+    if job.validation.enable is False:
+        return []
+    without = []
+    for folder in job.data.folders:
+        try:
+            shards = open_held_out(folder)
+        except ShardError as error:
+            raise UserError(f"the held-out part can't be read: {error}. {OFF}") from None
+        if shards is None:
+            without.append(folder)
+            continue
+        shards.close()
+        if shards.vocab_size != job.model_args.vocab_size:
+            raise UserError(
+                f"{shards.folder} has {shards.vocab_size} pieces, the model "
+                f"{job.model_args.vocab_size}: it is not of the training data beside it. {OFF}"
+            )
+    how = "build the data with --holdout above 0"
+    if job.validation.enable and without:
+        raise UserError(
+            f"validation.enable = True, but {', '.join(without)} has no held-out part: {how}, or "
+            "leave validation.enable unset to validate on what there is"
+        )
+    job.validation.enable = len(without) < len(job.data.folders)
+    if not without:
+        return []
+    if not job.validation.enable:
+        return [f"no validation: {', '.join(without)} has no held-out part ({how})"]
+    return [f"no validation on {', '.join(without)}: no held-out part ({how})"]
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """What is scored: windows (source, offset, count), and of each source its name and more."""
+
+    places: list[tuple[int, int, int]]
+    names: list[str]
+    sources: list[TokenShards]
+    bytes_per_token: list[float]
+
+
+def _choose(job: CanonJobConfig) -> _Windows:
+    """The windows of each source that has a held-out part, in the shares of the mixture."""
+    names = short_names(job.data.folders)
+    opened = [open_held_out(folder) for folder in job.data.folders]
+    weights = [exact_weight(share) for share in job.data.shares]
+    found = [
+        (name, shards, weight)
+        for name, shards, weight in zip(names, opened, weights, strict=True)
+        if shards is not None
+    ]
+    seq_len, total = job.training.seq_len, num_windows(job)
+    available = [count_windows(shards.num_tokens, seq_len) for _, shards, _ in found]
+    limits: Sequence[int | None] = [None] * len(found)
+    if total is not None:
+        whole = sum((weight for *_, weight in found), Fraction(0))
+        limits = allot(total, [weight / whole for *_, weight in found], available)
+    places = [
+        (index, offset, count)
+        for index, (_, shards, _) in enumerate(found)
+        for offset, count in windows(shards.num_tokens, seq_len, limits[index])
+    ]
+    sources = [shards for _, shards, _ in found]
+    return _Windows(
+        places,
+        [name for name, *_ in found],
+        sources,
+        [shards.num_bytes / shards.num_tokens for shards in sources],
+    )
+
+
+class CanonValidator(BaseValidator):
+    """Scores this rank's windows; `measure` is collective.
+
+    All windows are read when it is made, so that damage shows before anything is trained. `rows`
+    is the most that a forward pass takes: that of a training step, and exactly that many where
+    blocks are compiled, which are compiled for one shape.
+    """
+
+    def __init__(self, job: CanonJobConfig, *, rank: int, world_size: int) -> None:
+        super().__init__(job)
+        self._last_step = job.training.steps
+        chosen = _choose(job)
+        self.names, self._bytes_per_token = chosen.names, chosen.bytes_per_token
+        self.num_windows = len(chosen.places)
+        rows = job.training.local_batch_size
+        if not (job.compile.enable and "model" in job.compile.components):
+            rows = min(rows, -(-self.num_windows // world_size))
+        self.num_passes = -(-self.num_windows // (rows * world_size))
+        length = job.training.seq_len + 1
+        # token ids and, behind a window's end, nothing to predict; int32 is half the memory
+        self._windows = torch.full((self.num_passes, rows, length), IGNORE_INDEX, dtype=torch.int32)
+        self._sources = torch.zeros((self.num_passes, rows), dtype=torch.int64)
+        for index, (source, offset, count) in enumerate(chosen.places):
+            turn, place = divmod(index, rows * world_size)
+            if place // rows == rank:
+                tokens = torch.from_numpy(chosen.sources[source].read(offset, count))
+                self._windows[turn, place % rows, :count] = tokens.int()
+                self._sources[turn, place % rows] = source
+        for shards in chosen.sources:
+            shards.close()
+
+    def should_validate(self, step: int) -> bool:
+        """Every `validation.freq` steps and after the run's last: whatever the launches are."""
+        return step > 0 and (step % self.job_config.validation.freq == 0 or step == self._last_step)
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> list[tuple[float, int]]:
+        """(summed nats, tokens predicted) of each source, over all ranks.
+
+        `model` gives logits_BTV for tokens_BT; it stays in the mode it is in, since Canon models
+        have no dropout and compiled blocks would be compiled anew for another mode.
+        """
+        shape = (2, len(self.names))
+        sums = torch.zeros(shape, dtype=torch.float64, device=device_type)  # nats, tokens
+        for windows_BT, source_B in zip(self._windows, self._sources, strict=True):
+            windows_BT = windows_BT.to(device_type).long()
+            labels_BT = windows_BT[:, 1:].contiguous()
+            logits_BTV = model(windows_BT[:, :-1].clamp(min=0))
+            nats_BT = F.cross_entropy(
+                logits_BTV.flatten(0, 1).float(),
+                labels_BT.flatten(),
+                reduction="none",
+                ignore_index=IGNORE_INDEX,
+            ).view(labels_BT.shape)
+            del logits_BTV
+            is_predicted_BT = labels_BT != IGNORE_INDEX
+            rows_2B = torch.stack([nats_BT.double().sum(1), is_predicted_BT.double().sum(1)])
+            sums += rows_2B @ F.one_hot(source_B, shape[1]).double().to(device_type)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # the last unit stays gathered for a backward pass
+                module.reshard()
+        dist.all_reduce(sums)
+        nats_S, counts_S = sums.tolist()
+        return [(nats, round(count)) for nats, count in zip(nats_S, counts_S, strict=True)]
+
+    def loss(self, sums: Sequence[tuple[float, int]]) -> HeldOutLoss:
+        """The mean over all sources of what `measure` gives."""
+        nats, counts = zip(*sums, strict=True)
+        return held_out_loss(nats, counts, self._bytes_per_token)
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> dict[str, Any]:
+        """Score the model, on all ranks at once; gives the fields of the log's event."""
+        _synchronize()
+        begin = time.perf_counter()
+        with record_function(VALIDATION):
+            sums = self.measure(model_parts[0])
+        whole = self.loss(sums)
+        by_source = {}
+        for name, (nats, count), width in zip(self.names, sums, self._bytes_per_token, strict=True):
+            part = held_out_loss([nats], [count], [width])
+            by_source[name] = {
+                "loss": json_value(part.nats_per_token),
+                "bits_per_byte": json_value(part.bits_per_byte),
+                "tokens": count,
+            }
+        return {
+            "loss": whole.nats_per_token,
+            "bits_per_byte": whole.bits_per_byte,
+            "tokens_scored": whole.num_tokens,
+            "seconds": time.perf_counter() - begin,
+            "sources": by_source,
+        }
+
+
+def knows_validation(log_file: Path, step: int) -> bool:
+    """Whether the log has a validation of `step`, by rank 0's look at it; collective."""
+    found = torch.zeros((), device=device_type)
+    if dist.get_rank() == 0:
+        with open(log_file, "rb") as file:  # of a long run 100 MB: only what may be one is parsed
+            lines = [line for line in file if b'"validation"' in line and line.endswith(b"}\n")]
+        events = map(json.loads, lines)
+        found += any(e["event"] == "validation" and e["step"] == step for e in events)
+    dist.all_reduce(found)
+    return bool(found)
+
+
+def _synchronize() -> None:
+    """Wait for the step that still runs, so that its time is not counted as validation's."""
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+
+
+def build_validator(
+    job_config: CanonJobConfig, dp_world_size: int, dp_rank: int, **_: Any
+) -> CanonValidator:
+    """The TrainSpec's builder, called where `validation.enable` is true."""
+    return CanonValidator(job_config, rank=dp_rank, world_size=dp_world_size)

@@ -1,0 +1,185 @@
+"""The released LlamaCanonForCausalLM on one page, for the tests of hf/ only: names, config, maths.
+
+Written from what facebookresearch/PhysicsLM4, huggingface/ (Llama of transformers 4.47 with Canon,
+QK-norm and rope_dim), computes without a cache or padding; shares no code with canon_pretrain. It
+reads the weights from a dict by their names in a safetensors file, and config.json's fields from
+another, and works in float32.
+
+Shapes: B batch, T tokens, C channels, H heads, K head dim, R rotated dims of a head.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_dim": None,
+    "rope_version": "huggingface",
+    "tie_word_embeddings": False,
+    "qk_norm": False,
+    "canon_set": "",
+    "canon_kernel": 4,
+    "canon_activation": False,
+    "canon_residual": True,
+}
+NO_POSITIONS = {"rope_type": "linear", "factor": 1e30}
+
+
+def logits(config: dict[str, Any], state: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
+    """The logits [B, T, V] of the model that `config` and `state` are."""
+    c = DEFAULTS | config
+    w = {name: tensor.float() for name, tensor in state.items()}
+    h = w["model.embed_tokens.weight"][tokens_BT]
+    for i in range(c["num_hidden_layers"]):
+        here = f"model.layers.{i}."
+        layer = {name[len(here) :]: t for name, t in w.items() if name.startswith(here)}
+        x = _rms(h, layer["input_layernorm.weight"], c)
+        h = h + _attention(_canon(x, "A", layer.get("canonA.weight"), c), layer, c)
+        x = _rms(h, layer["post_attention_layernorm.weight"], c)
+        h = h + _mlp(_canon(x, "C", layer.get("canonC.weight"), c), layer, c)
+    head = w["model.embed_tokens.weight" if c["tie_word_embeddings"] else "lm_head.weight"]
+    return _rms(h, w["model.norm.weight"], c) @ head.T
+
+
+def _rms(x: Tensor, gain: Tensor, c: dict[str, Any]) -> Tensor:
+    return gain * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + c["rms_norm_eps"]))
+
+
+def _canon(x_BTC: Tensor, site: str, weight_C1K: Tensor | None, c: dict[str, Any]) -> Tensor:
+    """x, or what the Canon layer makes of it where `site` has one: a causal depthwise conv1d."""
+    if site not in c["canon_set"]:
+        return x_BTC
+    assert weight_C1K is not None
+    x_BCT = F.pad(x_BTC.transpose(1, 2), (c["canon_kernel"] - 1, 0))
+    y_BTC = F.conv1d(x_BCT, weight_C1K, groups=len(weight_C1K)).transpose(1, 2)
+    y_BTC = F.silu(y_BTC) if c["canon_activation"] else y_BTC
+    return x_BTC + y_BTC if c["canon_residual"] else y_BTC
+
+
+def _attention(x: Tensor, layer: dict[str, Tensor], c: dict[str, Any]) -> Tensor:
+    q, k, v = (x @ layer[f"self_attn.{name}_proj.weight"].T for name in "qkv")
+    if c["qk_norm"]:
+        q = _rms(q, layer["self_attn.q_norm.weight"], c)
+        k = _rms(k, layer["self_attn.k_norm.weight"], c)
+    widths = [part.shape[-1] for part in (q, k, v)]
+    qkv = _canon(torch.cat((q, k, v), -1), "B", layer.get("self_attn.canonB.weight"), c)
+    head_dim = c["hidden_size"] // c["num_attention_heads"]
+    q, k, v = (part.unflatten(-1, (-1, head_dim)).transpose(1, 2) for part in qkv.split(widths, -1))
+    q, k = _rotate(q, c), _rotate(k, c)
+    group = q.shape[1] // k.shape[1]  # neighbouring heads of q share one of k and v
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(2, 3) / math.sqrt(head_dim)
+    past = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    out = scores.masked_fill(~past, -math.inf).softmax(-1) @ v
+    return out.transpose(1, 2).flatten(2) @ layer["self_attn.o_proj.weight"].T
+
+
+def _rotate(x_BHTK: Tensor, c: dict[str, Any]) -> Tensor:
+    """The first rope_dim dims of every head turned; all of them where rope_dim is null."""
+    size = c["rope_dim"] or x_BHTK.shape[-1]
+    x, rest = x_BHTK[..., :size], x_BHTK[..., size:]
+    frequency = c["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+    if c["rope_scaling"] is not None:
+        assert c["rope_scaling"]["rope_type"] == "linear"
+        frequency = frequency / c["rope_scaling"]["factor"]
+    angle_TR = torch.arange(x.shape[2])[:, None] * frequency
+    cos, sin = angle_TR.cos(), angle_TR.sin()
+    if c["rope_version"] == "huggingface":  # dim i turns with dim i + R/2
+        a, b = x.chunk(2, -1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    else:  # lingua: dim 2i turns with dim 2i + 1
+        assert c["rope_version"] == "lingua"
+        a, b = x[..., 0::2], x[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    return torch.cat((turned, rest), -1)
+
+
+def _mlp(x: Tensor, layer: dict[str, Tensor], c: dict[str, Any]) -> Tensor:
+    both = torch.cat([x @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up")], -1)
+    gate, up = _canon(both, "D", layer.get("mlp.canonD.weight"), c).chunk(2, -1)
+    return (F.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+
+
+# -- folders of such models ---------------------------------------------------------------------
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of the model by name, in the class's order."""
+    c = DEFAULTS | config
+    dim, inner, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+    kv = (c.get("num_key_value_heads") or heads) * (dim // heads)
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c["vocab_size"], dim)}
+    for i in range(c["num_hidden_layers"]):
+        layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (dim, dim),
+            "self_attn.k_proj": (kv, dim),
+            "self_attn.v_proj": (kv, dim),
+            "self_attn.o_proj": (dim, dim),
+            "mlp.gate_proj": (inner, dim),
+            "mlp.up_proj": (inner, dim),
+            "mlp.down_proj": (dim, inner),
+            "input_layernorm": (dim,),
+            "post_attention_layernorm": (dim,),
+        }
+        if c["qk_norm"]:
+            layer |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (kv,)}
+        channels = {"canonA": dim, "self_attn.canonB": dim + 2 * kv, "canonC": dim}
+        channels |= {"mlp.canonD": 2 * inner}
+        for name, count in channels.items():
+            if name[-1] in c["canon_set"]:
+                layer[name] = (count, 1, c["canon_kernel"])
+        found |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    found["model.norm.weight"] = (dim,)
+    if not c["tie_word_embeddings"]:
+        found["lm_head.weight"] = (c["vocab_size"], dim)
+    return found
+
+
+def random_state(
+    config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Weights of every name, large enough for a mistake in any of them to change the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, shape in shapes(config).items():
+        if len(shape) == 1:  # gains: no two are the same
+            tensor = 0.5 + torch.rand(shape, generator=generator)
+        else:
+            fan_in = 4 if "canon" in name else shape[1]
+            tensor = torch.randn(shape, generator=generator) * fan_in**-0.5
+        state[name] = tensor.to(dtype)
+    return state
+
+
+def write_folder(
+    folder: Path, config: dict[str, Any], state: dict[str, Tensor], *, num_files: int = 1
+) -> Path:
+    """A Hugging Face folder: config.json, and the weights in one file or in several with an index.
+
+    Returns `folder`.
+    """
+    folder.mkdir(parents=True)
+    kind = {"model_type": "LlamaCanon", "architectures": ["LlamaCanonForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(kind | config))
+    if num_files == 1:
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    names = list(state)
+    weight_map = {}
+    for k in range(num_files):
+        file = f"model-{k + 1:05d}-of-{num_files:05d}.safetensors"
+        own = names[k::num_files]
+        weight_map |= dict.fromkeys(own, file)
+        save_file({name: state[name] for name in own}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder

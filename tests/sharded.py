@@ -1,0 +1,157 @@
+"""Training steps on a sharded model and on a whole one, without a trainer around them.
+
+`on_ranks` forks gloo ranks and runs a function on each. There `sharded_steps` takes the steps of
+`batches` and gives this rank's part of what came of them; `whole_steps` takes the same steps in
+this process, in plain PyTorch on the whole batch, with the loss written out once more.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from canon_pretrain.config import Loss
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.transformer import Transformer
+from tests import ranks as _forkserver  # noqa: F401  (sets what the server of ranks imports)
+from tests.variants import random_tokens
+
+ROWS, NUM_TOKENS, STEPS = 6, 24, 2
+ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.1}
+# eps of the size of the gradients: a step then is a smooth function of them, and roundings of tiny
+# ones do not show up as differences of whole steps
+ADAMW["eps"] = 1e-2
+MAX_NORM = 0.5
+
+
+@dataclass
+class Steps:
+    """What came of the steps: of each, the losses and the norm; the first gradients; the weights.
+
+    Tensors by name: whole ones, or a rank's rows of them.
+    """
+
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    first_gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    optimized: int = 0
+    """Parameters that the optimizer was given."""
+
+
+def on_ranks(function: Callable[..., None], count: int, folder: Path, *args: Any) -> None:
+    """Run `function(rank, folder, *args)` on `count` gloo ranks, CPU only."""
+    mp.start_processes(
+        _on_rank, (function, count, str(folder), *args), nprocs=count, start_method="forkserver"
+    )
+
+
+def _on_rank(rank: int, function: Callable[..., None], count: int, folder: str, *args: Any) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU, on a machine with GPUs too
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    function(rank, Path(folder), *args)
+    dist.destroy_process_group()
+
+
+def batches(args: ModelArgs) -> list[Tensor]:
+    """The global batch of each step, [ROWS, NUM_TOKENS + 1], with several documents a row."""
+    return [random_tokens(args, ROWS, NUM_TOKENS + 1, seed=step) for step in range(STEPS)]
+
+
+def sharded_steps(
+    model: Transformer, args: ModelArgs, loss: Loss, rank: int, world_size: int, rounds: int
+) -> Steps:
+    """Take the steps on this rank's rows, in `rounds` micro-batches; `model` is sharded.
+
+    The arithmetic is the trainer's: sums over tokens, divided by the tokens of the global batch.
+    """
+    from torchtitan.distributed.utils import clip_grad_norm_
+
+    from canon_pretrain.model.init import plain_name
+    from canon_pretrain.titan.loss import loss_function
+
+    out, function = Steps(), loss_function(loss)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **ADAMW, fused=True)
+    out.optimized = len(trained)
+    for batch in batches(args):
+        optimizer.zero_grad()
+        own = batch.chunk(world_size)[rank]
+        sums = torch.zeros(2)
+        for micro_batch in own.chunk(rounds):
+            both = function(model(micro_batch[:, :-1]), micro_batch[:, 1:])
+            value, objective = (each / (ROWS * NUM_TOKENS) for each in both)
+            objective.backward()
+            sums += torch.stack([value.detach(), objective.detach()])
+        norm = clip_grad_norm_(list(model.parameters()), MAX_NORM, foreach=True)
+        if not out.first_gradients:
+            out.first_gradients = {
+                plain_name(name): p.grad.to_local().clone()
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
+        optimizer.step()
+        out.losses.append((sums[0].item(), sums[1].item()))
+        out.norms.append(norm.item())
+    out.weights = {
+        plain_name(name): p.detach().to_local().clone() for name, p in model.named_parameters()
+    }
+    return out
+
+
+@functools.cache
+def whole_steps(args: ModelArgs, loss: Loss) -> Steps:
+    """The same steps on one process, without FSDP2, micro-batches and our loss function."""
+    model, out = Transformer(args), Steps()
+    model.init_weights()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **ADAMW)
+    out.optimized = len(trained)
+    for batch in batches(args):
+        optimizer.zero_grad()
+        logits = model(batch[:, :-1])
+        z = logits.exp().sum(dim=-1).log()
+        each = z - logits.gather(2, batch[:, 1:, None])[..., 0]
+        objective = (each + loss.z_loss * z**2 + loss.squared_loss * each**2).mean()
+        objective.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, MAX_NORM)
+        if not out.first_gradients:
+            named = model.named_parameters()
+            out.first_gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
+        optimizer.step()
+        out.losses.append((each.mean().item(), objective.item()))
+        out.norms.append(norm.item())
+    out.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return out
+
+
+def assert_equal_steps(parts: list[Steps], whole: Steps) -> None:
+    """The ranks' parts, put together, are what the whole model gave, to float32's rounding."""
+    for step, expected in enumerate(whole.losses):
+        for k in range(2):
+            total = sum(part.losses[step][k] for part in parts)
+            assert abs(total - expected[k]) < 2e-5 * abs(expected[k]), (step, k)
+        for part in parts:
+            assert abs(part.norms[step] - whole.norms[step]) < 1e-4 * whole.norms[step], step
+    for part in parts:
+        assert part.optimized == whole.optimized
+    for found, expected in (
+        ([part.first_gradients for part in parts], whole.first_gradients),
+        ([part.weights for part in parts], whole.weights),
+    ):
+        assert found[0].keys() == expected.keys()
+        for name, value in expected.items():
+            joined = torch.cat([part[name] for part in found])
+            assert joined.shape == value.shape, name
+            # a hundred-thousandth of the largest entry: float32 sums in another order
+            worst = (joined - value).abs().max().item()
+            assert worst <= 2e-5 * value.abs().max().item(), (name, worst)

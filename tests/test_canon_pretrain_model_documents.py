@@ -1,0 +1,131 @@
+"""Documents: the numbers, and packed documents against documents by themselves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import canon_pretrain.model.transformer as transformer_module
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.attend import Attend
+from canon_pretrain.model.documents import document_numbers, documents_after
+from canon_pretrain.model.transformer import Transformer
+from tests.variants import BASE, EOS_ID, VARIANTS, build, variant
+
+WITH_DOCUMENTS = [name for name, args in VARIANTS.items() if args.document_mask]
+# lengths 1, 2 and 3 are shorter than Canon's reach; the last document has no end yet
+DOCUMENTS = (
+    (5, 9, 17, 4, EOS_ID),
+    (EOS_ID,),
+    (8, EOS_ID),
+    (3, 3, EOS_ID),
+    (21, 6, 7, 30, 11, 13, EOS_ID),
+    (12, 9, 14, 1),
+)
+
+
+def test_eos_belongs_to_the_document_that_it_ends():
+    tokens = torch.tensor([[4, 2, 2, 5, 6, 2, 7], [2, 4, 5, 6, 7, 8, 2]])
+    expected = [[0, 0, 1, 2, 2, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert document_numbers(tokens, EOS_ID).tolist() == expected
+    first = torch.tensor([10, 20], dtype=torch.int32)
+    numbers = document_numbers(tokens, EOS_ID, first)
+    assert numbers.tolist() == [[10 + n for n in expected[0]], [20 + n for n in expected[1]]]
+    assert numbers.dtype == torch.int32
+    # the first row's document 3 goes on; the second row's 1 has ended
+    assert documents_after(tokens, EOS_ID, first).tolist() == [13, 22]
+
+
+def test_documents_are_numbered_on_from_part_to_part():
+    tokens = torch.randint(0, 5, (3, 30), generator=torch.Generator().manual_seed(0))
+    first, parts = torch.zeros(3, dtype=torch.int32), []
+    for part in tokens.split([1, 4, 13, 12], dim=1):
+        parts.append(document_numbers(part, EOS_ID, first))
+        first = documents_after(part, EOS_ID, first)
+    assert torch.equal(torch.cat(parts, dim=1), document_numbers(tokens, EOS_ID))
+
+
+def _weights(args: ModelArgs) -> torch.Tensor:
+    """What the logits are multiplied with before they are summed, [T, V]."""
+    num_tokens = sum(len(document) for document in DOCUMENTS)
+    return torch.randn(num_tokens, args.vocab_size, generator=torch.Generator().manual_seed(0))
+
+
+def _packed(model: Transformer) -> torch.Tensor:
+    return model(torch.tensor([[token for document in DOCUMENTS for token in document]]))[0]
+
+
+def _separate(model: Transformer) -> torch.Tensor:
+    return torch.cat([model(torch.tensor([document]))[0] for document in DOCUMENTS])
+
+
+def _gradients(model: Transformer, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    (logits * _weights(model.args)).sum().backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", WITH_DOCUMENTS)
+def test_packed_documents_equal_separate_ones_in_logits_and_all_gradients(name):
+    model = build(variant(name))
+    packed, separate = _packed(model), _separate(model)
+    torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
+    given, expected = _gradients(model, packed), _gradients(model, separate)
+    wanted = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert given.keys() == expected.keys() == wanted
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for parameter, gradient in expected.items():
+        scale = gradient.abs().max().clamp_min(1e-2 * largest)
+        assert (given[parameter] - gradient).abs().max() < 5e-5 * scale, parameter
+
+
+def _crossed(model: Transformer) -> torch.Tensor:
+    """Which tokens of the packed documents differ from those of separate ones, bool [T]."""
+    with torch.no_grad():
+        return ((_packed(model) - _separate(model)).abs() > 1e-4).any(dim=-1)
+
+
+@pytest.mark.parametrize("name", [*WITH_DOCUMENTS, "alibi", "h_alibi", "rope ABCD", "nope BD"])
+def test_without_the_option_documents_are_mixed(name):
+    name = name.replace(" documents", "")
+    crossed = _crossed(build(variant(name)))
+    assert not crossed[: len(DOCUMENTS[0])].any()
+    assert crossed[len(DOCUMENTS[0]) :].all()
+
+
+@pytest.mark.parametrize("kernel", [2, 4])
+@pytest.mark.parametrize("canon_set", ["A", "B", "C", "D"])
+def test_each_canon_site_alone_stops_at_a_documents_start(monkeypatch, canon_set, kernel):
+    # attention that mixes no tokens: each reads its own value
+    monkeypatch.setattr(Attend, "forward", lambda self, q, k, v, mask: v)
+    args = replace(BASE, num_layers=1, canon_set=canon_set, canon_kernel=kernel)
+    assert not _crossed(build(replace(args, document_mask=True))).any()
+    reached = [i < kernel - 1 for document in DOCUMENTS for i in range(len(document))]
+    reached[: len(DOCUMENTS[0])] = [False] * len(DOCUMENTS[0])
+    assert _crossed(build(args)).tolist() == reached
+
+
+def test_attention_alone_or_canon_alone_at_the_borders_is_not_enough(monkeypatch):
+    model = build(replace(BASE, canon_set="ABCD", document_mask=True))
+    assert not _crossed(model).any()
+    with monkeypatch.context() as patch:
+        patch.setattr(Attend, "mask", lambda *_: None)
+        assert _crossed(model)[len(DOCUMENTS[0]) :].all()
+    with monkeypatch.context() as patch:
+        patch.setattr(transformer_module, "near_segments", lambda *_: None)
+        assert _crossed(model)[len(DOCUMENTS[0]) :].any()
+
+
+def test_rows_of_a_batch_have_documents_of_their_own():
+    args = replace(BASE, canon_set="ABCD", position="alibi", document_mask=True)
+    model = build(args)
+    rows = torch.tensor([[5, EOS_ID, 7, 8, 9], [5, 6, 7, EOS_ID, 9], [5, 6, 7, 8, 9]])
+    for row, logits in zip(rows, model(rows), strict=True):
+        torch.testing.assert_close(model(row[None])[0], logits)
+
+
+def test_eos_is_a_token_like_others_without_the_option():
+    model = build(replace(BASE, canon_set="ABCD", eos_id=EOS_ID))
+    other = build(replace(BASE, canon_set="ABCD", eos_id=-5))  # no token at all
+    tokens = torch.tensor([[5, EOS_ID, 7, EOS_ID, 9]])
+    assert torch.equal(model(tokens), other(tokens))

@@ -1,0 +1,196 @@
+"""Every variant: against the independent implementation, who sees whom by gradient, bfloat16."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import canon_pretrain.model.canon as canon_module
+from canon_pretrain.model.args import POSITIONS, QK_NORMS, ModelArgs
+from canon_pretrain.model.transformer import Transformer
+from tests.reference_model import reference_logits
+from tests.variants import NAMES, VARIANTS, WORDS, build, every_variant, random_tokens, variant
+
+# what is said with one word, or by leaving all of a line out
+CHOICES = (
+    POSITIONS,
+    ("", "A", "AC", "BD", "ABCD"),
+    ("", "k2", "k3"),
+    ("", "no_res"),
+    ("", "act"),
+    ("", "cst"),
+    ("", "relu2", "standard", "standard_relu2"),
+    ("", "qk_full", "qk_per_head"),
+    ("", "gqa"),
+    ("", "tied"),
+    ("", "documents"),
+)
+
+
+def test_any_two_choices_meet_in_a_variant():
+    assert {word for words in CHOICES for word in words} - {""} == set(WORDS)
+    without_canon = CHOICES[2] + CHOICES[3] + CHOICES[4] + CHOICES[5]
+    chosen = [
+        [next((w for w in words if w in name.split()), "") for words in CHOICES] for name in NAMES
+    ]
+    for i, j in itertools.combinations(range(len(CHOICES)), 2):
+        met = {(row[i], row[j]) for row in chosen}
+        for pair in itertools.product(CHOICES[i], CHOICES[j]):
+            if i == 1 and pair[0] == "" and pair[1] in without_canon and pair[1]:
+                continue  # options of Canon layers that are not there
+            assert pair in met, pair
+
+
+def _relative_error(given: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
+    given, expected = given.detach(), expected.detach()
+    return float((given - expected).abs().max() / expected.abs().max().clamp_min(floor))
+
+
+def _assert_equals_the_reference(args: ModelArgs, tokens: torch.Tensor) -> None:
+    """Logits, and the gradients of a random sum of them, to 5e-5 of the largest."""
+    model = build(args)
+    # the reference in float64: only the model's own rounding counts
+    params = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+    logits, expected = model(tokens), reference_logits(args, params, tokens)
+    assert logits.shape == (*tokens.shape, args.vocab_size)
+    assert _relative_error(logits, expected) < 5e-5
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    # some gradients are exactly zero (wq at one token): there, rounding is compared with the others
+    floor = 1e-2 * max(float(p.grad.abs().max()) for p in params.values())
+    for name, parameter in model.named_parameters():
+        if "canon" in name and not args.canon_trainable:
+            assert not parameter.requires_grad and parameter.grad is None, name
+        else:
+            assert _relative_error(parameter.grad, params[name].grad, floor) < 5e-5, name
+
+
+@every_variant
+def test_logits_and_gradients_equal_the_independent_implementation(args):
+    _assert_equals_the_reference(args, random_tokens(args, rows=2, num_tokens=11))
+
+
+@st.composite
+def _configurations(draw: st.DrawFn) -> ModelArgs:
+    position = draw(st.sampled_from(POSITIONS))
+    kv_heads = draw(st.sampled_from({"partial_rope_a": [2, 4], "partial_rope_b": [4]}.get(
+        position, [1, 2, 3, 4]
+    )))  # fmt: skip
+    num_heads = kv_heads * draw(st.integers(1, 2))
+    if position == "h_alibi" and num_heads % 2:
+        num_heads = kv_heads * 2
+    canon_set = "".join(draw(st.sets(st.sampled_from("ABCD"))))
+    canon_options: dict[str, Any] = {}
+    if canon_set:
+        canon_options = {
+            "canon_kernel": draw(st.integers(2, 4)),
+            "canon_residual": draw(st.booleans()),
+            "canon_activation": draw(st.booleans()),
+            "canon_trainable": draw(st.booleans()),
+        }
+    vocab_size = draw(st.integers(2, 20))
+    return ModelArgs(
+        vocab_size=vocab_size,
+        num_layers=draw(st.integers(1, 2)),
+        dim=num_heads * draw(st.sampled_from([8, 16])),
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        ffn_dim=draw(st.integers(1, 40)),
+        ffn=draw(st.sampled_from(["gated", "standard"])),
+        ffn_activation=draw(st.sampled_from(["silu", "relu2"])),
+        max_seq_len=draw(st.integers(1, 9)),
+        norm_eps=draw(st.sampled_from([1e-5, 1e-2])),
+        position=position,
+        rope_theta=draw(st.sampled_from([100.0, 10000.0])),
+        canon_set=canon_set,
+        **canon_options,
+        qk_norm=draw(st.sampled_from(QK_NORMS)),
+        tie_embeddings=draw(st.booleans()),
+        document_mask=draw(st.booleans()),
+        eos_id=draw(st.integers(0, vocab_size - 1)),
+        init="lingua",
+        init_seed=draw(st.integers(0, 100)),
+    )
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(args=_configurations())
+def test_random_configurations_equal_the_independent_implementation(args):
+    tokens = random_tokens(args, rows=2, num_tokens=args.max_seq_len, seed=args.init_seed)
+    _assert_equals_the_reference(args, tokens)
+
+
+def _influence(model: Transformer, tokens_T: torch.Tensor) -> torch.Tensor:
+    """Return [T, T]: the largest |d logits[t] / d embedding[s]|, t in rows."""
+    kept: list[torch.Tensor] = []
+
+    def keep(_module, _inputs, output):
+        output.retain_grad()
+        kept.append(output)
+
+    handle = model.tok_embeddings.register_forward_hook(keep)
+    # copy t of the batch asks for logits[t] only: one backward pass gives the whole matrix
+    logits = model(tokens_T.expand(len(tokens_T), -1))
+    handle.remove()
+    weights = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(0))
+    (logits.diagonal(dim1=0, dim2=1).T @ weights).sum().backward()
+    return kept[0].grad.abs().amax(dim=-1)
+
+
+# 2 is EOS: it belongs to 7, 5, and the one at the end is a document by itself
+TOKENS = (7, 5, 2, 9, 11, 4, 2, 2, 6)
+DOCUMENTS = ((0, 1, 2), (3, 4, 5, 6), (7,), (8,))
+
+
+@every_variant
+def test_a_token_sees_itself_and_all_before_it_in_its_document_and_nothing_else(args):
+    influence = _influence(build(args), torch.tensor(TOKENS))
+    everything = tuple(range(len(TOKENS)))
+    expected = torch.zeros_like(influence, dtype=torch.bool)
+    for document in DOCUMENTS if args.document_mask else (everything,):
+        for t, s in itertools.product(document, document):
+            expected[t, s] = s <= t
+    assert torch.equal(influence != 0, expected)
+
+
+@pytest.mark.parametrize("name", ["rope ABCD", "alibi AC documents"])
+def test_the_causality_test_notices_a_canon_that_looks_ahead(monkeypatch, name):
+    forward_in_time = canon_module.canon_reference
+
+    def backward_in_time(x, weight, **options):
+        return forward_in_time(x.flip(1), weight, **options).flip(1)
+
+    monkeypatch.setattr(canon_module, "canon_reference", backward_in_time)
+    influence = _influence(build(variant(name)), torch.tensor(TOKENS))
+    assert (influence.triu(1) > 0).any()
+
+
+@every_variant
+def test_bfloat16_stays_close_to_float32(args):
+    tokens = random_tokens(args, rows=2, num_tokens=24)
+    model = build(args).bfloat16()
+    logits = model(tokens).detach()
+    assert logits.dtype == torch.bfloat16
+    expected = model.float()(tokens).detach()  # the same weights, those of 8 bits
+    difference = (logits.float() - expected).norm() / expected.norm()
+    assert 0 < difference < 0.03
+
+
+def test_cst_canon_keeps_its_values_in_training_and_all_else_moves():
+    for name, args in VARIANTS.items():
+        if args.canon_trainable:
+            continue
+        model = build(args)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+        for step in range(2):
+            model(random_tokens(args, rows=2, num_tokens=9, seed=step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for parameter_name, parameter in model.named_parameters():
+            fixed = "canon" in parameter_name
+            assert torch.equal(parameter, before[parameter_name]) == fixed, (name, parameter_name)

@@ -1,0 +1,332 @@
+"""`run diff`: planted differences are found, each where it lies, and nothing else is."""
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from canon_pretrain.run.__main__ import main
+from canon_pretrain.run.compare import (
+    compare,
+    compare_digests,
+    compare_losses,
+    digests_by_step,
+    flat,
+    read_recorded,
+)
+from canon_pretrain.run.diff import RTOL, show
+from canon_pretrain.run.folder import RunFolder
+from tests.report_runs import FINGERPRINT, launch, plant_run, step
+from tests.support import Runs
+
+Output = pytest.CaptureFixture[str]
+
+
+def digest(at: int, salt: str = "") -> str:
+    return f"{at:012x}{salt:0<4}"
+
+
+def lines(last: int, every: int = 10, parted: Mapping[int, str] | None = None) -> list[dict]:
+    """Step events to `last` with the digests since the line before; `parted` changes some."""
+    changed = parted or {}
+    return [
+        step(at, 5 - at / 1000)
+        | {
+            "data_digests": [
+                digest(k, changed.get(k, "")) for k in range(max(at - every, 0) + 1, at + 1)
+            ]
+        }
+        for at in range(every, last + 1, every)
+    ]
+
+
+def plant_launch(run: RunFolder, number: int = 1, **changes: Any) -> None:
+    """RUN/launches/NNN as the trainer leaves it; a key of `changes` replaces a file's fields."""
+    folder = run.path / "launches" / f"{number:03}"
+    folder.mkdir(parents=True)
+    git = {"commit": "c0ffee", "untracked": [], "problem": None} | changes.get("git", {})
+    facts = {
+        "launch": number,
+        "command": {"again": f"torchrun ... --job.dump_folder {run.path}"},
+        "hosts": [f"node-{run.path.name}"],
+        "python": "3.11.7",
+        "platform": "Linux",
+        "devices": {"type": "cuda", "count": 8, "names": ["H100"]},
+        "data": {"folders": ["/data"]},
+        "git": git,
+    } | changes.get("launch", {})
+    (folder / "launch.json").write_text(json.dumps(facts))
+    packages = {"numpy": "2.1.0", "torch": "2.13.0"} | changes.get("packages", {})
+    (folder / "packages.txt").write_text("".join(f"{k}=={v}\n" for k, v in packages.items()))
+    around = {"OMP_NUM_THREADS": "1", "SLURM_JOB_ID": run.path.name} | changes.get("around", {})
+    (folder / "environment.json").write_text(json.dumps(around))
+    if patch := changes.get("patch"):
+        (folder / "source.patch").write_text(patch)
+
+
+def found(a: RunFolder, b: RunFolder) -> dict[str, Any]:
+    return compare(read_recorded(a.path), read_recorded(b.path), rtol=RTOL)
+
+
+def pair(tmp_path: Path, ours: Sequence[dict], theirs: Sequence[dict], **identity: Any):
+    """Two runs that differ in their logs, and in `identity`."""
+    a = plant_run(tmp_path / "a", [launch("start"), *ours])
+    b = plant_run(tmp_path / "b", [launch("start"), *theirs], **identity)
+    return a, b
+
+
+def run_command(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as raised:
+        main(["diff", *map(str, arguments)])
+    assert isinstance(raised.value.code, int)
+    return raised.value.code
+
+
+# ---- data digests
+
+
+@pytest.mark.parametrize("first", [1, 10, 11, 37, 60])
+def test_digests_part_at_the_planted_step(first: int) -> None:
+    parted = dict.fromkeys(range(first, 61), "f")
+    result = compare_digests(lines(60), lines(60, every=4, parted=parted))
+    assert result == {
+        "logged": [60, 60],
+        "common": 60,
+        "different": 61 - first,
+        "first_different": first,
+        "last_common": 60,
+    }
+
+
+def test_a_single_batch_that_differs_is_found() -> None:
+    result = compare_digests(lines(60), lines(60, parted={23: "f"}))
+    assert (result["first_different"], result["different"]) == (23, 1)
+
+
+def test_steps_of_one_run_alone_count_for_nothing() -> None:
+    result = compare_digests(lines(60), lines(30) + lines(90)[6:])
+    assert result["first_different"] is None
+    assert (result["common"], result["logged"], result["last_common"]) == (30, [60, 60], 30)
+    assert compare_digests(lines(60), [step(10, 1.0)])["common"] == 0
+
+
+def test_a_list_ends_with_its_own_step() -> None:
+    event = step(12, 1.0) | {"data_digests": ["x", "y", "z"]}
+    assert digests_by_step([event]) == {10: "x", 11: "y", 12: "z"}
+    assert digests_by_step([step(12, 1.0), launch("start")]) == {}
+
+
+def test_what_a_restart_took_anew_is_compared_as_it_was_last(tmp_path: Path) -> None:
+    lost = lines(40, parted=dict.fromkeys(range(21, 41), "f"))[2:]
+    interrupted = [*lines(20), *lost, launch("resume", from_step=20), *lines(60)[2:]]
+    a, b = pair(tmp_path, lines(60), interrupted)
+    result = found(a, b)
+    assert result["same"] and result["data_digests"]["common"] == 60
+    a, b = pair(tmp_path / "other", lines(60), [*lines(20), *lost])
+    assert found(a, b)["data_digests"]["first_different"] == 21
+
+
+# ---- losses
+
+
+def losses(*values: Any) -> list[dict]:
+    return [step(10 * (k + 1), value) for k, value in enumerate(values)]
+
+
+def test_losses_part_where_they_are_further_apart_than_rounding() -> None:
+    ours = losses(4.0, 3.0, 2.0, 1.0, 1.0)
+    theirs = losses(4.0, 3.0 * (1 + 1e-7), 2.0 * (1 + 2e-4), 1.5, 1.0)
+    result = compare_losses(ours, theirs, 1e-4)
+    assert (result["first_unequal"], result["first_beyond"]) == (20, 30)
+    assert result["there"] == [2.0, 2.0 * (1 + 2e-4)]
+    assert result["largest"] == pytest.approx(0.5 / 1.5) and result["largest_step"] == 40
+    assert compare_losses(ours, theirs, 1e-3)["first_beyond"] == 40
+    assert compare_losses(ours, theirs, 0.5)["first_beyond"] is None
+
+
+def test_losses_that_are_not_finite_are_compared_too() -> None:
+    ours = losses("NaN", "Infinity", 0.0, 1.0)
+    assert compare_losses(ours, ours, 1e-4)["first_unequal"] is None
+    for k, value in enumerate((1.0, "-Infinity", "NaN", "NaN")):
+        theirs = losses("NaN", "Infinity", 0.0, 1.0)
+        theirs[k]["loss"] = value
+        result = compare_losses(ours, theirs, 1e-4)
+        assert result["first_beyond"] == 10 * (k + 1) and result["largest"] == "Infinity"
+    assert math.isinf(float(compare_losses(ours, losses(1.0), 1e-4)["largest"]))
+    assert compare_losses(ours, [], 1e-4)["common"] == 0
+
+
+# ---- what the runs are
+
+
+def test_two_launches_of_one_thing_are_the_same(tmp_path: Path, capsys: Output) -> None:
+    a, b = pair(tmp_path, lines(60), lines(40))
+    plant_launch(a)
+    plant_launch(b)
+    assert run_command(a.path, b.path) == 0
+    output = capsys.readouterr().out
+    assert "data digests: equal in all 40 common steps, to step 40" in output
+    assert "losses: equal bit for bit in all 4 common lines, to step 40" in output
+    assert "environment: same but for what is each run's own (--all shows 1)" in output
+    assert output.splitlines()[-1] == "same"
+    assert "SLURM_JOB_ID" not in output
+    assert run_command(a.path, b.path, "--all") == 0
+    assert "  SLURM_JOB_ID (own): a -> b" in capsys.readouterr().out
+
+
+def test_every_kind_of_difference_is_named_in_its_place(tmp_path: Path) -> None:
+    a, b = pair(
+        tmp_path,
+        lines(20),
+        lines(20),
+        optimizer__lr=0.002,
+        data_fingerprint="f" * 64,
+        **{"guards.outlier_sigma": 6.0},
+    )
+    config = json.loads(b.config_file.read_text())
+    config["config"]["training"] = {"compile": True}
+    config["config"]["job"]["dump_folder"] = str(b.path)
+    b.config_file.write_text(json.dumps(config))
+    plant_launch(a, patch="+ one line")
+    plant_launch(
+        b,
+        git={"commit": "decaf", "untracked": ["notes.py"]},
+        packages={"torch": "2.11.0", "triton": "3.6.0"},
+        around={"OMP_NUM_THREADS": "4", "NCCL_DEBUG": "INFO"},
+        launch={"devices": {"type": "cpu", "count": 2, "names": []}},
+    )
+    result = found(a, b)
+    differences = {name: part["differences"] for name, part in result["sections"].items()}
+    assert differences["identity"] == {
+        "optimizer.lr": [0.004, 0.002],
+        "guards.outlier_sigma": [None, 6.0],
+    }
+    assert differences["data"] == {
+        "fingerprint": [FINGERPRINT, "f" * 64],
+    }
+    assert differences["config"] == {"training.compile": [None, True]}
+    assert differences["code"].keys() == {"commit", "patch", "untracked"}
+    assert differences["code"]["commit"] == ["c0ffee", "decaf"]
+    assert differences["code"]["patch"][1] is None
+    assert differences["packages"] == {"torch": ["2.13.0", "2.11.0"], "triton": [None, "3.6.0"]}
+    assert differences["environment"] == {
+        "NCCL_DEBUG": [None, "INFO"],
+        "OMP_NUM_THREADS": ["1", "4"],
+        "devices.type": ["cuda", "cpu"],
+        "devices.count": [8, 2],
+        "devices.names": [["H100"], []],
+    }
+    assert differences["launch"] == {}
+    assert result["sections"]["launch"]["own"].keys() == {"hosts", "command"}
+    assert not result["same"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"patch": "+ another line"},
+        {"git": {"commit": "decaf"}},
+        {"packages": {"numpy": "2.2.0"}},
+        {"around": {"OMP_NUM_THREADS": "8"}},
+    ],
+)
+def test_each_difference_alone_is_exit_code_1(
+    tmp_path: Path, capsys: Output, change: dict[str, Any]
+) -> None:
+    a, b = pair(tmp_path, lines(20), lines(20))
+    plant_launch(a, patch="+ one line")
+    plant_launch(b, **{"patch": "+ one line"} | change)
+    assert run_command(a.path, b.path) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "different"
+
+
+def test_patches_that_are_equal_are_no_difference_and_the_newest_launch_counts(
+    tmp_path: Path,
+) -> None:
+    a, b = pair(tmp_path, lines(20), lines(20))
+    plant_launch(a, 1, patch="+ an older line")
+    plant_launch(a, 2, patch="+ one line")
+    plant_launch(a, 10, patch="+ one line")
+    plant_launch(b, 1, patch="+ one line")
+    result = found(a, b)
+    assert result["same"]
+    assert result["notes"] == [
+        "A changed its code 1 time(s) between its 3 launches; the newest is compared"
+    ]
+
+
+def test_runs_without_records_of_their_launches_are_compared_in_what_they_have(
+    tmp_path: Path, capsys: Output
+) -> None:
+    a = plant_run(tmp_path / "a", [launch("start"), *lines(20)])
+    b = plant_run(tmp_path / "b", [launch("start", torch="2.11.0"), *lines(20)])
+    plant_launch(b)
+    assert run_command(a.path, b.path) == 1
+    output = capsys.readouterr().out
+    assert "code: not compared: not recorded in A" in output
+    assert "environment: not compared: not recorded in A" in output
+    assert "  torch: 2.13.0+cpu -> 2.11.0" in output
+
+
+def test_the_command_s_document_and_errors(tmp_path: Path, capsys: Output) -> None:
+    a, b = pair(tmp_path, lines(60), lines(60, parted={23: "f"}))
+    assert run_command(a.path, b.path, "--json") == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["data_digests"]["first_different"] == 23 and document["same"] is False
+    assert run_command(a.path, tmp_path / "nothing") == 2
+    assert "is not a run folder" in capsys.readouterr().err
+    assert run_command(a.path, b.path, "--rtol", "-1") == 2
+    assert "--rtol" in capsys.readouterr().err
+    b.log_file.unlink()
+    assert run_command(a.path, b.path) == 2
+    assert "has no log" in capsys.readouterr().err
+
+
+def test_long_and_evil_values_are_whole_when_piped_and_plain_on_a_terminal(
+    tmp_path: Path, capsys: Output
+) -> None:
+    long = "[red]word\x1b[31m " * 60 + "END"
+    a, b = pair(tmp_path, lines(20), lines(20), optimizer__lr=long)
+    assert run_command(a.path, b.path) == 1
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "optimizer.lr" in one]
+    assert line.startswith("  optimizer.lr: 0.004 -> [red]word") and line.endswith("END")
+    assert "\x1b" not in line
+    screen = io.StringIO()
+    show(found(a, b), Console(file=screen, force_terminal=True, width=80), all_of_it=False)
+    text = screen.getvalue()
+    assert "[red]word" in text and "END" in text
+    assert long not in text and "\N{REPLACEMENT CHARACTER}[31m" in text
+
+
+def test_names_are_flattened() -> None:
+    nested = {"a": {"b": {"c": 1}, "d": [1, {"e": 2}]}, "f": {}, "g": None}
+    assert flat(nested) == {"a.b.c": 1, "a.d": [1, {"e": 2}], "f": {}, "g": None}
+
+
+# ---- real runs
+
+
+def test_real_runs_stopped_and_resumed_are_the_same(runs: Runs, capsys: Output) -> None:
+    run_command(runs.straight, runs.resumed)  # what starts them sets other variables
+    output = capsys.readouterr().out.splitlines()
+    assert "data digests: equal in all 12 common steps, to step 12" in output
+    assert "losses: equal bit for bit in all 12 common lines, to step 12" in output
+    for title in ("identity (what is computed)", "data", "packages"):
+        assert f"{title}: same" in output
+    assert any(line.startswith("config (the rest): same") for line in output)
+
+
+def test_real_runs_at_other_world_sizes_saw_the_same_data(runs: Runs, capsys: Output) -> None:
+    code = run_command(runs.straight, runs.elastic, "--json", "--rtol", "1e-3")
+    document = json.loads(capsys.readouterr().out)
+    assert code == (0 if document["same"] else 1)
+    assert document["data_digests"]["first_different"] is None
+    assert document["data_digests"]["common"] == 12
+    assert document["losses"]["first_beyond"] is None
+    assert document["sections"]["launch"]["own"]["world_sizes"] == [[2], [3, 1]]
+    assert document["sections"]["identity"]["differences"] == {}

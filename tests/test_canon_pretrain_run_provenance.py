@@ -1,0 +1,507 @@
+"""What a launch writes down about itself, in real run folders and about real git repositories."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import distributions, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canon_pretrain.run import provenance
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.launches import (
+    RunFacts,
+    begin_launch,
+    launch_numbers,
+    newest_launch,
+    read_run,
+)
+from canon_pretrain.run.log import RunLog
+from canon_pretrain.run.provenance import LaunchRecord, config_hash, packages
+from canon_pretrain.run.readme import command_again
+from canon_pretrain.run.redaction import REDACTED
+from canon_pretrain.run.source_tree import SourceTree, look_at_source
+from tests.checkpoint_folders import fill, small_disk
+from tests.ranks import Ended, events, launch
+from tests.support import debug_run
+
+SECRETS = {
+    "HF_TOKEN": "planted-in-a-token-1",
+    "NCCL_SECRET": "planted-in-nccl-2",
+    "TORCH_URL": "https://me:planted-in-url-3@host/x",
+}
+
+
+def json_of(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def all_text(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+# ---- whole launches
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A run folder after a launch, a refused one, one that goes on and one that finds nothing to
+    do; and after a fresh start."""
+
+    first: Path
+    refused: Path
+    second: Path
+    idle: Path
+    fresh: Path
+    output: str
+    data: Path
+
+
+@pytest.fixture(scope="module")
+def launched(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    base = tmp_path_factory.mktemp("launched")
+    run, output = base / "run", []
+
+    def start(name: str, *more: object, check: bool = True) -> Path:
+        ended: Ended = launch(
+            *debug_run(data_folder, run),
+            *("--job.description", "tried by planted-in-a-token-1 at https://me:planted-4@host/"),
+            *more,
+            output=base / "output",
+            ranks=1,
+            environment=SECRETS | {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "n[1-2]"},
+            check=check,
+        )
+        output.append(ended.output)
+        return Path(shutil.copytree(run, base / name))
+
+    return Launched(
+        start("first", "--run.stop_at", 2),
+        start("refused", "--optimizer.lr", 1, check=False),
+        start("second", "--run.stop_at=3"),
+        start("idle", "--run.stop_at=3"),
+        start("fresh", "--checkpoint.fresh", "--run.stop_at", 1),
+        "".join(output),
+        data_folder,
+    )
+
+
+def test_a_planted_secret_is_nowhere_in_the_run_folder(launched: Launched) -> None:
+    found = all_text(launched.fresh)
+    assert b"tried by" in found, "the words around it are there"
+    for secret in (b"planted-in-a-token-1", b"planted-in-nccl-2", b"in-url-3", b"planted-4"):
+        assert secret not in found
+    assert (
+        json_of(RunFolder(launched.fresh).launch_path(1) / "environment.json")["NCCL_SECRET"]
+        == REDACTED
+    )
+
+
+def test_a_launch_says_what_it_was(launched: Launched) -> None:
+    run = RunFolder(launched.first)
+    record = json_of(run.launch_path(1) / "launch.json")
+    facts = read_run(run)
+    assert facts is not None and facts.launches == 1 and len(facts.run_id) == 8
+    int(facts.run_id, 16)
+    assert (record["run_id"], record["launch"], record["from_step"]) == (facts.run_id, 1, 0)
+    assert record["job"] == {"id": "812", "restart_count": 0, "nodes": "n[1-2]"}
+    assert record["data"]["folders"] == [str(launched.data)]
+    identity = run.read_config()["identity"]
+    assert record["data"]["fingerprint"] == identity["data_fingerprint"]
+    assert record["command"]["arguments"][-2:] == ["--run.stop_at", "2"]
+    assert "--run.stop_at" not in record["command"]["again"]
+    assert record["world_size"] == 1 and len(record["hosts"]) == 1
+    assert json_of(run.launch_path(1) / "config.json") == json_of(run.config_file)
+    assert f"torch=={version('torch')}" in (run.launch_path(1) / "packages.txt").read_text()
+    names = {path.name for path in run.launch_path(1).iterdir()}
+    assert names - {"source.patch"} == {
+        *("launch.json", "config.json", "packages.txt", "environment.json")
+    }
+    assert ("source.patch" in names) == (record["git"]["patch"] is not None)
+
+
+def test_the_log_names_run_and_launch_in_every_line(launched: Launched) -> None:
+    record = newest_launch(RunFolder(launched.second))
+    assert record is not None
+    text = RunFolder(launched.second).log_file.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert {line["run_id"] for line in lines} == {record["run_id"]}
+    heads = [line for line in lines if line["event"] in ("start", "resume")]
+    assert [(head["event"], head["segment"]) for head in heads] == [("start", 1), ("resume", 2)]
+    assert heads[1]["from_step"] == 2
+    assert [line["segment"] for line in lines] == sorted(line["segment"] for line in lines)
+    for head in heads:
+        assert head["git_commit"] == record["git"]["commit"]
+        assert head["git_dirty"] == record["git"]["dirty"]
+        assert (head["config_hash"], head["job_id"]) == (record["config_hash"], "812")
+        assert head["hosts"] == record["hosts"]
+
+
+def test_a_refused_launch_is_not_counted_and_leaves_no_record(launched: Launched) -> None:
+    assert "going on would change it" in launched.output
+    before, after = RunFolder(launched.first), RunFolder(launched.refused)
+    assert launch_numbers(after) == [1]
+    for name in ("run.json", "config.json", "log.jsonl", "README.md"):
+        assert (before.path / name).read_bytes() == (after.path / name).read_bytes(), name
+
+
+def test_a_launch_that_finds_nothing_to_do_is_not_counted(launched: Launched) -> None:
+    assert "nothing to do" in launched.output
+    assert read_run(RunFolder(launched.idle)) == read_run(RunFolder(launched.second))
+    assert launch_numbers(RunFolder(launched.idle)) == [1, 2]
+
+
+def test_a_launch_that_goes_on_is_the_next_of_the_same_run(launched: Launched) -> None:
+    run = RunFolder(launched.second)
+    first, facts = read_run(RunFolder(launched.first)), read_run(run)
+    assert first is not None
+    assert facts == RunFacts(first.run_id, first.created, 2)
+    assert launch_numbers(run) == [1, 2]
+    newest = newest_launch(run)
+    assert newest is not None and newest["from_step"] == 2
+    assert [event["step"] for event in events(run.path, "step")] == [1, 2, 3]
+
+
+def test_a_fresh_start_is_another_run(launched: Launched) -> None:
+    old, new = read_run(RunFolder(launched.second)), read_run(RunFolder(launched.fresh))
+    assert old is not None and new is not None
+    assert new.run_id != old.run_id and new.launches == 1
+    assert launch_numbers(RunFolder(launched.fresh)) == [1]
+    archive = RunFolder(launched.fresh / "archive" / "1-before-a-fresh-start")
+    assert read_run(archive) == old and launch_numbers(archive) == [1, 2]
+
+
+def test_the_readme_names_what_is_there_and_what_to_type(launched: Launched) -> None:
+    text = RunFolder(launched.second).readme_file.read_text()
+    for entry in launched.second.iterdir():
+        if entry.name != "README.md":
+            assert f"`{entry.name}" in text, entry.name
+    again = next(line for line in text.splitlines() if "canon_pretrain.train" in line)
+    assert f"--data.path {launched.data}" in again and "stop_at" not in again
+    assert "python -m eval run --checkpoint" in text and "run status" in text
+    assert f"cd {os.getcwd()}\n" in text
+    assert "launch 2" in text.lower()
+
+
+# ---- run.json
+
+
+def test_launches_are_counted_whatever_is_lost(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    first, problem = begin_launch(run)
+    assert first.launches == 1 and problem is None
+    assert begin_launch(run)[0] == RunFacts(first.run_id, first.created, 2)
+    write_record(run, RunFacts(first.run_id, first.created, 2))
+    run.run_file.write_text("{")
+    assert read_run(run) is None
+    again = begin_launch(run)[0]
+    assert again == RunFacts(first.run_id, first.created, 3), "from the launches' records"
+
+
+def test_a_run_from_before_run_json_has_had_its_launches(tmp_path: Path) -> None:
+    lines = ("start", "step", "resume", "step", "resume")
+    log = "".join(json.dumps({"event": name, "step": 1}) + "\n" for name in lines)
+    RunFolder(tmp_path).log_file.write_text(log)
+    assert begin_launch(RunFolder(tmp_path))[0].launches == 4
+
+
+def test_a_number_is_given_back_by_who_left_nothing(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    first = begin_launch(run)[0]
+    record = LaunchRecord(first, [], fingerprint="f", folders=[])
+    record.settle(run)
+    assert not run.run_file.exists(), "a run that never began"
+    first = begin_launch(run)[0]
+    record = LaunchRecord(first, [], fingerprint="f", folders=[])
+    log = RunLog(run.log_file)
+    log.write("quarantine")
+    log.close()
+    record.settle(run)
+    assert read_run(run) == first, "its number stands in the log"
+    LaunchRecord(begin_launch(run)[0], [], fingerprint="f", folders=[]).settle(run)
+    assert read_run(run) == first
+
+
+def test_a_run_json_that_cannot_be_written_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    facts, problem = begin_launch(RunFolder(tmp_path / "gone"))
+    assert facts.launches == 1
+    assert problem is not None and "No such file" in problem
+
+
+def test_equal_configurations_have_equal_hashes() -> None:
+    config = {"a": {"x": 1, "y": [1, 2]}, "b": {"z": None}, "c": 3}
+    assert config_hash(config) == config_hash(
+        {"c": 3, "b": {"z": None}, "a": {"y": [1, 2], "x": 1}}
+    )
+    assert config_hash(config) != config_hash(config | {"c": 4})
+    other = {**config, "a": {"x": 2, "y": [1, 2]}}
+    assert config_hash(config) != config_hash(other)
+    assert config_hash(config, ["a.x"]) == config_hash(other, ["a.x"])
+
+
+# ---- the record, by itself
+
+
+@pytest.fixture(autouse=True)
+def few_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the metadata of all that is installed takes a while; whole launches do it."""
+    monkeypatch.setattr(provenance, "packages", lambda: ["numpy==1"])
+
+
+def write_record(run: RunFolder, facts: RunFacts, **options: Any) -> list[str]:
+    """A record of `facts` with made-up configuration; what it says went wrong."""
+    record = LaunchRecord(
+        facts, options.pop("arguments", []), fingerprint="f", folders=["d"], **options
+    )
+    record.header()
+    made_up = {"world_size": 1, "versions": {}}
+    return record.write(run, config={"job": {}}, identity={}, facts=made_up)
+
+
+FACTS = RunFacts("0123abcd", "2026-11-20T12:00:00+00:00", 7)
+
+
+def test_secrets_are_kept_out_of_arguments_and_of_all_files(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    arguments = ["--x.api_key", "planted-one", "--y.password=planted \\two", "--z", "planted-three"]
+    environ = {
+        "A_TOKEN": "planted-three",
+        "SLURM_JOB_NAME": 'planted "four',
+        "B_KEY": 'planted "four',
+    }
+    assert write_record(run, FACTS, arguments=arguments, environ=environ) == []
+    found = all_text(tmp_path)
+    assert b"planted" not in found
+    again = json_of(run.launch_path(7) / "launch.json")["command"]["again"]
+    assert again == (
+        "python -m canon_pretrain.train --x.api_key '[redacted]' '--y.password=[redacted]' "
+        "--z '[redacted]'"
+    )
+
+
+def test_a_persons_own_readme_stays(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    write_record(run, FACTS)
+    ours = run.readme_file.read_text()
+    write_record(run, RunFacts(FACTS.run_id, FACTS.created, 8))
+    assert run.readme_file.read_text() != ours, "ours is written anew"
+    run.readme_file.write_text("# my notes\n")
+    write_record(run, RunFacts(FACTS.run_id, FACTS.created, 9))
+    assert run.readme_file.read_text() == "# my notes\n"
+    assert launch_numbers(run) == [7, 8, 9]
+
+
+def test_a_full_disk_gives_one_sentence_and_leaves_no_half_record(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
+        filler = fill(disk)
+        assert begin_launch(RunFolder(disk))[1] is not None
+        problems = write_record(RunFolder(disk), FACTS)
+        assert len(problems) == 1 and "No space left" in problems[0]
+        filler.unlink()
+        assert launch_numbers(RunFolder(disk)) == []
+        assert [path.name for path in disk.rglob("*") if path.is_file()] == []
+
+
+def test_what_nobody_thought_of_gives_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> list[str]:
+        raise RuntimeError("metadata from hell")
+
+    monkeypatch.setattr(provenance, "packages", broken)
+    assert write_record(RunFolder(tmp_path), FACTS) == [
+        "the launch's record is not whole: RuntimeError: metadata from hell"
+    ]
+    assert json_of(RunFolder(tmp_path).launch_path(7) / "launch.json")["launch"] == 7
+
+
+def test_packages_are_those_that_are_installed() -> None:
+    pairs = ((each.metadata["Name"], each.version) for each in distributions())
+    assert packages() == sorted({f"{name}=={version}" for name, version in pairs}, key=str.lower)
+
+
+@pytest.mark.parametrize(
+    ("environ", "program"),
+    [
+        ({}, "python -m canon_pretrain.train"),
+        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "python -m canon_pretrain.train"),
+        (
+            {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"},
+            "torchrun --nproc-per-node 8 -m canon_pretrain.train",
+        ),
+        (
+            {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "7"},
+            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
+            "--nproc-per-node 8 -m canon_pretrain.train",
+        ),
+    ],
+)
+def test_the_command_that_goes_on(environ: dict[str, str], program: str) -> None:
+    given = ["--config", "a b.toml", "--run.stop-at", "5", "--checkpoint.fresh", "--optimizer.lr=2"]
+    given += ["--checkpoint.load_step=3", "--run.allow_changes", "a.b", "c.d", "--compile.enable"]
+    assert command_again(given, environ) == (
+        f"{program} --config 'a b.toml' --optimizer.lr=2 --compile.enable"
+    )
+
+
+# ---- the source tree
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one commit: package/__init__.py, package/code.py, a .env; data/ ignored."""
+    root = tmp_path / "source tree"
+    (root / "package").mkdir(parents=True)
+    (root / "package" / "__init__.py").touch()
+    (root / "package" / "code.py").write_text("one = 1\ntwo = 2\n")
+    (root / ".env").write_text("A=1\n")
+    (root / ".gitignore").write_text("data/\n")
+    git(root, "init", "-q", "-b", "work")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "first")
+    return root
+
+
+def git(root: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=t", "-c", "user.email=t@localhost")
+    done = subprocess.run(
+        ["git", "-C", str(root), *who, *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_a_clean_tree_is_its_commit(repository: Path) -> None:
+    git(repository, "remote", "add", "origin", "ssh://git@host/x.git")
+    (repository / "data").mkdir()
+    (repository / "data" / "ignored.py").touch()
+    (repository / "notes.txt").touch()
+    assert look_at_source(repository / "package" / "__init__.py") == SourceTree(
+        folder=str(repository),
+        commit=git(repository, "rev-parse", "HEAD"),
+        branch="work",
+        origin="ssh://git@host/x.git",
+        dirty=False,
+    )
+
+
+def test_a_dirty_tree_can_be_put_together_again(repository: Path, tmp_path: Path) -> None:
+    (repository / "package" / "code.py").write_text("one = 1\ntwo = 'zwei \u00fc'\n")
+    (repository / "package" / "staged.py").write_text("new = True\n")
+    git(repository, "add", "package/staged.py")
+    (repository / "package" / "un tracked.py").touch()
+    (repository / "my.toml").touch()
+    (repository / ".env").write_text("A=hidden\n")
+    found = look_at_source(repository / "package" / "__init__.py")
+    assert (found.dirty, found.patch_cut, found.problem) == (True, False, None)
+    assert found.untracked == ["my.toml", "package/un tracked.py"]
+    assert found.left_out == [".env"] and b"hidden" not in found.patch
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(repository), str(clone))
+    (tmp_path / "source.patch").write_bytes(found.patch)
+    git(clone, "checkout", "-q", str(found.commit))
+    git(clone, "apply", str(tmp_path / "source.patch"))
+    for name in ("code.py", "staged.py", "__init__.py"):
+        ours, theirs = (root / "package" / name for root in (clone, repository))
+        assert ours.read_bytes() == theirs.read_bytes(), name
+
+
+def test_a_long_patch_is_cut_at_a_line_and_says_so(repository: Path) -> None:
+    (repository / "package" / "code.py").write_text("line\n" * 10_000)
+    found = look_at_source(repository / "package" / "__init__.py", patch_bytes=1000)
+    assert found.patch_cut and 900 < len(found.patch) <= 1000
+    assert found.patch.endswith(b"\n+line\n")
+    whole = look_at_source(repository / "package" / "__init__.py")
+    assert not whole.patch_cut and whole.patch.startswith(found.patch)
+
+
+def test_odd_trees(repository: Path, tmp_path: Path) -> None:
+    git(repository, "checkout", "-q", "--detach")
+    assert look_at_source(repository / "package" / "__init__.py").branch is None
+    installed = repository / "data" / "site-packages" / "__init__.py"
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    found = look_at_source(installed)
+    assert found.folder is None, "a package in an ignored folder is not this repository's code"
+    assert "no git repository tracks it" in str(found.problem)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "__init__.py").touch()
+    found = look_at_source(tmp_path / "plain" / "__init__.py")
+    assert (found.commit, found.dirty, found.patch) == (None, None, b"")
+    assert "not a git repository" in str(found.problem)
+    empty = tmp_path / "empty"
+    git(tmp_path, "init", "-q", str(empty))
+    (empty / "__init__.py").write_text("x = 1\n")
+    git(empty, "add", "-A")
+    found = look_at_source(empty / "__init__.py")
+    assert (found.commit, found.dirty, found.problem) == (None, True, None)
+    assert b"+x = 1" in found.patch
+
+
+def broken_git(script: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "git").write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "git").chmod(0o755)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (Path.mkdir, "git is not installed"),
+        (broken_git("echo fatal: dubious ownership >&2; exit 128"), "dubious ownership"),
+        (broken_git("exec sleep 60"), "took longer than"),
+    ],
+)
+def test_git_that_does_not_work_is_a_sentence(
+    plant: Callable[[Path], None],
+    said: str,
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(tmp_path / "bin")
+    sleep = Path(shutil.which("sleep") or "/bin/sleep")
+    (tmp_path / "bin" / "sleep").symlink_to(sleep)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    found = look_at_source(repository / "package" / "__init__.py", timeout_s=0.3)
+    assert said in str(found.problem) and found.commit is None
+    monkeypatch.setattr(
+        provenance, "look_at_source", lambda inside: look_at_source(inside, timeout_s=0.3)
+    )
+    run = RunFolder(tmp_path / "run")
+    assert write_record(run, FACTS) == []
+    assert said in json_of(run.launch_path(7) / "launch.json")["git"]["problem"]
+
+
+def test_git_is_asked_about_this_tree_whatever_the_environment_says(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    found = look_at_source(repository / "package" / "__init__.py")
+    assert found.folder == str(repository)
+
+
+def test_a_secret_in_the_code_is_not_copied(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "package" / "code.py").write_text(
+        'one = "planted-of-environment"\ntwo = 2\npassword = "planted-two"\n'
+    )
+    monkeypatch.setattr(
+        provenance,
+        "look_at_source",
+        lambda inside: look_at_source(repository / "package" / "__init__.py"),
+    )
+    run = RunFolder(tmp_path / "run")
+    assert write_record(run, FACTS, environ={"A_KEY": "planted-of-environment"}) == []
+    patch = (run.launch_path(7) / "source.patch").read_text()
+    assert f'+one = "{REDACTED}"\n' in patch and f'+password = "{REDACTED}"\n' in patch
+    assert "planted" not in patch
+    assert json_of(run.launch_path(7) / "launch.json")["git"]["patch_redacted"] == 2

@@ -1,0 +1,247 @@
+"""The live view at any width, in a real pseudo-terminal and in tmux; plain lines elsewhere."""
+
+import logging
+import math
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canon_pretrain.titan.console import Console, View, describe_event, flow, hms, sparkline
+from tests.support import ROOT
+
+FIELDS: dict[str, Any] = {
+    "loss": 3.25,
+    "grad_norm": 0.837,
+    "lr": 2.52e-3,
+    "tokens_per_second": 5047.4,
+    "seconds_per_step": 0.4,
+    "data_wait": 0.0123,
+    "memory_gib": 54.2,
+    "tokens": 512_000,
+    "skipped_steps": 2,
+    "restarts": 1,
+}
+HELD_OUT = {"loss": 3.5, "bits_per_byte": 1.75, "tokens_scored": 131072, "seconds": 1.25}
+
+
+def a_view(**options: Any) -> View:
+    view = View(500, 240, **options)
+    for k in range(600):
+        view.report(240, FIELDS | {"loss": 10.0 - k / 100}, remaining_s=3723.0)
+    view.report(250, FIELDS | {"mfu": 0.451}, remaining_s=3723.0)
+    view.event("checkpoint", {"step": 250, "bytes": 14_700_000, "seconds": 0.25})
+    view.event("skip", {"step": 249, "reason": "not finite [x]\x1b[2J\n"})
+    view.validation(200, HELD_OUT)
+    return view
+
+
+def test_plain_lines_are_those_that_scripts_know(caplog: pytest.LogCaptureFixture) -> None:
+    """Where stdout is no terminal: one line a report, in the form that it has always had."""
+    console = Console(500)
+    with caplog.at_level(logging.INFO, logger="root"):
+        console.begin(0)
+        console.report(250, FIELDS, 62.0)
+        console.report(500, FIELDS | {"mfu": 0.451}, 3723.0)
+        console.event("checkpoint", {"step": 250, "bytes": 1, "seconds": 1.0})
+        console.validation(500, HELD_OUT)
+        console.end()
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 250/500  50.0 %  loss 3.2500  grad_norm 0.837  lr 2.52e-03  5,047 tok/s  ETA 1:02",
+        "step 500/500  100.0 %  loss 3.2500  grad_norm 0.837  lr 2.52e-03  5,047 tok/s  MFU 45.1%"
+        "  ETA 1:02:03",
+        "validation at step 500: loss 3.5000 (1.7500 bits/byte), 131,072 tokens, 1.2 s",
+    ]
+
+
+@pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 200])
+def test_the_view_fits_any_width(width: int) -> None:
+    lines = a_view().lines(width)
+    assert all(line.cell_len <= width for line in lines)
+    if width < 60:
+        return
+    text = "\n".join(line.plain for line in lines)
+    for fact in (
+        *("step 250/500", "50.0 %", "ETA 1:02:0", "loss 3.2500", "grad_norm 0.837", "MFU 45.1%"),
+        *("lr 2.52e-03", "5,047 tok/s", "data wait 1.2%", "memory 54.2 GiB", "512,000 tokens"),
+        *("checkpoint of step 250, 0:00 ago", "skipped steps 2", "restarts 1"),
+        *("validation loss 3.5000 (1.7500 bits/byte) at step 200", "saved step 250: 14.7 MB"),
+    ):
+        assert fact in text, fact
+    assert len(lines) <= 10
+
+
+def test_the_view_has_no_more_than_letters_where_the_terminal_has_not() -> None:
+    text = "\n".join(line.plain for line in a_view(ascii_only=True).lines(60))
+    assert text.isascii()
+    assert re.search(r"step 250/500 #+\.+ 50\.0 %", text)
+
+
+def test_what_an_event_says_is_one_printable_line() -> None:
+    text = describe_event("skip", {"step": 3, "reason": "bad\x1b[2J\n\tthing"})
+    assert text == "skipped step 3: bad [2J  thing"
+    assert describe_event("archive", {"step": 3, "tokens": 9, "moved_to": "x"}) == (
+        "archive  step 3  moved_to x"
+    )
+
+
+def test_a_sparkline_spans_its_values() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    assert sparkline([0.0, math.nan, 7.0, math.inf]) == "▁x█x"
+    assert sparkline([math.nan]) == "x"
+    assert sparkline([]) == ""
+
+
+def test_words_flow_in_order() -> None:
+    words = ["a" * 5, "b" * 5, "c" * 30, "d"]
+    assert [line.plain for line in flow(words, 12)] == ["aaaaa  bbbbb", "c" * 30, "d"]
+    assert flow([], 10) == []
+
+
+def test_durations() -> None:
+    assert [hms(s) for s in (0.4, 59.6, 3599, 3600, 90061)] == [
+        *("0:00", "1:00", "59:59", "1:00:00", "25:01:01")
+    ]
+
+
+def test_a_view_that_begins_on_a_resumed_run_knows_its_past() -> None:
+    view = View(500, 30)
+    for event in (
+        {"event": "step", "step": 10, "loss": 5.0},
+        {"event": "step", "step": 20, "loss": "NaN"},
+        {"event": "step", "step": 30, "loss": 4.0},
+        {"event": "validation", "step": 30, **HELD_OUT, "loss": "Infinity"},
+        {"event": "checkpoint", "step": 30},
+        {"event": "resume", "from_step": 30},
+    ):
+        view.take_past(event)
+    text = "\n".join(line.plain for line in view.lines(80))
+    assert "loss 4.0000 █x▁" in text
+    assert "checkpoint of step 30" in text
+    assert "validation loss inf (1.7500 bits/byte) at step 30" in text
+
+
+def test_a_long_silence_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = a_view()
+    assert "no step for" not in "\n".join(line.plain for line in view.lines(80))
+    later = time.monotonic() + 83
+    monkeypatch.setattr("canon_pretrain.titan.console.time.monotonic", lambda: later)
+    assert "no step for 1:23" in "\n".join(line.plain for line in view.lines(80))
+
+
+# -- in a terminal ------------------------------------------------------------------------------
+
+SCRIPT = textwrap.dedent(
+    """
+    import logging, sys, time
+    sys.path.insert(0, {root!r})
+    from canon_pretrain.titan.console import Console
+    from canon_pretrain.titan.logs import init_logging
+
+    FIELDS = {fields!r}
+    init_logging(0)
+    console = Console(500)
+    console.begin(0)
+    stdout = sys.stdout
+    console.report(7, FIELDS, 10.0)
+    print("printed")
+    logging.getLogger().info("logged")
+    time.sleep({sleep})
+    console.report(8, FIELDS, 10.0)
+    {end}
+    """
+)
+
+
+def in_a_terminal(end: str) -> tuple[int, str]:
+    """Exit code and all that a script which shows a view and then does `end` sends a terminal."""
+    parent, child = pty.openpty()
+    script = SCRIPT.format(root=str(ROOT), fields=FIELDS, sleep=0.6, end=end)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        env=os.environ | {"TERM": "xterm-256color"},
+    )
+    os.close(child)
+    output = b""
+    while True:
+        try:
+            piece = os.read(parent, 65536)
+        except OSError:  # Linux's end of a pseudo-terminal
+            break
+        output += piece
+    os.close(parent)
+    return process.wait(), output.decode()
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("console.end(); assert sys.stdout is not stdout; console.end(); print('after')", 0),
+        ("raise ValueError('broken')", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
+    ],
+)
+def test_a_terminal_is_left_as_it_was(end: str, code: int) -> None:
+    exit_code, output = in_a_terminal(end)
+    assert exit_code == code, output
+    # no hidden cursor, no other screen, no mode: a killed process could not put them back
+    assert re.findall(r"\x1b\[\?[\d;]*[hl]", output) == []
+    plain = re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", output).replace("\r", "")
+    assert "printed\n" in plain and "  logged\n" in plain
+    assert plain.index("logged") < plain.index("step 7/500"), "the view is below what is printed"
+    if code == 0:
+        assert plain.rstrip().endswith("after") and "step 8/500" in plain
+    if code == 1:
+        assert "ValueError: broken" in plain
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+def test_the_view_stands_once_on_a_terminal_that_is_made_narrower(tmp_path: Path) -> None:
+    """A real terminal of 100 columns, then 60, then 90: each picture shows one view."""
+    (tmp_path / "script.py").write_text(
+        SCRIPT.format(root=str(ROOT), fields=FIELDS, sleep=0, end="time.sleep(60)")
+    )
+    socket = f"canon-{os.getpid()}"
+
+    def tmux(*words: str) -> str:
+        done = subprocess.run(
+            ["tmux", "-L", socket, *words], capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    def picture(width: int) -> list[str]:
+        tmux("resize-window", "-t", "view", "-x", str(width), "-y", "24")
+        time.sleep(0.8)  # three times as long as the view takes to look
+        # with its history: tmux scrolls where lines take more rows
+        shown = tmux("capture-pane", "-p", "-S", "-50", "-t", "view")
+        return [line for line in shown.splitlines() if line]
+
+    command = f"{sys.executable} {tmp_path / 'script.py'}"
+    tmux("-f", "/dev/null", "new-session", "-d", "-s", "view", "-x", "100", "-y", "24", command)
+    try:
+        deadline = time.monotonic() + 60
+        while "step 8/500" not in tmux("capture-pane", "-p", "-t", "view"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        for width in (100, 60, 90):
+            lines = picture(width)
+            begins = [k for k, line in enumerate(lines) if line.startswith("step ")]
+            assert len(begins) == 1, lines
+            assert sum("grad_norm" in line for line in lines) == 1, lines
+            above = "\n".join(lines[: begins[0]])
+            assert "printed" in above and "logged" in above
+            assert len(lines[begins[0]]) == width - 1, "the bar fills the line"
+    finally:
+        tmux("kill-server")

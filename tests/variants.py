@@ -1,0 +1,122 @@
+"""Small models of every variant, for the tests of all that must work on the whole family.
+
+A variant's name is its definition: the words of WORDS that it holds, on top of BASE. Any two words
+that may stand together do so in one of them at least (test_canon_pretrain_model_variants.py counts
+them), so a fault that needs two settings to meet is met.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from canon_pretrain.model.args import POSITIONS, ModelArgs
+from canon_pretrain.model.transformer import Transformer
+
+EOS_ID = 2
+# sizes apart from one another, so that a wrong width shows; lingua's values are large enough for a
+# mistake in any part to change the logits
+BASE = ModelArgs(
+    vocab_size=40,
+    num_layers=2,
+    dim=32,
+    num_heads=4,
+    ffn_dim=24,
+    max_seq_len=160,
+    eos_id=EOS_ID,
+    init="lingua",
+)
+WORDS: dict[str, dict[str, Any]] = {
+    **{position: {"position": position} for position in POSITIONS},
+    **{canon_set: {"canon_set": canon_set} for canon_set in ("A", "AC", "BD", "ABCD")},
+    "k2": {"canon_kernel": 2},
+    "k3": {"canon_kernel": 3},
+    "no_res": {"canon_residual": False},
+    "act": {"canon_activation": True},
+    "cst": {"canon_trainable": False},
+    "relu2": {"ffn_activation": "relu2"},
+    "standard": {"ffn": "standard"},
+    "standard_relu2": {"ffn": "standard", "ffn_activation": "relu2"},
+    "qk_full": {"qk_norm": "full"},
+    "qk_per_head": {"qk_norm": "per_head"},
+    "gqa": {"num_kv_heads": 2},
+    "tied": {"tie_embeddings": True},
+    "documents": {"document_mask": True},
+}
+NAMES = (
+    "rope",
+    "rope standard gqa",
+    "rope A k3 cst relu2 qk_per_head documents",
+    "rope AC no_res act standard_relu2 qk_full gqa tied documents",
+    "rope BD k2 no_res gqa tied",
+    "rope ABCD k2 standard gqa",
+    "nope qk_full gqa tied",
+    "nope A k3 no_res act cst relu2 qk_per_head gqa tied",
+    "nope AC k3 no_res cst standard_relu2 tied",
+    "nope BD k2 no_res cst standard qk_full gqa",
+    "nope ABCD",
+    "nope ABCD k2 no_res act standard documents",
+    "alibi standard_relu2 qk_per_head documents",
+    "alibi A no_res act cst standard gqa tied documents",
+    "alibi AC k3 act cst relu2 qk_per_head documents",
+    "alibi BD k2 act qk_full gqa",
+    "alibi ABCD k3 cst relu2 qk_per_head tied",
+    "h_alibi relu2 qk_per_head tied documents",
+    "h_alibi A k2 act relu2 gqa tied documents",
+    "h_alibi AC k2 cst standard qk_full gqa documents",
+    "h_alibi BD k3 act standard_relu2 gqa",
+    "h_alibi ABCD k3 no_res cst tied documents",
+    "partial_rope_a standard_relu2 tied documents",
+    "partial_rope_a A k2 cst qk_per_head gqa tied documents",
+    "partial_rope_a AC k3 act standard",
+    "partial_rope_a BD no_res act cst relu2 qk_full gqa",
+    "partial_rope_a ABCD k2 no_res act cst relu2",
+    "partial_rope_b relu2 documents",
+    "partial_rope_b A k2 act standard_relu2 qk_full tied",
+    "partial_rope_b AC k3 no_res act qk_per_head",
+    "partial_rope_b BD k3 no_res act standard qk_per_head gqa documents",
+    "partial_rope_b ABCD cst qk_per_head gqa",
+    "partial_rope_c standard qk_full gqa",
+    "partial_rope_c A no_res act qk_full gqa",
+    "partial_rope_c AC k3 act relu2 gqa",
+    "partial_rope_c BD k2 no_res cst relu2 qk_per_head tied documents",
+    "partial_rope_c ABCD qk_full",
+    "partial_rope_c ABCD k3 cst standard_relu2 qk_full tied",
+)
+
+
+def variant(name: str) -> ModelArgs:
+    """Return the args that the words of `name` spell, as in "alibi ABCD gqa"."""
+    words = name.split()
+    changes = {field: value for word in words for field, value in WORDS[word].items()}
+    if "partial_rope_b" in words and "gqa" in words:  # a quarter of k's heads must be whole
+        changes |= {"num_heads": 8, "dim": 64, "num_kv_heads": 4}
+    return replace(BASE, **changes)
+
+
+VARIANTS: dict[str, ModelArgs] = {name: variant(name) for name in NAMES}
+every_variant = pytest.mark.parametrize("args", VARIANTS.values(), ids=list(VARIANTS))
+
+
+def build(args: ModelArgs, **options: Any) -> Transformer:
+    """Return the initialised model of `args` with norm gains that differ from 1.
+
+    Gains of 1 would hide one that is applied in the wrong place. `options` go to `Transformer`.
+    """
+    model = Transformer(args, **options)
+    model.init_weights()
+    generator = torch.Generator().manual_seed(args.init_seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5, generator=generator)
+    return model
+
+
+def random_tokens(args: ModelArgs, rows: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
+    """Return int64 [rows, num_tokens]; about one in eight is EOS, so rows hold several documents."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(args.vocab_size, (rows, num_tokens), generator=generator)
+    ends = torch.rand(rows, num_tokens, generator=generator) < 1 / 8
+    return tokens.masked_fill(ends, args.eos_id)
