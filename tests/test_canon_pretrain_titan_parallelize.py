@@ -197,7 +197,7 @@ def test_cst_canon_stays_and_is_not_optimized(results: Path) -> None:
 def test_an_attention_without_a_training_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from canon_pretrain.titan.parallelize import check_attention
 
-    def check(name: str, device: str, dtype: str = "bfloat16") -> None:
+    def check(words: str, name: str, device: str, dtype: str = "bfloat16") -> None:
         job = CanonJobConfig()
         job.model.attention_backend, job.training.mixed_precision_param = name, dtype  # type: ignore
         with torch.device("meta"):
@@ -208,15 +208,14 @@ def test_an_attention_without_a_training_step_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: n == "flash_attn" or find_spec(n))
     for words in ("alibi", "h_alibi", "rope documents"):
         with pytest.raises(UserError, match='"flex" takes flex here, which can\'t be trained on a'):
-            check("flex", "cpu")
-        check("flex", "cuda")
-        check("auto", "cpu")
-    words = "rope"
-    check("flex", "cpu")  # SDPA takes what has no mask
-    check("flash_attn", "cuda")
+            check(words, "flex", "cpu")
+        check(words, "flex", "cuda")
+        check(words, "auto", "cpu")
+    check("rope", "flex", "cpu")  # SDPA takes what has no mask
+    check("rope", "flash_attn", "cuda")
     for device, dtype in (("cpu", "bfloat16"), ("cuda", "float32")):
         with pytest.raises(UserError, match='"flash_attn" takes flash_attn here, which'):
-            check("flash_attn", device, dtype)
+            check("rope", "flash_attn", device, dtype)
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -115,7 +115,7 @@ def build(args: ModelArgs, **options: Any) -> Transformer:
 
 
 def random_tokens(args: ModelArgs, rows: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
-    """Return int64 [rows, num_tokens]; about one in eight is EOS, so rows hold several documents."""
+    """Return int64 [rows, num_tokens]; one in eight is EOS, so rows hold several documents."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(args.vocab_size, (rows, num_tokens), generator=generator)
     ends = torch.rand(rows, num_tokens, generator=generator) < 1 / 8

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
-from canon_pretrain.hf.config import DEFAULTS, LINGUA, MODEL_TYPE, OWN, layout, to_args
+from canon_pretrain.hf.config import DEFAULTS, LINGUA, MODEL_TYPE, layout, to_args
 from canon_pretrain.hf.decoding_cache import DecodingCache
 from canon_pretrain.hf.names import BLOCK, ENDS
 from canon_pretrain.model.canon import Canon
@@ -35,15 +35,16 @@ class LlamaCanonConfig(PretrainedConfig):
     rope_scaling = None
 
     def __init__(self, **kwargs: Any) -> None:
-        rope = kwargs.pop("rope_parameters", None)  # as transformers 5 writes a config
-        for name, default in DEFAULTS.items():
-            setattr(self, name, kwargs.pop(name, default))
-        if rope and self.rope_scaling is None:
-            self.rope_theta = rope.get("rope_theta", self.rope_theta)
-            self.rope_scaling = rope if rope.get("rope_type", "default") != "default" else None
-        setattr(self, OWN, kwargs.pop(OWN, None))
-        ties = self.tie_word_embeddings
-        super().__init__(tie_word_embeddings=ties, **kwargs)
+        rope = kwargs.pop("rope_parameters", None) or {}  # as transformers 5 writes a config
+        if rope:
+            kwargs.setdefault("rope_theta", rope.get("rope_theta", DEFAULTS["rope_theta"]))
+        if rope.get("rope_type", "default") != "default":
+            kwargs.setdefault("rope_scaling", rope)
+        found = DEFAULTS | {name: kwargs.pop(name) for name in DEFAULTS if name in kwargs}
+        for name, value in found.items():
+            setattr(self, name, value)
+        ties: Any = {"tie_word_embeddings": found["tie_word_embeddings"]}  # else its own default
+        super().__init__(**ties, **kwargs)
 
 
 class _Part(nn.Module):
@@ -94,8 +95,6 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         core = Transformer(to_args(given), attention_backend=backend)
         object.__setattr__(self, "core", core)
         self.model = _Part()
-        blocks: Any = core.layers.values()
-        self.model.layers = nn.ModuleList(_Layer(block) for block in blocks)
         self._places = list(self._hang_up())
         if config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -104,13 +103,16 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _hang_up(self) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
         """Give every part of the model its place in the tree; yields both."""
-        core = self.core
-        for ours, theirs in ENDS:
-            yield from _hang(core, ours, self, theirs)
+        core, (first, *last) = self.core, ENDS
+        yield from _hang(core, first[0], self, first[1])
+        blocks: Any = core.layers.values()
+        self.model.layers = nn.ModuleList(_Layer(block) for block in blocks)
         for number, layer in enumerate(self.model.layers):
             for ours, theirs in BLOCK:
                 yield from _hang(layer.block, ours, layer, theirs)
             core.layers[str(number)] = layer
+        for ours, theirs in last:
+            yield from _hang(core, ours, self, theirs)
 
     def _bind(self) -> None:
         """Compute with what stands in the tree, which may have been replaced since."""
@@ -200,14 +202,19 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         if core.rope is not None and core.rope.cos_TR.device != tokens_BT.device:
             core.rope.reset(tokens_BT.device)  # transformers builds models without memory
         keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
+        states: list[Tensor] = []
         wants_states = output_hidden_states or self.config.output_hidden_states
-        with _HiddenStates(self, bool(wants_states)) as states:
+        hooks = self._watch(states) if wants_states else ()
+        try:
             logits_BTV = core(
                 tokens_BT,
                 is_real_BT=is_real_BT,
                 cache=cache.memory if cache is not None else None,
                 logits_to_keep=keep,
             )
+        finally:
+            for hook in hooks:
+                hook.remove()
         if not isinstance(logits_to_keep, int):
             logits_BTV = logits_BTV[:, logits_to_keep]
         loss = None
@@ -215,10 +222,22 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             size = self.config.vocab_size
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=size, **kwargs)
         output = CausalLMOutputWithPast(
-            loss=loss, logits=logits_BTV, past_key_values=cache, hidden_states=states.found
+            loss=loss,
+            logits=logits_BTV,
+            past_key_values=cache,
+            hidden_states=tuple(states) if wants_states else None,
         )
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
+
+    def _watch(self, states: list[Tensor]) -> list[Any]:
+        """Let what goes into each layer, and what the last norm gives, be added to `states`."""
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+            for layer in self.model.layers
+        ]
+        norm = self.model.norm
+        return [*hooks, norm.register_forward_hook(lambda _, args, output: states.append(output))]
 
     def _cache(
         self, given: DecodingCache | None, use_cache: bool, tokens_BT: Tensor
@@ -297,28 +316,3 @@ def _check_positions(position_ids: Tensor | None, is_real_BT: Tensor | None) -> 
         raise ValueError(
             "position_ids that do not count up by one are not for this model; leave them out"
         )
-
-
-class _HiddenStates:
-    """While entered, notes what goes into each layer, and what the last norm gives."""
-
-    def __init__(self, model: LlamaCanonForCausalLM, wanted: bool) -> None:
-        self.found: tuple[Tensor, ...] | None = () if wanted else None
-        self._model, self._hooks = model, list[Any]()
-
-    def _note(self, state: Tensor) -> None:
-        self.found = (*(self.found or ()), state)
-
-    def __enter__(self) -> "_HiddenStates":
-        if self.found is not None:
-            tree = self._model.model
-            for layer in tree.layers:
-                hook = layer.register_forward_pre_hook(lambda _, args: self._note(args[0]))
-                self._hooks.append(hook)
-            hook = tree.norm.register_forward_hook(lambda _, args, output: self._note(output))
-            self._hooks.append(hook)
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        for hook in self._hooks:
-            hook.remove()

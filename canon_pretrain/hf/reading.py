@@ -2,9 +2,11 @@
 
     HF_FOLDER/config.json, *.safetensors  ->  OUT/step-N/      the weights, float32, with a manifest
                                               OUT/model.toml   the [model] section, to `extends`
+                                              OUT/tokenizer.*  the tokenizer, where it is there
 
 It reads JSON and safetensors alone: no code of the folder is run, and nothing is unpickled. Weights
-of LlamaCanon, of Llama (Canon-free, its rotary halves) and of our own exports are understood.
+of LlamaCanon, of Llama (Canon-free, its rotary halves) and of our own exports are understood. OUT
+is written as .importing-OUT beside it, and renamed.
 """
 
 import json
@@ -14,7 +16,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,7 +37,7 @@ from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.data.tokenizer import FILE_NAMES
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import fsync_folder, write_atomic
-from canon_pretrain.hf.config import HUGGINGFACE, layout, to_args, unknown
+from canon_pretrain.hf.config import HUGGINGFACE, MODEL_TYPE, layout, to_args, unknown
 from canon_pretrain.hf.names import to_hf, to_ours
 from canon_pretrain.model.args import FLAVORS, ModelArgs
 from canon_pretrain.model.transformer import Transformer
@@ -44,6 +46,7 @@ CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MODEL_TOML = "model.toml"
+MODEL_TYPES = (MODEL_TYPE, "llama")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # tables that old Llama checkpoints hold, which follow from the config
 _TABLES = ".rotary_emb.inv_freq"
@@ -72,18 +75,19 @@ def import_folder(
     data: then training goes on after its step as that run would. `ignore` names fields of
     config.json that are not known here and that the caller knows to change nothing. Takes the
     memory of the weights in float32 (of the whole state with `state_from`). Raises UserError, with
-    nothing written, for a folder that is not there or not such a model, and where `out` exists.
+    nothing written, for a folder that is not there or not such a model, and where `out` exists or
+    another import of that name left its work unfinished.
     """
     source, out = Path(source), Path(out)
-    if out.exists():
+    temporary = out.with_name(f".importing-{out.name}")
+    if os.path.lexists(out):
         raise UserError(f"{out} exists: name a new folder")
+    if os.path.lexists(temporary):
+        _refuse_unfinished(temporary)
+    if step < 0:
+        raise UserError(f"step = {step}: expected 0 or more")
     config = _read_json(source / CONFIG)
-    if others := sorted(set(unknown(config)) - set(ignore)):
-        raise UserError(
-            f"{source / CONFIG} has {', '.join(others)}, which this version does not know and "
-            "which may change the model. Where they change nothing, say so: "
-            f"--ignore {' '.join(others)}"
-        )
+    _refuse_unknown(config, source / CONFIG, set(ignore))
     args, is_halves = to_args(config), layout(config) == HUGGINGFACE
     with torch.device("meta"):
         wanted = {n: p.shape for n, p in Transformer(args).named_parameters()}
@@ -95,8 +99,11 @@ def import_folder(
     if is_halves and args.rope_dim:
         for name, order in _halves_to_pairs(args).items():
             weights[name] = weights[name][order]
-    temporary = out.with_name(f".importing-{out.name}-{os.getpid()}")
-    temporary.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        temporary.mkdir()  # two imports at a time: one of them gets it
+    except FileExistsError:
+        _refuse_unfinished(temporary)
     try:
         save_alone(
             state | weights,
@@ -106,9 +113,9 @@ def import_folder(
             in_place=True,
         )
         write_atomic(temporary / MODEL_TOML, model_toml(args, str(source)).encode())
-        for name in FILE_NAMES:
-            if (source / name).is_file():
-                shutil.copy(source / name, temporary / name)
+        # a folder may have its SentencePiece model and a conversion of it: data takes one of them
+        for name in [name for name in FILE_NAMES if (source / name).is_file()][:1]:
+            write_atomic(temporary / name, (source / name).read_bytes())
         fsync_folder(temporary)
         os.rename(temporary, out)
         fsync_folder(out.parent)
@@ -116,6 +123,28 @@ def import_folder(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return Imported(out / f"step-{step}", args, out / MODEL_TOML)
+
+
+def _refuse_unfinished(temporary: Path) -> NoReturn:
+    raise UserError(
+        f"{temporary} is there: another import to this name is at work, or one was killed. Where "
+        f"none is at work, take it away: rm -r {temporary}"
+    )
+
+
+def _refuse_unknown(config: Mapping[str, Any], path: Path, ignore: set[str]) -> None:
+    """Raise UserError for another kind of model, and for fields that may change this one."""
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES and "model_type" not in ignore:
+        raise UserError(
+            f"{path} has model_type = {kind!r}; expected {' or '.join(MODEL_TYPES)}. Where the "
+            "model computes what a Llama computes, say so: --ignore model_type"
+        )
+    if others := sorted(set(unknown(config)) - ignore):
+        raise UserError(
+            f"{path} has {', '.join(others)}, which this version does not know and which may "
+            f"change the model. Where they change nothing, say so: --ignore {' '.join(others)}"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -146,11 +175,7 @@ def _read_weights(
             continue
         ours = _our_name(theirs)
         if tied and ours == "output.weight":  # some writers store the shared matrix twice
-            ours, stored = "tok_embeddings.weight", weights.get("tok_embeddings.weight")
-            if stored is not None and not torch.equal(stored, tensor.float()):
-                raise UserError(
-                    f"{source}: tie_word_embeddings is true, but {theirs} is not the embedding"
-                )
+            ours = "tok_embeddings.weight"
         if ours not in wanted:
             extra.append(theirs)
             continue
@@ -164,7 +189,13 @@ def _read_weights(
                 f"{source}: {theirs} has the shape {tuple(tensor.shape)}; {CONFIG} asks for "
                 f"{tuple(wanted[ours])}"
             )
-        weights[ours] = tensor.to(torch.float32)
+        tensor = tensor.to(torch.float32)
+        if ours in weights and not torch.equal(weights[ours], tensor):
+            raise UserError(
+                f"{source}: {CONFIG} has tie_word_embeddings = true, but {to_hf('output.weight')} "
+                f"and {to_hf(ours)} differ"
+            )
+        weights[ours] = tensor
     missing = [to_hf(name) for name in wanted if name not in weights]
     for what, names in (("lacks", missing), ("holds beside the model", extra)):
         if names:
@@ -281,7 +312,8 @@ def model_toml(args: ModelArgs, source: str) -> str:
     seq_len = values.pop("max_seq_len")
     flavor = max(FLAVORS, key=lambda name: _shared(FLAVORS[name], args))
     base = FLAVORS[flavor]
-    lines = [f"# the model of {source}".replace("\n", " "), "", "[model]", f'flavor = "{flavor}"']
+    # quoted: a name may hold what no comment may
+    lines = [f"# the model of {json.dumps(source)}", "", "[model]", f'flavor = "{flavor}"']
     lines += [
         f"{name} = {json.dumps(value)}"
         for name, value in values.items()

@@ -1,6 +1,6 @@
 """A run's log as TensorBoard's event file; a target of export.py, which says when and why.
 
-    DIR/tb/events.out.tfevents.TIME.RUN_ID.canon    one file, that replaces those of its kind
+    DIR/tb/events.out.tfevents.TIME.RUN_ID.canon    one file, that replaces the run's others
 
 Only TensorBoard's own format is used, not torch: a laptop can make it. Each scalar stands at its
 step and at the time of the log's line, so the axes `step`, `relative` and `wall` are the run's own.
@@ -17,7 +17,7 @@ from canon_pretrain.files import fsync_folder
 from canon_pretrain.run.export import About, Row
 
 ENDING = ".canon"
-"""Marks the files that a new copy may remove; others in the folder are left alone."""
+"""Marks the files that a new copy of the run may remove; others in the folder are left alone."""
 
 
 class TensorBoardTarget:
@@ -38,7 +38,8 @@ class TensorBoardTarget:
         # TensorBoard reads files in the order of their names: a live one comes after the last
         began = time.time() if live else facts.began
         name = f"events.out.tfevents.{int(began):010d}.{facts.run_id}{ENDING}"
-        self._before = [each for each in folder.glob(f"*.tfevents.*{ENDING}") if each.name != name]
+        ours = folder.glob(f"events.out.tfevents.*.{facts.run_id}{ENDING}")
+        self._before = [each for each in ours if each.name != name]
         self._final = folder / name
         self._path = self._final if live else folder / f".{name}.tmp"
         self._file: BinaryIO = open(self._path, "wb")  # noqa: SIM115 - as long as the target lives

@@ -81,6 +81,8 @@ class LRScheduler(titan.LRScheduler):
     warmup_steps: int = 1000
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
     min_lr_factor: float = 0.1
+    decay_ratio: float | None = None
+    """WSD: the rate is stable after warm-up, and decays in this last share of the run."""
     decay_steps: int | None = None
     """Length of the decay after warm-up, whatever `training.steps` is; the rate then stays at
     `min_lr_factor` (InfiniteLR). Unset: the decay ends with the run, as in torchtitan."""

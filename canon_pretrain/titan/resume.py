@@ -18,6 +18,7 @@ from torchtitan.components.checkpoint import ModelWrapper
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import (
+    MANIFEST,
     DamagedCheckpoint,
     Manifest,
     files_of,
@@ -26,6 +27,7 @@ from canon_pretrain.checkpoint.manifest import (
 )
 from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, check_safe
 from canon_pretrain.errors import UserError
+from canon_pretrain.files import sha256_file
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.titan.agree import Council
@@ -206,7 +208,22 @@ class Resume:
                 shared=True,
             )
         self._read(path, model_only=model_only)
-        logger.info(f"began from {path}")
+        # config.json names the path; what lay there is told once, where it was read
+        self._council.decide(lambda: self._tell_origin(path, model_only))
+
+    def _tell_origin(self, path: Path, model_only: bool) -> None:
+        """Say and log which checkpoint the run began from; rank 0 only."""
+        manifest = Manifest.read(path)
+        what = "weights" if model_only else "whole state"
+        logger.info(f"began from {path}: the {what} of step {manifest.step}")
+        self._event(
+            "initial_load",
+            checkpoint=str(path.resolve()),
+            checkpoint_step=manifest.step,
+            saved=manifest.saved,
+            manifest_sha256=sha256_file(path / MANIFEST),
+            model_only=model_only,
+        )
 
 
 def _as_seen(path: Path, faults: list[str], looked: bool) -> list[str]:

@@ -1,7 +1,9 @@
 """The learning rate over a run: torchtitan's schedules, and a decay whose length is its own.
 
-InfiniteLR (seed 000) and any run that is stopped and prolonged need a decay that does not depend
-on `training.steps`: `lr_scheduler.decay_steps` gives it, and the rate then stays at its minimum.
+After the warm-up: a cosine, a line or 1 - sqrt down to `min_lr_factor` at the run's end; with
+`decay_ratio` (WSD) a stable rate first and the decay in that last share of the run; with
+`decay_steps` (InfiniteLR, seed 000) a decay that does not depend on `training.steps`, and then the
+minimum. Where the rate is stable, or has its own length, a prolonged run is the longer one.
 """
 
 import functools

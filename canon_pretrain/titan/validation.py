@@ -62,10 +62,10 @@ def num_windows(job: CanonJobConfig) -> int | None:
         return None if given < 0 else given
     training = job.training
     batch = training.global_batch_size
-    most = max(1, MAX_TOKENS // (batch * training.seq_len))
+    most = max(1, MAX_TOKENS // training.seq_len)
     steps = min(job.validation.freq, training.steps)
     if steps >= STEPS_A_BATCH:
-        return batch * min(steps // STEPS_A_BATCH, most)
+        return min(batch * min(steps // STEPS_A_BATCH, max(1, most // batch)), most)
     return max(1, batch * steps // STEPS_A_BATCH)
 
 
