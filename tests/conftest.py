@@ -1,13 +1,19 @@
 """Fixtures of the whole suite: small shards, and the debug experiment run in several ways."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from canon_pretrain.titan.device import prepare_device
 from tests.ranks import launch
 from tests.support import Runs, debug_run, train, write_data
 
+# tensors here are small: threads that wait for each other on a busy machine cost twenty times as
+# much as they save. Child processes, ranks among them, take it over
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 prepare_device()  # test files import torchtitan at their top, and it looks for a device then
 
 

@@ -63,6 +63,8 @@ def test_tokens_and_logits_are_those_of_whole_passes(args: ModelArgs) -> None:
     with recorded(model) as passes:
         together = generate(model, prompts, max_new_tokens=NEW)
     assert len(passes) == NEW  # the prompts at once, then a token at a time
+    # no graph is kept; and no inference tensors, which a later training step could trip over
+    assert not any(logits.requires_grad or logits.is_inference() for logits in passes)
     in_pairs = generate(model, prompts, max_new_tokens=NEW, batch_tokens=2 * (31 + NEW))
     with recorded(model) as passes_in_parts:  # each for itself, 12 tokens at a time
         in_parts = generate(model, prompts, max_new_tokens=NEW, batch_tokens=12)

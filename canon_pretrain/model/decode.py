@@ -28,7 +28,7 @@ from canon_pretrain.model.transformer import Transformer
 BATCH_TOKENS = 8192
 
 
-# no inference_mode: a model in training, sharded or compiled, may be asked in between its steps
+# not inference_mode: a model may be asked between training steps, and backward refuses its tensors
 @torch.no_grad()
 def generate(
     model: Transformer,
@@ -56,9 +56,9 @@ def generate(
     for each prompt and place before anything is read, so the batches change no answer.
 
     `batch_tokens` bounds the memory, see above; a longer sequence is a batch of its own, and its
-    prompt is read in parts. Nothing is changed in the model. Raises UserError, before anything is
-    computed, for an empty prompt, a token that the model does not have, and what is longer than
-    max_seq_len.
+    prompt is read in parts. Nothing is changed in the model; where it is sharded, all ranks ask for
+    the same. Raises UserError, before anything is computed, for an empty prompt, a token that the
+    model does not have, and what is longer than max_seq_len.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     _check_prompts(model, prompts, limits)

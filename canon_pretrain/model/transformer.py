@@ -95,10 +95,11 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return logits_BTV for int64 token ids.
 
-        `is_real_BT` (bool): false for padding, which no token sees, on either side of a row; None
-        where there is none. `cache`: what was read before these tokens, at any number of them at a
-        time; it is added to, and the logits are those of one pass over all. `logits_to_keep`: only
-        for the last so many tokens, 0 for all. Raises UserError past max_seq_len tokens.
+        `is_real_BT` (bool): false for padding, which no token sees, on either side of a row but not
+        between two real tokens, where Canon would count it; None where there is none. `cache`: what
+        was read before these tokens, at any number of them at a time; it is added to, and the
+        logits are those of one pass over all. `logits_to_keep`: only for the last so many tokens, 0
+        for all. Raises UserError past max_seq_len tokens.
         """
         num_tokens = tokens_BT.shape[1]
         start = cache.length if cache is not None else 0
