@@ -21,7 +21,7 @@ from canon_pretrain.errors import UserError, exit_with
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan.device import device_count, has_accelerator, prepare_device
-from canon_pretrain.titan.environment import check_attention, check_launch, stand_alone
+from canon_pretrain.titan.environment import check_launch, stand_alone
 from canon_pretrain.titan.logs import init_logging
 
 if TYPE_CHECKING:  # it imports torchtitan, which must wait for prepare_device()
@@ -75,7 +75,6 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     if dry_run.dry_run:
         _print_dry_run(job, dry_run, world_size, quiet=quiet)
         return
-    check_attention(job.model.attention_backend)
     micro_batch_size(job, world_size)
     shards = open_shards(job)
     fingerprint = shards.fingerprint

@@ -1,5 +1,6 @@
 """The run folder and its log: torn lines, resumes, non-finite numbers, readers beside a writer."""
 
+import errno
 import json
 import math
 import multiprocessing
@@ -244,3 +245,31 @@ def test_what_is_no_run_folder_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
         RunFolder(tmp_path).read_config()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EROFS])
+def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write("start", world_size=1)
+
+    def refuse(descriptor: int, content: bytes) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", refuse)
+        for step in (1, 2):
+            log.write("step", step=step)
+    if number == errno.ESTALE:  # the descriptor is of no use any more: the file is opened anew
+        assert os.path.exists(f"/proc/self/fd/{log._descriptor}")
+    log.write("step", step=3)
+    assert steps(log.path) == [1, 2, 3]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", refuse)
+        log.write("step", step=4)
+        log.close()
+    log.close()  # twice does no harm
+    assert steps(log.path) == [1, 2, 3]
+    assert caplog.text.count("wait in memory") == 2
+    assert "the last 1 line(s) could not be written" in caplog.text

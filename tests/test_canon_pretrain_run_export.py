@@ -283,7 +283,10 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice: Path, tmp_path
     log = killed_twice / "log.jsonl"
     whole = log.read_bytes()
     log.write_bytes(whole[: whole.index(b'"from_step": 6')])  # as it was before the third launch
-    live = start("wandb", killed_twice, "--follow", "--beside_trainer", env=env)
+    # wandb sends every SLURM_ variable, and tags as they are
+    planted = {"SLURM_JOB_COMMENT": SECRET, "SLURM_SPANK_OPTION": "my-token", "SLURM_JOB_ID": "77"}
+    words = ("--follow", "--beside_trainer", "--tags", SECRET)
+    live = start("wandb", killed_twice, *words, env=env | planted)
     deadline = time.monotonic() + 60
     while not list((killed_twice / "wandb").glob("offline-run-*/*.wandb")):
         assert live.poll() is None and time.monotonic() < deadline
@@ -292,6 +295,8 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice: Path, tmp_path
     output, _ = live.communicate(timeout=60)  # closes the pipe: the trainer has gone
     assert live.returncode == 0, output
     run, curve = wandb_run(killed_twice / "wandb")
+    (content,) = [p.read_bytes() for p in (killed_twice / "wandb").glob("offline-run-*/*.wandb")]
+    assert SECRET.encode() not in content and b"my-token" not in content and b"77" in content
     # wandb takes no step back: of those taken twice it has the first, until a whole copy is made
     assert sorted(curve) == list(range(1, 11))
     assert curve[10]["train/loss"] == pytest.approx(9.0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from canon_pretrain.run import provenance
+from canon_pretrain.run import provenance, source_tree
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import (
     RunFacts,
@@ -266,7 +266,11 @@ def write_record(run: RunFolder, facts: RunFacts, **options: Any) -> list[str]:
 FACTS = RunFacts("0123abcd", "2026-11-20T12:00:00+00:00", 7)
 
 
-def test_secrets_are_kept_out_of_arguments_and_of_all_files(tmp_path: Path) -> None:
+def test_secrets_are_kept_out_of_arguments_and_of_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # what is uncommitted of these tests speaks of planted things as well
+    monkeypatch.setattr(provenance, "look_at_source", lambda inside: SourceTree())
     run = RunFolder(tmp_path)
     arguments = ["--x.api_key", "planted-one", "--y.password=planted \\two", "--z", "planted-three"]
     environ = {
@@ -478,6 +482,30 @@ def test_git_that_does_not_work_is_a_sentence(
     run = RunFolder(tmp_path / "run")
     assert write_record(run, FACTS) == []
     assert said in json_of(run.launch_path(7) / "launch.json")["git"]["problem"]
+
+
+def test_a_tree_that_takes_long_to_walk_costs_only_its_untracked_files(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs and data inside the working tree: millions of files that git would look through."""
+    git_itself = shutil.which("git")
+    case = 'case "$*" in *--others*|*untracked-files=all*) exec sleep 60;; esac'
+    broken_git(f'{case}; exec {git_itself} "$@"')(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(source_tree, "UNTRACKED_S", 0.3)
+    (repository / "package" / "__init__.py").write_text("changed = 1\n")
+    found = look_at_source(repository / "package" / "__init__.py")
+    assert found.commit and found.dirty and b"+changed = 1" in found.patch
+    assert "untracked files are not known" in str(found.problem)
+
+
+def test_many_untracked_files_are_named_in_part(repository: Path) -> None:
+    for k in range(2000):
+        (repository / f"{'n' * 40}{k:04}.py").touch()
+    (repository / "data.bin").touch()
+    found = look_at_source(repository / "package" / "__init__.py")
+    assert len(found.untracked) == 200 and found.problem is None
+    assert all(name.endswith(".py") and len(name) == 47 for name in found.untracked)
 
 
 def test_git_is_asked_about_this_tree_whatever_the_environment_says(

@@ -62,6 +62,31 @@ def test_plain_lines_are_those_that_scripts_know(caplog: pytest.LogCaptureFixtur
     ]
 
 
+def test_a_view_that_fails_is_one_line_and_plain_lines_go_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(500)
+    console._view = a_view()
+    monkeypatch.setattr(console._view, "report", lambda *facts: 1 / 0)
+    with caplog.at_level(logging.INFO, logger="root"):
+        console.stands_at(249)
+        console.report(250, FIELDS, 62.0)
+        console.report(251, FIELDS, 62.0)
+    first, *rest = [record.getMessage() for record in caplog.records]
+    assert first == "no live view any more (ZeroDivisionError: division by zero): plain lines"
+    assert [line.partition("/")[0] for line in rest] == ["step 250", "step 251"]
+
+
+def test_a_past_that_is_damaged_ends_no_run(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("canon_pretrain.titan.console.is_terminal", lambda: True)
+    console = Console(500)
+    console.begin(3, [{"event": "step", "step": 2, "loss": None}])
+    console.report(4, FIELDS, 1.0)
+    assert "no live view any more" in caplog.text
+
+
 @pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 200])
 def test_the_view_fits_any_width(width: int) -> None:
     lines = a_view().lines(width)

@@ -21,9 +21,15 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.log import RunLog
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes
-from canon_pretrain.titan.validation import CanonValidator, num_windows, settle_validation
+from canon_pretrain.titan.validation import (
+    CanonValidator,
+    num_windows,
+    settle_validation,
+    stands_in_log,
+)
 from eval.lm import CanonLM
 from eval.model import load_model
 from eval.validation import model_loss
@@ -187,6 +193,14 @@ def test_a_mixture_by_source_against_float64(
     num_bytes = 3 * count_a + 5 * count_b
     assert whole.bits_per_byte == pytest.approx((nats_a + nats_b) / math.log(2) / num_bytes)
     assert validators[0].names == [data_folder.name, "other"]
+    turns = iter(validators[0]._sources)
+    model.register_forward_hook(  # not finite for the second source alone
+        lambda _, given, logits_BTV: logits_BTV.masked_fill(
+            (next(turns) == 1)[:, None, None], math.nan
+        )
+    )
+    good, bad = validators[0].measure(model)
+    assert good == shares[0][0] and math.isnan(bad[0]), "one source's NaN is in another's loss"
 
 
 def test_weights_that_are_not_finite_are_reported(
@@ -324,3 +338,22 @@ def test_a_damaged_held_out_part_is_refused_before_anything_is_built(
 def test_what_cannot_be_asked(words: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_job(["--config", str(ROOT / "train_configs" / "debug.toml"), *words.split()])
+
+
+def test_a_validation_that_was_undone_is_taken_again(tmp_path: Path) -> None:
+    """Killed between its save and its score, a launch leaves the score of an earlier branch."""
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write("start")
+    for step in (50, 100):
+        log.write("validation", step=step, loss=1.0)
+    assert stands_in_log(log.path, 100)
+    log.write("resume", from_step=80)
+    log.write("step", step=100, loss=1.0)
+    log.write("resume", from_step=100)
+    assert not stands_in_log(log.path, 100) and stands_in_log(log.path, 50)
+    with open(log.path, "ab") as file:  # a damaged line must not keep the run from going on
+        file.write(b'{"event": "validation", "step": \x00\x00}\n{"event": "validation"}\n')
+    log.write("validation", step=100, loss=1.0)
+    log.close()
+    assert stands_in_log(log.path, 100)
+    assert not stands_in_log(tmp_path / "none.jsonl", 100)

@@ -127,7 +127,7 @@ def test_it_goes_on_after_a_kill_as_if_nothing_had_been(
 def test_the_first_step_is_that_of_the_whole_model_on_the_whole_batch(
     straight: Path, data_folder: Path
 ) -> None:
-    """Loss and objective, with the documents that the shards' own EOS ends."""
+    """Loss, objective and its gradient, with the documents that the shards' own EOS ends."""
     job = parse_job([*map(str, [*debug_run(data_folder, straight), *TOGETHER])])
     model = Transformer(job.model_args)
     model.init_weights()
@@ -135,13 +135,17 @@ def test_the_first_step_is_that_of_the_whole_model_on_the_whole_batch(
     inputs, labels = next(iter(build_dataloader(1, 0, None, job)))
     tokens = inputs["input"]
     assert len({int(row.eq(EOS_ID).sum()) for row in tokens}) > 1  # some hold a boundary
-    with torch.no_grad():
-        logits = model(tokens).double()
+    logits = model(tokens).double()
     z = logits.exp().sum(dim=-1).log()
     each = z - logits.gather(2, labels[..., None])[..., 0]
+    objective = (each + 0.01 * z**2).mean()
+    objective.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
     first = events(straight, "step")[0]
     assert first["loss"] == pytest.approx(each.mean().item(), rel=1e-6)
-    assert first["objective"] == pytest.approx((each + 0.01 * z**2).mean().item(), rel=1e-6)
+    assert first["objective"] == pytest.approx(objective.item(), rel=1e-6)
+    assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     # another EOS makes other documents
     other = Transformer(replace(job.model_args, eos_id=EOS_ID + 1))
     other.init_weights()

@@ -281,17 +281,6 @@ def test_a_world_size_that_does_not_divide_under_torchrun(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("backend", ["flex", "flash_attn"])
-def test_attention_that_needs_a_gpu_is_refused_without_one(
-    backend: str, data_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    argv = [*debug_run(data_folder, tmp_path / "run"), "--model.attention_backend", backend]
-    assert f'"{backend}" trains on a GPU only' in exits_with_2(argv, capsys)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_launch_that_does_not_fit_exits_with_2(
     data_folder: Path,
     tmp_path: Path,

@@ -6,15 +6,19 @@ never heard of.
 """
 
 import ast
+import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 PACKAGE = "canon_pretrain"
 FACE = f"{PACKAGE}.hf.modeling_canon"
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-def travelling_files(version: str) -> dict[str, str]:
+@functools.cache
+def travelling_files(version: str) -> Mapping[str, str]:
     """The content of each file by its name; `version` of this package is noted in each."""
     sources = _collect()
     names = {module: module.rpartition(".")[2] for module in sources}
@@ -31,7 +35,7 @@ def travelling_files(version: str) -> dict[str, str]:
     files[f"{names[FACE]}.py"] += (
         f"\n# all files beside this one: transformers 4 looks here\n{tail}"
     )
-    return files
+    return MappingProxyType(files)
 
 
 def flatten(source: str) -> str:
@@ -50,9 +54,7 @@ def flatten(source: str) -> str:
         old = rf"from\s+{re.escape(module)}\b"
         before, rest = lines[number][:start], lines[number][start:]
         if before.strip() or not re.match(old, rest):
-            raise ValueError(
-                f"line {node.lineno}: write `from {module} import` on a line by itself"
-            )
+            raise ValueError(f"line {node.lineno}: write `from {module} import` on its own line")
         lines[number] = before + re.sub(old, f"from .{module.rpartition('.')[2]}", rest, count=1)
     return "".join(lines)
 

@@ -122,6 +122,7 @@ def to_args(given: Mapping[str, Any]) -> ModelArgs:
     naming the field, for what these models can't be.
     """
     found = DEFAULTS | dict(given)
+    _check_kinds(found)
     _refuse_others(found)
     own = _own_fields(found)
     num_heads = found["num_attention_heads"]
@@ -166,6 +167,41 @@ def layout(given: Mapping[str, Any]) -> str:
     return version
 
 
+_OR_NULL: dict[str, type] = {
+    "num_key_value_heads": int,
+    "head_dim": int,
+    "rope_dim": int,
+    "partial_rotary_factor": float,
+    "rope_scaling": dict,
+    "rope_parameters": dict,
+    "canon_set": str,
+    "qk_norm": bool,
+    OWN: dict,
+}
+"""What a field is that may be null, or that DEFAULTS does not show."""
+
+
+def _check_kinds(found: Mapping[str, Any]) -> None:
+    """Raise UserError for a field that is no value of its kind, and for sizes under 1."""
+    kinds = {name: type(value) for name, value in DEFAULTS.items()} | _OR_NULL
+    for name in sorted(found.keys() & kinds.keys() - _CHANGES_NOTHING):
+        value, kind = found[name], kinds[name]
+        if value is None and name in _OR_NULL:
+            continue
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            _refuse(name, value, f"expected a value of type {kind.__name__}")
+        if kind is int and value < 1 and name != "rope_dim":
+            _refuse(name, value, "expected at least 1")
+    for name in ("rope_scaling", "rope_parameters"):
+        for key, value in (found.get(name) or {}).items():
+            expected = (str,) if key in ("rope_type", "type") else (int, float)
+            if key in _ROPE_KEYS and value is not None and type(value) not in expected:
+                _refuse(f"{name}.{key}", value, f"expected a value of type {expected[-1].__name__}")
+
+
+_ROPE_KEYS = ("rope_type", "type", "factor", "rope_theta", "partial_rotary_factor")
+
+
 def _refuse_others(found: Mapping[str, Any]) -> None:
     """Raise UserError for a field whose value no model of ours has."""
     for name in ("attention_bias", "mlp_bias", "canon_bias", "attention_dropout", "sliding_window"):
@@ -176,8 +212,6 @@ def _refuse_others(found: Mapping[str, Any]) -> None:
     size = found["hidden_size"] // found["num_attention_heads"]
     if found["head_dim"] not in (None, size):
         _refuse("head_dim", found["head_dim"], f"here it is hidden_size / heads = {size}")
-    if found["qk_norm"] not in (True, False, None):
-        _refuse("qk_norm", found["qk_norm"], "expected true or false")
 
 
 def _own_fields(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,14 +226,21 @@ def _own_fields(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(found: Mapping[str, Any]) -> Mapping[str, Any]:
     """What there is about rotary positions: transformers 5 writes it under another name."""
-    return found.get("rope_parameters") or found.get("rope_scaling") or {}
+    old, new = (found.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    if old and new and _kind_and_factor(old) != _kind_and_factor(new):
+        _refuse("rope_parameters", dict(new), f"and rope_scaling = {dict(old)!r}: they differ")
+    return new or old
+
+
+def _kind_and_factor(rope: Mapping[str, Any]) -> tuple[str, float | None]:
+    return rope.get("rope_type") or rope.get("type") or "default", rope.get("factor")
 
 
 def _position(found: Mapping[str, Any]) -> str:
     """`nope`, `rope` or `partial_rope_c`."""
     rope = _rope(found)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "linear" and float(rope["factor"]) >= _LEAST_NO_ROTATION:
+    kind, scale = _kind_and_factor(rope)
+    if kind == "linear" and (scale or 1.0) >= _LEAST_NO_ROTATION:
         return "nope"
     if kind != "default":
         text = f"these models scale no angle; only a linear factor of {NO_ROTATION:g} (NoPE) is"
@@ -236,5 +277,5 @@ _CHANGES_NOTHING = {
     "return_dict", "output_hidden_states", "output_attentions", "is_encoder_decoder",
     "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type",
     "tokenizer_class", "model_max_length", "_attn_implementation_autoset",
-    "attn_implementation",
+    "attn_implementation", "initializer_range", "use_cache", "pretraining_tp",
 }  # fmt: skip

@@ -195,7 +195,7 @@ def _tokenizer(
 def _small_files(source: _Source, dtype: str) -> dict[str, str]:
     """The content of every file that holds no weights, by name."""
     version = own_version() or "of a source folder"
-    files = travelling_files(version)
+    files = dict(travelling_files(version))
     records = {
         "config.json": _config(source, dtype),
         "generation_config.json": _token_ids(source.eos_id, "pad"),

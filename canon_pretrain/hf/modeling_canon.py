@@ -101,6 +101,16 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             self._places.append((core, "output", self, "lm_head"))
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own; and what was fixed in training (cst-Canon) asks for no gradient."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for module in model.modules():
+            if isinstance(module, Canon):
+                module.weight.requires_grad_(model.core.args.canon_trainable)
+        return loaded
+
     def _hang_up(self) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
         """Give every part of the model its place in the tree; yields both."""
         core, (first, *last) = self.core, ENDS

@@ -112,7 +112,7 @@ def import_folder(
             kind="full" if state else "weights",
             in_place=True,
         )
-        write_atomic(temporary / MODEL_TOML, model_toml(args, str(source)).encode())
+        write_atomic(temporary / MODEL_TOML, model_toml(args, str(source.absolute())).encode())
         # a folder may have its SentencePiece model and a conversion of it: data takes one of them
         for name in [name for name in FILE_NAMES if (source / name).is_file()][:1]:
             write_atomic(temporary / name, (source / name).read_bytes())
@@ -176,7 +176,7 @@ def _read_weights(
         ours = _our_name(theirs)
         if tied and ours == "output.weight":  # some writers store the shared matrix twice
             ours = "tok_embeddings.weight"
-        if ours not in wanted:
+        if ours is None or ours not in wanted:
             extra.append(theirs)
             continue
         if tensor.dtype not in _FLOATS:
@@ -299,28 +299,28 @@ def _training_state(checkpoint: Path, wanted: Mapping[str, torch.Size]) -> dict[
         raise UserError(f"{checkpoint} is of another model: they differ in {differing[0]}")
     state: dict[str, Any] = {}
     for name, entry in read_metadata(checkpoint).state_dict_metadata.items():
-        if name.startswith(TRAINING_STATE):
-            is_tensor = isinstance(entry, TensorStorageMetadata)
-            state[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else 0
+        if not name.startswith(TRAINING_STATE):
+            continue
+        if isinstance(entry, TensorStorageMetadata):
+            state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        else:
+            state[name] = None
     load_alone(state, checkpoint)
     return state
 
 
 def model_toml(args: ModelArgs, source: str) -> str:
-    """The [model] section that selects `args`, with the flavor that comes nearest to it."""
+    """The [model] section that selects `args`, whatever the files beside it in `extends` say.
+
+    Every key is written, so that none of another file, or of a later flavor, shows through. The
+    flavor is the one that comes nearest.
+    """
     values = {f.name: getattr(args, f.name) for f in fields(ModelArgs)}
     seq_len = values.pop("max_seq_len")
     flavor = max(FLAVORS, key=lambda name: _shared(FLAVORS[name], args))
-    base = FLAVORS[flavor]
     # quoted: a name may hold what no comment may
     lines = [f"# the model of {json.dumps(source)}", "", "[model]", f'flavor = "{flavor}"']
-    lines += [
-        f"{name} = {json.dumps(value)}"
-        for name, value in values.items()
-        if value != getattr(base, name)
-    ]
-    if args.ffn == "standard" and args.ffn_dim == base.ffn_dim:
-        lines.append(f"ffn_dim = {args.ffn_dim}")  # unset it would be 4 dim
+    lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
     return "\n".join([*lines, "", "[training]", f"seq_len = {seq_len}", ""])
 
 

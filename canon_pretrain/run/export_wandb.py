@@ -11,13 +11,21 @@ Console output, source code and git are not collected: what they hold is nobody'
 import argparse
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.export import MODES, About, Row
+from canon_pretrain.run.redaction import (
+    redact_arguments,
+    redact_environment,
+    redact_text,
+    scrub,
+    secret_values,
+)
 
 INIT_S = 60.0
 FINISH_S = 40.0
@@ -38,6 +46,11 @@ class WandbSettings:
 
 def settings_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> WandbSettings:
     """The command line's settings; what it does not say, wandb's variables do, or torchtitan's."""
+    secrets = secret_values(environ)
+
+    def clean(text: str | None) -> str:
+        return scrub(redact_text(text or ""), secrets)
+
     mode = arguments.mode or environ.get("WANDB_MODE") or "offline"
     if mode not in MODES:
         raise UserError(f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}")
@@ -45,10 +58,22 @@ def settings_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Wa
         mode=mode,
         project=arguments.project or environ.get("WANDB_PROJECT") or "canon_pretrain",
         entity=arguments.entity or environ.get("WANDB_ENTITY") or environ.get("WANDB_TEAM") or "",
-        name=arguments.name or environ.get("WANDB_NAME") or environ.get("WANDB_RUN_NAME") or "",
-        tags=tuple(arguments.tags),
+        name=clean(arguments.name or environ.get("WANDB_NAME") or environ.get("WANDB_RUN_NAME")),
+        tags=tuple(map(clean, arguments.tags)),
         live=arguments.follow,
     )
+
+
+def _hide_secrets(environ: MutableMapping[str, str], argv: list[str]) -> None:
+    """Take secrets out of this process's SLURM_ variables and command line, in place: a live wandb
+    sends all of both, and a job's comment may hold anything."""
+    secrets = secret_values(environ, argv)
+    argv[:] = scrub(redact_arguments(argv), secrets)
+    slurm = {name: value for name, value in environ.items() if name.startswith("SLURM")}
+    shown = scrub(redact_environment(slurm), secrets)
+    for name, value in slurm.items():
+        if shown.get(name) != value:
+            del environ[name]
 
 
 class WandbTarget:
@@ -62,6 +87,7 @@ class WandbTarget:
         except ImportError:
             raise UserError("wandb is not installed: pip install wandb") from None
         self._facts, self._settings = facts, settings
+        _hide_secrets(os.environ, sys.argv)
         self._folder = folder / "wandb"
         self._before = self._offline_folders()
         is_online = settings.mode == "online"

@@ -6,6 +6,7 @@ whether it still lives, and in the end waits for it a bounded time. It ends by i
 from the trainer closes, also because the trainer was killed.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -65,21 +66,25 @@ class LiveExports:
             try:
                 process.wait(wait_s)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has started itself
-                process.wait()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and what it has started itself
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a dead disk
+                    process.wait(1.0)
                 self._tell(target, f"did not end within {wait_s:.0f} s")
                 wait_s = 0.1
             else:
                 if process.returncode:
                     self._tell(target, f"failed: {_last_line(output)}")
                 else:
-                    output.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):
+                        output.unlink(missing_ok=True)
         self._running.clear()
 
     def _close(self, process: subprocess.Popen[bytes]) -> None:
         """Close our end of the pipe: what the process waits for."""
         assert process.stdin is not None
-        process.stdin.close()
+        with contextlib.suppress(OSError):
+            process.stdin.close()
 
     def _tell(self, target: str, what: str) -> None:
         logger.warning(

@@ -64,7 +64,8 @@ class RunLog:
     def write(self, event: str, **fields: Any) -> None:
         """Append one event with its UTC time; non-finite floats become strings.
 
-        What a full disk does not take is kept, and written before the next event.
+        What the disk does not take (it is full, or away) is kept, and written before the next
+        event.
         """
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         record = {"event": event, "time": time, **self._head}
@@ -82,17 +83,30 @@ class RunLog:
                 done = os.write(self._descriptor, self._unwritten)
                 self._unwritten = self._unwritten[done:]
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
             if not self._is_full:
                 logger.warning(f"{self.path}: {error.strerror}; its lines wait in memory for room")
+            if error.errno == errno.ESTALE:  # a file server that came back knows its files anew
+                self._open_anew()
         self._is_full = bool(self._unwritten)
 
+    def _open_anew(self) -> None:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(descriptor, self._descriptor, inheritable=False)
+            os.close(descriptor)
+
     def close(self) -> None:
+        """Write what waits; what the disk does not take even now is lost, and that is said."""
         with self._lock:
+            if self._is_closed:
+                return
             self._flush()
             self._is_closed = True
-            os.close(self._descriptor)
+            if self._unwritten:
+                lines = self._unwritten.count(b"\n")
+                logger.warning(f"{self.path}: the last {lines} line(s) could not be written")
+            with contextlib.suppress(OSError):  # what is written is; NFS tells late of the rest
+                os.close(self._descriptor)
 
 
 def _read_run_file(path: Path) -> tuple[str | None, int]:
@@ -178,8 +192,7 @@ def read_tail(
             lines = file.read(size - start).split(b"\n")
             if start:
                 del lines[0]  # begins before what was read
-            found = [event for line in lines if (event := _parse(line)) and not _fault(event)]
-            events = drop_superseded(found)
+            events = drop_superseded(parse_events(lines))
             if not start or until is None or any(event["event"] == until for event in events):
                 return events
             num_bytes *= 2
@@ -202,6 +215,11 @@ def drop_superseded(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         kept.append(event)
     kept.reverse()
     return kept
+
+
+def parse_events(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The events among `lines`; what is none is left out."""
+    return [event for line in lines if (event := _parse(line)) and not _fault(event)]
 
 
 def _parse(line: bytes | str) -> Any:
@@ -247,5 +265,4 @@ class LogFollower:
             return []
         whole = content.rfind(b"\n") + 1
         self._offset += whole
-        found = (_parse(line) for line in content[:whole].split(b"\n"))
-        return [event for event in found if event and not _fault(event)]
+        return parse_events(content[:whole].split(b"\n"))

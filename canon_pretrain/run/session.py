@@ -7,6 +7,7 @@ other ranks hold their signals only. No torch here.
 import itertools
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import TracebackType
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.lock import RunLock
+from canon_pretrain.run.redaction import redact_text, scrub, secret_values
 from canon_pretrain.run.status import States, StatusWriter
 from canon_pretrain.run.stop import StopRequests
 
@@ -128,7 +130,9 @@ class Session:
         try:
             if self.status is not None and error is not None and not self.lost:
                 step = self.status.status.step
-                self.status.end("failed", f"{type(error).__name__}: {_first_line(error)}", step)
+                reason = redact_text(f"{type(error).__name__}: {_first_line(error)}")
+                reason = scrub(reason, secret_values(os.environ, sys.orig_argv))
+                self.status.end("failed", reason, step)
             if self._lock is not None:
                 self._lock.release()
         finally:

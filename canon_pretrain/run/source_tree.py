@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = (".py", ".toml")
 UNTRACKED_NAMES = 200
+UNTRACKED_BYTES = 1 << 16
+UNTRACKED_S = 5.0
 LEFT_OUT = (".env*", "*.pem", "*.key")
 """Files that hold secrets by profession: their changes are named, and not shown."""
 
@@ -76,13 +78,20 @@ def look_at_source(
         origin = git.text("remote", "get-url", "origin").strip()
     except _GitFailed:
         origin = None
+    untracked: list[str] = []
+    git.hurry(UNTRACKED_S)  # a tree of runs and data takes long to walk, and the rest waits for it
+    try:
+        names, _ = git.bounded(UNTRACKED_BYTES, *_UNTRACKED)
+        untracked = names.decode(errors="surrogateescape").split("\0")[:-1]
+    except _GitFailed as failure:
+        problem = problem or f"untracked files are not known: {failure}"
     return SourceTree(
         folder=str(root),
         commit=facts.commit,
         branch=facts.branch,
         origin=origin,
         dirty=bool(facts.changed),
-        untracked=[n for n in facts.untracked if n.endswith(UNTRACKED_KINDS)][:UNTRACKED_NAMES],
+        untracked=untracked[:UNTRACKED_NAMES],
         left_out=[name for name in facts.changed if _is_left_out(name)],
         patch=patch,
         patch_cut=cut,
@@ -90,7 +99,11 @@ def look_at_source(
     )
 
 
-_STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=all", "--no-renames", "-z")
+_STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=no", "--no-renames", "-z")
+_UNTRACKED = (
+    *("ls-files", "--others", "--exclude-standard", "-z", "--"),
+    *(f"*{kind}" for kind in UNTRACKED_KINDS),
+)
 _DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
 
 
@@ -99,7 +112,6 @@ class _Facts:
     commit: str | None = None
     branch: str | None = None
     changed: list[str] = field(default_factory=list)
-    untracked: list[str] = field(default_factory=list)
 
 
 def _parse_status(text: str) -> _Facts:
@@ -115,8 +127,6 @@ def _parse_status(text: str) -> _Facts:
             facts.changed.append(rest.split(" ", 7)[7])
         elif kind == "u":  # XY sub m1 m2 m3 mW h1 h2 h3 path
             facts.changed.append(rest.split(" ", 9)[9])
-        elif kind == "?":
-            facts.untracked.append(rest)
     return facts
 
 
@@ -129,6 +139,10 @@ class _Git:
 
     def __init__(self, folder: Path, deadline: float) -> None:
         self.folder, self._deadline = folder, deadline
+
+    def hurry(self, seconds: float) -> None:
+        """Let all that follows take no longer than this."""
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def text(self, *arguments: str) -> str:
         """What it prints; raises _GitFailed."""
@@ -148,7 +162,8 @@ class _Git:
         return done.stdout.decode(errors="surrogateescape")
 
     def bounded(self, num_bytes: int, *arguments: str) -> tuple[bytes, bool]:
-        """The first `num_bytes` of what it prints, and whether there was more; a line ends them."""
+        """The first `num_bytes` of what it prints, and whether there was more; a line ends them
+        (with -z, a NUL)."""
         try:
             process = subprocess.Popen(
                 self._command(arguments),
@@ -173,7 +188,8 @@ class _Git:
             alarm.cancel()
         if code and not cut:
             raise _GitFailed(f"git {arguments[0]} ended with {code}, or took too long")
-        return (output[: output.rfind(b"\n", 0, num_bytes) + 1] if cut else output), cut
+        end = b"\0" if "-z" in arguments else b"\n"
+        return (output[: output.rfind(end, 0, num_bytes) + 1] if cut else output), cut
 
     def _command(self, arguments: tuple[str, ...]) -> list[str]:
         options = ("-c", "core.fsmonitor=false", "-c", "core.quotepath=off")

@@ -6,6 +6,7 @@ stays visible, no other screen is taken): a process that is killed leaves nothin
 """
 
 import atexit
+import contextlib
 import logging
 import math
 import os
@@ -39,7 +40,10 @@ QUIET = ("step", "validation")
 
 
 class Console:
-    """Reports a launch of a run of `total_steps`; used by global rank 0 alone."""
+    """Reports a launch of a run of `total_steps`; used by global rank 0 alone.
+
+    A view that fails, or whose terminal has gone, is one line, and plain lines go on in its place.
+    """
 
     def __init__(self, total_steps: int, *, colour: bool = True) -> None:
         self.total_steps = total_steps
@@ -51,6 +55,12 @@ class Console:
         """Show a run that stands at `step`; `past` holds events of its log so far."""
         if not is_terminal():
             return
+        try:
+            self._begin_view(step, past)
+        except Exception as error:  # whatever is wrong with the terminal, it is not the run
+            self._give_up(error)
+
+    def _begin_view(self, step: int, past: Iterable[Mapping[str, Any]]) -> None:
         # its size is asked of the terminal alone: variables don't hear of a change
         environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         terminal = _Terminal(
@@ -65,13 +75,11 @@ class Console:
 
     def stands_at(self, step: int) -> None:
         """Every step's sign of life."""
-        if self._view is not None:
-            self._view.stands_at(step)
+        self._tell_view("stands_at", step)
 
     def report(self, step: int, fields: Mapping[str, Any], remaining_s: float) -> None:
         """Show one step's figures; `remaining_s` seconds are left until this launch ends."""
-        if self._view is not None:
-            self._view.report(step, fields, remaining_s)
+        if self._tell_view("report", step, fields, remaining_s):
             return
         text = (
             f"loss {fields['loss']:.4f}  grad_norm {fields['grad_norm']:.3f}  "
@@ -86,8 +94,7 @@ class Console:
 
     def validation(self, step: int, fields: Mapping[str, Any]) -> None:
         """Show the held-out loss that step `step` has come to."""
-        if self._view is not None:
-            self._view.validation(step, fields)
+        if self._tell_view("validation", step, fields):
             return
         logger.info(
             f"validation at step {step}: {_held_out(fields)}, {fields['tokens_scored']:,} tokens, "
@@ -96,20 +103,40 @@ class Console:
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Show in the view what has happened; as a plain line it is its caller's to say."""
-        if self._view is not None and name not in QUIET:
-            self._view.event(name, fields)
+        if name not in QUIET:
+            self._tell_view("event", name, fields)
+
+    def _tell_view(self, method: str, *facts: Any) -> bool:
+        """Hand it to the view; whether there is one, and it took it."""
+        if self._view is None:
+            return False
+        try:
+            getattr(self._view, method)(*facts)
+        except Exception as error:
+            self._give_up(error)
+            return False
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        self.end()
+        logger.warning(f"no live view any more ({type(error).__name__}: {error}): plain lines")
 
     def end(self) -> None:
         """Leave the last view above the cursor; more than once does no harm."""
         live, self._live, self._view = self._live, None, None
         if live is not None:
             atexit.unregister(self.end)
-            live.stop()
+            with contextlib.suppress(OSError, ValueError):  # the terminal has gone
+                live.stop()
 
 
 def is_terminal() -> bool:
     """Whether stdout is a terminal on which a view can be drawn over."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
+    try:
+        is_tty = sys.stdout.isatty()
+    except (AttributeError, ValueError):  # None, or closed: there is no stdout at all
+        return False
+    return is_tty and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
 
 
 class View:
@@ -322,7 +349,10 @@ class _BottomOfTerminal(Live):
 
     def _draw(self) -> Text:
         # one column is left free: in the last one, some terminals go on to the next line
-        self._drawn = self._drawn_view.lines(max(1, self.console.size.width - 1))
+        try:
+            self._drawn = self._drawn_view.lines(max(1, self.console.size.width - 1))
+        except Exception as error:  # raised here, it would end whoever prints a line
+            self._drawn = [Text(f"the view can't be drawn: {type(error).__name__}: {error}")]
         if self.is_started:  # the cursor waits on a line of its own, should the process be killed
             self._drawn.append(Text())
         return Text("\n").join(self._drawn)

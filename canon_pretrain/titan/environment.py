@@ -49,12 +49,3 @@ def check_launch() -> None:
             f"{ranks} ranks on this node, but {device_count()} GPU(s): start at most one rank a "
             "GPU, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
-
-
-def check_attention(backend: str) -> None:
-    """Raise UserError for a `model.attention_backend` that this machine can't train with."""
-    if backend in ("flex", "flash_attn") and not has_accelerator():
-        raise UserError(
-            f'model.attention_backend = "{backend}" trains on a GPU only, and this machine has '
-            'none: choose "auto" or "sdpa", which give the same numbers'
-        )

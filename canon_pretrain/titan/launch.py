@@ -153,14 +153,14 @@ def finish(trainer: CanonTrainer, stop: str | None) -> None:
     metrics, step = trainer.metrics_processor, trainer.step
     total = trainer.job_config.training.steps
     if step == total:
-        metrics.event("done", step=step)
+        metrics.event("done", step=step, skipped_steps=metrics.skipped_steps)
         if dist.get_rank() == 0:
             trainer.folder.write_done(step)
         trainer.session.end("done", f"step {total} is reached", step)
         logger.info(f"finished: step {step} of {trainer.folder.path}")
     else:
         reason = stop or "run.stop_at"
-        metrics.event("stop", step=step, reason=reason)
+        metrics.event("stop", step=step, reason=reason, skipped_steps=metrics.skipped_steps)
         trainer.session.end("stopped", reason, step)
         logger.info(
             f"stopped at step {step} of {total} by {reason}; the same command"

@@ -1,8 +1,13 @@
 """What of torchtitan's log a person sees, and how."""
 
+import atexit
+import contextlib
 import logging
 import os
+import sys
 import warnings
+
+from canon_pretrain.run.redaction import redact_text
 
 # What torchtitan's log says that is no news (garbage collections, waits), does not hold here (a
 # CPU's peak FLOP/s, autocast), or is said by our own lines
@@ -31,10 +36,31 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 class _Printer(logging.Handler):
-    """Prints to the present sys.stdout: a progress bar puts itself there, and stays below."""
+    """Prints to the present sys.stdout: a progress bar puts itself there, and stays below.
+
+    Without passwords in URLs and tokens, since a job's output is kept beside it. A line that stdout
+    does not take (its disk is full, its reader has gone, it is closed) is lost, and ends no run.
+    """
+
+    _is_lost = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), flush=True)
+        try:
+            print(redact_text(self.format(record)), flush=True)
+        except (OSError, ValueError) as error:
+            if not self._is_lost:
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    sys.stderr.write(f"NOTE: stdout takes no lines ({error}); the run goes on\n")
+            self._is_lost = True
+
+
+def _leave_stdout() -> None:
+    """Let Python end with the run's exit code: what stdout does not take would make it 120."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def init_logging(rank: int) -> None:
@@ -46,6 +72,7 @@ def init_logging(rank: int) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     handler.addFilter(_is_news)
     root.addHandler(handler)
+    atexit.register(_leave_stdout)
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     os.environ["KINETO_LOG_LEVEL"] = "5"
     for known in (

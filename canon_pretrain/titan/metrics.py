@@ -4,6 +4,7 @@ torchtitan's MetricsProcessor measures; this one also knows the whole run (all r
 so that it can say how far the run is and when it will end.
 """
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping
@@ -87,7 +88,9 @@ class CanonMetrics(MetricsProcessor):
         self.time_last_log = time.perf_counter()
         if self.run_log is None:
             return
-        past = read_tail(self.run_log.path, until=None) if is_terminal() else []
+        past = []
+        with contextlib.suppress(OSError):  # only a picture of them is wanted
+            past = read_tail(self.run_log.path, until=None) if is_terminal() else []
         self.console.begin(step, past)
         self._exports.start(self.job_config.metrics, self.run_log.path.parent)
 

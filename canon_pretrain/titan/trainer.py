@@ -7,7 +7,7 @@ checkpoint went. None of this makes the host wait for a running step.
 
 import contextlib
 import faulthandler
-import sys
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -29,6 +29,7 @@ from canon_pretrain.run.session import Session
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
 from canon_pretrain.titan import launch
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
+from canon_pretrain.titan.console import is_terminal
 from canon_pretrain.titan.data import STATE_FIELDS, CanonDataLoader, absolute_folders
 from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
 from canon_pretrain.titan.identity import check_identity, config_changes, run_identity
@@ -72,7 +73,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         # whoever reads the run may stand in another folder
         self.config["data"] |= absolute_folders(job.data)
         self.config_changes = {} if fresh else config_changes(self.folder, self.config)
-        job.metrics.disable_color_printing |= not sys.stdout.isatty()
+        job.metrics.disable_color_printing |= not is_terminal()
         super().__init__(job)
         session.ranks_have_met()
         # FSDP2 stands at every world size and does the casting: autocast on top of it at one rank
@@ -363,7 +364,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.guards.counters.copy_(self.guards.before_the_streak())
         if good:
             self._save_last()
-        self.metrics_processor.event("halt", step=step, good_step=good)
+        skipped = int(self.guards.counters[SKIPPED])  # those of the streak are taken anew
+        self.metrics_processor.event("halt", step=step, good_step=good, skipped_steps=skipped)
         raise UserError(
             f"the loss or gradient of {int(counters[IN_A_ROW])} steps in a row, the last of them "
             f"step {step}, was not finite (guards.max_bad_steps = "
@@ -383,14 +385,22 @@ class CanonTrainer(torchtitan.train.Trainer):
         go to RUN/comm_traces/rank_K.stacks.txt, before the collective timeout ends the process."""
         comm = self.job_config.comm
         path = self.folder.path / comm.save_traces_folder / f"rank_{dist.get_rank()}.stacks.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w") as file:
-            try:
-                yield lambda: _dump_stacks_later(0.8 * comm.train_timeout_seconds, file)
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-        if not path.stat().st_size:
-            path.unlink()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "w")  # noqa: SIM115 - as long as the loop
+        except OSError as error:
+            logger.warning(f"stacks of a hang would not be written: {path}: {error.strerror}")
+            yield lambda: None
+            return
+        try:
+            yield lambda: _dump_stacks_later(0.8 * comm.train_timeout_seconds, file)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            # a launch that has taken the folder uses the same name: what it writes is not ours
+            with contextlib.suppress(OSError), file:
+                own, there = os.fstat(file.fileno()), path.stat()
+                if not own.st_size and own.st_ino == there.st_ino:
+                    path.unlink()
 
 
 def _dump_stacks_later(seconds: float, file: TextIO) -> None:

@@ -8,7 +8,6 @@ any number of ranks. The order of the training data, random state, weights and g
 touched.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from canon_pretrain.data.held_out import (
 from canon_pretrain.data.mixture import exact_weight, short_names
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.log import json_value
+from canon_pretrain.run.log import drop_superseded, json_value, parse_events
 from canon_pretrain.run.trace import VALIDATION
 from canon_pretrain.titan.job_config import CanonJobConfig
 
@@ -203,7 +202,9 @@ class CanonValidator(BaseValidator):
             del logits_BTV
             is_predicted_BT = labels_BT != IGNORE_INDEX
             rows_2B = torch.stack([nats_BT.double().sum(1), is_predicted_BT.double().sum(1)])
-            sums += rows_2B @ F.one_hot(source_B, shape[1]).double().to(device_type)
+            is_of_BS = F.one_hot(source_B, shape[1]).bool().to(device_type)
+            # no product: NaN in one source would be NaN in all
+            sums += torch.where(is_of_BS, rows_2B[:, :, None], 0.0).sum(1)
         for module in model.modules():
             if isinstance(module, FSDPModule):  # the last unit stays gathered for a backward pass
                 module.reshard()
@@ -244,12 +245,22 @@ def knows_validation(log_file: Path, step: int) -> bool:
     """Whether the log has a validation of `step`, by rank 0's look at it; collective."""
     found = torch.zeros((), device=device_type)
     if dist.get_rank() == 0:
-        with open(log_file, "rb") as file:  # of a long run 100 MB: only what may be one is parsed
-            lines = [line for line in file if b'"validation"' in line and line.endswith(b"}\n")]
-        events = map(json.loads, lines)
-        found += any(e["event"] == "validation" and e["step"] == step for e in events)
+        found += stands_in_log(log_file, step)
     dist.all_reduce(found)
     return bool(found)
+
+
+def stands_in_log(log_file: Path, step: int) -> bool:
+    """Whether the log has a validation of `step` that no later launch went back over."""
+    kinds = ("validation", "start", "resume")
+    heads = tuple(f'{{"event": "{kind}"'.encode() for kind in kinds)
+    try:
+        with open(log_file, "rb") as file:  # of a long run 100 MB: only what counts is parsed
+            events = parse_events(line for line in file if line.startswith(heads))
+    except OSError:
+        return False  # a second one does no harm
+    standing = drop_superseded(events)
+    return any(each["event"] == "validation" and each["step"] == step for each in standing)
 
 
 def _synchronize() -> None:

@@ -1,0 +1,81 @@
+"""Exports of small models, and the process that has never heard of this package.
+
+`export_model` goes the whole way: run folder, checkpoint, export. `in_clean_process` runs
+hf_clean_process.py, in which canon_pretrain can't be imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canon_pretrain.checkpoint.manifest import Kind
+from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.hf.export import export
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.folder import RunFolder
+from tests.support import ROOT
+
+
+def plant_run(
+    folder: Path, model: Transformer, *, data: Path | None = None, kind: Kind = "full"
+) -> Path:
+    """A run folder with this model as its step 3; the checkpoint."""
+    section = {"path": str(data) if data else "", "paths": []}
+    RunFolder(folder).write_config({"data": section}, identity_of(model.args))
+    checkpoint = folder / "checkpoint" / "step-3"
+    save_alone(dict(model.named_parameters()), checkpoint, step=3, kind=kind)
+    return checkpoint
+
+
+def identity_of(args: ModelArgs) -> dict[str, Any]:
+    """What a run's config.json records of the model."""
+    return {f"model.{name}": value for name, value in asdict(args).items()}
+
+
+def export_model(folder: Path, model: Transformer, **options: Any) -> Path:
+    """`folder`/out, exported from `folder`/run; without a tokenizer unless asked for."""
+    checkpoint = plant_run(folder / "run", model)
+    export(checkpoint, folder / "out", **{"with_tokenizer": False, **options})
+    return folder / "out"
+
+
+def in_clean_process(task: str, request: Any, scratch: Path, *, timeout: int = 300) -> Any:
+    """What `task` of hf_clean_process.py answers to `request`; both are JSON.
+
+    The process has its own cache of modules, and no canon_pretrain.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    asked, answered = scratch / "request.json", scratch / "answer.json"
+    asked.write_text(json.dumps(request))
+    command = [sys.executable, "-I", str(ROOT / "tests" / "hf_clean_process.py"), task]
+    done = subprocess.run(
+        [*command, str(asked), str(answered)],
+        cwd=scratch,
+        env=hub_environment(scratch),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if done.returncode:
+        pytest.fail(f"{task}:\n{done.stdout}\n{done.stderr}")
+    return json.loads(answered.read_text())
+
+
+def hub_environment(scratch: Path) -> dict[str, str]:
+    """Variables of a process that reaches no hub and shares no cache."""
+    return os.environ | {
+        "HF_HOME": str(scratch / "hf"),
+        "HF_MODULES_CACHE": str(scratch / "hf" / "modules"),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }

@@ -1,0 +1,93 @@
+"""Small folders of LlamaCanon models, and what an import makes of them, for hf/reading.py's tests.
+
+The models and their mathematics are in llama_canon.py.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from canon_pretrain.checkpoint.manifest import Manifest, verify
+from canon_pretrain.errors import UserError
+from canon_pretrain.hf.reading import Imported, import_folder
+from canon_pretrain.model.transformer import Transformer
+from tests import llama_canon
+from tests.llama_canon import NO_POSITIONS, random_state, write_folder
+from tests.ranks import whole_state
+
+BASE: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "max_position_embeddings": 32,
+    "rope_theta": 100.0,  # all frequencies matter within 20 tokens
+}
+POSITIONS: dict[str, dict[str, Any]] = {
+    "rope": {},
+    "partial_rope_c": {"rope_dim": 8, "partial_rotary_factor": 0.25},
+    "nope": {"rope_scaling": NO_POSITIONS},
+}
+TOKENS = torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing here outlives a power cut, and small products gain nothing from threads."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def our_logits(found: Imported, tokens_BT: Tensor = TOKENS) -> Tensor:
+    """What the model of an import computes: a checkpoint's tensors, read past our reader."""
+    verify(found.checkpoint)
+    with torch.device("meta"):
+        model = Transformer(found.args)
+    model.load_state_dict(whole_state(found.checkpoint), assign=True)
+    if model.rope is not None:
+        model.rope.reset(torch.device("cpu"))
+    with torch.no_grad():
+        return model(tokens_BT)
+
+
+def check(folder: Path, config: dict[str, Any], state: dict[str, Tensor], **options: Any) -> None:
+    """Import the folder of this model, in any form, and compare its logits with the page's."""
+    found = import_folder(write_folder(folder / "hf", config, state, **options), folder / "out")
+    assert (our_logits(found) - llama_canon.logits(config, state, TOKENS)).abs().max() < 1e-4
+    assert all(t.dtype == torch.float32 for t in whole_state(found.checkpoint).values())
+    assert Manifest.read(found.checkpoint).kind == "weights"
+
+
+def a_folder(tmp_path: Path, **fields: Any) -> Path:
+    """A whole folder, tmp_path/hf, of one layer, with `fields` on top in its config.json."""
+    config = BASE | {"num_hidden_layers": 1}
+    return write_folder(tmp_path / "hf", config | fields, random_state(config))
+
+
+def refused(folder: Path, match: str, **options: Any) -> None:
+    """The import of `folder` is refused with this text and leaves nothing beside it."""
+    out = folder.with_name(f"{folder.name}-out")
+    with pytest.raises(UserError, match=match):
+        import_folder(folder, out, **options)
+    assert not out.exists() and not list(folder.parent.glob(".importing*"))
+
+
+FORKED = multiprocessing.get_context("forkserver")  # with all imports done: see tests/ranks.py
+
+
+def in_a_process(function: Callable[..., None], *args: Any) -> int:
+    process = FORKED.Process(target=function, args=args)
+    process.start()
+    process.join(60)
+    assert process.exitcode is not None
+    return process.exitcode

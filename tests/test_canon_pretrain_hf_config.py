@@ -1,0 +1,149 @@
+"""Names of parameters and fields of config.json: those of the released class, and back."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from canon_pretrain.hf.config import DEFAULTS, LINGUA, OWN, layout, to_args, to_fields
+from canon_pretrain.hf.names import to_hf, to_ours
+from canon_pretrain.model.args import ModelArgs, flavor
+from tests import llama_canon
+from tests.variants import VARIANTS, build, every_variant, random_tokens
+
+# what the released class has fields for, by the variants' words
+EXPRESSIBLE = {"rope", "nope", "partial_rope_c", "A", "AC", "BD", "ABCD", "k2", "k3", "no_res"}
+EXPRESSIBLE |= {"act", "cst", "qk_full", "gqa", "tied", "relu2"}
+
+
+@every_variant
+def test_fields_give_the_model_back(args: ModelArgs) -> None:
+    assert to_args(to_fields(args)) == args
+    assert layout(to_fields(args)) == LINGUA
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_released_class_sees_its_own_fields_or_refuses(name: str) -> None:
+    fields = to_fields(VARIANTS[name])
+    assert fields.keys() - {OWN} == DEFAULTS.keys()
+    is_expressible = set(name.split()) <= EXPRESSIBLE
+    # "lingua" or "huggingface" is what it takes; of any other word it says that it is unknown
+    assert fields["rope_version"] == ("lingua" if is_expressible else "canon_pretrain")
+    changes_training_only = {"canon_trainable", "init", "init_seed", "eos_id"}
+    assert is_expressible == (fields.get(OWN, {}).keys() <= changes_training_only)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n in VARIANTS if set(n.split()) <= EXPRESSIBLE - {"relu2"}],  # the page has silu alone
+)
+def test_the_released_class_computes_the_same(name: str) -> None:
+    model = build(VARIANTS[name])
+    tokens_BT = random_tokens(model.args, rows=2, num_tokens=24)
+    state = {to_hf(ours): tensor for ours, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        difference = model(tokens_BT) - llama_canon.logits(to_fields(model.args), state, tokens_BT)
+    assert difference.abs().max() < 1e-4
+
+
+def test_fields_of_the_released_1b_model() -> None:
+    args = replace(
+        flavor("1b3_released"),
+        position="partial_rope_c",
+        canon_set="ABCD",
+        qk_norm="full",
+        vocab_size=128256,
+        rope_theta=100000.0,
+        num_kv_heads=8,
+    )
+    fields = to_fields(args)
+    expected = {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_theta": 100000.0,
+        "rope_scaling": None,
+        "rope_version": "lingua",
+        "rope_dim": 16,
+        "partial_rotary_factor": 0.25,
+        "qk_norm": True,
+        "canon_set": "ABCD",
+        "canon_kernel": 4,
+        "canon_bias": False,
+        "canon_activation": False,
+        "canon_residual": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    assert expected.items() <= fields.items()
+    assert OWN not in fields
+
+
+def test_no_positions_are_positions_that_hardly_turn() -> None:
+    fields = to_fields(flavor("debug"))
+    assert fields["rope_scaling"] is None
+    fields = to_fields(replace(flavor("debug"), position="nope"))
+    assert fields["rope_scaling"] == {"rope_type": "linear", "factor": 1e30}
+    assert fields["rope_dim"] is None  # the released class takes no 0
+
+
+def test_what_a_config_leaves_out() -> None:
+    args = to_args({"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96})
+    assert (args.norm_eps, args.rope_theta, args.max_seq_len) == (1e-6, 10000.0, 2048)
+    assert (args.position, args.kv_heads, args.canon_set) == ("rope", 4, "")
+    assert layout({}) == "huggingface"
+
+
+def test_a_config_that_transformers_5_wrote() -> None:
+    nope = {"rope_type": "linear", "factor": 1e30, "rope_theta": 500.0}
+    assert to_args({"rope_parameters": nope}).position == "nope"
+    assert to_args({"rope_parameters": nope}).rope_theta == 500.0
+    assert to_args({"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}).rope_theta == 9
+
+
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "layers.7.attention.wq": "model.layers.7.self_attn.q_proj",
+    "layers.7.attention.wk": "model.layers.7.self_attn.k_proj",
+    "layers.7.attention.wv": "model.layers.7.self_attn.v_proj",
+    "layers.7.attention.wo": "model.layers.7.self_attn.o_proj",
+    "layers.7.feed_forward.w1": "model.layers.7.mlp.gate_proj",
+    "layers.7.feed_forward.w3": "model.layers.7.mlp.up_proj",
+    "layers.7.feed_forward.w2": "model.layers.7.mlp.down_proj",
+    "layers.7.attention_norm": "model.layers.7.input_layernorm",
+    "layers.7.ffn_norm": "model.layers.7.post_attention_layernorm",
+    "layers.7.canon_a": "model.layers.7.canonA",
+    "layers.7.canon_c": "model.layers.7.canonC",
+    "layers.7.attention.canon_b": "model.layers.7.self_attn.canonB",
+    "layers.7.attention.q_norm": "model.layers.7.self_attn.q_norm",
+    "layers.7.attention.k_norm": "model.layers.7.self_attn.k_norm",
+    "layers.7.feed_forward.canon_d": "model.layers.7.mlp.canonD",
+}
+
+
+@pytest.mark.parametrize("ours", NAMES)
+def test_names(ours: str) -> None:
+    assert to_hf(f"{ours}.weight") == f"{NAMES[ours]}.weight"
+    assert to_ours(f"{NAMES[ours]}.weight") == f"{ours}.weight"
+    with pytest.raises(ValueError, match="no parameter"):
+        to_hf(f"{ours}.bias")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["weight", "layers.0.weight", "layers.0.norm.weight", "attention.wq.weight", "layers.x.canon_a"
+     ".weight", "layers.00.canon_a.weight", "model.norm.weight", "layers.0.tok_embeddings.weight"],
+)  # fmt: skip
+def test_names_of_no_parameter(name: str) -> None:
+    with pytest.raises(ValueError, match="no parameter"):
+        to_hf(name)

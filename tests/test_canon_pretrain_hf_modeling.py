@@ -1,0 +1,375 @@
+"""The face that an export wears in transformers: decoding, training, replaced parts, refusals.
+
+Decoding is compared with full passes of `Transformer`, and beam search with one written here.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, Trainer, TrainingArguments
+
+from canon_pretrain.hf.config import to_fields
+from canon_pretrain.hf.modeling_canon import LlamaCanonConfig, LlamaCanonForCausalLM
+from canon_pretrain.hf.names import to_hf, to_ours
+from canon_pretrain.model.transformer import Transformer
+from tests.variants import VARIANTS, build, random_tokens
+
+# each with another way to go wrong: nothing, Canon everywhere, documents, windows, a shared matrix
+DECODED = (
+    "nope ABCD",
+    "rope A k3 cst relu2 qk_per_head documents",
+    "alibi ABCD k3 cst relu2 qk_per_head tied",
+    "h_alibi AC k2 cst standard qk_full gqa documents",
+    "partial_rope_c ABCD qk_full",
+)
+decoded = pytest.mark.parametrize("name", DECODED)
+
+
+def face(name: str, **fields: Any) -> tuple[LlamaCanonForCausalLM, Transformer]:
+    """The model of a variant in transformers, and the one that it was made from."""
+    ours = build(VARIANTS[name]).eval()
+    model = LlamaCanonForCausalLM(LlamaCanonConfig(**(to_fields(ours.args) | fields))).eval()
+    state = {to_hf(n): tensor for n, tensor in ours.state_dict().items()}
+    found = model.load_state_dict(state, strict=False)
+    assert found.missing_keys == (["lm_head.weight"] if ours.args.tie_embeddings else [])
+    assert not found.unexpected_keys
+    return model, ours
+
+
+@torch.no_grad()
+def full_logits(model: Transformer, tokens: list[int]) -> Tensor:
+    """The logits after the last of these tokens, by one pass over all."""
+    return model(torch.tensor([tokens]))[0, -1]
+
+
+def greedy(model: Transformer, tokens: list[int], count: int) -> list[int]:
+    for _ in range(count):
+        tokens = [*tokens, int(full_logits(model, tokens).argmax())]
+    return tokens
+
+
+def beams(model: Transformer, tokens: list[int], count: int, width: int) -> list[list[int]]:
+    """The `width` likeliest continuations that keeping `width` at each step finds, the best first.
+
+    No sequence ends before `count` new tokens.
+    """
+    kept = [(0.0, tokens)]
+    for _ in range(count):
+        grown = []
+        for score, sequence in kept:
+            logs = full_logits(model, sequence).log_softmax(-1)
+            grown += [(score + float(log), [*sequence, i]) for i, log in enumerate(logs)]
+        kept = sorted(grown, key=lambda pair: -pair[0])[:width]
+    return [sequence for _, sequence in kept]
+
+
+def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Rows of unequal length, padded on the left with a token that they hold too; ids and mask."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[2] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+PROMPTS = [[5, 9, 3], [7, 2, 11, 4, 30, 8, 2, 19, 6, 3, 21], [2, 13]]
+PLAIN: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 2}
+
+
+# ---- decoding
+
+
+@decoded
+def test_greedy_over_unequal_prompts(name: str) -> None:
+    model, ours = face(name)
+    ids, mask = padded(PROMPTS)
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **PLAIN)
+    for row, prompt in zip(found.tolist(), PROMPTS, strict=True):
+        assert row[ids.shape[1] - len(prompt) :] == greedy(ours, prompt, 6)
+
+
+@decoded
+def test_beam_search_is_that_over_full_passes(name: str) -> None:
+    model, ours = face(name)
+    ids, mask = padded(PROMPTS[:2])
+    options = {"num_beams": 3, "num_return_sequences": 3, "do_sample": False, **PLAIN}
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=5, **options).tolist()
+    expected = [beam for prompt in PROMPTS[:2] for beam in beams(ours, prompt, 5, width=3)]
+    starts = [ids.shape[1] - len(prompt) for prompt in PROMPTS[:2] for _ in range(3)]
+    assert [row[start:] for row, start in zip(found, starts, strict=True)] == expected
+
+
+@decoded
+@pytest.mark.parametrize("sizes", [(1,) * 12, (5, 1, 4, 2), (2, 10)], ids=str)
+@torch.no_grad()
+def test_a_prompt_in_parts(name: str, sizes: tuple[int, ...]) -> None:
+    model, ours = face(name)
+    ids, mask = padded([PROMPTS[1] + [9], PROMPTS[0] + [4, 4]])
+    past, at, parts = None, 0, []
+    for size in sizes:
+        part = ids[:, at : at + size]
+        at += size
+        # both forms that a caller may give the mask in
+        given = mask[:, :at] if len(parts) % 2 else mask[:, at - size : at]
+        output = model(part, attention_mask=given, past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        parts.append(output.logits)
+    assert past.get_seq_length() == 12
+    logits = torch.cat(parts, dim=1)
+    for row, prompt in enumerate([PROMPTS[1] + [9], PROMPTS[0] + [4, 4]]):
+        whole = ours(torch.tensor([prompt]))[0]
+        torch.testing.assert_close(logits[row, 12 - len(prompt) :], whole, atol=1e-4, rtol=0)
+
+
+def test_chunked_prefill_and_sampling() -> None:
+    model, ours = face("nope ABCD")
+    ids = torch.tensor([PROMPTS[1]])
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, **PLAIN}
+    options["attention_mask"] = torch.ones_like(ids)  # the pad token is in the prompt
+    found = model.generate(ids, prefill_chunk_size=3, **options)
+    assert found[0].tolist() == greedy(ours, PROMPTS[1], 4)
+    torch.manual_seed(0)
+    options |= {"do_sample": True, "num_return_sequences": 4, "output_logits": True}
+    sampled = model.generate(ids, return_dict_in_generate=True, **options)
+    for row, sequence in enumerate(sampled.sequences.tolist()):
+        for step, logits in enumerate(sampled.logits):
+            expected = full_logits(ours, sequence[: len(PROMPTS[1]) + step])
+            torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=0)
+    assert len({tuple(row) for row in sampled.sequences.tolist()}) > 1
+
+
+def test_going_on_from_an_answer() -> None:
+    model, ours = face("nope ABCD")
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, **PLAIN}
+    ids = torch.tensor([PROMPTS[0]])
+    first = model.generate(ids, return_dict_in_generate=True, **options)
+    more = torch.cat((first.sequences, torch.tensor([[7, 8, 9]])), dim=1)
+    options |= {"attention_mask": torch.ones_like(more)}
+    found = model.generate(more, past_key_values=first.past_key_values, **options)
+    assert found[0].tolist() == greedy(ours, more[0].tolist(), 3)
+
+
+def test_rows_of_a_cache_are_repeated_and_picked() -> None:
+    model, ours = face("nope ABCD")
+    ids = torch.tensor([PROMPTS[1][:5], PROMPTS[1][5:10]])
+    with torch.no_grad():
+        past = model(ids, use_cache=True).past_key_values
+        past.batch_repeat_interleave(2)
+        past.batch_select_indices(torch.tensor([3, 0]))
+        logits = model(torch.tensor([[4], [4]]), past_key_values=past).logits[:, -1]
+    for row, prompt in zip(logits, (PROMPTS[1][5:10], PROMPTS[1][:5]), strict=True):
+        torch.testing.assert_close(row, full_logits(ours, [*prompt, 4]), atol=1e-4, rtol=0)
+    past.reset()
+    assert past.get_seq_length() == 0
+
+
+def test_longer_than_training_where_the_caller_says_so() -> None:
+    name = "partial_rope_c ABCD qk_full"
+    model, ours = face(name, max_position_embeddings=200)
+    ids = random_tokens(ours.args, rows=1, num_tokens=180)
+    with torch.no_grad():
+        longer = model(ids).logits[:, :160]
+        torch.testing.assert_close(longer, ours(ids[:, :160]), atol=1e-4, rtol=0)
+
+
+# ---- training
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "checkpointed"])
+def test_loss_and_gradients_are_the_next_tokens(mode: str) -> None:
+    model, ours = face("rope AC no_res act standard_relu2 qk_full gqa tied documents")
+    model.train(mode != "eval")
+    if mode == "checkpointed":
+        newer = getattr(model, "activation_checkpointing_enable", None)
+        (newer or model.gradient_checkpointing_enable)()
+    ids = random_tokens(ours.args, rows=2, num_tokens=20)
+    labels = ids.clone()
+    labels[0, :7] = -100
+    loss = model(ids, labels=labels).loss
+    loss.backward()
+    expected = F.cross_entropy(ours(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    theirs = dict(ours.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[to_ours(name)].grad)
+
+
+def test_a_step_of_transformers_trainer(tmp_path: Any) -> None:
+    model, ours = face("nope A k3 no_res act cst relu2 qk_per_head gqa tied")
+    before = copy.deepcopy(model.state_dict())
+    rows = random_tokens(ours.args, rows=4, num_tokens=16)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
+    Trainer(model=model, args=arguments, train_dataset=data).train()
+    moved = {n for n, tensor in model.state_dict().items() if not torch.equal(tensor, before[n])}
+    assert moved == {name for name in before if ".canon" not in name}  # cst-Canon is fixed
+
+
+# ---- what stands in the tree is what is computed with
+
+
+class Doubled(nn.Module):
+    """A layer put in another's place, as adapters do it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        return 2 * self.inner(x, *more)
+
+
+@pytest.mark.parametrize("place", ["self_attn.q_proj", "self_attn.canonB", "mlp.down_proj"])
+@torch.no_grad()
+def test_replaced_parts_are_computed_with(place: str) -> None:
+    model, ours = face("nope ABCD")
+    ids = random_tokens(ours.args, rows=1, num_tokens=12)
+    layer = model.model.layers[1]
+    folder, _, part = place.partition(".")
+    setattr(getattr(layer, folder), part, Doubled(getattr(getattr(layer, folder), part)))
+    changed = model(ids).logits
+    dict(ours.named_parameters())[to_ours(f"model.layers.1.{place}.weight")].mul_(2)
+    if place.endswith("canonB"):
+        # twice a Canon layer with its residual is no Canon layer with other taps
+        assert (changed - ours(ids)).abs().max() > 1e-3
+        return
+    torch.testing.assert_close(changed, ours(ids), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["nope ABCD", "nope qk_full gqa tied"])
+@torch.no_grad()
+def test_a_larger_vocabulary(name: str) -> None:
+    model, ours = face(name)
+    ids = random_tokens(ours.args, rows=1, num_tokens=12)
+    model.resize_token_embeddings(ours.args.vocab_size + 8, mean_resizing=False)
+    logits = model(torch.cat((ids, torch.full((1, 1), ours.args.vocab_size + 5)), dim=1)).logits
+    torch.testing.assert_close(logits[:, :-1, : ours.args.vocab_size], ours(ids))
+    assert logits.shape[-1] == model.config.vocab_size == ours.args.vocab_size + 8
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert tied == ours.args.tie_embeddings
+
+
+@torch.no_grad()
+def test_copies_and_casts_keep_the_rotation() -> None:
+    model, ours = face("partial_rope_c ABCD qk_full")
+    ids = random_tokens(ours.args, rows=1, num_tokens=40)
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    assert low.core.rope is not None and low.core.rope.cos_TR.dtype == torch.float32
+    expected = copy.deepcopy(ours).to(torch.bfloat16)(ids)
+    torch.testing.assert_close(low(ids).logits, expected)
+    torch.testing.assert_close(model(ids).logits, ours(ids))  # the original is as it was
+    with torch.device("meta"):
+        hollow = LlamaCanonForCausalLM(model.config)
+    hollow.to_empty(device="cpu").load_state_dict(model.state_dict())
+    torch.testing.assert_close(hollow.eval()(ids).logits, ours(ids))
+
+
+@torch.no_grad()
+def test_hidden_states_and_logits_to_keep() -> None:
+    model, ours = face("nope ABCD")
+    ids = random_tokens(ours.args, rows=2, num_tokens=12)
+    output = model(ids, output_hidden_states=True, use_cache=False)
+    assert len(output.hidden_states) == ours.args.num_layers + 1
+    torch.testing.assert_close(output.hidden_states[0], ours.tok_embeddings(ids))
+    torch.testing.assert_close(model.lm_head(output.hidden_states[-1]), output.logits)
+    assert output.past_key_values is None and model(ids).hidden_states is None
+    torch.testing.assert_close(model(ids, logits_to_keep=3).logits, output.logits[:, -3:])
+    picked = model(ids, logits_to_keep=torch.tensor([2, 5])).logits
+    torch.testing.assert_close(picked, output.logits[:, [2, 5]])
+    assert torch.equal(model(ids, return_dict=False, use_cache=False)[0], output.logits)
+
+
+@pytest.mark.parametrize("init", ["paper", "lingua"])
+def test_a_new_model_has_first_values_of_the_right_size(init: str) -> None:
+    fields = to_fields(VARIANTS["nope ABCD"]) | {"hidden_size": 256, "vocab_size": 300}
+    fields |= {"head_dim": None, "canon_pretrain": {"init": init} if init == "lingua" else None}
+    model = LlamaCanonForCausalLM(LlamaCanonConfig(**fields))
+    layer = model.model.layers[0]
+    std = 256**-0.5 if init == "lingua" else 0.02
+    for weight in (model.lm_head.weight, layer.self_attn.q_proj.weight):
+        assert weight.std().item() == pytest.approx(std, rel=0.05)
+    assert torch.equal(layer.input_layernorm.weight, torch.ones(256))
+    assert 0.45 < layer.canonA.weight.abs().max().item() <= 0.5
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs_embeds": torch.zeros(1, 2, 32)}, "reads input_ids"),
+        ({"input_ids": None}, "reads input_ids"),
+        ({"output_attentions": True}, "does not give its attention weights"),
+        ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache"),
+        ({"input_ids": torch.zeros(1, 161, dtype=torch.long)}, "max_position_embeddings = 160"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "do not count up by one"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, r"expected one number a token.*\(1, 4\)"),
+        ({"attention_mask": torch.ones(1, 5)}, r"shape \(1, 5\)"),
+    ],
+)
+def test_refused_arguments(arguments: dict[str, Any], message: str) -> None:
+    model, _ = face("nope ABCD")
+    with pytest.raises(ValueError, match=message):
+        model(**({"input_ids": torch.tensor([[1, 2, 3, 4]])} | arguments))
+
+
+def test_positions_that_count_up_are_taken_with_padding() -> None:
+    model, ours = face("partial_rope_c ABCD qk_full")
+    ids, mask = padded(PROMPTS[:2])
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)  # as transformers 4 makes them
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(logits[0, -1], full_logits(ours, PROMPTS[0]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_lookup_num_tokens": 2}, "assisted generation is not supported"),
+        ({"cache_implementation": "static"}, 'cache_implementation = "static"'),
+        ({"max_new_tokens": 200}, "max_position_embeddings = 160"),
+    ],
+)
+def test_refused_ways_to_generate(options: dict[str, Any], message: str) -> None:
+    model, _ = face("nope ABCD")
+    with pytest.raises(ValueError, match=message):
+        model.generate(torch.tensor([PROMPTS[1]]), **({"max_new_tokens": 3} | PLAIN | options))
+
+
+def test_refused_uses_of_the_cache() -> None:
+    model, _ = face("nope ABCD")
+    past = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+    with pytest.raises(NotImplementedError, match="can't be cropped"):
+        past.crop(-1)
+    with pytest.raises(NotImplementedError, match="only the model"):
+        past.update(torch.zeros(1), torch.zeros(1), 0)
+    with pytest.raises(ValueError, match="past_key_values is of 1 rows, input_ids of 2"):
+        model(torch.tensor([[1], [2]]), past_key_values=past)
+
+
+def test_weights_in_the_other_layout_are_refused() -> None:
+    fields = to_fields(VARIANTS["rope"]) | {"rope_version": "huggingface"}
+    with pytest.raises(ValueError, match="python -m canon_pretrain.hf import"):
+        LlamaCanonForCausalLM(LlamaCanonConfig(**fields))
+
+
+def test_data_parallel_copies_are_refused() -> None:
+    model, _ = face("nope ABCD")
+    model._is_replica = True  # as nn.parallel.replicate marks them
+    with pytest.raises(ValueError, match=r"nn\.DataParallel"):
+        model(torch.tensor([[1, 2, 3]]))
