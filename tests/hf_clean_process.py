@@ -1,6 +1,6 @@
 """Opens exports where canon_pretrain can't be imported; run by tests/hf_exports.py, with -I.
 
-    python -I hf_clean_process.py TASK REQUEST.json ANSWER.json
+    python -I hf_clean_process.py REQUEST.json ANSWER.json
 
 Only torch, transformers and safetensors here: what a machine has that never heard of this package.
 """
@@ -8,6 +8,7 @@ Only torch, transformers and safetensors here: what a machine has that never hea
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 # it may be installed in this environment
 sys.modules["canon_pretrain"] = None  # type: ignore[assignment]
@@ -19,13 +20,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 PROMPT, NEW = 9, 7
 
 
-def check_models(request: dict[str, str]) -> dict[str, dict[str, object]]:
-    """What each folder by name gives; its logits beside those in FOLDER/../expected.safetensors.
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    """`models`: what each folder by name gives; its logits beside FOLDER/../expected.safetensors.
 
-    The last one is saved and loaded again too.
+    The last one is saved and loaded again too. `tokenizers`: what each folder makes of `texts`.
     """
-    last = list(request)[-1]
-    return {name: _check_model(Path(folder), name == last) for name, folder in request.items()}
+    *_, last = request["models"]
+    models = {n: _check_model(Path(f), n == last) for n, f in request["models"].items()}
+    texts, folders = request["texts"], request["tokenizers"]
+    return {"models": models, "tokenizers": {n: _encode(f, texts) for n, f in folders.items()}}
 
 
 def _check_model(folder: Path, is_last: bool) -> dict[str, object]:
@@ -73,12 +76,8 @@ def _save_again(model: PreTrainedModel, tokens_BT: torch.Tensor) -> dict[str, fl
     return differences
 
 
-def encode(request: dict[str, list[str]]) -> list[dict[str, object]]:
-    """What AutoTokenizer of each folder makes of texts, in every way that one asks it."""
-    return [_encode(folder, request["texts"]) for folder in request["folders"]]
-
-
 def _encode(folder: str, texts: list[str]) -> dict[str, object]:
+    """What AutoTokenizer of a folder makes of texts, in every way that one asks it."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     plain = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     tokenizer.save_pretrained(f"{folder}-copy")
@@ -114,6 +113,5 @@ if __name__ == "__main__":
         pass
     else:
         raise SystemExit("canon_pretrain can be imported: this process proves nothing")
-    task, asked, answered = sys.argv[1:]
-    answer = globals()[task](json.loads(Path(asked).read_text()))
-    Path(answered).write_text(json.dumps(answer))
+    asked, answered = map(Path, sys.argv[1:])
+    answered.write_text(json.dumps(main(json.loads(asked.read_text()))))

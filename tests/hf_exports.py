@@ -4,6 +4,7 @@
 hf_clean_process.py, in which canon_pretrain can't be imported.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -13,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from canon_pretrain.checkpoint.manifest import Kind
+from canon_pretrain.checkpoint.weights import TRAINING_STATE
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.hf.export import export
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
-from tests.support import ROOT
+from tests.ranks import launch, whole_state
+from tests.support import ROOT, debug_run
 
 
 def plant_run(
@@ -46,15 +50,38 @@ def export_model(folder: Path, model: Transformer, **options: Any) -> Path:
     return folder / "out"
 
 
-def in_clean_process(task: str, request: Any, scratch: Path, *, timeout: int = 300) -> Any:
-    """What `task` of hf_clean_process.py answers to `request`; both are JSON.
+STEP, LAST = 10, 12
+
+
+@functools.cache
+def trained_run(data: Path, base: Path) -> Path:
+    """The debug experiment on 2 ranks, LAST steps, with a checkpoint after STEP; run once."""
+    folder = base / "hf-trained"
+    train_two_ranks(data, folder / "run", folder)
+    return folder / "run"
+
+
+def train_two_ranks(data: Path, run: Path, output: Path, *more: object) -> None:
+    """The command line of `trained_run`, with more behind it."""
+    words = ("--checkpoint.interval", STEP, "--model.position", "partial_rope_c", *more)
+    launch(*debug_run(data, run), *words, "--model.num_kv_heads", 2, output=output)
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, read past our reader."""
+    state = whole_state(checkpoint)
+    return {name: t for name, t in state.items() if not name.startswith(TRAINING_STATE)}
+
+
+def in_clean_process(request: Any, scratch: Path, *, timeout: int = 300) -> Any:
+    """What hf_clean_process.py answers to `request`; both are JSON.
 
     The process has its own cache of modules, and no canon_pretrain.
     """
     scratch.mkdir(parents=True, exist_ok=True)
     asked, answered = scratch / "request.json", scratch / "answer.json"
     asked.write_text(json.dumps(request))
-    command = [sys.executable, "-I", str(ROOT / "tests" / "hf_clean_process.py"), task]
+    command = [sys.executable, "-I", str(ROOT / "tests" / "hf_clean_process.py")]
     done = subprocess.run(
         [*command, str(asked), str(answered)],
         cwd=scratch,
@@ -64,7 +91,7 @@ def in_clean_process(task: str, request: Any, scratch: Path, *, timeout: int = 3
         timeout=timeout,
     )
     if done.returncode:
-        pytest.fail(f"{task}:\n{done.stdout}\n{done.stderr}")
+        pytest.fail(f"{done.stdout}\n{done.stderr}")
     return json.loads(answered.read_text())
 
 

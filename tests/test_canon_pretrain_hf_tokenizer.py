@@ -1,10 +1,8 @@
-"""The tokenizer of an export: the ids of the training tokenizer for any text, in AutoTokenizer."""
+"""The tokenizer of an export: the ids of the training tokenizer, for any text."""
 
 import io
 import json
-import random
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.errors import UserError
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
-from tests.hf_exports import in_clean_process
 from tests.test_canon_pretrain_data_tokenizer_exact import FRAGMENTS, LINES, LLAMA, MODELS
 
 # what is matched by a text of its name, where a vocabulary can't write the name otherwise
@@ -103,29 +100,10 @@ def test_ids_and_text_are_those_of_training(name: str, text: str) -> None:
     assert other.decode([*ids, training.eos_id]) == training.decode([*ids, training.eos_id])
 
 
-def test_auto_tokenizer_in_a_clean_process(tmp_path: Path) -> None:
-    generator = random.Random(0)
-    asked = ["the cat sat on the mat, and it came"]
-    asked += ["".join(generator.choices(FRAGMENTS, k=generator.randrange(25))) for _ in range(300)]
-    names = ("as ours", "byte-level")
-    for name in names:
-        (tmp_path / name).mkdir()
-        for file, content in tokenizer_files(training_tokenizer(name), 64).items():
-            (tmp_path / name / file).write_text(json.dumps(content))
-    request = {"folders": [str(tmp_path / name) for name in names], "texts": asked}
-    answers = in_clean_process("encode", request, tmp_path / "process")
-    for name, answer in zip(names, answers, strict=True):
-        training = training_tokenizer(name)
-        ids = [training.encode(text).tolist() for text in asked]
-        assert answer["ids"] == ids
-        assert all(other == ids for other in answer["others"])
-        assert answer["texts"] == [training.decode([*row, training.eos_id]) for row in ids]
-        assert answer["offsets"][0] == answer["offsets"][1]
-        eos, size = training.eos_id, training.vocab_size
-        assert answer["special"] == {
-            "eos": eos, "bos": eos, "pad": eos, "size": size, "fast": True, "longest": 64
-        }  # fmt: skip
-        assert answer["keys"] == ["attention_mask", "input_ids"]  # what `generate` takes
+def test_a_character_that_is_cut_off_takes_no_line_end_along() -> None:
+    training, other = training_tokenizer("as ours"), exported("as ours")
+    ids = training.encode("the cat\n\U0001f642").tolist()[:-2]  # two bytes of four
+    assert other.decode(ids) == training.decode(ids) == "the cat\n\ufffd\ufffd"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -18,7 +18,8 @@ import pytest
 from canon_pretrain.errors import UserError
 from canon_pretrain.run import live_export
 from canon_pretrain.run.__main__ import main
-from canon_pretrain.run.export import Export, about, row_of
+from canon_pretrain.run.export import Export
+from canon_pretrain.run.export_rows import about, row_of
 from canon_pretrain.run.export_tensorboard import TensorBoardTarget
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.live_export import LiveExports

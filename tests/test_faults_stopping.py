@@ -4,6 +4,7 @@ Each is done to real ranks. The proof is what the run folder says, and that the 
 from there as if nothing had been.
 """
 
+import functools
 import json
 import os
 import re
@@ -15,9 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.run import status as run_status
@@ -27,6 +30,7 @@ from canon_pretrain.run.lock_files import content_of
 from canon_pretrain.run.log import RunLog, read_log
 from canon_pretrain.run.status import StatusWriter, health
 from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
+from canon_pretrain.titan.trainer import CanonTrainer
 from tests.ranks import (
     Ended,
     Launch,
@@ -426,6 +430,34 @@ def test_a_finished_run_started_again_changes_nothing(
 
 
 # -- hangs ------------------------------------------------------------------------------------
+
+
+def test_two_launches_each_have_a_file_for_their_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that lost the folder ends while the one that took it watches for hangs."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    comm = SimpleNamespace(save_traces_folder="comm_traces", train_timeout_seconds=100)
+    trainer = SimpleNamespace(
+        job_config=SimpleNamespace(comm=comm), folder=SimpleNamespace(path=tmp_path)
+    )
+    watch = functools.partial(CanonTrainer._hang_watch, trainer)  # type: ignore[arg-type]
+    path = tmp_path / "comm_traces" / "rank_0.stacks.txt"
+    old, new = watch(), watch()
+    old.__enter__()
+    new.__enter__()
+    taken = path.stat().st_ino
+    old.__exit__(None, None, None)
+    assert path.stat().st_ino == taken, "the launch that ends takes away the other's file"
+    new.__exit__(None, None, None)
+    assert not path.exists()
+    with watch():
+        path.unlink()  # whoever tidies up there
+    path.parent.rmdir()
+    path.parent.write_text("no folder can be made here")
+    with watch() as arm:
+        arm()  # nothing to write to: the run goes on all the same
+
 
 TIMEOUT_S = 3
 

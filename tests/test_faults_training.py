@@ -167,6 +167,8 @@ def test_a_bad_step_changes_no_weight_on_any_rank_and_the_run_goes_on(
     assert math.isfinite(skips[1]["grad_norm"])
     assert states[5]["guards.counters"][:3].tolist() == [2, 0, 0]
     assert (status(run).state, status(run).skipped_steps) == ("done", 2)
+    # a step's line knows of all steps but the last two; what ends the launch knows of all
+    assert events(run, "done")[0]["skipped_steps"] == 2
     lines = events(run, "step")
     assert [line["step"] for line in lines] == list(range(1, 6))
     assert [line["step"] for line in lines if not math.isfinite(float(line["loss"]))] == [4]
@@ -192,7 +194,8 @@ def test_bad_steps_in_a_row_end_the_run_on_the_state_from_before_them(
     assert saved_steps(run) == [3, 4]
     (archived,) = (run / "archive").rglob("step-6")
     assert (archived / "manifest.json").is_file()
-    assert [(e["step"], e["good_step"]) for e in events(run, "halt")] == [(7, 4)]
+    (halt,) = events(run, "halt")
+    assert (halt["step"], halt["good_step"], halt["skipped_steps"]) == (7, 4, 0)
     assert [e["in_a_row"] for e in events(run, "skip")] == [1, 2, 3]
     assert differences(state_at(run, 4), state_at(straight, 4)) == []
 

@@ -122,6 +122,10 @@ def _decoders(facts: ModelFacts, unknown: str) -> list[dict[str, Any]]:
         _replace({"String": SPACE}, " "),
     ]
     if facts.byte_fallback:
+        # a run of bytes that is no UTF-8, as of a character cut off, is lost as a whole there: let
+        # no line end be lost with it
+        lone = [byte for byte in range(128) if chr(byte) not in facts.pieces]
+        steps += [_replace({"String": f"<0x{byte:02X}>"}, chr(byte)) for byte in lone]
         steps.append({"type": "ByteFallback"})
     steps.append({"type": "Fuse"})
     leading = _ALL if facts.drops_spaces else int(facts.dummy_prefix)

@@ -18,7 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.export import MODES, About, Row
+from canon_pretrain.run.export import MODES
+from canon_pretrain.run.export_rows import About, Row
 from canon_pretrain.run.redaction import (
     redact_arguments,
     redact_environment,

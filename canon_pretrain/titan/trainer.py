@@ -387,6 +387,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         path = self.folder.path / comm.save_traces_folder / f"rank_{dist.get_rank()}.stacks.txt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # a launch that this one replaces may still have it open
             file = open(path, "w")  # noqa: SIM115 - as long as the loop
         except OSError as error:
             logger.warning(f"stacks of a hang would not be written: {path}: {error.strerror}")
@@ -396,7 +397,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             yield lambda: _dump_stacks_later(0.8 * comm.train_timeout_seconds, file)
         finally:
             faulthandler.cancel_dump_traceback_later()
-            # a launch that has taken the folder uses the same name: what it writes is not ours
+            # a launch that has taken the folder has the same name: what it writes is not ours
             with contextlib.suppress(OSError), file:
                 own, there = os.fstat(file.fileno()), path.stat()
                 if not own.st_size and own.st_ino == there.st_ino:
