@@ -14,8 +14,8 @@
     evals/          results, written by `python -m eval`
     archive/        abandoned branches, and what stood there before --checkpoint.fresh
     comm_traces/    stacks and communication traces of ranks that hung
-    profile_traces/, memory_snapshot/    where --profiling.* is on (run/profile.py reads the first)
-    wandb/, tb/     copies of the log for wandb and TensorBoard, where they are on (run/export.py)
+    profile_traces/, memory_snapshot/    where --profiling.* is on
+    wandb/, tb/     copies of the log for wandb and TensorBoard, where they are on
     DONE            written last, when training.steps is reached
 
 The trainer writes it, eval and the report read it. No torch here.

@@ -14,9 +14,9 @@ from typing import Any
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.history import SEEDS, Evaluation
 from canon_pretrain.run.log import number
 from canon_pretrain.run.redaction import publishable
+from canon_pretrain.run.show.history import SEEDS, Evaluation
 
 GROUPS = {
     "train": ("loss", "max_loss", "grad_norm", "lr", "skipped_steps", "restarts"),

@@ -18,8 +18,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.export import MODES
-from canon_pretrain.run.export_rows import About, Row
 from canon_pretrain.run.redaction import (
     redact_arguments,
     redact_environment,
@@ -27,6 +25,8 @@ from canon_pretrain.run.redaction import (
     scrub,
     secret_values,
 )
+from canon_pretrain.run.show.export import MODES
+from canon_pretrain.run.show.export_rows import About, Row
 
 INIT_S = 60.0
 FINISH_S = 40.0

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.show.trace_summary import COMMUNICATION, PURPOSES, Summary, summarize
 from canon_pretrain.run.trace import DATA, read_trace
-from canon_pretrain.run.trace_summary import COMMUNICATION, PURPOSES, Summary, summarize
 
 TRACES = "profile_traces"
 _NAME = re.compile(r"rank(\d+)_trace\.json(\.gz)?")

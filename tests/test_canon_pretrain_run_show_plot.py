@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.run import charts, curves
 from canon_pretrain.run.__main__ import main
-from canon_pretrain.run.charts import page_content
-from canon_pretrain.run.curves import Summary, band, gaps, join_seeds, line, stretches, thin
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.history import Clock, Curve, History, read_history
-from canon_pretrain.run.plot import html_page, plot
+from canon_pretrain.run.show import charts, curves
+from canon_pretrain.run.show.charts import page_content
+from canon_pretrain.run.show.curves import Summary, band, gaps, join_seeds, line, stretches, thin
+from canon_pretrain.run.show.history import Clock, Curve, History, read_history
+from canon_pretrain.run.show.plot import html_page, plot
 from eval.results import Score
 from tests.browser import Browser, chromium
 from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run

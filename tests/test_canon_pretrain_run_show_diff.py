@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from canon_pretrain.run.__main__ import main
-from canon_pretrain.run.compare import (
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.show.compare import (
     compare,
     compare_digests,
     compare_losses,
@@ -19,8 +20,7 @@ from canon_pretrain.run.compare import (
     flat,
     read_recorded,
 )
-from canon_pretrain.run.diff import RTOL, show
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.show.diff import RTOL, show
 from tests.report_runs import FINGERPRINT, launch, plant_run, step
 from tests.support import Runs
 

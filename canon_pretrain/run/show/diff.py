@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.compare import SECTIONS, compare, read_recorded
 from canon_pretrain.run.names import printable
+from canon_pretrain.run.show.compare import SECTIONS, compare, read_recorded
 
 RTOL = 1e-4
 """Relative: how far losses of one experiment are apart on two machines, by rounding alone."""

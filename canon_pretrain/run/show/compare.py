@@ -16,9 +16,9 @@ import numpy as np
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.history import read_events
 from canon_pretrain.run.launches import launch_numbers
 from canon_pretrain.run.log import json_value, number
+from canon_pretrain.run.show.history import read_events
 
 OWN_CONFIG = (
     "job.dump_folder",

@@ -10,9 +10,9 @@ from typing import Any
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_atomic
-from canon_pretrain.run.charts import page_content
-from canon_pretrain.run.history import read_history
 from canon_pretrain.run.names import unique_labels
+from canon_pretrain.run.show.charts import page_content
+from canon_pretrain.run.show.history import read_history
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_ENDINGS = (".html", ".htm")

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.run.curves import (
+from canon_pretrain.run.log import json_value
+from canon_pretrain.run.show.curves import (
     MAX_MARKS,
     MAX_STRETCHES,
     Entry,
@@ -18,8 +19,7 @@ from canon_pretrain.run.curves import (
     join_seeds,
     line,
 )
-from canon_pretrain.run.history import Curve, Evaluation, History
-from canon_pretrain.run.log import json_value
+from canon_pretrain.run.show.history import Curve, Evaluation, History
 
 TOTAL_STRETCHES = 16_000
 """Shared by the runs of a page, so that one of many runs stays a few MB too."""

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.live import Live
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.glance import CHECKED, is_run, look_at_run
 from canon_pretrain.run.names import printable
-from canon_pretrain.run.overview_table import Table
+from canon_pretrain.run.show.glance import CHECKED, is_run, look_at_run
+from canon_pretrain.run.show.overview_table import Table
 
 DEPTH = 4
 """Folders of folders of runs that a named folder is searched for."""

@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from canon_pretrain.run.glance import ALIVE, CHECKED, Glance, span
 from canon_pretrain.run.names import printable
+from canon_pretrain.run.show.glance import ALIVE, CHECKED, Glance, span
 
 _GAP = "  "
 _COLOURS = {
