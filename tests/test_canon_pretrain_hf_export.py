@@ -134,6 +134,16 @@ def test_memory_is_less_than_the_weights_once(tmp_path: Path) -> None:
     assert int(done.stdout) < 0.8 * weights
 
 
+def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+    model = build(VARIANTS["nope ABCD"])
+    with torch.no_grad():
+        model.norm.weight[3] = 1e6
+    checkpoint = plant_run(tmp_path / "run", model)
+    with pytest.raises(UserError, match="norm.weight has values that are not finite in float16"):
+        export(checkpoint, tmp_path / "out", dtype="float16", with_tokenizer=False)
+    export(checkpoint, tmp_path / "out", dtype="bfloat16", with_tokenizer=False)
+
+
 # ---- the other files
 
 
@@ -199,6 +209,18 @@ def test_a_tokenizer_that_moved(of_texts: Path, data: Path, tmp_path: Path) -> N
         made = (tmp_path / name / "tokenizer.json").read_bytes()
         export(of_texts, tmp_path / f"{name}-stayed")
         assert made == (tmp_path / f"{name}-stayed" / "tokenizer.json").read_bytes()
+
+
+def test_a_tokenizer_that_cannot_be_carried_over(
+    of_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(*arguments: object) -> None:
+        raise UserError("the tokenizer can't become a tokenizer.json")
+
+    monkeypatch.setattr(export_module, "tokenizer_files", other)
+    with pytest.raises(UserError, match=r"can't become .*\. Leave it out with --no-tokenizer"):
+        export(of_texts, tmp_path / "out")
+    export(of_texts, tmp_path / "out", with_tokenizer=False)
 
 
 def test_another_tokenizer_is_refused(of_texts: Path, checkpoint: Path, tmp_path: Path) -> None:
@@ -330,7 +352,12 @@ def test_a_kill_leaves_a_whole_export_or_none(of_texts: Path, tmp_path: Path) ->
 def test_the_command(of_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "out"
     main(["export", str(of_texts), str(out), "--dtype", "float16"])
-    assert capsys.readouterr().out == f"exported to {out}\n"
+    size = (out / "model.safetensors").stat().st_size / 1e6
+    count = sum(tensor.numel() for tensor in exported(out).values())
+    said = (
+        f"exported step 3 to {out}: {count:,} parameters in float16, {size:.1f} MB in 1 file(s)\n"
+    )
+    assert capsys.readouterr().out == said
     assert all(t.dtype == torch.float16 for t in exported(out).values())
     main(["import", str(out), str(tmp_path / "back"), "--step", "3"])
     said = capsys.readouterr().out

@@ -175,6 +175,31 @@ def test_longer_than_training_where_the_caller_says_so() -> None:
         torch.testing.assert_close(longer, ours(ids[:, :160]), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["alibi ABCD k3 cst relu2 qk_per_head tied", "nope ABCD"])
+@torch.no_grad()
+def test_flex_attention_where_it_is_asked_for(name: str) -> None:
+    model, ours = face(name, attn_implementation="flex_attention")
+    assert model.core.attend.backend == "flex"
+    ids = random_tokens(ours.args, rows=2, num_tokens=24)
+    torch.testing.assert_close(model(ids).logits, ours(ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.gpu
+@decoded
+@torch.no_grad()
+def test_on_a_gpu(name: str) -> None:
+    model, ours = face(name)
+    ids, mask = padded(PROMPTS)
+    logits = model(ids, attention_mask=mask).logits
+    model.to("cuda")
+    ids, mask = ids.cuda(), mask.cuda()
+    on_gpu = model(ids, attention_mask=mask).logits.cpu()
+    torch.testing.assert_close(on_gpu[:, -1], logits[:, -1], atol=1e-3, rtol=0)
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **PLAIN)
+    for row, prompt in zip(found.tolist(), PROMPTS, strict=True):
+        assert row[ids.shape[1] - len(prompt) :] == greedy(ours, prompt, 6)
+
+
 # ---- training
 
 
@@ -334,6 +359,8 @@ def test_positions_that_count_up_are_taken_with_padding() -> None:
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)  # as transformers 4 makes them
     with torch.no_grad():
         logits = model(ids, attention_mask=mask, position_ids=positions).logits
+        one_row = torch.arange(ids.shape[1])[None]
+        assert torch.equal(model(ids, attention_mask=mask, position_ids=one_row).logits, logits)
     torch.testing.assert_close(logits[0, -1], full_logits(ours, PROMPTS[0]), atol=1e-4, rtol=0)
 
 

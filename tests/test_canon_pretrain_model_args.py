@@ -1,5 +1,6 @@
 """Model sizes: the specification's numbers, by closed form and by building; every refusal."""
 
+import re
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -101,6 +102,11 @@ def test_canon_set_is_stored_sorted_and_upper_case(canon_set):
     assert ModelArgs(canon_set=canon_set).canon_set == "AC"
 
 
+def test_as_many_heads_of_k_and_v_as_of_q_are_one_model_however_it_is_said():
+    assert ModelArgs(num_heads=8, num_kv_heads=8) == ModelArgs(num_heads=8)
+    assert ModelArgs(num_heads=8, num_kv_heads=4) != ModelArgs(num_heads=8)
+
+
 @pytest.mark.parametrize(
     ("position", "heads", "dims"),
     [
@@ -191,6 +197,33 @@ def test_refusals_name_what_was_given_and_what_exists(changes, parts):
     for part in parts:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        (
+            {"position": "h_alibi", "num_heads": 1, "dim": 6},
+            "it needs num_heads to be a multiple of 2, because heads are shared out. Change",
+        ),
+        (
+            {"position": "partial_rope_b", "num_heads": 4, "num_kv_heads": 2, "dim": 64},
+            "it needs num_kv_heads to be a multiple of 4, because heads are shared out. Change",
+        ),
+        (
+            {"position": "partial_rope_c", "num_heads": 3, "dim": 12},
+            "it needs the head dim to be a multiple of 8, because dims rotate in pairs. Change",
+        ),
+        (
+            {"position": "partial_rope_a", "num_heads": 3, "dim": 6},
+            "num_heads to be a multiple of 2, because heads are shared out, and the head dim to be "
+            "a multiple of 4, because",
+        ),
+    ],
+)
+def test_heads_are_refused_with_what_is_wrong_with_them_alone(changes, needs):
+    with pytest.raises(UserError, match=re.escape(needs)):
+        ModelArgs(**changes)
 
 
 def test_nope_takes_an_odd_head_dim():

@@ -232,6 +232,21 @@ def test_the_data_that_is_there_is_measured(data_folder: Path) -> None:
         assert plan.data_bytes == 2 * shards.num_tokens
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model.document_mask", "True", "--model.eos_id", "5"], "set model.eos_id = 2"),
+        (["--model.vocab_size", "500"], "set model.vocab_size = 512"),
+    ],
+)
+def test_data_that_the_run_would_refuse_is_refused_by_the_plan(
+    data_folder: Path, words: list[str], message: str
+) -> None:
+    job = job_of("debug", "--data.path", str(data_folder), *words)
+    with pytest.raises(UserError, match=message):
+        make_plan(job, "h200", 2, 0.4)
+
+
 def test_a_run_of_over_a_week_says_so_first() -> None:
     big, small = job_of("nope_canon"), job_of("debug")
     assert describe_duration(big, 8, "NVIDIA H100 80GB HBM3") is None  # 3.7 days

@@ -117,6 +117,10 @@ def test_a_world_size_that_does_not_divide_names_the_ones_that_do() -> None:
         (["--model.name", "llama3"], "this trainer trains 'canon' only"),
         (["--model.canon_set", "ABE"], 'names the Canon site "E"; only A, B, C and D exist'),
         (["--model.flavor", "1b4"], '"1b4" is not known'),
+        (
+            ["--model.attention_backend", "flash_attn", "--model.position", "h_alibi"],
+            '"flash_attn" has nothing for position = "h_alibi"',
+        ),
         (["--model.position", "ropee"], '"ropee" is not known.*Did you mean "rope"'),
     ],
 )

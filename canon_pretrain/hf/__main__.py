@@ -30,15 +30,19 @@ def main(argv: list[str] | None = None) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from canon_pretrain.hf.export import export  # torch, behind the parser
 
-    export(
+    found = export(
         arguments.checkpoint,
         arguments.out,
         dtype=arguments.dtype,
         tokenizer=arguments.tokenizer,
+        eos=arguments.eos,
         with_tokenizer=not arguments.no_tokenizer,
         force=arguments.force,
     )
-    print(f"exported to {arguments.out}")
+    print(
+        f"exported step {found.step} to {arguments.out}: {found.num_parameters:,} parameters in "
+        f"{arguments.dtype}, {found.num_bytes / 1e6:,.1f} MB in {found.num_files} file(s)"
+    )
 
 
 def _import(arguments: argparse.Namespace) -> None:
@@ -69,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     out.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     out.add_argument("--tokenizer", type=Path, metavar="PATH", help="where the tokenizer is now")
+    out.add_argument(
+        "--eos", metavar="TOKEN", help="what ends a text, where its file leaves it open"
+    )
     out.add_argument("--no-tokenizer", action="store_true", help="weights and code alone")
     out.add_argument("--force", action="store_true", help="replace an earlier export")
     out.set_defaults(run=_export)

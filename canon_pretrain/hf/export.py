@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from canon_pretrain.checkpoint.architecture import model_args_of, run_of_checkpoint
 from canon_pretrain.checkpoint.manifest import Manifest
@@ -29,19 +30,32 @@ from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import fsync_folder
 from canon_pretrain.hf.code import travelling_files
-from canon_pretrain.hf.config import ARCHITECTURE, to_fields
+from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, to_fields
 from canon_pretrain.hf.names import to_hf
 from canon_pretrain.hf.safetensors_file import MAX_FILE_BYTES, plan_files, write_files
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.provenance import own_version
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORD = "canon_pretrain.json"
 POSITION = ("train_state.", "dataloader.", "lr_scheduler.")
 """What of a checkpoint's state says how far training had come."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export came to."""
+
+    step: int
+    num_parameters: int
+    num_files: int
+    """Those that hold weights."""
+    num_bytes: int
+    """Of them."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +76,18 @@ def export(
     *,
     dtype: str = "float32",
     tokenizer: Path | None = None,
+    eos: str | None = None,
     with_tokenizer: bool = True,
     force: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:
+) -> Exported:
     """Write RUN/checkpoint/step-N to the new folder `out`, with weights of `dtype` (DTYPES).
 
     Every file of the checkpoint is checked first. The tokenizer is that of the run's data folder,
-    or the file or folder `tokenizer`. `force` replaces an earlier export. Raises UserError, and
-    leaves `out` as it was, for a damaged checkpoint, a tokenizer that is not there or can't be
-    carried over, and an `out` that may not be replaced.
+    or the file or folder `tokenizer`; `eos` names its end of a text where neither the file nor the
+    data says which it is. `force` replaces an earlier export. Raises UserError, and leaves `out` as
+    it was, for a damaged checkpoint, weights that `dtype` can't hold, a tokenizer that is not there
+    or can't be carried over, and an `out` that may not be replaced.
     """
     _check_out(out, force=force)
     run = run_of_checkpoint(checkpoint)
@@ -80,7 +96,7 @@ def export(
         like = dict(Transformer(args).named_parameters())
     manifest = check_weights(checkpoint, like)
     shards = _shards(run)
-    found = _tokenizer(run, shards, tokenizer, args) if with_tokenizer else None
+    found = _tokenizer(run, shards, tokenizer, eos, args) if with_tokenizer else None
     eos_id = found.eos_id if found else shards.eos_id if shards else None
     source = _Source(checkpoint, run, args, manifest, found, eos_id)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -92,12 +108,25 @@ def export(
         shapes = {to_hf(name): tensor.shape for name, tensor in like.items()}
         plans = plan_files(shapes, DTYPES[dtype], max_file_bytes)
         stream = stream_weights(checkpoint, like, DTYPES[dtype])
-        tensors = ((to_hf(name), tensor) for name, tensor in stream)
+        tensors = ((to_hf(name), _finite(name, tensor)) for name, tensor in stream)
         write_files(temporary, plans, tensors, DTYPES[dtype])
         _publish(temporary, out, force=force)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    num_bytes = sum((out / plan.name).stat().st_size for plan in plans)
+    return Exported(manifest.step, num_parameters(args), len(plans), num_bytes)
+
+
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    """`tensor`; UserError where its dtype could not hold a value, or training had lost it."""
+    if not tensor.isfinite().all():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{name} has values that are not finite in {dtype}; choose --dtype bfloat16 or float32 "
+            "where that is float16's range, else an earlier step"
+        )
+    return tensor
 
 
 def _check_out(out: Path, *, force: bool) -> None:
@@ -159,11 +188,15 @@ def _shards(run: RunFolder) -> TokenShards | None:
 
 
 def _tokenizer(
-    run: RunFolder, shards: TokenShards | None, asked: Path | None, args: ModelArgs
+    run: RunFolder,
+    shards: TokenShards | None,
+    asked: Path | None,
+    eos: str | None,
+    args: ModelArgs,
 ) -> Tokenizer:
     """The training tokenizer; raises UserError where it is not there or another one."""
     way_out = "Name it with --tokenizer PATH, or leave it out with --no-tokenizer"
-    eos_id = shards.eos_id if shards else args.eos_id if args.document_mask else None
+    eos_id = shards.eos_id if shards else args.eos_id if args.document_mask else eos
     folders = _data_folders(run)
     if asked is not None:
         found = load_tokenizer(asked, eos=eos_id)
@@ -202,7 +235,10 @@ def _small_files(source: _Source, dtype: str) -> dict[str, str]:
         RECORD: _record(source, dtype, version),
     }
     if source.tokenizer is not None:
-        records |= tokenizer_files(source.tokenizer, source.args.max_seq_len)
+        try:
+            records |= tokenizer_files(source.tokenizer, source.args.max_seq_len)
+        except UserError as error:
+            raise UserError(f"{error}. Leave it out with --no-tokenizer") from None
     for name, record in records.items():
         files[name] = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
     files["README.md"] = _readme(source, dtype)
@@ -222,7 +258,7 @@ def _config(source: _Source, dtype: str) -> dict[str, Any]:
             "AutoConfig": f"{face}.LlamaCanonConfig",
             "AutoModelForCausalLM": f"{face}.{ARCHITECTURE}",
         },
-        "model_type": "LlamaCanon",
+        "model_type": MODEL_TYPE,
         **to_fields(source.args),
         **({"bos_token_id": None, "eos_token_id": None} | _token_ids(source.eos_id)),
         "pad_token_id": None,
@@ -233,12 +269,12 @@ def _config(source: _Source, dtype: str) -> dict[str, Any]:
 def _record(source: _Source, dtype: str, version: str) -> dict[str, Any]:
     """Where the weights come from, and how far their training had come."""
     known = source.run.read_config()
-    run_id = json.loads(source.run.run_file.read_text()) if source.run.run_file.exists() else {}
+    facts = read_run(source.run)
     tokenizer = source.tokenizer
     return {
         "canon_pretrain": version,
         "checkpoint": str(source.checkpoint.resolve()),
-        "run_id": run_id.get("run_id"),
+        "run_id": facts.run_id if facts else None,
         "step": source.manifest.step,
         "saved": source.manifest.saved,
         "world_size": source.manifest.world_size,

@@ -51,7 +51,7 @@ class _Part(nn.Module):
     """A place in the tree that only holds others."""
 
 
-class _Layer(GradientCheckpointingLayer):
+class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
     """A block's place in the tree, through which it is called: hooks and sharding see the call."""
 
     block: TransformerBlock
@@ -77,7 +77,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
     lm_head: Any
     config_class = LlamaCanonConfig
     supports_gradient_checkpointing = True
-    _no_split_modules = ["_Layer"]
+    _no_split_modules = ["LlamaCanonDecoderLayer"]
     _supports_sdpa = True
     _supports_flex_attn = True
     _is_stateful = True  # no cache of transformers' own, and no assisted generation
@@ -116,7 +116,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         core, (first, *last) = self.core, ENDS
         yield from _hang(core, first[0], self, first[1])
         blocks: Any = core.layers.values()
-        self.model.layers = nn.ModuleList(_Layer(block) for block in blocks)
+        self.model.layers = nn.ModuleList(LlamaCanonDecoderLayer(block) for block in blocks)
         for number, layer in enumerate(self.model.layers):
             for ours, theirs in BLOCK:
                 yield from _hang(layer.block, ours, layer, theirs)
@@ -164,9 +164,15 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = new_embeddings
 
     def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         """`generate` asks for a cache here; ours is the only one that this model can use."""
+        self._check_length(max_cache_length)
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic"):
             raise ValueError(
@@ -175,6 +181,15 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = DecodingCache(self.core.args.num_layers)
+
+    def _check_length(self, num_tokens: int) -> None:
+        limit = self.config.max_position_embeddings
+        if num_tokens > limit:
+            raise ValueError(
+                f"{num_tokens} tokens are more than max_position_embeddings = {limit}; load the "
+                "model with from_pretrained(..., max_position_embeddings=N) for longer sequences "
+                "than it was trained on"
+            )
 
     def forward(
         self,
@@ -205,7 +220,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         is_real_BT = _real_tokens(attention_mask, tokens_BT, past_key_values)
         _check_positions(kwargs.get("position_ids"), is_real_BT)
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and not self.training and labels is None
         cache = self._cache(past_key_values, bool(use_cache), tokens_BT)
         self._bind()
         core = self.core
@@ -265,14 +280,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values is a {type(given).__name__}; give what this model returned, or "
                 "None: its cache holds Canon's last inputs too"
             )
-        before = cache.memory.length if cache is not None else 0
-        limit = self.config.max_position_embeddings
-        if before + num_tokens > limit:
-            raise ValueError(
-                f"{before + num_tokens} tokens are more than max_position_embeddings = {limit}; "
-                "load the model with from_pretrained(..., max_position_embeddings=N) for longer "
-                "sequences than it was trained on"
-            )
+        self._check_length(num_tokens + (cache.memory.length if cache is not None else 0))
         if cache is not None and cache.rows not in (0, rows):
             raise ValueError(f"past_key_values is of {cache.rows} rows, input_ids of {rows}")
         if cache is not None:
@@ -321,7 +329,7 @@ def _check_positions(position_ids: Tensor | None, is_real_BT: Tensor | None) -> 
     steps_BT = position_ids.diff(dim=-1)
     if is_real_BT is not None:
         between = is_real_BT[:, 1:] & is_real_BT[:, :-1]
-        steps_BT = steps_BT.masked_fill(~between, 1)
+        steps_BT = torch.where(between, steps_BT, 1)
     if not bool((steps_BT == 1).all()):
         raise ValueError(
             "position_ids that do not count up by one are not for this model; leave them out"

@@ -31,7 +31,8 @@ CANON_KERNELS = (2, 3, 4)
 class ModelArgs:
     """The whole description of one model; equal args give equal initial weights.
 
-    `num_kv_heads`: G, the heads of k and v (grouped-query attention); 0 for as many as H.
+    `num_kv_heads`: G, the heads of k and v (grouped-query attention); 0 for as many as H, and
+    stored so where H itself is given.
     `position`: the partial layouts rotate one quarter of the dimensions (Figure 22): `a` half of
     the heads, half of each one's dims; `b` a quarter of the heads, all dims; `c` all heads, a
     quarter of each one's dims. `alibi` adds -2^(-8h/H) a token of distance to the scores of head h
@@ -78,8 +79,10 @@ class ModelArgs:
     init_seed: int = 0
 
     def __post_init__(self) -> None:
-        # frozen: the one place where a field is rewritten, so that "ca" and "AC" are equal args
+        # frozen: the one place where fields are rewritten, so that "ca" and "AC" are equal args
         object.__setattr__(self, "canon_set", _normalised_canon_set(self.canon_set))
+        if self.num_kv_heads == self.num_heads:
+            object.__setattr__(self, "num_kv_heads", 0)
         _check_ranges(self)
         check_choice("position", self.position, POSITIONS)
         check_choice("init", self.init, INITS)
@@ -218,15 +221,20 @@ def _check_heads(args: ModelArgs) -> None:
         "partial_rope_c": (1, 8),
     }
     heads_divisor, dims_divisor = divisors.get(args.position, (1, 1))
-    heads = args.num_heads if args.position == "h_alibi" else args.kv_heads
-    if heads % heads_divisor or args.head_dim % dims_divisor:
-        grouped = f", num_kv_heads = {args.kv_heads}" if args.kv_heads != args.num_heads else ""
+    name = "num_heads" if args.position == "h_alibi" or not args.num_kv_heads else "num_kv_heads"
+    needs = []
+    if getattr(args, name) % heads_divisor:
+        needs.append(f"{name} to be a multiple of {heads_divisor}, because heads are shared out")
+    if args.head_dim % dims_divisor:
+        needs.append(
+            f"the head dim to be a multiple of {dims_divisor}, because dims rotate in pairs"
+        )
+    if needs:
+        grouped = f", num_kv_heads = {args.num_kv_heads}" if args.num_kv_heads else ""
         raise UserError(
             f'position = "{args.position}" got num_heads = {args.num_heads}{grouped} and a head '
-            f"dim of {args.head_dim} (dim / num_heads); it needs the heads to be a multiple of "
-            f"{heads_divisor} and the head dim a multiple of {dims_divisor}, because heads are "
-            "shared out and dims rotate in pairs. Change dim or the heads, or choose another "
-            "position."
+            f"dim of {args.head_dim} (dim / num_heads); it needs {', and '.join(needs)}. Change "
+            "dim or the heads, or choose another position."
         )
 
 

@@ -59,9 +59,14 @@ class Attend(nn.Module):
     def describe(self, device_type: str) -> str:
         """The way of a training step, in a few words for a log."""
         way = self.way(device_type, masked=self.args.document_mask)
-        if way == "sdpa" and device_type == "cuda":
-            return "sdpa (the first that fits of cuDNN, flash, efficient, math)"
-        return way
+        if way != "sdpa":
+            return way
+        notes = []
+        if device_type == "cuda":
+            notes.append("the first that fits of cuDNN, flash, efficient, math")
+        if self.backend == "flex":
+            notes.append("flex is for ALiBi, H-ALiBi and documents")
+        return f"sdpa ({'; '.join(notes)})" if notes else way
 
     def mask(
         self, num_queries: int, segments_BS: Tensor | None, num_keys: int, device: torch.device
@@ -169,18 +174,21 @@ class Attend(nn.Module):
 
 
 def check_backend(args: ModelArgs, backend: str) -> None:
-    """Raise UserError unless `backend` is known, and can do what `args` ask for."""
-    check_choice("attention_backend", backend, BACKENDS)
-    if backend != "flash_attn":
-        return
-    if importlib.util.find_spec("flash_attn") is None:
+    """Raise UserError unless `backend` is known, can do what `args` ask for, and is installed."""
+    check_backend_fits(args, backend)
+    if backend == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise UserError(
             'attention_backend = "flash_attn", but the package flash-attn is not installed: '
             'pip install --no-build-isolation flash-attn, or choose "auto"'
         )
+
+
+def check_backend_fits(args: ModelArgs, backend: str) -> None:
+    """`check_backend` without a look at this machine, for a job that is planned for another."""
+    check_choice("attention_backend", backend, BACKENDS)
     refused = "document_mask" if args.document_mask else None
     refused = 'position = "h_alibi"' if args.position == "h_alibi" else refused
-    if refused:
+    if backend == "flash_attn" and refused:
         raise UserError(
             f'attention_backend = "flash_attn" has nothing for {refused}; choose "auto", which '
             "takes flex attention on a GPU"

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from canon_pretrain.config import Loss
-from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import (
@@ -34,6 +33,7 @@ from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.cache import near_segments
 from canon_pretrain.model.positions import Rope
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
+from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes
 from canon_pretrain.titan.loss import loss_function
 
@@ -240,12 +240,15 @@ def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
 
 
 def _data(job: CanonJobConfig, tokens: int) -> tuple[int, str | None]:
-    """Bytes of the training data and its fingerprint; as many as `tokens` take without it."""
+    """Bytes of the training data and its fingerprint; as many as `tokens` take without it.
+
+    Raises UserError where the data is there, and a run of this job would refuse it.
+    """
     width = dtype_for(job.model_args.vocab_size).itemsize
     if not job.data.folders:
         return tokens * width, None
     try:
-        with Mixture.open(job.data.folders, job.data.shares) as data:
+        with open_shards(job) as data:
             return data.num_tokens * width, data.fingerprint
     except ShardError:
         return tokens * width, None

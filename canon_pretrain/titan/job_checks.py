@@ -10,6 +10,7 @@ from typing import Any
 from canon_pretrain import config as experiment
 from canon_pretrain.data.mixture import check_order, exact_weight
 from canon_pretrain.errors import UserError
+from canon_pretrain.model.attend import check_backend_fits
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 
@@ -17,7 +18,8 @@ def check_job(job: CanonJobConfig) -> None:
     """Refuse what would train something else than the file says; raises UserError."""
     if job.model.name != "canon":
         raise UserError(f"model.name = '{job.model.name}': this trainer trains 'canon' only")
-    _ = job.model_args  # ModelArgs checks itself
+    # ModelArgs checks itself
+    check_backend_fits(job.model_args, job.model.attention_backend)
     training = job.training
     if training.global_batch_size < 1:
         raise UserError(
