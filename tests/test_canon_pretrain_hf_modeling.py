@@ -175,6 +175,7 @@ def test_longer_than_training_where_the_caller_says_so() -> None:
         torch.testing.assert_close(longer, ours(ids[:, :160]), atol=1e-4, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")  # a CPU's is not compiled
 @pytest.mark.parametrize("name", ["alibi ABCD k3 cst relu2 qk_per_head tied", "nope ABCD"])
 @torch.no_grad()
 def test_flex_attention_where_it_is_asked_for(name: str) -> None:

@@ -183,6 +183,7 @@ def _peak_anonymous_bytes(folder: Path, out: Path, result: Path) -> None:
     result.write_text(str(peak - before))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "num_layers", "share"), [(torch.bfloat16, 4, 1.15), (torch.float32, 1, 0.5)]
 )

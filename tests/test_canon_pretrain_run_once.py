@@ -1,5 +1,6 @@
 """Options that act once: a scheduler's restart is told from a person who types them again."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -70,5 +71,6 @@ def test_another_torchrun_without_a_name_is_another_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark_obeyed(tmp_path / "obeyed.json", OPTION, torchrun("none", 0))
-    monkeypatch.setattr("os.getppid", lambda: 1)
+    other = os.getppid() + 1
+    monkeypatch.setattr("os.getppid", lambda: other)
     assert not was_obeyed(tmp_path / "obeyed.json", OPTION, torchrun("none", 1))

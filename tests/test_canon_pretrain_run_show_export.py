@@ -436,6 +436,7 @@ def test_a_live_copy_that_fails_or_hangs_is_told_once_and_ends(
     exports.finish()  # a second time there is nothing to end
 
 
+@pytest.mark.slow
 def test_a_run_shows_itself_in_tensorboard_while_it_trains(
     data_folder: Path, tmp_path: Path
 ) -> None:

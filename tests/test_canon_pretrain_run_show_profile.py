@@ -68,6 +68,7 @@ def on_main_thread(found: list[dict], tid: int) -> tuple[np.ndarray, np.ndarray,
     return begin, begin + np.array([found[k]["dur"] for k in index]), index
 
 
+@pytest.mark.slow
 def test_profiling_changes_nothing_that_is_computed(
     traced: Path, runs: Runs, data_folder: Path, tmp_path: Path
 ) -> None:

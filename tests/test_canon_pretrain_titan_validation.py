@@ -221,6 +221,7 @@ def test_weights_that_are_not_finite_are_reported(
 # ---- that training does not see it
 
 
+@pytest.mark.slow
 def test_training_is_bitwise_the_same_whatever_is_validated_and_stopped(
     data_folder: Path, runs: Runs, tmp_path: Path
 ) -> None:

@@ -171,6 +171,7 @@ def test_cst_canon_is_in_the_checkpoint_and_in_evals_model_as_it_was(straight: P
     assert not [name for name in state if name.startswith("output.")]  # tied
 
 
+@pytest.mark.slow
 def test_a_stable_rate_can_be_held_longer_or_decayed_from(
     straight: Path, data_folder: Path, tmp_path: Path
 ) -> None:
