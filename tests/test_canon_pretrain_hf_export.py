@@ -166,7 +166,8 @@ def test_what_an_export_says_of_itself(checkpoint: Path, run: Path, tmp_path: Pa
     assert config["auto_map"].keys() == {"AutoConfig", "AutoModelForCausalLM"}
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 2}
-    assert "trust_remote_code=True" in (tmp_path / "out" / "README.md").read_text()
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "trust_remote_code=True" in readme and "okenizer" not in readme
     assert not list((tmp_path / "out").glob("tokenizer*"))
 
 
@@ -270,6 +271,8 @@ def test_a_damaged_checkpoint_is_refused(checkpoint: Path, run: Path, tmp_path: 
         export(damaged, tmp_path / "out", with_tokenizer=False)
     with pytest.raises(UserError, match="no checkpoint at .*steps in .*: 10, 12"):
         export(damaged.with_name("step-11"), tmp_path / "out", with_tokenizer=False)
+    with pytest.raises(UserError, match="is not a checkpoint: expected RUN/checkpoint/step-N"):
+        export(tmp_path / "run", tmp_path / "out", with_tokenizer=False)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     config["identity"]["model.ffn_dim"] = 180
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))

@@ -18,16 +18,17 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 @functools.cache
-def travelling_files(version: str) -> Mapping[str, str]:
-    """The content of each file by its name; `version` of this package is noted in each."""
+def travelling_files(version: str | None) -> Mapping[str, str]:
+    """The content of each file by its name; each notes the `version` of this package (None: no)."""
     sources = _collect()
     names = {module: module.rpartition(".")[2] for module in sources}
     if len(set(names.values())) != len(names):
         raise ValueError(f"two of {sorted(sources)} would have one name in a flat folder")
+    maker = f"{PACKAGE} {version}" if version else PACKAGE
     files = {}
     for module, source in sources.items():
         path = module.replace(".", "/") + ".py"
-        head = f"# {path} of {PACKAGE} {version}, copied by its export with imports made relative\n"
+        head = f"# {path} of {maker}, imports made relative\n"
         files[f"{names[module]}.py"] = head + flatten(source)
     others = sorted(name for module, name in names.items() if module != FACE)
     # transformers 4 copies only those files that this one names

@@ -24,7 +24,12 @@ from torch import Tensor
 
 from canon_pretrain.checkpoint.architecture import model_args_of, run_of_checkpoint
 from canon_pretrain.checkpoint.manifest import Manifest
-from canon_pretrain.checkpoint.weights import check_weights, read_plain_values, stream_weights
+from canon_pretrain.checkpoint.weights import (
+    check_checkpoint,
+    check_weights,
+    read_plain_values,
+    stream_weights,
+)
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from canon_pretrain.errors import UserError
@@ -90,6 +95,7 @@ def export(
     or can't be carried over, and an `out` that may not be replaced.
     """
     _check_out(out, force=force)
+    check_checkpoint(checkpoint)
     run = run_of_checkpoint(checkpoint)
     args = model_args_of(run)
     with torch.device("meta"):
@@ -227,7 +233,7 @@ def _tokenizer(
 
 def _small_files(source: _Source, dtype: str) -> dict[str, str]:
     """The content of every file that holds no weights, by name."""
-    version = own_version() or "of a source folder"
+    version = own_version()
     files = dict(travelling_files(version))
     records = {
         "config.json": _config(source, dtype),
@@ -266,7 +272,7 @@ def _config(source: _Source, dtype: str) -> dict[str, Any]:
     }
 
 
-def _record(source: _Source, dtype: str, version: str) -> dict[str, Any]:
+def _record(source: _Source, dtype: str, version: str | None) -> dict[str, Any]:
     """Where the weights come from, and how far their training had come."""
     known = source.run.read_config()
     facts = read_run(source.run)
@@ -296,18 +302,29 @@ def _record(source: _Source, dtype: str, version: str) -> dict[str, Any]:
 def _readme(source: _Source, dtype: str) -> str:
     args = source.args
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
-    head = f"{args.num_layers} layers of width {args.dim}, position {args.position}, {canon}"
-    return f"""# {head}
-
-{num_parameters(args):,} parameters in {dtype}, from step {source.manifest.step:,} of its training.
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER", trust_remote_code=True)
-
-    lm_eval --model hf --model_args pretrained=THIS_FOLDER,trust_remote_code=True --tasks ...
-
-Needs torch and transformers (4.57 or later); the modeling code is in this folder. The tokenizer
-adds no BOS, as in training; a text that needs a token before its first one begins with EOS.
-`{RECORD}` says what these weights were made from.
-"""
+    classes, load = ["AutoModelForCausalLM"], ["model = AutoModelForCausalLM"]
+    notes = [f"`{RECORD}` says what these weights were made from."]
+    if source.tokenizer is not None:
+        classes.append("AutoTokenizer")
+        load.append("tokenizer = AutoTokenizer")
+        notes += [
+            "The tokenizer adds no BOS, as in training; a text that needs a token before its first",
+            "one begins with EOS.",
+        ]
+    lines = [
+        f"# {args.num_layers} layers of width {args.dim}, position {args.position}, {canon}",
+        "",
+        f"{num_parameters(args):,} parameters in {dtype}, from step {source.manifest.step:,} of "
+        "their training.",
+        "",
+        f"    from transformers import {', '.join(classes)}",
+        *(f'    {word}.from_pretrained("THIS FOLDER", trust_remote_code=True)' for word in load),
+        "",
+        "    lm_eval --model hf --model_args pretrained=THIS_FOLDER,trust_remote_code=True "
+        "--tasks ...",
+        "",
+        "Needs torch and transformers (4.57 or later); the modeling code is in this folder.",
+        *notes,
+        "",
+    ]
+    return "\n".join(lines)
