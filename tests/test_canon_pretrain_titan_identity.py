@@ -117,6 +117,19 @@ def test_all_else_is_only_noted(tmp_path: Path) -> None:
     }
 
 
+def test_a_key_that_an_earlier_version_did_not_have_was_at_its_default(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    stored = run.read_config()
+    del stored["identity"]["model.ffn"], stored["config"]["validation"]["windows"]
+    run.write_config(stored["config"], stored["identity"])
+    same, other = job(), job("--model.ffn", "standard", "--validation.windows", 8)
+    assert check_identity(run, run_identity(same, "shards"), []) == {}
+    assert config_changes(run, same.to_dict()) == {}
+    with pytest.raises(UserError, match="model.ffn: 'gated' -> 'standard'"):
+        check_identity(run, run_identity(other, "shards"), [])
+    assert config_changes(run, other.to_dict())["validation.windows"] == [None, 8]
+
+
 def test_a_damaged_config_is_named(tmp_path: Path) -> None:
     run = recorded(tmp_path)
     run.config_file.write_text("{")

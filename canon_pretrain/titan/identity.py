@@ -82,10 +82,14 @@ def _defaults() -> dict[str, Any]:
 
 
 def config_changes(folder: RunFolder, config: dict[str, Any]) -> dict[str, list[Any]]:
-    """All that differs between the job in `folder` and this one: dotted name -> [old, new]."""
+    """All that differs between the job in `folder` and this one: dotted name -> [old, new].
+
+    A key that an earlier version did not have was at its default.
+    """
     if not folder.config_file.exists():
         return {}
-    old, new = _flat(folder.read_config().get("config", {})), _flat(config)
+    defaults = _flat(CanonJobConfig().to_dict())
+    old, new = defaults | _flat(folder.read_config().get("config", {})), _flat(config)
     return {
         name: [old.get(name), new.get(name)]
         for name in sorted(old.keys() | new.keys())
