@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import distributions, version
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import setuptools
 
 from canon_pretrain.run import provenance, source_tree
 from canon_pretrain.run.folder import RunFolder
@@ -324,8 +326,12 @@ def test_what_nobody_thought_of_gives_one_sentence(
     assert json_of(RunFolder(tmp_path).launch_path(7) / "launch.json")["launch"] == 7
 
 
-def test_packages_are_those_that_are_installed() -> None:
-    pairs = ((each.metadata["Name"], each.version) for each in distributions())
+def test_packages_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = packages()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(setuptools.__file__).parent / "_vendor")])
+    assert packages() == without
+    path = [folder for folder in sys.path if "_vendor" not in folder]
+    pairs = ((each.metadata["Name"], each.version) for each in distributions(path=path))
     assert packages() == sorted({f"{name}=={version}" for name, version in pairs}, key=str.lower)
 
 

@@ -31,6 +31,8 @@ DEPTH = 4
 WATCH_S = 5.0
 _PIPED_WIDTH = 100_000  # no line of a table is as long: nothing is cut or folded
 
+SLICE_S = 0.1  # how soon a signal is heard while nothing is drawn
+
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `status` to the commands of `python -m canon_pretrain.run`."""
@@ -98,29 +100,38 @@ def show_status(args: argparse.Namespace) -> int:
 
 def _watch(console: Console, table: Table, args: argparse.Namespace) -> None:
     """Show the runs again and again, until Ctrl-C or SIGTERM; what was last seen stays."""
+    asked: list[int] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        # no exception: one in the middle of a drawing leaves rich with a buffer that it never shows
+        asked.append(number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    def pause() -> bool:
+        """Wait for the next look; whether there is to be one."""
+        end = time.monotonic() + args.watch
+        while not asked and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, SLICE_S))
+        return not asked
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if console.is_terminal:
             shown = replace(table, is_screen=True)
             with Live(shown, console=console, screen=True, refresh_per_second=4) as live:
-                while True:
-                    time.sleep(args.watch)
+                while pause():
                     table = look(args.runs)
                     live.update(replace(table, is_screen=True))
-        while True:
+            console.print(table)
+            return
+        console.print(table)
+        sys.stdout.flush()
+        while pause():
+            table = look(args.runs)
             console.print(table)
             sys.stdout.flush()
-            time.sleep(args.watch)
-            table = look(args.runs)
-    except KeyboardInterrupt:
-        if console.is_terminal:
-            console.print(table)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ---- which runs
