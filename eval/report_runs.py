@@ -11,7 +11,6 @@ from typing import Any
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import read_log
 from canon_pretrain.run.names import unique_labels
 from eval.results import RESULTS, Results, read_results
 
@@ -58,19 +57,14 @@ def _read_run(path: Path, label: str) -> Run:
 
 def _read_events(folder: RunFolder) -> list[dict[str, Any]]:
     """The log's events, each with the fields that the report counts on."""
+    events = folder.read_log()
     try:
-        events = read_log(folder.log_file)
         for event in events:
             needed = {"step": ("step", "tokens"), "resume": ("from_step",)}
             for field in needed.get(event["event"], ()):
                 if not isinstance(event[field], int):
                     raise TypeError(f"{field} is {event[field]!r}")
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder.path} has no log: {folder.log_file.name} is missing. The trainer writes it "
-            "at its first launch"
-        ) from None
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError) as error:
         raise UserError(f"{folder.log_file} is damaged: {error!r}") from None
     return events
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_atomic, write_json
+from canon_pretrain.run.log import read_log
 
 CHECKPOINTS = "checkpoint"
 
@@ -98,6 +99,18 @@ class RunFolder:
             ) from None
         except json.JSONDecodeError as error:
             raise UserError(f"{self.config_file} is damaged: {error}") from None
+
+    def read_log(self) -> list[dict[str, Any]]:
+        """`read_log` of log.jsonl. Raises UserError where there is none that can be read."""
+        try:
+            return read_log(self.log_file)
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.path} has no log: {self.log_file.name} is missing. The trainer writes it "
+                "at its first launch"
+            ) from None
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+            raise UserError(f"{self.log_file} is damaged: {error!r}") from None
 
     def write_config(self, config: dict[str, Any], identity: dict[str, Any]) -> None:
         """Record the resolved job; the folder is made if need be."""

@@ -17,6 +17,16 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.holder import utc_now
 from canon_pretrain.run.log import read_tail
 
+OWN_TO_A_LAUNCH = (
+    "job.config_file",
+    "run.stop_at",
+    "run.allow_changes",
+    "checkpoint.fresh",
+    "checkpoint.load_step",
+    "training.local_batch_size",
+)
+"""What belongs to one launch, or follows from its world size: no news when it differs."""
+
 
 @dataclass(frozen=True)
 class RunFacts:

@@ -11,6 +11,7 @@ from canon_pretrain.config import Loss
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.launches import OWN_TO_A_LAUNCH
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 
@@ -95,17 +96,6 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> dict[str, list[
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name) and name not in OWN_TO_A_LAUNCH
     }
-
-
-OWN_TO_A_LAUNCH = (
-    "job.config_file",
-    "run.stop_at",
-    "run.allow_changes",
-    "checkpoint.fresh",
-    "checkpoint.load_step",
-    "training.local_batch_size",
-)
-"""What belongs to one launch, or follows from its world size: no news when it differs."""
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

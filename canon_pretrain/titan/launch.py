@@ -17,13 +17,12 @@ from torchtitan.tools.logging import logger
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.holder import host_name
-from canon_pretrain.run.launches import begin_launch
+from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, begin_launch
 from canon_pretrain.run.once import FRESH, mark_obeyed, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.titan.data import absolute_folders
 from canon_pretrain.titan.device import device_count, has_accelerator
-from canon_pretrain.titan.identity import OWN_TO_A_LAUNCH
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 if TYPE_CHECKING:

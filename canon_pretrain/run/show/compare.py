@@ -16,20 +16,10 @@ import numpy as np
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.launches import launch_numbers
+from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, launch_numbers
 from canon_pretrain.run.log import json_value, number
-from canon_pretrain.run.show.history import read_events
 
-OWN_CONFIG = (
-    "job.dump_folder",
-    "job.description",
-    "job.config_file",
-    "run.stop_at",
-    "run.allow_changes",
-    "checkpoint.fresh",
-    "checkpoint.load_step",
-    "training.local_batch_size",
-)
+OWN_CONFIG = ("job.dump_folder", "job.description", *OWN_TO_A_LAUNCH)
 """Keys that name a run or belong to one launch, or follow from its world size."""
 
 OWN_ENVIRONMENT = (
@@ -86,7 +76,7 @@ def read_recorded(path: Path) -> Recorded:
         packages=None if newest is None else _packages(newest / "packages.txt"),
         environment=None if newest is None else _json(newest / "environment.json"),
         codes=[_code(launch) for launch in launches],
-        events=read_events(folder),
+        events=folder.read_log(),
     )
 
 

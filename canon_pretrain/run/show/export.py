@@ -26,7 +26,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.lock import live_holder
 from canon_pretrain.run.log import LogFollower, drop_superseded
 from canon_pretrain.run.show.export_rows import About, Row, about, row_of, rows_of, with_evaluations
-from canon_pretrain.run.show.history import read_evaluations, read_events
+from canon_pretrain.run.show.history import read_evaluations
 
 POLL_S = 1.0
 FINISH_S = 60.0
@@ -62,7 +62,7 @@ class Export:
 
     def whole(self, say: Callable[[str], None]) -> str:
         """Copy what there is, evaluations too; gives the target's sentence on it."""
-        events = read_events(self.folder)
+        events = self.folder.read_log()
         facts = about(self.folder, events)
         rows = rows_of(events)
         evaluations, notices = read_evaluations(self.folder, facts.config["identity"])

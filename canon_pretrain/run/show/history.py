@@ -1,7 +1,7 @@
 """One run's past as arrays: what its log and its evaluations say, for plots and comparisons.
 
-The log is read through `read_log`, so that steps which a restart did again are there once, as they
-were done last. No torch.
+The log is read through `RunFolder.read_log`, so that steps which a restart did again are there
+once, as they were done last. No torch.
 """
 
 import json
@@ -16,7 +16,7 @@ import numpy as np
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import number, read_log
+from canon_pretrain.run.log import number
 from canon_pretrain.run.names import printable
 
 STEP_FIELDS = ("loss", "grad_norm", "tokens_per_second", "mfu", "lr")
@@ -113,7 +113,7 @@ def read_history(path: Path, label: str) -> History:
     identity = folder.read_config().get("identity")
     if not isinstance(identity, dict):
         raise UserError(f"{folder.config_file} is damaged: it has no `identity`")
-    events = read_events(folder)
+    events = folder.read_log()
     try:
         steps = [event for event in events if event["event"] == "step"]
         clock, launches = _clock(events)
@@ -140,19 +140,6 @@ def read_history(path: Path, label: str) -> History:
         evaluations=evaluations,
         notices=notices,
     )
-
-
-def read_events(folder: RunFolder) -> list[dict[str, Any]]:
-    """`read_log` of a run folder. Raises UserError where there is no log that can be read."""
-    try:
-        return read_log(folder.log_file)
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder.path} has no log: {folder.log_file.name} is missing. The trainer writes it "
-            "at its first launch"
-        ) from None
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        raise UserError(f"{folder.log_file} is damaged: {error!r}") from None
 
 
 def _has(event: dict[str, Any], field: str) -> bool:
