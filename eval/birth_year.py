@@ -1,31 +1,20 @@
 """The birth-year probes 1-hop-L and 2-hop-L: does a model find, and follow, what it just read?
 
-The suite `birth-year` (suites.py) asks them. From the paper's appendix B and footnote 29: a few
-statements of the form "NAME was born in the year of YEAR." among L tokens of other text, then a
-question. Sets are pure functions of a seed, the tokenizer and the corpus that the other text comes
-from; they are frozen on disk, so that every checkpoint of a run answers the same ones:
-
-    RUN/evals/probes/sets.json        what they were made of, and the SHA-256 of each set
-    RUN/evals/probes/1-hop-256.jsonl  one probe a line
-
-No torch, no lm_eval.
+From the paper's appendix B and footnote 29: a few statements of the form "NAME was born in the year
+of YEAR." among L tokens of other text, then a question. A probe is a pure function of a seed, its
+number, the tokenizer and the corpus that the other text comes from. probe_sets.py freezes sets of
+them on disk, tasks/birth_year asks them. No torch, no lm_eval, no files.
 """
 
-import fcntl
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import sha256_file, write_atomic, write_json
 from eval.names import FIRST_NAMES, LAST_NAMES, MIDDLE_NAMES
 
 VERSION = 1
@@ -67,6 +56,16 @@ class Kind:
 
 
 KINDS = (Kind("1-hop", 5, 1), Kind("1-hop-random", 5, 1, asks_anyone=True), Kind("2-hop", 3, 2))
+
+
+def set_name(kind: Kind, length: int) -> str:
+    """What the set of a kind and a length is called: 1-hop-256."""
+    return f"{kind.name}-{length}"
+
+
+def task_names(probes: str) -> tuple[str, str]:
+    """The tasks that ask the set `probes`: by its greedy answer, and by ranking its years."""
+    return probes, f"{probes}_rank"
 
 
 class Draws:
@@ -197,134 +196,3 @@ def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> d
         "answer": str(year),
         "target": choices.index(str(year)),
     }
-
-
-@dataclass(frozen=True)
-class ProbeSet:
-    """One frozen set: `name` is that of its kind and length, such as 1-hop-256."""
-
-    name: str
-    path: Path
-    sha256: str
-    max_tokens: int
-    """Of its longest prompt."""
-
-    def read(self) -> list[dict[str, Any]]:
-        """The probes. Raises UserError where the file is not what was frozen."""
-        try:
-            found = sha256_file(self.path)
-        except OSError as error:
-            found = f"unreadable: {error.strerror}"
-        if found != self.sha256:
-            raise UserError(
-                f"{self.path} was changed after it was frozen (sha256 {found[:28]}, expected "
-                f"{self.sha256[:16]}): scores would not compare with earlier ones. Restore it, or "
-                f"delete {self.path.parent} and evaluate this run's checkpoints again"
-            )
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
-
-
-class FrozenSets:
-    """The probes in a folder: made when first asked for, then only read.
-
-    `origin` names the corpus that `load_junk` reads. Raises UserError where the folder's sets are
-    of another tokenizer or corpus.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        tokenizer: Encoder,
-        tokenizer_sha256: str,
-        origin: str,
-        load_junk: Callable[[], Iterable[str]],
-        num_items: int = NUM_ITEMS,
-    ) -> None:
-        self.folder, self.tokenizer, self._load_junk = folder, tokenizer, load_junk
-        self._junk: Junk | None = None
-        self._made_of: dict[str, Any] = {
-            "version": VERSION,
-            "seed": SEED,
-            "num_items": num_items,
-            "tokenizer_sha256": tokenizer_sha256,
-            "junk": origin,
-        }
-
-    def sets(
-        self, max_length: int, advance: Callable[[str], None]
-    ) -> tuple[list[ProbeSet], list[str]]:
-        """The sets that a model of `max_length` tokens can be asked, and why others are left out.
-
-        `advance` is told the name of each set that has to be made.
-        """
-        fitting: list[ProbeSet] = []
-        missing: list[str] = []
-        for length in LENGTHS:
-            if length >= max_length:
-                missing.append(f"L = {length}")
-                continue
-            for kind in KINDS:
-                found = self._get(kind, length, advance)
-                if isinstance(found, str):
-                    missing.append(f"{kind.name}-{length} ({found})")
-                elif found.max_tokens + ANSWER_TOKENS > max_length:
-                    missing.append(f"{found.name} (prompts of up to {found.max_tokens} tokens)")
-                else:
-                    fitting.append(found)
-        return fitting, missing
-
-    def _get(self, kind: Kind, length: int, advance: Callable[[str], None]) -> ProbeSet | str:
-        """One set, or why it cannot be made."""
-        name = f"{kind.name}-{length}"
-        path = self.folder / f"{name}.jsonl"
-        with _lock(self.folder):  # two checkpoints may be evaluated side by side
-            manifest = self._manifest()
-            if name not in manifest["sets"]:
-                junk = self._corpus() if length else Junk((), self.tokenizer)
-                if junk.num_tokens < length:
-                    return f"the text to hide in has only {junk.num_tokens:,} tokens"
-                advance(name)
-                space = ends_with_space(self.tokenizer)
-                items = range(manifest["num_items"])
-                probes = [make_probe(kind, length, item, junk, space) for item in items]
-                content = "".join(json.dumps(probe) + "\n" for probe in probes).encode()
-                write_atomic(path, content)
-                manifest["sets"][name] = {
-                    "sha256": hashlib.sha256(content).hexdigest(),
-                    "max_tokens": max(len(self.tokenizer.encode(p["prompt"])) for p in probes),
-                }
-                write_json(self.folder / "sets.json", manifest)
-        return ProbeSet(name, path, **manifest["sets"][name])
-
-    def _corpus(self) -> Junk:
-        if self._junk is None:
-            self._junk = Junk(self._load_junk(), self.tokenizer)
-        return self._junk
-
-    def _manifest(self) -> dict[str, Any]:
-        path = self.folder / "sets.json"
-        try:
-            manifest = json.loads(path.read_text())
-            differing = [key for key, value in self._made_of.items() if manifest[key] != value]
-        except FileNotFoundError:
-            return {**self._made_of, "sets": {}}
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path} is damaged: delete {self.folder} to freeze anew") from None
-        if differing:
-            key = differing[0]
-            raise UserError(
-                f"the probes in {self.folder} were frozen with {key} {manifest[key]!r}, asked for "
-                f"is {self._made_of[key]!r}: choose another folder with --out, or delete that one "
-                "and evaluate this run's checkpoints again"
-            )
-        return manifest
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold `folder` for this process alone."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

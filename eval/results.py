@@ -2,15 +2,17 @@
 
     RUN/evals/step-N/SUITE/QUESTION/results.json         the question and the scores
     RUN/evals/step-N/SUITE/QUESTION/samples-TASK.jsonl   one line an item
+    RUN/evals/step-N/SUITE/QUESTION/unfinished/          tasks that are done, until all are
 
 QUESTION is a hash of all that was asked, so that a trial with --limit never replaces a result.
-`eval run` writes them, `eval report` reads them; they meet only here. No torch.
+`eval run` writes them, `eval report` and `eval compare` read them; they meet only here. No torch.
 """
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from canon_pretrain.run.folder import RunFolder
 
 VERSION = 1
 RESULTS = "results.json"
-
+SAMPLES = "samples-{}.jsonl"
 
 ASKED = ("checkpoint", "step", "suite", "limit", "train_fingerprint")
 """What every question names."""
@@ -48,6 +50,15 @@ class Results:
     num_samples: dict[str, int]
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What one task gave: scores by metric, how many items, and a record of each item."""
+
+    scores: dict[str, Score]
+    num_samples: int
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
 OWN_TO_A_COPY = ("checkpoint", "written_ns")
 """What `asked` holds of the place and time of a checkpoint's file: no part of the question."""
 
@@ -59,6 +70,54 @@ def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
     return run.path / "evals" / f"step-{asked['step']}" / asked["suite"] / digest[:12]
 
 
+class Unfinished:
+    """The tasks of one question that are already answered, in `folder`/unfinished.
+
+    A suite takes hours and may be killed: each task is kept as it ends. Answers to another
+    question, or about a checkpoint that was written again since, are thrown away.
+    """
+
+    def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
+        self._folder = folder / "unfinished"
+        self._question = self._folder / "question.json"
+        self._asked = json.loads(json.dumps(asked))
+
+    def read(self) -> dict[str, Answers]:
+        """The answers by task; without those that cannot be read, which are asked again."""
+        try:
+            if json.loads(self._question.read_text()) != self._asked:
+                return {}
+        except (OSError, ValueError):
+            return {}
+        found = {}
+        for path in sorted(self._folder.glob("*.task.json")):
+            try:
+                stored = json.loads(path.read_text())
+                scores = {name: Score(**score) for name, score in stored["scores"].items()}
+                found[stored["task"]] = Answers(scores, stored["num_samples"], stored["samples"])
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                continue
+        return found
+
+    def add(self, task: str, answers: Answers) -> None:
+        """Keep what `task` gave; raises OSError where that cannot be written."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            same = json.loads(self._question.read_text()) == self._asked
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            for left in self._folder.glob("*.task.json"):
+                left.unlink()
+            write_json(self._question, self._asked)
+        content = json.dumps({"task": task, **asdict(answers)}, ensure_ascii=False)
+        write_atomic(self._folder / f"{_file_name(task)}.task.json", content.encode())
+
+    def remove(self) -> None:
+        """To be called when results.json stands."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
 def write_results(
     folder: Path, results: Results, samples: Mapping[str, Iterable[Mapping[str, Any]]]
 ) -> None:
@@ -68,12 +127,39 @@ def write_results(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULTS).unlink(missing_ok=True)
-    for left in folder.glob("samples-*.jsonl"):
+    for left in folder.glob(SAMPLES.format("*")):
         left.unlink()
     for task, items in samples.items():
         lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
-        write_atomic(folder / f"samples-{task}.jsonl", lines.encode())
+        write_atomic(folder / SAMPLES.format(_file_name(task)), lines.encode())
     write_json(folder / RESULTS, {"version": VERSION, **asdict(results)})
+
+
+def _file_name(task: str) -> str:
+    """A task may be named like a path."""
+    return task.replace("/", "%2F")
+
+
+def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The item records beside a results.json, by task; see `eval/harness.py` for their fields.
+
+    Raises UserError for a file that is damaged.
+    """
+    start, end = SAMPLES.split("{}")
+    found = {}
+    for path in sorted(folder.glob(SAMPLES.format("*"))):
+        task = path.name.removeprefix(start).removesuffix(end).replace("%2F", "/")
+        try:
+            # not splitlines: a text may hold U+2028
+            lines = path.read_text(encoding="utf-8").split("\n")
+            found[task] = [json.loads(line) for line in lines if line]
+            if not all(isinstance(item, dict) for item in found[task]):
+                raise ValueError("a line is no JSON object")
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{path}: damaged ({error}); delete {folder} and evaluate again"
+            ) from None
+    return found
 
 
 def read_results(path: Path) -> Results:

@@ -17,9 +17,9 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import unique_labels
-from eval.report import report
-from eval.report_curves import CURVES, line, thin
-from eval.report_page import escape_markdown
+from eval.report.write import report
+from eval.report.curves import CURVES, line, thin
+from eval.report.page import escape_markdown
 from eval.results import Score
 from tests.report_runs import (
     FINGERPRINT,
@@ -478,5 +478,5 @@ def test_refuses_an_out_that_is_a_file(run: RunFolder, tmp_path: Path) -> None:
 
 
 def test_reaches_no_torch() -> None:
-    code = "import sys, eval.report; assert not {'torch', 'torchtitan'} & sys.modules.keys()"
+    code = "import sys, eval.report.write; assert not {'torch', 'torchtitan'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

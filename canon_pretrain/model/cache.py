@@ -7,6 +7,8 @@ Shapes: B rows, T new tokens, S tokens so far, G key-value heads, K head dim, C 
 places before a token that Canon reaches.
 """
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -86,6 +88,16 @@ class Cache:
     def end(self, num_tokens: int) -> None:
         """All layers have read them."""
         self.length += num_tokens
+
+    def branch(self, rows_N: Tensor) -> "Cache":
+        """A memory of these rows (int64; one may come several times), to go on with apart.
+
+        This one stays as it is: several continuations of one prompt each get a branch.
+        """
+        other = copy.copy(self)
+        other.layers = [copy.copy(layer) for layer in self.layers]
+        other.take(rows_N)
+        return other
 
     def take(self, rows_N: Tensor) -> None:
         """Keep the rows of these indices (int64), in this order; for beams and finished rows."""

@@ -4,7 +4,7 @@ The top of `model/`. `titan/` builds it on the meta device, shards it, materiali
 `to_empty` and calls `init_weights`; `eval/` loads a checkpoint into it.
 
 Shapes: B batch, T tokens, S tokens with those before them, D hidden, V vocabulary, N = T + what
-Canon reaches before them.
+Canon reaches before them, M chosen places.
 """
 
 from collections.abc import Callable
@@ -92,6 +92,7 @@ class Transformer(nn.Module):
         is_real_BT: Tensor | None = None,
         cache: Cache | None = None,
         logits_to_keep: int = 0,
+        logits_at_M: Tensor | None = None,
     ) -> Tensor:
         """Return logits_BTV for int64 token ids.
 
@@ -99,7 +100,8 @@ class Transformer(nn.Module):
         between two real tokens, where Canon would count it; None where there is none. `cache`: what
         was read before these tokens, at any number of them at a time; it is added to, and the
         logits are those of one pass over all. `logits_to_keep`: only for the last so many tokens, 0
-        for all. Raises UserError past max_seq_len tokens.
+        for all. `logits_at_M` (int64): only for the tokens at these places of the B * T, row after
+        row; the result is logits_MV then. Raises UserError past max_seq_len tokens.
         """
         num_tokens = tokens_BT.shape[1]
         start = cache.length if cache is not None else 0
@@ -125,7 +127,11 @@ class Transformer(nn.Module):
                 h_BTD = block(h_BTD, mask, near_BN, cache.layers[i])
         if cache is not None:
             cache.end(num_tokens)
-        h_BTD = self.norm(h_BTD[:, -logits_to_keep:])
+        if logits_at_M is not None:
+            h_BTD = h_BTD.flatten(0, 1)[logits_at_M]
+        else:
+            h_BTD = h_BTD[:, -logits_to_keep:]
+        h_BTD = self.norm(h_BTD)
         if self.output is None:
             return F.linear(h_BTD, self.tok_embeddings.weight)
         return self.output(h_BTD)

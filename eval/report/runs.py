@@ -1,6 +1,6 @@
 """Read what the report shows of one run: its config, its log and its evaluations, checked.
 
-The first half of `python -m eval report`; `report_content` turns these into numbers to show.
+The first half of `python -m eval report`; content.py turns these into numbers to show.
 No torch.
 """
 
@@ -17,13 +17,17 @@ from eval.results import RESULTS, Results, read_results
 
 @dataclass(frozen=True)
 class Run:
-    """One run as it lies on disk; `label` is its name in this report, unlike any other's."""
+    """One run as it lies on disk; `label` is its name in this report, unlike any other's.
+
+    `folders[k]` is where `evaluations[k]` lies, with its samples.
+    """
 
     label: str
     folder: RunFolder
     config: dict[str, Any]
     events: list[dict[str, Any]]
     evaluations: list[Results]
+    folders: list[Path]
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -41,6 +45,33 @@ class Run:
         return [event for event in self.events if event["event"] in ("start", "resume")]
 
 
+def described(results: Results, task: str) -> dict[str, Any]:
+    """What the task says of itself, as recorded: version, primary, chance ...; {} where unknown."""
+    tasks = results.asked.get("tasks")
+    found = tasks.get(task) if isinstance(tasks, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def primary_metrics(results: Results, task: str) -> list[str]:
+    """The metrics of `task` that a table of one line a task shows: as declared, else its first."""
+    declared = described(results, task).get("primary") or []
+    names = [declared] if isinstance(declared, str) else declared
+    there = list(results.scores.get(task, {}))
+    return [name for name in names if name in there] or there[:1]
+
+
+def chance_of(results: Results, task: str, metric: str) -> float | None:
+    """What guessing scores on `metric`, as the task or the part of it with that metric declares."""
+    tasks = results.asked.get("tasks")
+    for name in tasks if isinstance(tasks, dict) else ():
+        recorded = described(results, name)
+        metrics, chance = recorded.get("primary") or (), recorded.get("chance")
+        ours = task in (name, recorded.get("part_of"))
+        if ours and metric in metrics and isinstance(chance, int | float):
+            return float(chance)
+    return None
+
+
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read every run. Raises UserError for what is no run, or holds another run's results."""
     labels = unique_labels(paths)
@@ -52,7 +83,9 @@ def _read_run(path: Path, label: str) -> Run:
     config = folder.read_config()
     if not isinstance(config, dict) or not isinstance(config.get("identity"), dict):
         raise UserError(f"{folder.config_file} is damaged: it has no `identity`")
-    return Run(label, folder, config, _read_events(folder), _read_evaluations(folder, config))
+    found = _read_evaluations(folder, config)
+    evaluations, folders = [results for results, _ in found], [place for _, place in found]
+    return Run(label, folder, config, _read_events(folder), evaluations, folders)
 
 
 def _read_events(folder: RunFolder) -> list[dict[str, Any]]:
@@ -69,8 +102,8 @@ def _read_events(folder: RunFolder) -> list[dict[str, Any]]:
     return events
 
 
-def _read_evaluations(folder: RunFolder, config: dict[str, Any]) -> list[Results]:
-    """All results in the run folder, by suite; those cut short first, then by step and time.
+def _read_evaluations(folder: RunFolder, config: dict[str, Any]) -> list[tuple[Results, Path]]:
+    """All results in the run folder and where; by suite, cut short ones first, by step and time.
 
     Raises UserError for results of another run, checkpoint or suite than their place says.
     """
@@ -81,8 +114,8 @@ def _read_evaluations(folder: RunFolder, config: dict[str, Any]) -> list[Results
         asked = results.asked
         # the last of a suite is shown first: a whole result before a trial, then the newest
         order = (asked["suite"], asked["limit"] is None, asked["step"], path.stat().st_mtime_ns)
-        found.append((order, results))
-    return [results for _, results in sorted(found, key=lambda pair: pair[0])]
+        found.append((order, results, path.parent))
+    return [(results, place) for _, results, place in sorted(found, key=lambda entry: entry[0])]
 
 
 def _check_place(path: Path, results: Results, folder: RunFolder, config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m eval report RUN... [--out DIR]`: what runs learned and scored, to look at.
+"""Write a report: what runs learned and scored, and which differences are real, to look at.
 
 The end of the flow: it reads run folders (config.json, log.jsonl, evals/) and writes index.html
 (one page that works offline), report.md and report.json, which say the same. No torch.
@@ -15,22 +15,25 @@ from rich.text import Text
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_atomic
-from eval.report_content import report_content
-from eval.report_page import html_page, limit_words, markdown_page, number, score, state_words
-from eval.report_runs import read_runs
+from eval.comparison.content import comparison_content
+from eval.report.content import report_content
+from eval.report.page import html_page, limit_words, markdown_page, number, score, state_words
+from eval.report.runs import read_runs
 
 PAGE = "index.html"
 
 
-def report(runs: Sequence[Path], out: Path | None) -> Path:
+def report(runs: Sequence[Path], out: Path | None, baseline: str | None = None) -> Path:
     """Write the report of `runs` into `out` and return the page's path.
 
     `out` None: RUN/report for one run, ./report for several. Raises UserError for what is no run,
-    a run without a log, results of another run, and an `out` that can't be a folder.
+    a run without a log, results of another run, an architecture `baseline` that is not
+    there, and an `out` that can't be a folder.
     """
     if not runs:
         raise UserError("no run given: name one run folder or more")
-    content = report_content(read_runs(runs))
+    read = read_runs(runs)
+    content = report_content(read, comparison_content(read, baseline=baseline))
     folder = out or (runs[0] / "report" if len(runs) == 1 else Path("report"))
     try:
         folder.mkdir(parents=True, exist_ok=True)

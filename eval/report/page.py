@@ -7,11 +7,11 @@ from typing import Any
 
 from canon_pretrain import page
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "templates"
 
 
 def html_page(content: dict[str, Any]) -> str:
-    """The self-contained page of `report_content`."""
+    """The self-contained page of `content.report_content`."""
     plotted = {"runs": content["runs"], "curves": content["curves"]}
     return page.html_page(TEMPLATES, "report", plotted, filters=_filters(), content=content)
 

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_POINTS = 4000
+"""Of one line."""
+ALL_POINTS = 100_000
+"""Of all lines of a report together: its page is to open at once."""
+FEWEST_POINTS = 300
+"""Of one line, however many there are."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +53,21 @@ def finite(value: Any) -> float | None:
     return value
 
 
-def line(steps: Sequence[dict[str, Any]], field: str) -> dict[str, Any]:
+def points_a_line(num_lines: int) -> int:
+    """How many points each of `num_lines` lines may have."""
+    return max(FEWEST_POINTS, min(MAX_POINTS, ALL_POINTS // num_lines))
+
+
+def line(
+    steps: Sequence[dict[str, Any]], field: str, max_points: int = MAX_POINTS
+) -> dict[str, Any]:
     """One field of the `step` events over tokens: thinned points, counts and key figures.
 
     A value that is not finite is None in `values`: a gap.
     """
     values = [finite(event.get(field)) for event in steps]
     gaps = [event["step"] for event, value in zip(steps, values, strict=True) if value is None]
-    kept = thin(values)
+    kept = thin(values, max_points)
     return {
         "logged": len(values),
         "not_finite": len(gaps),

@@ -1,0 +1,155 @@
+"""The data sets of the suites: where the hub has them, at which commit, what must be in them.
+
+`stage.py` downloads what is listed here, `staged.py` reads it back; a task names a data set by its
+key. Nothing but values: no torch, no datasets, no files.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+DISCRIMINATIVE, JRT, BABILONG = "discriminative", "jrt", "babilong"
+SUITES = (DISCRIMINATIVE, JRT, BABILONG)
+"""The suites that need staged data; validation and birth-year are made from a run's own."""
+
+BABILONG_TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
+BABILONG_LENGTHS = ("0k", "1k", "2k", "4k")
+
+REVISIONS: Mapping[str, str] = {
+    # commits that public evaluation code pins for these repositories
+    "baber/piqa": "142f6d7367fd9877f0fb3b5734ea6a545f54cdd1",
+    "Rowan/hellaswag": "218ec52e09a7e7462a5400043bb9a69a41d06b76",
+    "allenai/winogrande": "01e74176c63542e6b0bcb004dcdea22d94fb67b5",
+    "allenai/ai2_arc": "210d026faf9955653af8916fad021475a3f00453",
+    "lighteval/siqa": "54c6a1f8cb6daf4f5abf24a601852612fb35eb25",
+    "aps/super_glue": "3de24cf8022e94f4ee4b9d55a6f539891524d646",
+    "EleutherAI/lambada_openai": "900124bf3b8235c6daf21033af9948b3f07346c4",
+    "EleutherAI/wikitext_document_level": "647234772b9554e208af6c826f23b99e3cac88c8",
+}
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One configuration of a hub repository, and the split of it that a task reads.
+
+    `columns` are those that tasks use; `documents` is the split's number of rows, `at_most` its
+    bound where only that is known.
+    """
+
+    key: str
+    suite: str
+    path: str
+    config: str | None
+    split: str
+    columns: tuple[str, ...]
+    documents: int | None = None
+    at_most: int | None = None
+
+    @property
+    def revision(self) -> str | None:
+        """The repository's commit; None where no public source names one (stage.py pins it)."""
+        return REVISIONS.get(self.path)
+
+
+# key, repository, configuration, split, documents, columns; documents of JRT: spec/eval.md
+_DISCRIMINATIVE: tuple[tuple[str, str, str | None, str, int, str], ...] = (
+    ("piqa", "baber/piqa", None, "validation", 1838, "goal sol1 sol2 label"),
+    (
+        "hellaswag",
+        "Rowan/hellaswag",
+        None,
+        "validation",
+        10_042,
+        "activity_label ctx_a ctx_b endings label source_id",
+    ),
+    (
+        "winogrande",
+        "allenai/winogrande",
+        "winogrande_xl",
+        "validation",
+        1267,
+        "sentence option1 option2 answer",
+    ),
+    ("arc_easy", "allenai/ai2_arc", "ARC-Easy", "test", 2376, "question choices answerKey"),
+    (
+        "arc_challenge",
+        "allenai/ai2_arc",
+        "ARC-Challenge",
+        "test",
+        1172,
+        "question choices answerKey",
+    ),
+    (
+        "social_iqa",
+        "lighteval/siqa",
+        None,
+        "validation",
+        1954,
+        "context question answerA answerB answerC label",
+    ),
+    ("boolq", "aps/super_glue", "boolq", "validation", 3270, "passage question label"),
+    ("lambada_openai", "EleutherAI/lambada_openai", "default", "test", 5153, "text"),
+    (
+        "wikitext",
+        "EleutherAI/wikitext_document_level",
+        "wikitext-2-raw-v1",
+        "test",
+        62,
+        "page",
+    ),
+)
+_QUESTION = "context question orig_question answers"
+_JRT: tuple[tuple[str, str, str | None, str, int, str], ...] = (
+    (
+        "jrt_swde",
+        "hazyresearch/based-swde-v2",
+        "default",
+        "validation",
+        1111,
+        "text key value",
+    ),
+    ("jrt_fda", "hazyresearch/based-fda", "default", "validation", 1102, "text key value"),
+    (
+        "jrt_squad",
+        "hazyresearch/based-squad",
+        "default",
+        "validation",
+        2984,
+        "text context question value",
+    ),
+    ("jrt_triviaqa", "hazyresearch/based_triviaqa", None, "validation", 1688, _QUESTION),
+    ("jrt_nq", "hazyresearch/based_nq_1024", None, "validation", 3157, _QUESTION),
+    ("jrt_drop", "hazyresearch/based_drop", None, "validation", 2087, _QUESTION),
+)
+
+
+def _babilong(task: str, length: str) -> DataSet:
+    # the data card's sizes at 0k; at the other lengths only the bound of its name is known
+    count = (1000 if task == "qa1" else 999) if length == "0k" else None
+    return DataSet(
+        key=f"babilong_{task}_{length}",
+        suite=BABILONG,
+        path="RMT-team/babilong-1k-samples",
+        config=length,
+        split=task,
+        columns=("input", "question", "target"),
+        documents=count,
+        at_most=1000,
+    )
+
+
+def _catalogue() -> dict[str, DataSet]:
+    sets = [
+        DataSet(key, suite, path, config, split, tuple(columns.split()), documents)
+        for suite, rows in ((DISCRIMINATIVE, _DISCRIMINATIVE), (JRT, _JRT))
+        for key, path, config, split, documents, columns in rows
+    ]
+    sets += [_babilong(task, length) for task in BABILONG_TASKS for length in BABILONG_LENGTHS]
+    return {data.key: data for data in sets}
+
+
+CATALOGUE: Mapping[str, DataSet] = _catalogue()
+
+
+def of_suites(suites: Collection[str]) -> list[DataSet]:
+    """The data sets of these suites, in the catalogue's order."""
+    return [data for data in CATALOGUE.values() if data.suite in suites]

@@ -1,0 +1,128 @@
+"""lm_eval as a guest: one of its tasks is put to a model, and the answers become our records.
+
+Between run.py, which goes through the tasks of a suite, and the harness's own evaluator, which
+builds the requests, applies the filters and computes the metrics.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import datasets
+import lm_eval.api.task
+import numpy as np
+import torch
+from lm_eval.api.model import LM
+from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
+from lm_eval.utils import handle_non_serializable
+
+from eval.results import Answers, Score
+
+# those of lm_eval's simple_evaluate, for tasks that draw
+PYTHON_SEED, OTHER_SEED = 0, 1234
+
+
+def ask(lm: LM, name: str, task: Task, limit: int | None) -> Answers:
+    """Scores and item records of `lm` on the first `limit` items of a task."""
+    metadata = task.config.metadata or {}
+    part = metadata.get("part")
+    with harness():
+        _prepare(task)
+        # `evaluate`, as `simple_evaluate` reseeds the global generators and leaves them so
+        found = evaluate(lm, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)
+    assert (
+        found is not None
+    )  # None is for ranks above 0, and to the harness every rank is the first
+    items = found["samples"][name]
+    records: dict[tuple[int, str], dict[str, Any]] = {}
+    for item in items:
+        record = records.setdefault((item["doc_id"], item["filter"]), _identity(item))
+        if (source := source_of(item["doc"], metadata.get("source"))) is not None:
+            record["source"] = source
+        record[f"answers_{part}" if part else "answers"] = item["filtered_resps"]
+        record |= {metric: item[metric] for metric in item["metrics"]}
+    return Answers(
+        scores=_scores(found["results"][name], items),
+        num_samples=found["n-samples"][name]["effective"],
+        samples=json.loads(json.dumps([*records.values()], default=handle_non_serializable)),
+    )
+
+
+def requests_of(task: Task, limit: int | None) -> list[Any]:
+    """All that the harness will ask of a model for the first `limit` items of `task`."""
+    with harness():
+        _prepare(task)
+        task.build_all_requests(limit=limit, rank=0, world_size=1)
+        requests = list(task.instances)
+        task._instances = None  # they are built again when they are asked
+    return requests
+
+
+def _prepare(task: Task) -> None:
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(OTHER_SEED)
+
+
+def source_of(document: Mapping[str, Any], fields: str | Sequence[str] | None) -> str | None:
+    """A short hash of the fields that items of one source share; None where a task names none."""
+    if not fields:
+        return None
+    names = [fields] if isinstance(fields, str) else fields
+    values = json.dumps([document[name] for name in names], default=handle_non_serializable)
+    return hashlib.sha256(values.encode()).hexdigest()[:16]
+
+
+def _identity(item: Mapping[str, Any]) -> dict[str, Any]:
+    """What names an item in the comparison of two checkpoints."""
+    return {key: item[key] for key in ("doc_id", "filter", "doc_hash", "prompt_hash", "target")}
+
+
+def _scores(results: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> dict[str, Score]:
+    """The metrics of one task; a mean of 0s and 1s has its standard error (n - 1, as lm_eval's)."""
+    filters = {item["filter"] for item in items}
+    scores = {}
+    for key, value in results.items():
+        metric, _, name = key.partition(",")
+        if not name or metric.endswith("_stderr"):
+            continue
+        values = [i[metric] for i in items if i["filter"] == name and metric in i]
+        stderr = None
+        # perplexities have pairs (log-likelihood, weight) for items; other aggregates no mean
+        if len(values) > 1 and set(map(type, values)) <= {bool, int, float}:
+            mean = sum(values) / len(values)
+            if set(values) <= {0, 1} and math.isclose(mean, value):
+                stderr = math.sqrt(mean * (1 - mean) / (len(values) - 1))
+        label = metric if len(filters) == 1 else f"{metric}, {name}"
+        scores[label] = Score(float(value), stderr)
+    return scores
+
+
+@contextmanager
+def harness() -> Iterator[None]:
+    """Its seeds fixed and ours given back, no log lines below errors, no bars of its own."""
+    log = logging.getLogger("lm_eval")
+    level, bar, bars = log.level, lm_eval.api.task.tqdm, datasets.are_progress_bars_disabled()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(PYTHON_SEED)
+    np.random.seed(OTHER_SEED)
+    torch.manual_seed(OTHER_SEED)
+    log.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    lm_eval.api.task.tqdm = lambda items, **_: items
+    try:
+        yield
+    finally:
+        lm_eval.api.task.tqdm = bar
+        if not bars:
+            datasets.enable_progress_bars()
+        log.setLevel(level)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

@@ -1,0 +1,193 @@
+"""What one `eval run` asks: its suites with their tasks, questions and folders, before any is run.
+
+Everything that can be refused is refused here: a data set that is not staged, a task file that does
+not load, a folder that can't be written. run.py then asks.
+"""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from canon_pretrain.errors import UserError
+from eval.probe_sets import open_probes
+from eval.results import (
+    RESULTS,
+    Answers,
+    Results,
+    Score,
+    Unfinished,
+    read_results,
+    results_folder,
+)
+from eval.staged import staged_folder
+from eval.subject import Subject
+from eval.suites import (
+    ALL,
+    BIRTH_YEAR,
+    SUITE_LENGTHS,
+    SUITES,
+    VALIDATION,
+    TaskPlan,
+    find_suite,
+    open_tasks,
+)
+
+VALIDATION_VERSION = 2
+
+
+@dataclass
+class Plan:
+    """One suite of the command: what is asked, where its answers go, and those that are there."""
+
+    name: str
+    asked: dict[str, Any]
+    max_length: int
+    folder: Path
+    tasks: dict[str, TaskPlan]
+    known: Results | None = None
+
+    @property
+    def unfinished(self) -> Unfinished:
+        return Unfinished(self.folder, self.asked)
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    for name in ("limit", "max_length", "batch_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value}: expected at least 1")
+    for name, suite in (("must_beat", VALIDATION), ("junk", BIRTH_YEAR)):
+        if getattr(arguments, name) is not None and arguments.suite not in (suite, ALL):
+            raise UserError(f"--{name} is for --suite {suite}, not for {arguments.suite}")
+
+
+def open_plans(
+    console: Console, subject: Subject, dtype: torch.dtype, arguments: argparse.Namespace
+) -> list[Plan]:
+    """The suites of the command, opened: their data is there, and their folders can be written."""
+    found = [find_suite(name) for name in (SUITES if arguments.suite == ALL else [arguments.suite])]
+    plans = []
+    for name, path in found:
+        at_least = 0 if arguments.max_length else SUITE_LENGTHS.get(name, 0)
+        max_length = max(arguments.max_length or subject.seq_len, at_least)
+        tasks = _open(console, subject, name, path, max_length, arguments)
+        described = {task: plan.described for task, plan in tasks.items()}
+        asked = {
+            **subject.identity,
+            "suite": name,
+            "limit": arguments.limit,
+            "max_length": max_length,
+            "dtype": str(dtype).removeprefix("torch."),
+            "add_bos": arguments.add_bos,
+            **({"options": dict(arguments.option)} if arguments.option else {}),
+            "lm_eval": version("lm_eval"),
+            "tasks": described or {VALIDATION: _validation_described()},
+        }
+        if arguments.out is None:
+            if subject.folder is None:
+                raise UserError(f"{subject.checkpoint} belongs to no run: give a folder with --out")
+            folder = results_folder(subject.folder, asked)
+        else:
+            folder = arguments.out / name if arguments.suite == ALL else arguments.out
+        # now: nobody waits hours to learn that it can't be
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        plans.append(Plan(name, asked, max_length, folder, tasks))
+    return plans
+
+
+def _validation_described() -> dict[str, Any]:
+    return {
+        "version": VALIDATION_VERSION,
+        "primary": ["nats_per_token"],
+        "higher_is_better": {"nats_per_token": False, "bits_per_byte": False},
+    }
+
+
+def _open(
+    console: Console,
+    subject: Subject,
+    name: str,
+    path: Path | None,
+    max_length: int,
+    arguments: argparse.Namespace,
+) -> dict[str, TaskPlan]:
+    """The suite's tasks; none for `validation`, which needs no text."""
+    if path is None:
+        subject.check_held_out()
+        return {}
+    metadata: dict[str, Any] = {
+        "tokenizer": str(subject.tokenizer_path),
+        "staged": str(staged_folder(arguments.staged)),
+        "max_length": max_length,
+        **dict(arguments.option),
+    }
+    only = None
+    if name == BIRTH_YEAR:
+        folder, only, left_out = open_probes(subject, arguments, console, max_length)
+        metadata["probes"] = str(folder)
+        if left_out:
+            fits = f"left out, not fitting max_length {max_length}: {', '.join(left_out)}"
+            console.print(fits, soft_wrap=True)
+    return open_tasks(name, path, metadata, arguments.limit, only)
+
+
+def known_results(plan: Plan, foreign: bool) -> Results | None:
+    """What an earlier call found for exactly the same question; None where there is none.
+
+    `foreign`: the caller named the folder, so it may hold anyone's results. Those of another
+    question are not written over: UserError. In the run's own folder, which is named after the
+    question, only the checkpoint's file can differ (written again, or the run was moved).
+    """
+    try:
+        results = read_results(plan.folder / RESULTS)
+    except UserError:
+        return None  # none, torn, or of an older version: asked again
+    if results.asked == plan.asked:
+        return results
+    for name in sorted(results.asked.keys() | plan.asked.keys()):
+        before, now = results.asked.get(name), plan.asked.get(name)
+        if foreign and before != now and name != "written_ns":
+            raise UserError(
+                f"--out {plan.folder} holds results of another question ({name} {before!r}, asked "
+                f"for is {now!r}): choose another folder"
+            )
+    return None
+
+
+def merged(
+    plan: Plan, answers: dict[str, Answers]
+) -> tuple[Results, dict[str, list[dict[str, Any]]]]:
+    """What the harness saw as several tasks as one where they are parts of it."""
+    scores: dict[str, dict[str, Score]] = {}
+    num_samples: dict[str, int] = {}
+    records: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
+    for name, given in answers.items():
+        described = plan.asked["tasks"].get(name, {})
+        reported = described.get("part_of", name)
+        scores.setdefault(reported, {}).update(given.scores)
+        num_samples.setdefault(reported, given.num_samples)
+        for item in given.samples:
+            kept = records.setdefault(reported, {}).setdefault((item["doc_id"], item["filter"]), {})
+            kept.update({**item, **kept})  # the prompt's hash is that of the whole's own task
+    samples = {name: [*items.values()] for name, items in records.items()}
+    return Results(plan.asked, scores, num_samples), samples
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Says what is to be done where `folder` can't take what is written to it inside."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{folder} can't hold the results: {error.strerror}. What earlier calls wrote is kept; "
+            "the same command goes on from there"
+        ) from None

@@ -1,0 +1,27 @@
+"""`python -m eval report RUN... [--baseline LABEL] [--out DIR]`: the command's arguments.
+
+What it does is in write.py, imported only when there is a report to write: plotly, jinja2 and scipy
+take a while.
+"""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `eval report`."""
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument(
+        "--baseline",
+        metavar="LABEL",
+        help="the architecture that the others are compared with, by its label in the report "
+        "(default: that of the first run)",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the page is written")
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Write the report of `arguments.runs`."""
+    from eval.report.write import report
+
+    report(arguments.runs, arguments.out, arguments.baseline)

@@ -1,0 +1,160 @@
+"""What the report says, as one JSON value: report.json is it, the page and the Markdown show it.
+
+Numbers are unrounded here; `page.py` formats them. No torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.model.args import ModelArgs, num_parameters
+from canon_pretrain.run.names import printable
+from eval.report.anchors import anchors
+from eval.report.curves import CURVES, line, points_a_line
+from eval.report.lengths import length_figures
+from eval.report.over_steps import score_curves, tokens_at
+from eval.report.runs import Run
+from eval.report.suites import suites_content
+from eval.report.verdicts import entries, verdict_summary
+
+VERSION = 2
+
+
+def report_content(runs: Sequence[Run], comparison: dict[str, Any]) -> dict[str, Any]:
+    """Everything that the report shows of `runs`, JSON values only.
+
+    `comparison` is the value of `eval.comparison.content.comparison_content`.
+    """
+    labels = [run.label for run in runs]
+    most = points_a_line(len(runs) * len(CURVES))
+    suites = suites_content(runs)
+    return {
+        "version": VERSION,
+        "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
+        "warnings": _data_warnings(runs),
+        "comparison": comparison,
+        "verdicts": verdict_summary(comparison),
+        "anchors": anchors((r["task"], r["metric"]) for suite in suites for r in suite["rows"]),
+        "score_curves": score_curves(runs),
+        "lengths": length_figures(runs, entries(comparison, labels)),
+        "runs": [_run_content(run) for run in runs],
+        "differing_settings": _differing_settings(runs),
+        "curves": [
+            {
+                **asdict(curve),
+                "lines": [{"run": run.label, **line(run.steps, curve.field, most)} for run in runs],
+            }
+            for curve in CURVES
+        ],
+        "suites": suites,
+        "without_evaluations": [run.label for run in runs if not run.evaluations],
+    }
+
+
+def _data_warnings(runs: Sequence[Run]) -> list[str]:
+    """A sentence where the runs did not learn from the same data."""
+    fingerprints = [str(run.identity.get("data_fingerprint")) for run in runs]
+    if len(set(fingerprints)) < 2:
+        return []
+    each = "; ".join(
+        f"{run.label}: {fingerprint[:12]}"
+        for run, fingerprint in zip(runs, fingerprints, strict=True)
+    )
+    return [
+        f"These runs were trained on different data ({each}). A difference between their curves "
+        "or scores may come from the data as well as from the model."
+    ]
+
+
+def _run_content(run: Run) -> dict[str, Any]:
+    """The header of one run: raw facts."""
+    identity, launches = run.identity, run.launches
+    job = run.config.get("config", {}).get("job", {})
+    model = {
+        name.removeprefix("model."): value
+        for name, value in identity.items()
+        if name.startswith("model.")
+    }
+    last = run.steps[-1] if run.steps else {"tokens": 0}
+    return {
+        "label": run.label,
+        "folder": printable(str(run.folder.path)),
+        "description": printable(str(job.get("description") or "")),
+        "state": _state(run),
+        "step": _current_step(run),
+        "total_steps": identity.get("training.steps"),
+        "tokens": last["tokens"],
+        "num_parameters": _num_parameters(model),
+        "flavor": run.config.get("config", {}).get("model", {}).get("flavor"),
+        "model": model,
+        "optimizer": identity.get("optimizer.name"),
+        "learning_rate": identity.get("optimizer.lr"),
+        "schedule": identity.get("lr_scheduler.decay_type"),
+        "seq_len": identity.get("training.seq_len"),
+        "global_batch_size": identity.get("training.global_batch_size"),
+        "data_fingerprint": identity.get("data_fingerprint"),
+        "data_seed": identity.get("data.data_seed"),
+        "init_seed": identity.get("model.init_seed"),
+        "world_sizes": _in_turn([event.get("world_size") for event in launches]),
+        "torch": _in_turn([event.get("torch") for event in launches]),
+        "torchtitan": _in_turn([event.get("torchtitan") for event in launches]),
+        "first_event": run.events[0].get("time") if run.events else None,
+        "last_event": run.events[-1].get("time") if run.events else None,
+        "restarts": _restarts(run),
+    }
+
+
+def _num_parameters(model: dict[str, Any]) -> int | None:
+    """N of the recorded model; None where another version recorded other fields than ours."""
+    try:
+        return num_parameters(ModelArgs(**model))
+    except (TypeError, UserError):
+        return None
+
+
+def _in_turn(values: Sequence[Any]) -> list[Any]:
+    """`values` without those that repeat the one before, and without None."""
+    known = [value for value in values if value is not None]
+    return [value for k, value in enumerate(known) if k == 0 or value != known[k - 1]]
+
+
+def _current_step(run: Run) -> int:
+    """Where the run stands by its log: a resume goes back to the checkpoint it took up."""
+    step = 0
+    for event in run.events:
+        if event["event"] in ("step", "stop", "done"):
+            step = event.get("step", step)
+        elif event["event"] == "resume":
+            step = event["from_step"]
+        elif event["event"] == "start":
+            step = 0
+    return step
+
+
+def _state(run: Run) -> str:
+    """done, stopped (on request), or unfinished: running or killed, which no log can tell."""
+    if run.folder.done_file.exists():
+        return "done"
+    return "stopped" if run.events and run.events[-1]["event"] == "stop" else "unfinished"
+
+
+def _restarts(run: Run) -> list[dict[str, Any]]:
+    """Each `resume`, with the tokens seen by then."""
+    return [
+        {
+            "from_step": event["from_step"],
+            "tokens": tokens_at(run, event["from_step"]),
+            "world_size": event.get("world_size"),
+            "time": event.get("time"),
+        }
+        for event in run.launches
+        if event["event"] == "resume"
+    ]
+
+
+def _differing_settings(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The fields of `identity` in which the runs are not all alike."""
+    names = dict.fromkeys(name for run in runs for name in run.identity)
+    rows = [{"setting": name, "values": [run.identity.get(name) for run in runs]} for name in names]
+    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]

@@ -1,0 +1,83 @@
+"""Scores over training: of each task's primary metrics one value a run and evaluated step.
+
+A part of the report's content (content.py): numbers unrounded, JSON values only. No torch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from canon_pretrain.run.log import json_value
+from canon_pretrain.run.names import printable
+from eval.report.runs import Run, described, primary_metrics
+from eval.results import Results
+
+
+def score_curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One entry a (suite, task, primary metric) that some run was asked at several steps.
+
+    Its `lines` have one entry a run that was asked: `steps`, `tokens` (None where the log does not
+    tell), `values`, `stderrs`, `counts` (items) and `limits` (None unless cut short), alike long.
+    """
+    by_step = {
+        run.label: {
+            (results.asked["suite"], results.asked["step"]): results for results in run.evaluations
+        }
+        for run in runs
+    }  # evaluations are sorted: a whole result takes the place of a trial, the newest that of all
+    curves = []
+    for suite, task, metric in _primaries(runs):
+        lines = []
+        for run in runs:
+            points = [
+                (step, results)
+                for (name, step), results in sorted(by_step[run.label].items())
+                if name == suite and metric in results.scores.get(task, {})
+            ]
+            if points:
+                lines.append(_line(run, points, task, metric))
+        if any(len(line["steps"]) > 1 for line in lines):
+            names = {"suite": suite, "task": printable(task), "metric": printable(metric)}
+            curves.append({**names, "lines": lines})
+    return curves
+
+
+def _primaries(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+    """(suite, task, metric) of all that was asked, in the order of the newest results.
+
+    What a suite gives beside its tasks (the count models that `validation` stands beside) is none.
+    """
+    found: dict[str, dict[tuple[str, str, str], None]] = {}
+    for run in runs:
+        for results in reversed(run.evaluations):
+            suite = results.asked["suite"]
+            known = found.setdefault(suite, {})
+            for task in results.scores:
+                if results.asked.get("tasks") and not described(results, task):
+                    continue
+                for metric in primary_metrics(results, task):
+                    known[suite, task, metric] = None
+    return [key for suite in sorted(found) for key in found[suite]]
+
+
+def _line(
+    run: Run, points: Sequence[tuple[int, Results]], task: str, metric: str
+) -> dict[str, Any]:
+    scores = [results.scores[task][metric] for _, results in points]
+    return {
+        "run": run.label,
+        "steps": [step for step, _ in points],
+        "tokens": [tokens_at(run, step) for step, _ in points],
+        "values": [json_value(score.value) for score in scores],
+        "stderrs": [None if s.stderr is None else json_value(s.stderr) for s in scores],
+        "counts": [results.num_samples.get(task) for _, results in points],
+        "limits": [results.asked["limit"] for _, results in points],
+    }
+
+
+def tokens_at(run: Run, step: int) -> int | None:
+    """The tokens seen by `step`; None without a logged step.
+
+    A checkpoint's step need not be a logged one; tokens a step are the same all along.
+    """
+    near = min(run.steps, key=lambda event: abs(event["step"] - step), default=None)
+    return round(step * near["tokens"] / near["step"]) if near and near["step"] else None

@@ -1,0 +1,94 @@
+"""The verdicts of a comparison in short: what a reader wants to know before any table.
+
+Takes the value of `eval.comparison` and counts, groups and picks; it decides nothing. A part of the
+report's content (content.py): numbers unrounded, JSON values only. No torch.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eval.report.lengths import Entry
+
+VERDICTS = ("better", "worse", "within noise", "not judged")
+
+MAX_REAL = 12
+"""Real differences at most that the summary of one architecture names; the table has them all."""
+
+
+def verdict_summary(comparison: Mapping[str, Any]) -> dict[str, Any]:
+    """For each architecture its tally against the baseline; the seed noise used; what was refused.
+
+    `detectable` is lowest, median and highest of the smallest differences that could have been
+    shown, over the differences within noise; perplexities are left out, as they have another scale.
+    """
+    against: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for pair in comparison["pairs"]:
+        against.setdefault((pair["architecture"], pair["baseline"]), []).append(pair)
+    return {
+        "architectures": [
+            _tally(architecture, baseline, pairs)
+            for (architecture, baseline), pairs in against.items()
+        ],
+        "seed_noise": _seed_noise(comparison["pairs"]),
+        "refused": _refused(comparison["refused"]),
+    }
+
+
+def entries(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[Entry]:
+    """The architectures with the runs that stand for them: of the chosen learning rate, else all.
+
+    A run that is of no architecture stands for itself.
+    """
+    found = []
+    known: set[str] = set()
+    for architecture in comparison["architectures"]:
+        chosen = architecture.get("chosen")
+        runs = chosen["runs"] if chosen else architecture["runs"]
+        found.append(Entry(architecture["label"], tuple(runs)))
+        known |= set(architecture["runs"])
+    return found + [Entry(label, (label,)) for label in labels if label not in known]
+
+
+def _tally(architecture: str, baseline: str, pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    real = [pair for pair in pairs if pair["verdict"] in ("better", "worse")]
+    noise = [pair for pair in pairs if pair["verdict"] == "within noise"]
+    detectable = [
+        pair["detectable"]
+        for pair in noise
+        if pair["detectable"] is not None and pair["log_difference"] is None
+    ]
+    real.sort(key=lambda pair: (pair["verdict"] != "better", pair["p_holm"], pair["task"]))
+    return {
+        "architecture": architecture,
+        "baseline": baseline,
+        "counts": {name: sum(p["verdict"] == name for p in pairs) for name in VERDICTS},
+        "at_chance": sum(pair["at_chance"] for pair in noise),
+        "real": real[:MAX_REAL],
+        "more_real": max(0, len(real) - MAX_REAL),
+        "detectable": [min(detectable), statistics.median(detectable), max(detectable)]
+        if detectable
+        else None,
+    }
+
+
+def _seed_noise(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Where the seed noise of the judged tasks comes from: source -> tasks, as told by the rows."""
+    found: dict[str, dict[str, None]] = {}
+    for pair in pairs:
+        if pair["verdict"] != "not judged":
+            noise = pair["seed_noise"]
+            source = noise["source"] if noise else "none"
+            found.setdefault(source, {})[pair["task"]] = None
+    return [{"source": source, "tasks": list(tasks)} for source, tasks in found.items()]
+
+
+def _refused(refused: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The comparisons that could not be made, those of one reason together."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for entry in refused:
+        found.setdefault((entry["architecture"], entry["why"]), {})[entry["task"]] = None
+    return [
+        {"architecture": architecture, "why": why, "tasks": list(tasks)}
+        for (architecture, why), tasks in found.items()
+    ]

@@ -1,0 +1,95 @@
+"""The arguments of `python -m eval run`; run.py carries it out.
+
+Apart from it, so that --help and a typo answer at once: torch is imported behind the parser.
+"""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds those of `eval run`."""
+    parser.description = (
+        "Evaluate one checkpoint. The same question asked again is answered from results.json; "
+        "what was interrupted goes on with the task that it was at. Under torchrun the work is "
+        "shared out, with the same results."
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="RUN/checkpoint/step-N",
+        help="or a folder that `python -m canon_pretrain.hf export` wrote (with --out)",
+    )
+    parser.add_argument(
+        "--suite",
+        required=True,
+        help="discriminative, jrt, babilong, birth-year, validation, all; a task or group in "
+        "eval/tasks, or the path of a task's YAML",
+    )
+    parser.add_argument("--limit", type=int, help="the first N windows or items: not a result")
+    parser.add_argument("--out", type=Path, help="default: a folder of the question in RUN/evals")
+    parser.add_argument("--data", type=Path, help="the run's shards, where they were moved to")
+    parser.add_argument(
+        "--staged",
+        type=Path,
+        metavar="DIR",
+        help="what `python -m eval stage` wrote (default: $CANON_EVAL_DATA, else "
+        "outputs/eval_data)",
+    )
+    parser.add_argument(
+        "--max_length",
+        type=int,
+        help="tokens that the model reads at most; may be longer than in training; perplexities "
+        "depend on it (default: the training seq_len; babilong and birth-year at least 8192)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of weights and arithmetic; log-softmax is float32 (auto: bfloat16 on a GPU, float32 "
+        "elsewhere)",
+    )
+    parser.add_argument(
+        "--add_bos", action="store_true", help="begin each context with BOS (training saw none)"
+    )
+    parser.add_argument(
+        "--batch_tokens",
+        type=int,
+        metavar="N",
+        help="tokens in a forward pass (default: found once for this device, and remembered)",
+    )
+    parser.add_argument(
+        "--junk",
+        type=Path,
+        metavar="FILE.txt",
+        help="birth-year: text to hide the statements in; default: the run's held-out part",
+    )
+    parser.add_argument(
+        "--option",
+        type=_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the tasks, see the README (may be given again)",
+    )
+    parser.add_argument(
+        "--must_beat",
+        choices=("unigram", "bigram"),
+        help="validation: exit with code 2 unless the checkpoint's bits per byte are below this "
+        "count model's",
+    )
+
+
+def _option(words: str) -> tuple[str, str]:
+    name, equals, value = words.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{words!r}: expected NAME=VALUE")
+    return name, value
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Evaluate."""
+    from eval.run import run
+
+    run(arguments)

@@ -1,0 +1,315 @@
+"""Many (context, continuation) pairs scored with as few tokens read as pays: plan, then batches.
+
+Between lm.py, which makes pairs of requests, and the model. Of all pairs only the distinct
+sequences are read; one that begins another is answered on the way; and what several begin with is
+read once and continued from a `Cache`: the choices of a multiple-choice item, or WinoGrande's two
+contexts. Logits are made where a token is scored, and nowhere else.
+
+Padding is on the right: the model is causal, so it changes nothing.
+
+Shapes: B rows, T tokens, V vocabulary, M places whose logits are needed, N scored tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.model.cache import Cache
+from canon_pretrain.model.transformer import Transformer
+
+STEPS = (1, 2, 4, 8, 16, 32, 64)
+"""Shared beginnings are cut to a multiple of one of these, so that many are equally long."""
+LEAST_SAVED = 0.05
+"""Of a group's tokens: a second pass is not worth less."""
+MAX_DEPTH = 200
+SOFTMAX_ROWS = 1024
+
+Answer = tuple[float, bool]
+"""(log-likelihood, is every token the likeliest)."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The last `count` of `tokens` are scored, each given all before it; `count` < len(tokens)."""
+
+    tokens: list[int]
+    count: int
+
+
+@dataclass
+class _Row:
+    """A sequence that is read, and who is answered by it: (pair, where its own tokens end)."""
+
+    tokens: list[int]
+    members: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Batch:
+    """Rows that are read together. `prefix` > 0: groups whose rows begin with as many equal tokens.
+
+    Where `prefix` is 0 every group is one row.
+    """
+
+    prefix: int
+    groups: list[list[_Row]]
+
+    @property
+    def pairs(self) -> list[int]:
+        """The indices of the pairs that it answers."""
+        return [pair for group in self.groups for row in group for pair, _ in row.members]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """How pairs become batches.
+
+    `batch_tokens` bounds the tokens that a batch reads at once and those that it remembers; a
+    longer sequence is a batch of its own. `pass_tokens` is what starting a pass costs, in tokens.
+    """
+
+    batch_tokens: int
+    pass_tokens: int = 32
+
+    def plan(self, pairs: Sequence[Pair], chosen: Sequence[int] | None = None) -> list[Batch]:
+        """Batches that answer the pairs of these indices (None: all), longest rows first.
+
+        The cheapest of several plans by the tokens that they read, padding included.
+        """
+        rows = _distinct_rows(pairs, range(len(pairs)) if chosen is None else chosen)
+        best = self._plain(rows)
+        if len(rows) > 1:
+            groups, single = _split(rows)
+            if groups:
+                rest = self._plain(single)
+                plans = [self._shared(groups, step) + rest for step in STEPS]
+                best = min([best, *plans], key=lambda plan: sum(map(self.cost, plan)))
+        return sorted(best, key=lambda batch: -_widest(batch))
+
+    def cost(self, batch: Batch) -> int:
+        """The tokens that a batch reads, with what its passes cost."""
+        if not batch.prefix:
+            return self.pass_tokens + len(batch.groups) * _widest(batch)
+        tokens = self.pass_tokens + len(batch.groups) * batch.prefix
+        for part in self.parts(batch):
+            width = len(part[0][1].tokens) - batch.prefix
+            tokens += self.pass_tokens + len(part) * width
+        return tokens
+
+    def parts(self, batch: Batch) -> Iterator[list[tuple[int, _Row]]]:
+        """The second passes of a shared batch: (group, row), longest first, within the budget."""
+        rows = [(g, row) for g, group in enumerate(batch.groups) for row in group]
+        rows = [(g, row) for g, row in rows if len(row.tokens) > batch.prefix]
+        rows.sort(key=lambda entry: -len(entry[1].tokens))
+        room = self.batch_tokens - len(batch.groups) * batch.prefix
+        while rows:
+            count = max(1, room // len(rows[0][1].tokens))
+            yield rows[:count]
+            rows = rows[count:]
+
+    def _plain(self, rows: Sequence[_Row]) -> list[Batch]:
+        batches: list[Batch] = []
+        for row in sorted(rows, key=lambda row: -len(row.tokens)):
+            held = batches[-1].groups if batches else []
+            if held and (len(held) + 1) * len(held[0][0].tokens) <= self.batch_tokens:
+                held.append([row])
+            else:
+                batches.append(Batch(0, [[row]]))
+        return batches
+
+    def _shared(self, groups: Sequence[tuple[int, list[_Row]]], step: int) -> list[Batch]:
+        """Groups of equal prefixes together; what is cut off a prefix is read with each row."""
+        batches: list[Batch] = []
+
+        def place(entry: tuple[int, list[_Row]]) -> tuple[int, int]:
+            return -_cut(entry[0], step), -max(len(row.tokens) for row in entry[1])
+
+        for shared, group in sorted(groups, key=place):
+            prefix = _cut(shared, step)
+            last = batches[-1] if batches else None
+            # half for what is remembered of the prefixes, half for the rows that go on from them
+            fits = last is not None and 2 * (len(last.groups) + 1) * prefix <= self.batch_tokens
+            if last is not None and fits and last.prefix == prefix:
+                last.groups.append(group)
+            else:
+                batches.append(Batch(prefix, [group]))
+        return batches
+
+
+def score_batch(
+    model: Transformer, planner: Planner, pairs: Sequence[Pair], batch: Batch
+) -> dict[int, Answer]:
+    """The answers of a batch's pairs, by their indices in `pairs`.
+
+    Log-softmax in float32 whatever the model's dtype, sums in float64. Raises UserError for logits
+    that are not finite.
+    """
+    found = _Found()
+    if not batch.prefix:
+        rows = [group[0] for group in batch.groups]
+        found.read(model, pairs, rows, 0, max(len(row.tokens) for row in rows))
+        return found.answers(pairs)
+    room = _widest(batch)
+    cache = Cache(model.args.num_layers, capacity=room)
+    # pairs that are scored within the prefix are so in the first row that they are in
+    firsts = [
+        _Row(group[0].tokens, [member for row in group for member in row.members])
+        for group in batch.groups
+    ]
+    found.read(model, pairs, firsts, 0, batch.prefix, cache)
+    device = model.tok_embeddings.weight.device
+    for part in planner.parts(batch):
+        branch = cache.branch(torch.tensor([g for g, _ in part], device=device))
+        rows = [row for _, row in part]
+        found.read(model, pairs, rows, batch.prefix, len(rows[0].tokens), branch)
+    return found.answers(pairs)
+
+
+class _Found:
+    """What the passes of a batch give for each scored token."""
+
+    def __init__(self) -> None:
+        self._owners: list[int] = []
+        self._logs: list[Tensor] = []
+        self._hits: list[Tensor] = []
+
+    def read(
+        self,
+        model: Transformer,
+        pairs: Sequence[Pair],
+        rows: Sequence[_Row],
+        start: int,
+        stop: int,
+        cache: Cache | None = None,
+    ) -> None:
+        """Read the tokens `start` to `stop` of each row, and score what follows from them."""
+        device = model.tok_embeddings.weight.device
+        width = stop - start
+        places: dict[int, int] = {}
+        at_N: list[int] = []
+        targets_N: list[int] = []
+        for number, row in enumerate(rows):
+            offset = number * width - start
+            for pair, end in row.members:
+                tokens, count = pairs[pair].tokens, pairs[pair].count
+                # token t + 1 is scored by the logits of token t
+                first, last = max(start, end - count), min(stop, end)
+                for t in range(first, last):
+                    at_N.append(places.setdefault(offset + t, len(places)))
+                if first < last:
+                    targets_N += tokens[first + 1 : last + 1]
+                    self._owners += [pair] * (last - first)
+        logits_MV = model(
+            padded([row.tokens[start:stop] for row in rows], width, device),
+            cache=cache,
+            logits_at_M=torch.tensor(list(places), dtype=torch.long, device=device),
+        )
+        if not at_N:
+            return
+        at, targets = (torch.tensor(ids, device=device) for ids in (at_N, targets_N))
+        norm_M = torch.cat(
+            [part.float().logsumexp(-1) for part in logits_MV.split(SOFTMAX_ROWS)]
+        )
+        self._logs.append(logits_MV[at, targets].float() - norm_M[at])
+        self._hits.append(logits_MV.argmax(-1)[at] == targets)
+
+    def answers(self, pairs: Sequence[Pair]) -> dict[int, Answer]:
+        """The answers of all pairs that were scored."""
+        logs_N = torch.cat(self._logs).double().cpu()
+        hits_N = torch.cat(self._hits).cpu()
+        if not logs_N.isfinite().all():
+            raise UserError(
+                "the model's logits are not finite: its training had diverged, or the dtype does "
+                "not hold them (try --dtype float32)"
+            )
+        owners = sorted(set(self._owners))
+        number = {pair: k for k, pair in enumerate(owners)}
+        owner_N = torch.tensor([number[pair] for pair in self._owners])
+        sums = torch.zeros(len(owners), dtype=torch.float64).index_add_(0, owner_N, logs_N)
+        misses = torch.zeros(len(owners), dtype=torch.long).index_add_(0, owner_N, (~hits_N).long())
+        scored = zip(owners, sums.tolist(), misses.tolist(), strict=True)
+        return {pair: (total, missed == 0) for pair, total, missed in scored}
+
+
+def padded(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
+    """tokens_BT of `width` tokens, int64, zeros on the right."""
+    tokens_BT = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long)
+    return tokens_BT.to(device)
+
+
+def _distinct_rows(pairs: Sequence[Pair], chosen: Sequence[int]) -> list[_Row]:
+    """The sequences to read, in the order of their tokens; none begins another."""
+    # the last token of a pair is only predicted
+    reads = [(pairs[i].tokens[:-1], i) for i in chosen]
+    reads.sort(reverse=True)
+    rows: list[_Row] = []
+    for tokens, pair in reads:
+        if not rows or rows[-1].tokens[: len(tokens)] != tokens:
+            rows.append(_Row(tokens))
+        rows[-1].members.append((pair, len(tokens)))
+    return rows[::-1]
+
+
+def _split(rows: list[_Row]) -> tuple[list[tuple[int, list[_Row]]], list[_Row]]:
+    """(shared tokens, rows) of groups that are worth it, and the rows of no group."""
+    shared = [_common(a.tokens, b.tokens) for a, b in zip(rows, rows[1:], strict=False)]
+    groups, single = [], []
+    for start, stop, prefix in _best_groups(shared, 0, len(rows))[1]:
+        group = rows[start:stop]
+        saved = (len(group) - 1) * prefix
+        if saved > LEAST_SAVED * sum(len(row.tokens) for row in group):
+            groups.append((prefix, group))
+        else:
+            single += group
+    return groups, single
+
+
+_Span = tuple[int, int, int]
+
+
+def _best_groups(
+    shared: Sequence[int], start: int, stop: int, depth: int = 0
+) -> tuple[int, list[_Span]]:
+    """The groups of rows start .. stop that save most tokens: (saved, (start, stop, prefix) each).
+
+    `shared[i]` is what rows i and i + 1 have in common; rows are in the order of their tokens, so
+    what a span has in common is its smallest. A span is one group, or falls apart at its smallest.
+    """
+    if stop - start == 1:
+        return 0, [(start, stop, 0)]
+    least = min(shared[start : stop - 1])
+    whole = (stop - start - 1) * least
+    if depth == MAX_DEPTH:
+        return whole, [(start, stop, least)]
+    total, spans = 0, []
+    begin = start
+    for i in [*(i for i in range(start, stop - 1) if shared[i] == least), stop - 1]:
+        saved, inner = _best_groups(shared, begin, i + 1, depth + 1)
+        total += saved
+        spans += inner
+        begin = i + 1
+    return (whole, [(start, stop, least)]) if whole > total else (total, spans)
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many first tokens are equal."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _cut(shared: int, step: int) -> int:
+    """`shared` as a multiple of `step`, one token at least."""
+    return max(1, shared // step * step)
+
+
+def _widest(batch: Batch) -> int:
+    return max(len(row.tokens) for group in batch.groups for row in group)

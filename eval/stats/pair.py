@@ -1,0 +1,94 @@
+"""Two architectures on the same items: their difference, its noise, and what the items alone say.
+
+Between the arrays of answers and `decide.py`. Letters: R runs of one architecture, N items. Pure
+functions; no torch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from eval.stats import items
+from eval.stats.items import Clusters, McNemar
+from eval.stats.seeds import SeedNoise
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The two variances of a difference and their degrees of freedom, as `decide.py` takes them."""
+
+    item_variance: float
+    item_df: float
+    seed_variance: float
+    seed_df: float
+
+    @property
+    def parts(self) -> tuple[float, float, float, float]:
+        return self.item_variance, self.item_df, self.seed_variance, self.seed_df
+
+    @property
+    def stderr(self) -> float:
+        return float(np.sqrt(self.item_variance + self.seed_variance))
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The mean paired difference a - b over the items, and its noise.
+
+    `one_run_variance`: the seed noise of one run that was used.
+    """
+
+    difference: float
+    noise: Noise
+    one_run_variance: float
+    clusters: Clusters
+    mcnemar: McNemar | None
+
+    @property
+    def num_clusters(self) -> int:
+        return self.clusters.sums_G.size
+
+
+def paired(
+    a_RN: np.ndarray,
+    b_RN: np.ndarray,
+    weights_N: np.ndarray,
+    clusters_N: np.ndarray,
+    seeds: SeedNoise,
+) -> Paired:
+    """Compare the runs `a_RN` with the runs `b_RN` item by item; `clusters_N` are codes from 0.
+
+    The variance of the mean difference is that over items (of differences averaged over the runs)
+    plus that over seeds, less what is in both (`items.interaction_variance`, known where one side
+    has several runs; else it is counted twice, which errs towards "within noise").
+    """
+    difference_N = a_RN.mean(axis=0) - b_RN.mean(axis=0)
+    clusters = Clusters.of(difference_N, weights_N, clusters_N)
+    both = np.concatenate([a_RN, b_RN])
+    bounded = bool((both >= 0).all() and (both <= 1).all() and (weights_N == 1).all())
+    over_items = items.difference_variance(clusters, bounded=bounded)
+    several = [values_RN for values_RN in (a_RN, b_RN) if len(values_RN) > 1]
+    df = sum(len(values_RN) - 1 for values_RN in several)
+    own_answers = (
+        sum(
+            (len(values_RN) - 1) * items.interaction_variance(values_RN, weights_N, clusters_N)
+            for values_RN in several
+        )
+        / df
+        if df
+        else 0.0
+    )
+    # a run's score cannot vary less than its answers of its own make it
+    one_run = max(seeds.variance, own_answers)
+    runs = 1 / len(a_RN) + 1 / len(b_RN)
+    noise = Noise(
+        max(over_items - runs * own_answers, 0.0),
+        float(max(clusters.sums_G.size - 1, 1)),
+        runs * one_run,
+        seeds.df,
+    )
+    right_or_wrong = bool(np.isin(both, (0.0, 1.0)).all()) and bounded
+    test = None
+    if right_or_wrong and len(a_RN) == len(b_RN) == 1:
+        test = items.mcnemar_test(a_RN[0], b_RN[0])
+    return Paired(clusters.mean, noise, one_run, clusters, test)

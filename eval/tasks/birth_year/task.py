@@ -1,0 +1,98 @@
+"""The birth-year tasks' documents and scores, for the YAML files beside it (spec/eval.md section 4).
+
+The documents are frozen probes (eval/probe_sets.py). Each set is asked twice: `exact`, the primary
+score, lets the model answer; `rank`, the secondary one, ranks the years that the context names.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from canon_pretrain.errors import UserError
+from eval.birth_year import ANSWER_TOKENS, KINDS, LENGTHS, set_name
+from eval.probe_sets import Corpus, FrozenSets
+from eval.staged import staged_folder
+from eval.task_length import known_max_length, too_long
+from eval.task_tokenizer import task_tokenizer
+
+
+def load(
+    *, probe_set: str, probes: str | None = None, **metadata: Any
+) -> dict[str, datasets.Dataset]:
+    """The split `test`, the probes of one frozen set: lm_eval's `custom_dataset`.
+
+    Metadata: `probes`, the folder of the frozen sets (default: `probes` among the staged data);
+    `tokenizer` or `pretrained`, whose tokenizer must be the one that they were frozen for; `junk`,
+    a text file: a set that is not there is made with it. Raises UserError where the set is not
+    there and cannot be made, is of another tokenizer or text, or does not fit `max_length`.
+    """
+    folder = Path(probes) if probes else staged_folder(metadata.get("staged")) / "probes"
+    kind, length = next(
+        (kind, length)
+        for kind in KINDS
+        for length in LENGTHS
+        if set_name(kind, length) == probe_set
+    )
+    found = _open(folder, metadata).get(kind, length)
+    if isinstance(found, str):
+        raise UserError(
+            f"the probes {probe_set} are not in {folder}: {found}. Name the folder where they are "
+            "frozen in the metadata `probes` (that of a run is RUN/evals/probes, which `python -m "
+            "eval run --suite birth-year` writes), or in `junk` a longer text file to make them "
+            'with: --metadata \'{"probes": DIR, "junk": FILE.txt}\''
+        )
+    max_length = known_max_length(metadata)
+    if max_length is not None and found.max_tokens + ANSWER_TOKENS > max_length:
+        raise too_long(probe_set, found.max_tokens, ANSWER_TOKENS, max_length)
+    return {"test": datasets.Dataset.from_list(found.read())}
+
+
+def _open(folder: Path, metadata: dict[str, Any]) -> FrozenSets:
+    tokenizer, junk = task_tokenizer(metadata), metadata.get("junk")
+    if not junk:
+        return FrozenSets(
+            folder, tokenizer=tokenizer, tokenizer_sha256=tokenizer.sha256, corpus=None
+        )
+    path = Path(str(junk))
+    try:
+        written = path.stat().st_mtime_ns
+    except OSError as error:
+        raise UserError(f"junk {path}: cannot be read: {error.strerror}") from None
+    return _with_junk(folder, tokenizer, path, written)
+
+
+@lru_cache(maxsize=1)
+def _with_junk(folder: Path, tokenizer: Any, junk: Path, written_ns: int) -> FrozenSets:
+    """Kept, as all 36 tasks of the suite come one after the other and share the text's tokens."""
+    return FrozenSets(
+        folder,
+        tokenizer=tokenizer,
+        tokenizer_sha256=tokenizer.sha256,
+        corpus=Corpus.of_file(junk),
+    )
+
+
+def exact(document: dict[str, Any], answers: list[str]) -> dict[str, float]:
+    """Whether the first four characters of a greedy answer are the year.
+
+    The prompt ends with its space only where training had the space as a token of its own before
+    a year (birth_year.ends_with_space); where not, the answer begins with it: it is stripped.
+    """
+    return {"exact": float(answers[0].strip()[:4] == document["answer"])}
+
+
+def without_space(document: dict[str, Any]) -> str:
+    """The prompt for ranking: its trailing space belongs to the continuations.
+
+    What all choices share (the space) changes no rank.
+    """
+    return document["prompt"].rstrip(" ")
+
+
+def rank(document: dict[str, Any], answers: list[tuple[float, bool]]) -> dict[str, float]:
+    """Whether of the years in the context the right one is the likeliest."""
+    best = int(np.argmax([score for score, _ in answers]))
+    return {"rank": float(best == document["target"])}

@@ -1,0 +1,117 @@
+"""The cut rule of the JRT suite: so many tokens of a document around the answer.
+
+Pure functions, used by documents.py before a prompt is made. All positions in texts are those of
+the characters as they are written: letters are compared one by one, case ignored, so that no
+position shifts where a letter's other case is longer (`re.IGNORECASE`, as upstream).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+NUM_TOKENS = 950
+"""Of 1,000, with 50 left for the answer."""
+ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING = "answer", "alt_answers", "tok_pos", "nothing"
+CENTRES = (ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING)
+"""What a cut can be centred on; without anything it is the end of the document."""
+# one character has up to four bytes, each of them a token
+_MAX_LOOSE = 3
+
+
+class Codec(Protocol):
+    """What a tokenizer must be able to do here; see task_tokenizer.TaskTokenizer."""
+
+    @property
+    def encode(self) -> Callable[[str], list[int]]: ...
+
+    @property
+    def decode(self) -> Callable[[Sequence[int]], str]: ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of a document; `centre` is one of CENTRES, `whole` says that nothing is gone."""
+
+    text: str
+    centre: str
+    whole: bool
+
+
+def first_hit(text: str, answer: str) -> int | None:
+    """The first character of the first occurrence of `answer`, case ignored; None without one."""
+    found = re.search(re.escape(answer), text, re.IGNORECASE) if answer else None
+    return found.start() if found else None
+
+
+def window(num_tokens: int, position: int, limit: int) -> tuple[int, int]:
+    """The tokens to keep, [start, end), of so many: `limit` of them, half of it before `position`.
+
+    What is not needed before `position` goes behind it, but not the other way round: at the end of
+    a document only the half is left (spec/eval.md, section 2).
+    """
+    start = max(0, position - limit // 2)
+    return start, min(num_tokens, position + limit - (position - start))
+
+
+def cut(
+    text: str,
+    answers: Sequence[str],
+    tokenizer: Codec,
+    *,
+    limit: int = NUM_TOKENS,
+    alternatives: Sequence[str] = (),
+    token_position: int | None = None,
+) -> Cut:
+    """At most `limit` tokens of `text` around the earliest of `answers`.
+
+    Where none of them occurs: around the first of `alternatives` that does; else around the token
+    `token_position`; else the last half of `limit`. Spaces around `text` are no part of it.
+
+    A hit at a character becomes the number of tokens that the text before it has on its own, as
+    upstream counts. A character whose bytes the window would divide is left out. Where nothing is
+    cut the text stays as it is, even if the tokenizer would not give it back exactly.
+    """
+    text = text.strip()
+    tokens = tokenizer.encode(text)
+    hits = [hit for answer in answers if (hit := first_hit(text, answer)) is not None]
+    centre = ANSWER
+    if not hits:
+        centre = ALTERNATIVE
+        found = (first_hit(text, answer) for answer in alternatives)
+        hits = [hit for hit in found if hit is not None][:1]
+    if hits:
+        position = len(tokenizer.encode(text[: min(hits)]))
+    elif token_position is not None and token_position >= 0:
+        # one past the end, from another tokenizer or by mistake, is the end
+        centre, position = TOKEN_POSITION, min(token_position, len(tokens))
+    else:
+        centre, position = NOTHING, len(tokens)
+    start, end = window(len(tokens), position, limit)
+    if start == 0 and end == len(tokens):
+        return Cut(text, centre, whole=True)
+    return Cut(_decode(tokenizer, tokens[start:end], text), centre, whole=False)
+
+
+def _decode(tokenizer: Codec, tokens: list[int], text: str) -> str:
+    """The part of `text` that is `tokens`, without the bytes of a character cut in two."""
+    decoded = tokenizer.decode(tokens)
+    if decoded in text or "\ufffd" not in decoded:
+        return decoded
+    for loose in range(1, 2 * _MAX_LOOSE + 1):
+        for first in range(min(loose, _MAX_LOOSE) + 1):
+            last = loose - first
+            if last <= _MAX_LOOSE:
+                part = tokenizer.decode(tokens[first : len(tokens) - last])
+                if part in text:
+                    return part
+    return decoded
+
+
+def contains(prediction: str, labels: Sequence[str]) -> float:
+    """1.0 where one of `labels` occurs in the first line of `prediction`, case ignored; else 0.0.
+
+    An empty label occurs in nothing: it would make any answer right.
+    """
+    line = prediction.split("\n", 1)[0]
+    return float(any(first_hit(line, label) is not None for label in labels))

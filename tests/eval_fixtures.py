@@ -1,0 +1,365 @@
+"""Small data sets in the schema of every staged one, written as `eval stage` leaves them.
+
+`stage_fixtures(folder)` gives a folder that the tasks of all suites load. Rows and their order are
+the same on every machine. Where the columns are from:
+
+- discriminative: lm_eval's task files for what is used (and its code for types); the columns that
+  no task uses (ind, ctx, split, split_type, source_id's form, id, idx), and the exact types, are
+  from memory of the data cards.
+- jrt: text, key, value, context, question, orig_question, answers, doc_id and the optional
+  alt_answers and tok_pos are those that the public task code reads; file_name and title are from
+  memory. That SQuAD's `context` holds "Question:" follows from that code cutting there.
+- babilong: input, question, target as on the data card.
+"""
+
+import random
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets import ClassLabel, Features, Sequence, Value
+
+from eval.catalogue import BABILONG, CATALOGUE
+from eval.staged import write_staged
+
+Rows = list[dict[str, Any]]
+REVISION = "f" * 40
+TEXT = Value("string")
+THINGS = "lamp river candle window letter stone market engine violin harbour forest mirror".split()
+NAMES = "Ada Boris Clara Dmitri Elena Farid Greta Hugo Irene Jonas Katya Lars".split()
+PLACES = "bathroom bedroom garden hallway kitchen office".split()
+
+
+def words(seed: object, count: int) -> str:
+    """A text of so many words in sentences of nine, without digits."""
+    draw = random.Random(f"words {seed}")
+    pieces = [draw.choice([*THINGS, "the", "of", "and", "in", "is", "was"]) for _ in range(count)]
+    lines = [" ".join(pieces[at : at + 9]).capitalize() for at in range(0, count, 9)]
+    return ". ".join(lines) + "."
+
+
+# ---- discriminative
+
+
+def piqa() -> Rows:
+    return [
+        {
+            "goal": f"How do you move a {thing}?",
+            "sol1": f"Lift the {thing} with both hands, {'slowly ' * (at % 3)}then walk.",
+            "sol2": f"Paint the {thing}.",
+            "label": at % 2,
+        }
+        for at, thing in enumerate(THINGS)
+    ]
+
+
+def hellaswag() -> Rows:
+    """Brackets, " [title]" and double spaces are there for the task's cleaning; WikiHow shares
+    sources."""
+    return [
+        {
+            "ind": at,
+            "activity_label": f"Carrying a {thing}",
+            "ctx_a": f"[header] How to carry a {thing} [title] Lift it. [step] {NAMES[at]} bends.",
+            "ctx_b": "the man" if at % 2 else "",
+            "ctx": f"How to carry a {thing}. {NAMES[at]} bends.",
+            "endings": [
+                f"sings to the {thing}  for an hour",
+                f"lifts it [substeps] and walks{' on' * (at % 4)}.",
+                "runs.",
+                f"eats the {thing} and then {NAMES[-1 - at]} eats it too.",
+            ],
+            "source_id": f"wikihow~{at // 3}",
+            "split": "val",
+            "split_type": "indomain" if at % 2 else "zeroshot",
+            "label": str(at % 4),
+        }
+        for at, thing in enumerate(THINGS)
+    ]
+
+
+def winogrande() -> Rows:
+    return [
+        {
+            "sentence": f"{name} saw a {thing} near the {THINGS[at - 1]} because the _ was large .",
+            "option1": thing,
+            "option2": THINGS[at - 1],
+            "answer": "12"[at % 2],
+        }
+        for at, (name, thing) in enumerate(zip(NAMES, THINGS, strict=True))
+    ]
+
+
+def arc(word: str, labels: Collection[str]) -> Rows:
+    """As in the real sets: four choices mostly, three and five at times, letters or digits."""
+    rows: Rows = []
+    for at, thing in enumerate(THINGS):
+        count = (4, 4, 3, 5)[at % 4]
+        names = list("12345" if at % 5 == 0 else labels)[:count]
+        texts = [f"{word} {THINGS[at - k]}{' and more' * (k % 3)}" for k in range(count)]
+        rows.append(
+            {
+                "id": f"{word}_{at}",
+                "question": f"Which one is made of {thing}?",
+                "choices": {"text": texts, "label": names},
+                "answerKey": names[at % count],
+            }
+        )
+    return rows
+
+
+def social_iqa() -> Rows:
+    """Contexts come two or three times, with other questions."""
+    return [
+        {
+            "context": f"{NAMES[at // 3]} gave {NAMES[-1 - at // 3]} a {THINGS[at // 3]}.",
+            "question": ("Why?", "How would others feel?", "What will happen next?")[at % 3],
+            "answerA": f"glad about the {THINGS[at]}",
+            "answerB": "sad",
+            "answerC": f"wanted to see {NAMES[at]} again soon",
+            "label": "123"[at % 3],
+        }
+        for at in range(len(THINGS))
+    ]
+
+
+def boolq() -> Rows:
+    """Each passage is asked about twice."""
+    return [
+        {
+            "question": f"is the {THINGS[at]} older than the {THINGS[at - 1]}",
+            "passage": words(("boolq", at // 2), 30 + 20 * (at // 2)),
+            "idx": at,
+            "label": (at // 3) % 2,
+        }
+        for at in range(len(THINGS))
+    ]
+
+
+def lambada_openai() -> Rows:
+    """The last word stands in the text before; quotes and an accent are there as in the books."""
+    return [
+        {
+            "text": f"“Is it the {thing}?” {name} asked. {words(('lambada', at), 12 + 5 * at)} "
+            f"{name} looked at it, à la mode, and sighed: it was a {thing}"
+        }
+        for at, (name, thing) in enumerate(zip(NAMES, THINGS, strict=True))
+    ]
+
+
+def wikitext() -> Rows:
+    """Tokenized as WikiText is: " @-@ ", " @,@ ", " = Title = ", spaces before stops."""
+    return [
+        {
+            "page": f" = {thing.capitalize()} = \n \n The {thing} is a well @-@ known {THINGS[at]} "
+            f"of 1 @,@ {at}00 m , and {NAMES[at]} 's . \n {words(('wiki', at), 60 + 90 * at)} \n"
+        }
+        for at, thing in enumerate(THINGS[:4])
+    ]
+
+
+# ---- just read twice
+
+
+def document(seed: object, before: int, fact: str, after: int) -> str:
+    """`fact` between so many words."""
+    parts = [words((seed, "before"), before) if before else "", fact]
+    parts += [words((seed, "after"), after)] if after else []
+    return " ".join(filter(None, parts))
+
+
+# words before and after the fact: short documents, and long ones with it early, late, in between
+SHAPES = ((0, 20), (40, 0), (700, 700), (5, 1500), (1500, 5), (300, 300))
+
+
+def jrt_pairs(name: str, tail: str) -> Rows:
+    """SWDE and FDA: documents with keys and values; each is asked for two of them."""
+    rows: Rows = []
+    for at, (before, after) in enumerate(SHAPES):
+        year = str(1901 + 7 * at)
+        fact = f"director: {NAMES[at]} Stone. release date: {year}."
+        text = document((name, at), before, fact, after)
+        for key, value in (("director", f"{NAMES[at]} Stone"), ("release date", year)):
+            rows.append(
+                {
+                    "doc_id": f"{name}-{at}",
+                    "file_name": f"{name}-{at}.txt",
+                    "key": key,
+                    "value": value,
+                    "text": text + tail.format(key=key),
+                }
+            )
+    # an answer of one character, which is dropped, and one that the text does not have
+    rows.append(rows[0] | {"key": "rating", "value": "7"})
+    rows.append(rows[2] | {"key": "runtime", "value": "ninety minutes"})
+    return rows
+
+
+def jrt_swde() -> Rows:
+    return jrt_pairs("swde", "\nSummary of information above...\n{key}:")
+
+
+def jrt_fda() -> Rows:
+    return jrt_pairs("fda", " {key}:")
+
+
+def jrt_squad() -> Rows:
+    rows: Rows = []
+    for at, (before, after) in enumerate(SHAPES):
+        context = document(("squad", at), before, f"The {THINGS[at]} is in Oslo{at}.", after)
+        for part, value in ((f"The {THINGS[at]} is in", f"Oslo{at}"), ("In Oslo there is", "a")):
+            question = f"Where is the {THINGS[at]}?"
+            rows.append(
+                {
+                    "doc_id": f"{len(rows)}",
+                    "title": THINGS[at].capitalize(),
+                    "context": f"{context}\nQuestion: {question}",
+                    "question": question,
+                    "text": f" {context} {part} ",
+                    "value": value,
+                }
+            )
+    return rows
+
+
+def jrt_questions(name: str, form: str, mark: str = "") -> Rows:
+    """TriviaQA, NQ and DROP: a context, a question as a beginning, and a list of answers."""
+    rows: Rows = []
+    for at, (before, after) in enumerate(SHAPES):
+        place = f"New {THINGS[at].capitalize()}"
+        context = document((name, at), before, f"{NAMES[at]} was born in {place}.", after)
+        question = form.format(name=NAMES[at])
+        rows.append(
+            {
+                "doc_id": f"{name}-{at}",
+                "context": f"{mark}{context} {question}" if at % 2 else f"{mark}{context}",
+                "question": question,
+                "orig_question": f"Where was {NAMES[at]} born?{':' if at % 2 else ''}",
+                "answers": [place, place.upper(), NAMES[-1 - at]],
+            }
+        )
+    # the first answer is nowhere in it: the cut falls back
+    rows.append(rows[2] | {"doc_id": f"{name}-x", "answers": ["nowhere to be seen"]})
+    return rows
+
+
+def jrt_triviaqa() -> Rows:
+    return jrt_questions("triviaqa", "{name} was born in", "[DOC] [TLE] A page [PAR] ")
+
+
+def jrt_nq() -> Rows:
+    rows = jrt_questions("nq", "The birth place of {name} is")
+    return [row | {"alt_answers": [row["answers"][-1]], "tok_pos": 40} for row in rows]
+
+
+def jrt_drop() -> Rows:
+    return jrt_questions("drop", "Answer: {name} was born in")
+
+
+# ---- Babilong
+
+
+def babilong(task: str, length: str) -> Rows:
+    """Facts of the task among filler; at 0k the facts alone."""
+    fill = {"0k": 0, "1k": 500, "2k": 1000, "4k": 2000}[length]
+    return [_babilong_row(task, fill, at) for at in range(6)]
+
+
+def _babilong_row(task: str, fill: int, at: int) -> dict[str, Any]:
+    first, second, third = (PLACES[(at + k) % 6] for k in (0, 1, 2))
+    who, other = ("Mary", "John") if at % 2 else ("John", "Mary")
+    thing = ("apple", "football", "milk")[at % 3]
+    giver, taker = (("Bill", "Fred"), ("Jeff", "Mary"))[at % 2]
+    facts, question, target = {
+        "qa1": (
+            f"{who} went to the {first}. {other} moved to the {third}. {who} went to the {second}.",
+            f"Where is {who}? ",
+            second,
+        ),
+        "qa2": (
+            f"{who} went to the {first}. {who} took the {thing} there. {who} went to the {second}.",
+            f"Where is the {thing}? ",
+            second,
+        ),
+        "qa3": (
+            f"{who} took the {thing}. {who} went to the {first}. {who} went to the {second}. "
+            f"{who} went to the {third}.",
+            f"Where was the {thing} before the {third}? ",
+            second,
+        ),
+        "qa4": (
+            f"The {first} is north of the {second}. The {third} is south of the {second}.",
+            f"What is north of the {second}? ",
+            first,
+        ),
+        "qa5": (
+            f"{giver} took the {thing} there. {giver} gave the {thing} to {taker}.",
+            f"What did {giver} give to {taker}? " if at % 3 else f"Who gave the {thing}? ",
+            thing if at % 3 else giver,
+        ),
+    }[task]
+    text = facts
+    if fill:
+        sentences = facts.split(". ")
+        text = words((task, at, "a"), fill // 2) + " " + ". ".join(sentences[:-1]) + ". "
+        text += words((task, at, "b"), fill - fill // 2) + " " + sentences[-1]
+    return {"target": target, "question": question, "input": text}
+
+
+# ---- all of them
+
+ROWS: dict[str, Callable[[], Rows]] = {
+    "piqa": piqa,
+    "hellaswag": hellaswag,
+    "winogrande": winogrande,
+    "arc_easy": lambda: arc("soft", "ABCDE"),
+    "arc_challenge": lambda: arc("hard", "ABCDE"),
+    "social_iqa": social_iqa,
+    "boolq": boolq,
+    "lambada_openai": lambada_openai,
+    "wikitext": wikitext,
+    "jrt_swde": jrt_swde,
+    "jrt_fda": jrt_fda,
+    "jrt_squad": jrt_squad,
+    "jrt_triviaqa": jrt_triviaqa,
+    "jrt_nq": jrt_nq,
+    "jrt_drop": jrt_drop,
+}
+_TYPES: dict[str, dict[str, Any]] = {
+    # all others are strings
+    "piqa": {"label": Value("int64")},
+    "hellaswag": {"ind": Value("int32"), "endings": Sequence(TEXT)},
+    "arc_easy": {"choices": {"text": Sequence(TEXT), "label": Sequence(TEXT)}},
+    "arc_challenge": {"choices": {"text": Sequence(TEXT), "label": Sequence(TEXT)}},
+    "boolq": {"idx": Value("int32"), "label": ClassLabel(names=["False", "True"])},
+    "jrt_triviaqa": {"answers": Sequence(TEXT)},
+    "jrt_nq": {
+        "answers": Sequence(TEXT),
+        "alt_answers": Sequence(TEXT),
+        "tok_pos": Value("int64"),
+    },
+    "jrt_drop": {"answers": Sequence(TEXT)},
+}
+
+
+def rows_of(key: str) -> Rows:
+    """The fixture rows of a data set of the catalogue."""
+    if CATALOGUE[key].suite == BABILONG:
+        _, task, length = key.split("_")
+        return babilong(task, length)
+    return ROWS[key]()
+
+
+def fixture(key: str) -> datasets.Dataset:
+    """The same rows, with the column types of the real data set."""
+    rows, types = rows_of(key), _TYPES.get(key, {})
+    features = Features({name: types.get(name, TEXT) for name in rows[0]})
+    return datasets.Dataset.from_list(rows, features=features)
+
+
+def stage_fixtures(folder: Path, keys: Collection[str] | None = None) -> Path:
+    """Write the fixtures of `keys` (default: all) into `folder`, as if staged; the folder."""
+    for key in CATALOGUE if keys is None else keys:
+        write_staged(folder, key, {CATALOGUE[key].split: fixture(key)}, revision=REVISION)
+    return folder

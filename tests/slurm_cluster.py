@@ -1,0 +1,194 @@
+"""A real Slurm of two nodes on this machine: slurmctld, two slurmd and munge, started for tests.
+
+Settings as measured for Debian's slurm 22.05: no cgroups, no database, eight pretended GPUs a node
+(character devices that are /dev/null), a `low` partition that `high` preempts by requeueing. Needs
+root, and Debian's slurmctld, slurmd, slurm-client and munge; `missing` says what is not there.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+NODES = ("n1", "n2")
+GPUS = 8
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sacct", "mknod")
+
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+AuthType=auth/munge
+AuthInfo=socket={state}/munge.socket
+CryptoType=crypto/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={state}/ctld
+SlurmdSpoolDir={state}/%n
+SlurmctldPidFile={state}/slurmctld.pid
+SlurmdPidFile={state}/%n.pid
+SlurmctldLogFile={state}/slurmctld.log
+SlurmdLogFile={state}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+SlurmdParameters=config_overrides
+ReturnToService=2
+SwitchType=switch/none
+JobCompType=jobcomp/filetxt
+JobCompLoc={state}/jobcomp.log
+AccountingStorageType=accounting_storage/none
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=100000,batch_sched_delay=0
+KillWait={kill_wait}
+OverTimeLimit=0
+MinJobAge=3600
+SlurmdTimeout=30
+InactiveLimit=0
+PropagateResourceLimits=NONE
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{node_port}-{last_port}] CPUs=16 \
+Boards=1 SocketsPerBoard=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=10000 Gres=gpu:{gpus}
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PreemptMode=REQUEUE \
+PriorityTier=1 GraceTime={grace}
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PreemptMode=OFF PriorityTier=10
+"""
+
+
+def missing() -> str | None:
+    """Why no cluster can be started here; None where one can."""
+    absent = [name for name in NEEDED if shutil.which(name) is None and not _sbin(name).exists()]
+    if absent:
+        return f"not installed: {', '.join(absent)}"
+    return None if os.geteuid() == 0 else "needs root, for munge and for devices"
+
+
+def _sbin(name: str) -> Path:
+    return Path("/usr/sbin") / name
+
+
+class SlurmCluster:
+    """A running cluster: `environ` is what its commands need."""
+
+    def __init__(self, state: Path, *, kill_wait: int = 30, grace: int = 30) -> None:
+        self.state = state
+        self.environ = dict(os.environ) | {"SLURM_CONF": str(state / "slurm.conf")}
+        for name in [*self.environ]:
+            if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF":
+                del self.environ[name]
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._kill_wait, self._grace = kill_wait, grace
+
+    def start(self) -> None:
+        """Returns when both nodes are idle."""
+        host, port = socket.gethostname().split(".")[0], _free_ports()
+        self.state.mkdir(parents=True, exist_ok=True)
+        self.state.chmod(0o755)
+        (self.state / "ctld").mkdir()
+        for node in NODES:
+            (self.state / node).mkdir()
+        for gpu in range(GPUS):
+            subprocess.run(["mknod", self.state / f"fakegpu{gpu}", "c", "1", "3"], check=True)
+        conf = CONF.format(
+            host=host, port=port, node_port=port + 1, last_port=port + len(NODES), gpus=GPUS,
+            state=self.state, kill_wait=self._kill_wait, grace=self._grace,
+        )  # fmt: skip
+        (self.state / "slurm.conf").write_text(conf)
+        devices = f"{self.state}/fakegpu[0-{GPUS - 1}]"
+        (self.state / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={devices}\n")
+        self._munge()
+        self._daemon("slurmctld", "-D", "-f", str(self.state / "slurm.conf"))
+        self.until(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld")
+        for node in NODES:
+            self._daemon("slurmd", "-D", "-N", node, "-f", str(self.state / "slurm.conf"))
+        self.until(
+            lambda: self.run("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D").stdout == "2\n",
+            "two idle nodes",
+        )
+
+    def _munge(self) -> None:
+        key = self.state / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        socket_path = self.state / "munge.socket"
+        self._daemon(
+            "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={socket_path}",
+            f"--pid-file={self.state}/munged.pid", f"--log-file={self.state}/munged.log",
+            f"--seed-file={self.state}/munged.seed",
+        )  # fmt: skip
+        self.until(socket_path.exists, "munged")
+
+    def _daemon(self, name: str, *arguments: str) -> None:
+        log = open(self.state / f"{name}.out", "ab")
+        command = [shutil.which(name) or str(_sbin(name)), *arguments]
+        self._daemons.append(
+            subprocess.Popen(command, env=self.environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        )
+        log.close()
+
+    def run(self, *command: str, check: bool = True, **more: object) -> subprocess.CompletedProcess[str]:
+        """A command of Slurm's; raises with its words where it fails."""
+        found = subprocess.run(
+            command, env=self.environ, capture_output=True, text=True, timeout=60, **more  # type: ignore[call-overload]
+        )
+        if check and found.returncode:
+            raise AssertionError(f"{command}: {found.returncode}: {found.stdout}{found.stderr}")
+        return found
+
+    def until(self, happened: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+        """Waits; raises with the daemons' last words where it does not happen in time."""
+        end = time.monotonic() + timeout_s
+        while not happened():
+            for daemon in self._daemons:
+                if daemon.poll() is not None:
+                    raise AssertionError(f"{daemon.args} ended: {self._last_words()}")
+            if time.monotonic() > end:
+                raise AssertionError(f"waited {timeout_s} s for {what}: {self._last_words()}")
+            time.sleep(0.1)
+
+    def _last_words(self) -> str:
+        logs = sorted([*self.state.glob("*.log"), *self.state.glob("*.out")])
+        return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-800:]}" for log in logs)
+
+    def stop(self) -> None:
+        """Cancels every job, then ends what was started, last first."""
+        self.run("scancel", "--signal=KILL", "--full", "--state=RUNNING", check=False)
+        self.run("scancel", "--user=root", check=False)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+def _free_ports() -> int:
+    """The first of three free ports in a row."""
+    for first in range(16820 + os.getpid() % 5000, 60000, 3):
+        try:
+            for port in range(first, first + 1 + len(NODES)):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free ports")
+
+
+@contextmanager
+def slurm_cluster(state: Path, **settings: int) -> Iterator[SlurmCluster]:
+    """A cluster for as long as one is inside."""
+    cluster = SlurmCluster(state, **settings)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()

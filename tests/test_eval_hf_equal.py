@@ -1,0 +1,211 @@
+"""Our lm_eval model over a checkpoint, and `lm_eval --model hf` on its export: the same numbers.
+
+The reference is the harness's own class, which opens the exported folder as a user's command makes
+it do. Where it differs from what is right, a test of its own says so.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.dynamic_module_utils
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from canon_pretrain.data.tokenizer import load_tokenizer
+from canon_pretrain.hf.export import export
+from canon_pretrain.model.transformer import Transformer
+from eval.lm import CanonLM
+from eval.model import load_model
+from tests.data_folders import plant_data, sentence
+from tests.hf_exports import plant_run
+from tests.variants import build, variant
+
+MAX_LENGTH = 48
+BATCH_SIZES = (1, 5)
+NO_TEXT = 3 + 256  # <unk>, <s>, </s> and the bytes come first
+UNICODE = "Zürich 2024 \U0001f642, naïve café: 日本"
+NAMES = (
+    "nope ABCD",
+    "rope",
+    "alibi gqa",
+    "partial_rope_c ABCD qk_full",
+    "nope ABCD k2 no_res act standard documents",
+    "rope AC k3 gqa documents",
+)
+
+
+@dataclass
+class Pair:
+    """One model, as each side has it."""
+
+    ours: CanonLM
+    exported: CanonLM
+    theirs: HFLM
+
+    def ask(self, kind: str, asked: list[tuple[Any, ...]]) -> tuple[list[Any], list[Any]]:
+        """Our answers over the checkpoint, and theirs; by way of all that must change none."""
+        requests = [Instance(kind, {}, given, index) for index, given in enumerate(asked)]
+        answers = [getattr(lm, kind)(requests) for lm in (self.ours, self.exported)]
+        assert not differences(answers[1], answers[0])
+        found = []
+        for size in BATCH_SIZES:
+            self.theirs.batch_size_per_gpu = size
+            found.append(getattr(self.theirs, kind)(requests, disable_tqdm=True))
+        assert not differences(found[1], found[0])
+        return answers[0], found[0]
+
+
+def differences(found: list[Any], expected: list[Any]) -> list[tuple[int, Any, Any]]:
+    """Those answers that are further apart than 1e-4 (of sums: and 1e-4 of it), or not equal."""
+    apart = []
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        wanted = other
+        if isinstance(other, float):
+            wanted = pytest.approx(other, rel=1e-4, abs=1e-4)
+        elif isinstance(other, tuple):
+            wanted = (pytest.approx(other[0], rel=0, abs=1e-4), other[1])
+        if one != wanted:
+            apart.append((index, one, other))
+    return apart
+
+
+def opinionated(name: str) -> Transformer:
+    """A model whose likeliest tokens are always text.
+
+    Bytes that are no text are written by each tokenizer in its own way.
+    """
+    model = build(replace(variant(name), vocab_size=300))
+    with torch.no_grad():
+        model.output.weight[[i for i in range(NO_TEXT) if i != 2]] = 0.0
+    return model
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]:
+    folder = tmp_path_factory.mktemp("equal")
+    data = folder / "data"
+    plant_data(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
+    with pytest.MonkeyPatch.context() as patch:
+        # the code that travels with an export is copied there, by default below the home folder
+        modules = str(folder / "modules")
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+        patch.syspath_prepend(modules)
+        yield {name: make_pair(name, folder / name.replace(" ", "-"), data) for name in NAMES}
+
+
+def make_pair(name: str, folder: Path, data: Path) -> Pair:
+    checkpoint = plant_run(folder / "run", opinionated(name), data=data)
+    export(checkpoint, folder / "out")
+    device = torch.device("cpu")
+    ours, exported = (
+        CanonLM(
+            load_model(checkpoint, device),
+            load_tokenizer(where, eos=2),
+            max_length=MAX_LENGTH,
+            batch_tokens=150,
+        )
+        for where in (data, folder / "out" / "tokenizer.json")
+    )
+    return Pair(ours, exported, their_model(folder / "out", add_bos=False))
+
+
+def their_model(folder: Path, *, add_bos: bool) -> HFLM:
+    """What `lm_eval --model hf --model_args pretrained=FOLDER,...` makes."""
+    return HFLM(
+        pretrained=str(folder),
+        trust_remote_code=True,
+        device="cpu",
+        dtype="float32",
+        max_length=MAX_LENGTH,
+        add_bos_token=add_bos,
+        prefix_token_id=2,
+    )
+
+
+def scored() -> list[tuple[str, str]]:
+    """Contexts and continuations of every shape that a suite may ask for."""
+    text = sentence(3, 400)
+    asked = []
+    for seed in range(4):  # multiple choice: one context, choices of unequal lengths
+        context = sentence(seed, 3 + 7 * seed)
+        asked += [(context, f" {sentence(10 * seed + n, 1 + 3 * n)}") for n in range(1, 4)]
+    asked += [("is it so", choice) for choice in (" to", " in", " by", " to")]  # one token each
+    asked += [(UNICODE, f" {UNICODE[::-1]}"), ("the café", " naïve"), ("\U0001f642", "\U0001f642")]
+    asked += [("the of ", "a space moves"), ("the\n\n", " lines"), ("a </s> is text", " as </s>")]
+    asked += [("", " nothing before it"), ("", "the"), ("", UNICODE)]
+    asked += [(text, " of the"), (text, text[:90]), (text[:30], text[30:100])]  # loses its beginning
+    return asked
+
+
+def test_loglikelihoods(pairs: dict[str, Pair]) -> None:
+    for name, pair in pairs.items():
+        contexts = [(sentence(seed, 4), {"until": [], "max_gen_toks": 1}) for seed in range(9)]
+        requests = [Instance("generate_until", {}, given, 0) for given in contexts]
+        likeliest = pair.ours.generate_until(requests)
+        asked = scored() + [(c, text) for (c, _), text in zip(contexts, likeliest, strict=True)]
+        lengths = [[len(pair.ours.tok_encode(part)) for part in given] for given in asked]
+        assert max(sum(both) for both in lengths) > 3 * MAX_LENGTH
+        found, expected = pair.ask("loglikelihood", asked)
+        assert not differences(found, expected), name
+        assert {is_greedy for _, is_greedy in found} == {True, False}
+
+
+def test_rolling_loglikelihoods(pairs: dict[str, Pair]) -> None:
+    text = sentence(5, 300)
+    for name, pair in pairs.items():
+        texts = ["a", UNICODE, UNICODE * 6, text, "the of\n\nand to\n", ""]
+        ids = [pair.ours.tok_encode(text[:end]) for end in range(len(text))]
+        for size in (MAX_LENGTH - 1, MAX_LENGTH, MAX_LENGTH + 1, 2 * MAX_LENGTH):
+            texts.append(next(text[:end] for end in range(len(text)) if len(ids[end]) == size))
+        found, expected = pair.ask("loglikelihood_rolling", [(text,) for text in texts])
+        assert not differences(found, expected), name
+
+
+def questions() -> list[tuple[str, dict[str, Any]]]:
+    """Prompts of unequal lengths, so padded on the left, with and without what ends an answer."""
+    contexts = [sentence(seed, words) for seed, words in enumerate((1, 2, 9, 17, 30, 200))]
+    contexts += [UNICODE, "the of ", "to be </s>\n\nAnswer me:"]
+    asked = []
+    for until in ([], ["he"], ["\n", "a"]):  # in the middle of a token, most of them
+        asked += [(context, {"until": until, "max_gen_toks": 9}) for context in contexts]
+    asked += [(context, {"until": "t", "max_gen_toks": 1}) for context in contexts]
+    return [*asked, *((c, {"until": [" zz"], "max_gen_toks": 21}) for c in contexts[3:])]
+
+
+def test_generations(pairs: dict[str, Pair]) -> None:
+    """Theirs are decoded without what stands before: SentencePiece drops their first space."""
+    lengths = set()
+    for name, pair in pairs.items():
+        found, expected = pair.ask("generate_until", questions())
+        assert [answer.removeprefix(" ") for answer in found] == expected, name
+        lengths |= {len(pair.ours.tok_encode(text)) for text in found}
+    assert {0, 1} < lengths
+
+
+def generate(lm: CanonLM | HFLM, prompts: list[str], until: list[str]) -> list[str]:
+    options = {"until": until, "max_gen_toks": 5}
+    requests = [Instance("generate_until", {}, (text, options), 0) for text in prompts]
+    return lm.generate_until(requests, disable_tqdm=True)
+
+
+def test_where_theirs_is_not_right(pairs: dict[str, Pair]) -> None:
+    """An answer's first space is no part of it for them; a prompt of no tokens is beyond them."""
+    pair = pairs["rope"]
+    prompts = [sentence(seed, 5) for seed in range(9)]
+    answers = generate(pair.ours, prompts, [])
+    prompt, answer = next((p, a) for p, a in zip(prompts, answers, strict=True) if a[0] == " ")
+    assert generate(pair.theirs, [prompt], []) == [answer[1:]]
+    stop = answer[:2]
+    assert generate(pair.ours, [prompt], [stop]) == [""]
+    assert generate(pair.theirs, [prompt], [stop]) == [answer[1:].split(stop)[0]] != [""]
+
+    with pytest.raises(IndexError, match="dimension 1 with size 0"):
+        generate(pair.theirs, [""], [])
+    # beside another one it is all padding, and attends to nothing; ours go on from EOS
+    with_bos = their_model(Path(pair.theirs.pretrained), add_bos=True)
+    assert with_bos.tok_encode("") == [2]
+    assert generate(pair.ours, ["", "the of"], [])[0] == generate(with_bos, [""], [])[0]

@@ -1,0 +1,55 @@
+"""Results on disk: what is kept while a suite runs, and what damage does to it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.errors import UserError
+from eval.results import Answers, Results, Score, Unfinished, read_samples, write_results
+
+ASKED = {"checkpoint": "c", "step": 3, "suite": "s", "limit": None, "train_fingerprint": "f"}
+ANSWERS = Answers({"acc": Score(0.5, 0.1)}, 2, [{"doc_id": 0, "acc": 1}, {"doc_id": 1, "acc": 0}])
+
+
+def test_what_ended_is_kept_and_read_again(tmp_path: Path) -> None:
+    Unfinished(tmp_path, ASKED).add("first", ANSWERS)
+    Unfinished(tmp_path, ASKED).add("a/b", ANSWERS)
+    assert Unfinished(tmp_path, ASKED).read() == {"first": ANSWERS, "a/b": ANSWERS}
+    Unfinished(tmp_path, ASKED).remove()
+    assert Unfinished(tmp_path, ASKED).read() == {} and not [*tmp_path.iterdir()]
+
+
+def test_answers_to_another_question_are_thrown_away(tmp_path: Path) -> None:
+    Unfinished(tmp_path, ASKED).add("first", ANSWERS)
+    other = Unfinished(tmp_path, ASKED | {"written_ns": 7})
+    assert other.read() == {}
+    other.add("second", ANSWERS)
+    assert list(other.read()) == ["second"]
+    assert Unfinished(tmp_path, ASKED).read() == {}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"task": "first"}', '{"scores": 3}', "null"])
+def test_a_torn_task_is_asked_again(tmp_path: Path, content: str) -> None:
+    kept = Unfinished(tmp_path, ASKED)
+    kept.add("first", ANSWERS)
+    kept.add("second", ANSWERS)
+    (tmp_path / "unfinished" / "first.task.json").write_text(content)
+    assert list(kept.read()) == ["second"]
+    (tmp_path / "unfinished" / "question.json").write_text(content)
+    assert kept.read() == {}
+
+
+def test_samples_come_back_by_task(tmp_path: Path) -> None:
+    samples = {"one": [{"doc_id": 0, "target": "line\u2028separator"}], "two/parts": [{"x": 1}]}
+    write_results(tmp_path, Results(ASKED, {}, {}), samples)
+    assert read_samples(tmp_path) == samples
+    assert json.loads((tmp_path / "results.json").read_text())["asked"] == ASKED
+
+
+@pytest.mark.parametrize("content", [b"{", b"3\n", b"\xff\n"])
+def test_damaged_samples_name_the_file(tmp_path: Path, content: bytes) -> None:
+    write_results(tmp_path, Results(ASKED, {}, {}), {"one": [{"doc_id": 0}]})
+    (tmp_path / "samples-one.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match="samples-one.jsonl: damaged .* evaluate again"):
+        read_samples(tmp_path)
