@@ -12,7 +12,7 @@ a while to import (plotly, jinja2): a command imports it when there is a page to
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +51,20 @@ def html_page(
     *,
     filters: Mapping[str, Callable[..., Any]],
     dark: bool = True,
+    scripts: Sequence[str] = (),
     **values: Any,
 ) -> str:
     """The page `name`: `values` fill its template, its script draws `plotted` (JSON values).
 
-    With `dark` it follows the reader's choice of colours, else it is dark on white.
+    With `dark` it follows the reader's choice of colours, else it is dark on white. `scripts` are
+    more files of `templates`, each run before the page's own.
     """
     # autoescape covers every value; only files of ours and plotly's are marked as safe
     looks = ["page.css", *(["dark.css"] if dark else [])]
     sheets = [*(COMMON / look for look in looks), templates / f"{name}.css"]
-    ours = [COMMON / "page.js", templates / f"{name}.js"]
-    scripts = [get_plotlyjs(), *(path.read_text("utf-8") for path in ours)]
-    hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
+    ours = [COMMON / "page.js", *(templates / script for script in (*scripts, f"{name}.js"))]
+    run = [get_plotlyjs(), *(path.read_text("utf-8") for path in ours)]
+    hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in run]
     return (
         environment(templates, filters)
         .get_template(f"{name}.html")
@@ -71,7 +73,7 @@ def html_page(
             plotted=plotted,
             color_scheme="light dark" if dark else "light",
             style=Markup("".join(path.read_text("utf-8") for path in sheets)),
-            scripts=[Markup(script) for script in scripts],
+            scripts=[Markup(script) for script in run],
             script_hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in hashes)),
         )
     )

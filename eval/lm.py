@@ -1,38 +1,43 @@
 """A checkpoint as lm_eval sees it: the three kinds of request, answered by our Transformer.
 
-Every suite asks through this class (suites.py, validation.py). What the harness's own `hf` model
-leaves to the tokenizer or to defaults is fixed here: no BOS, EOS where a text needs a token before
-its first one (documents were separated by EOS in training, BOS was never seen), log-softmax in
+Every suite asks through this class (harness.py, validation.py). What the harness's own `hf` model
+leaves to the tokenizer or to defaults is fixed here: no BOS unless asked for, EOS where a text
+needs a token before its first one (documents were separated by EOS in training), log-softmax in
 float32, greedy decoding, and a context that is too long loses its beginning.
 
-Rows of unequal length that are scored are padded on the right: the model is causal, so padding
-changes nothing. Those that are continued are up to model/decode.py.
-
-Shapes: B rows, T tokens, V vocabulary, N scored tokens of one row.
+Requests become pairs of tokens to score (scoring.py) or prompts to continue (model/decode.py),
+these become batches within a budget of tokens (batches.py), and the batches are shared out over the
+ranks (ranks.py). They do not depend on how many ranks there are, so the answers don't either.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from rich.console import Console
-from torch import Tensor
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.model.decode import generate
+from canon_pretrain.model.decode import batches, generate
 from canon_pretrain.model.transformer import Transformer
-from eval.progress import progress
+from eval.batches import Workload, run_batches
+from eval.ranks import Ranks
+from eval.scoring import Answer, Batch, Pair, Planner, one_pass, score_batch
 
 BATCH_TOKENS = 8192
-"""Tokens in a forward pass: at 32,000 pieces their float32 logits are 1 GB. Also those that a
-generation remembers: keys and values of the 1.3B model are 3 GB."""
+"""Tokens of a batch: at 32,000 pieces the float32 logits of all of them are 1 GB, and keys and
+values of the 1.3B model 3 GB."""
 DEFAULT_GEN_TOKENS = 256
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
+NEW_TOKEN_COST = 32
+"""Characters of a prompt that are read in the time of one new token, roughly."""
+PASS_TOKENS = {"cpu": 32, "cuda": 1024}
+"""Tokens of a pass that would take as long as the pass does with none, roughly."""
+
+Result = TypeVar("Result")
 
 
 class TextTokenizer(Protocol):
@@ -50,16 +55,37 @@ class TextTokenizer(Protocol):
 class _Question:
     """What to continue, and where to end."""
 
-    context: list[int]
-    until: list[str]
+    context: tuple[int, ...]
+    until: tuple[str, ...]
     max_tokens: int
+
+
+def request_cost(request: Instance) -> int:
+    """About how much work a request is, in characters that are read; at least 1."""
+    context = len(request.args[0])
+    if request.request_type == "generate_until":
+        options = normalize_gen_kwargs(request.args[1], DEFAULT_GEN_TOKENS)
+        return context + NEW_TOKEN_COST * options["max_gen_toks"] + 1
+    if request.request_type == "loglikelihood":
+        return context + len(request.args[1]) + 1
+    return context + 1
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 class CanonLM(TemplateLM):
     """`model` and `tokenizer` as an lm_eval model that reads at most `max_length` tokens.
 
-    `tokenizer` None: token-level scores only. `batch_tokens` bounds B * T of a forward pass.
-    Raises UserError for a max_length that the model cannot take.
+    `tokenizer` None: token-level scores only. `batch_tokens` bounds the tokens of a forward pass
+    and those that are remembered; what does not fit in memory all the same is done in smaller
+    batches, with one line to `say`, and `batch_tokens` is then what did fit. `add_bos`: BOS before
+    every text, as `lm_eval --model hf` does it with add_bos_token=True. `answered` is told the cost
+    (request_cost) of requests as they are answered. `max_length`, `batch_tokens` and `answered` may
+    be set between calls. All `ranks` must make the same calls.
+
+    Raises UserError for a max_length that the model cannot take, and tokenizers that do not fit.
     """
 
     def __init__(
@@ -69,12 +95,12 @@ class CanonLM(TemplateLM):
         *,
         max_length: int,
         batch_tokens: int = BATCH_TOKENS,
-        console: Console | None = None,
+        add_bos: bool = False,
+        ranks: Ranks | None = None,
+        answered: Callable[[int], None] = lambda cost: None,
+        say: Callable[[str], None] = _complain,
     ) -> None:
         super().__init__()
-        longest = model.args.max_seq_len
-        if not 1 <= max_length <= longest:
-            raise UserError(f"max_length {max_length}: this model takes 1 to {longest} tokens")
         if tokenizer is not None and tokenizer.vocab_size > model.args.vocab_size:
             raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} pieces, the model only "
@@ -82,8 +108,27 @@ class CanonLM(TemplateLM):
             )
         self.model, self._text = model, tokenizer
         self.max_length, self.batch_tokens = max_length, batch_tokens
+        self.ranks, self.answered, self.say = ranks or Ranks.alone(), answered, say
         self._device = model.tok_embeddings.weight.device
-        self._console = console or Console(quiet=True)
+        self._bos: list[int] = []
+        self._encoded: dict[str, list[int]] = {}
+        if add_bos:
+            bos_id = getattr(self.text, "bos_id", -1)
+            if bos_id < 0:
+                raise UserError("the tokenizer has no BOS to begin texts with: leave out add_bos")
+            self._bos = [bos_id]
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens that are read at once."""
+        return self._max_length
+
+    @max_length.setter
+    def max_length(self, max_length: int) -> None:
+        longest = self.model.args.max_seq_len
+        if not 1 <= max_length <= longest:
+            raise UserError(f"max_length {max_length}: this model takes 1 to {longest} tokens")
+        self._max_length = max_length
 
     @property
     def text(self) -> TextTokenizer:
@@ -94,113 +139,181 @@ class CanonLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """EOS: also the token before the first one of a text without context."""
+        """EOS, which ends an answer."""
         return self.text.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before the first token of a text without context: EOS, or BOS if asked for.
+
+        The harness's `hf` takes BOS wherever the tokenizer has one, trained or not.
+        """
+        return self._bos[0] if self._bos else self.eot_token_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The ids of `string`; never BOS, whatever `add_special_tokens`."""
-        return [int(token) for token in self.text.encode(string)]
+        """The ids of `string`; BOS before them with `add_bos`, unless add_special_tokens=False."""
+        found = self._encoded.get(string)
+        if found is None:
+            found = [int(token) for token in self.text.encode(string)]
+        return found if add_special_tokens is False else self._bos + found
 
-    def loglikelihood(
-        self, requests: list[Instance], disable_tqdm: bool = True
-    ) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
         """(log-likelihood, is greedy) of each (context, continuation)."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        pairs = []
+        for request in requests:
+            context, continuation = request.args
+            self._remember(context.rstrip())
+            tokens, count = self._joined(context, continuation)
+            pairs.append(self._pair(tokens, count))
+        self._encoded.clear()
+        costs = [request_cost(request) for request in requests]
+        return self.score_pairs(pairs, costs)
+
+    def _remember(self, context: str) -> None:
+        """The choices of one item come one after another, and have the same context."""
+        if context not in self._encoded:
+            self._encoded.clear()
+            self._encoded[context] = [int(token) for token in self.text.encode(context)]
+
+    def _joined(self, context: str, continuation: str) -> tuple[list[int], int]:
+        """Both as tokens, and how many of them are the continuation's; cut as the harness cuts."""
+        if context:
+            before, after = self._encode_pair(context, continuation)
+        else:
+            after = self.tok_encode(continuation, add_special_tokens=False)
+            before = [self.prefix_token_id]
+            if after[:1] == before:  # a text that begins with EOS needs no other
+                before, after = after[:1], after[1:]
+        return before + after, len(after)
+
+    def _pair(self, tokens: list[int], count: int) -> Pair:
+        if not 0 < count <= self.max_length:
+            raise UserError(
+                f"a continuation of {count} tokens cannot be scored: expected 1 to max_length = "
+                f"{self.max_length}"
+            )
+        if count == len(tokens):
+            raise UserError("a continuation without any token before it cannot be scored")
+        # the last token is only predicted, never read: hence one more than max_length
+        return Pair(tokens[-(self.max_length + 1) :], count)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
         """The log-likelihood of each whole text, in windows of max_length as the harness cuts."""
         owners: list[int] = []
-        windows: list[tuple[list[int], list[int]]] = []
+        costs: list[int] = []
+        pairs: list[Pair] = []
         for index, request in enumerate(requests):
-            for window in get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            ):
-                windows.append(make_disjoint_window(window))
+            windows = list(
+                get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+            )
+            for number, window in enumerate(windows):
+                context, scored = make_disjoint_window(window)
+                pairs.append(self._pair(context + scored, len(scored)))
                 owners.append(index)
+                costs.append(_share(request_cost(request), number, len(windows)))
+            if not windows:
+                self.answered(request_cost(request))
         totals = [0.0] * len(requests)
-        for owner, (score, _) in zip(owners, self._score(windows, "windows"), strict=True):
+        for owner, (score, _) in zip(owners, self.score_pairs(pairs, costs), strict=True):
             totals[owner] += score
         return totals
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
-    ) -> list[tuple[float, bool]]:
-        return self._score([(context, cont) for _, context, cont in requests], "likelihoods")
+    ) -> list[Answer]:
+        pairs = [self._pair(context + cont, len(cont)) for _, context, cont in requests]
+        return self.score_pairs(pairs, [1] * len(pairs))
 
-    def _score(
-        self, pairs: Sequence[tuple[list[int], list[int]]], what: str
-    ) -> list[tuple[float, bool]]:
-        """(log-likelihood, is greedy) of the second of each pair after the first."""
-        rows, counts = [], []
-        for context, continuation in pairs:
-            if not 0 < len(continuation) <= self.max_length:
-                raise UserError(
-                    f"a continuation of {len(continuation)} tokens cannot be scored: expected 1 "
-                    f"to max_length = {self.max_length}"
-                )
-            # the last token is only predicted, never read: hence one more than max_length
-            rows.append((context + continuation)[-(self.max_length + 1) :])
-            counts.append(len(continuation))
-        answers: list[tuple[float, bool]] = [(0.0, False)] * len(rows)
-        with progress(self._console, what, len(rows)) as advance:
-            for batch in self._batches([len(row) - 1 for row in rows]):
-                scores = self.score_tokens([rows[i] for i in batch], [counts[i] for i in batch])
-                for index, score in zip(batch, scores, strict=True):
-                    answers[index] = score
-                advance(len(batch))
-        return answers
+    def score_pairs(self, pairs: Sequence[Pair], costs: Sequence[int]) -> list[Answer]:
+        """The answer of each pair, in batches shared out over the ranks; see scoring.py."""
 
-    @torch.inference_mode()
-    def score_tokens(
-        self, rows: Sequence[Sequence[int]], counts: Sequence[int]
-    ) -> list[tuple[float, bool]]:
-        """Of each row's last `counts` tokens: (log-likelihood, is each the likeliest).
+        def plan(budget: int, chosen: Sequence[int]) -> list[Batch]:
+            return self._planner(budget).plan(pairs, chosen)
 
-        One forward pass over row[:-1]. Log-softmax in float32, the sum in float64.
-        """
-        logits_BTV = self.model(self._pad([row[:-1] for row in rows]))
-        answers = []
-        for row, count, logits_TV in zip(rows, counts, logits_BTV, strict=True):
-            end = len(row) - 1
-            logits_NV = logits_TV[end - count : end].float()
-            wanted_N = torch.tensor(row[-count:], device=self._device)
-            found_N = logits_NV.log_softmax(-1).gather(-1, wanted_N[:, None])[:, 0]
-            greedy = bool((logits_NV.argmax(-1) == wanted_N).all())
-            answers.append((found_N.double().sum().item(), greedy))
-        return answers
+        def work(budget: int, batch: Batch) -> dict[int, Answer]:
+            return score_batch(self.model, self._planner(budget), pairs, batch)
+
+        return self.run(Workload(plan, lambda batch: batch.pairs, work), costs)
+
+    def score_tokens(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Answer]:
+        """(log-likelihood, is greedy) of each row's last `counts` tokens: one pass."""
+        pairs = [Pair(list(row), count) for row, count in zip(rows, counts, strict=True)]
+        found = score_batch(self.model, self._planner(0), pairs, one_pass(pairs))
+        return [found[index] for index in range(len(pairs))]
+
+    def run(self, load: Workload[Any, Result], costs: Sequence[int]) -> list[Result]:
+        """The result of each item of `load`, on all ranks; its cost goes to `answered`."""
+        results, self.batch_tokens = run_batches(
+            load,
+            costs,
+            batch_tokens=self.batch_tokens,
+            ranks=self.ranks,
+            answered=lambda cost: self.answered(cost),
+            say=self.say,
+        )
+        return results
+
+    def _planner(self, budget: int) -> Planner:
+        return Planner(budget, PASS_TOKENS.get(self._device.type, PASS_TOKENS["cuda"]))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """The greedy continuation of each context, cut before the first of its `until` strings.
 
         An answer ends at its length, at EOS (not kept), or when it holds one of its `until`.
         """
-        asked = [self._question(*request.args) for request in requests]
+        asked: dict[_Question, int] = {}  # the same question is asked once
+        costs: list[int] = []
+        numbers = []
+        for request in requests:
+            number = asked.setdefault(self._question(*request.args), len(asked))
+            if number == len(costs):
+                costs.append(0)
+            costs[number] += request_cost(request)
+            numbers.append(number)
+        questions = list(asked)
+        limit = self.model.args.max_seq_len
+
+        def plan(budget: int, chosen: Sequence[int]) -> list[list[int]]:
+            prompts = [questions[i].context for i in chosen]
+            limits = [questions[i].max_tokens for i in chosen]
+            return [[chosen[k] for k in b] for b in batches(prompts, limits, budget, limit)]
+
+        def work(budget: int, batch: list[int]) -> dict[int, str]:
+            return dict(
+                zip(batch, self._answers([questions[i] for i in batch], budget), strict=True)
+            )
+
+        answers = self.run(Workload(plan, lambda batch: batch, work), costs)
+        return [answers[number] for number in numbers]
+
+    def _answers(self, questions: Sequence[_Question], budget: int) -> list[str]:
+        """The answers to questions that are one batch."""
 
         def is_answered(index: int, tokens: list[int]) -> bool:
-            question = asked[index]
+            question = questions[index]
             text = self._written(question, tokens) if question.until else ""
             return any(stop and stop in text for stop in question.until)
 
-        with progress(self._console, "answers", len(asked)) as advance:
-            answers = generate(
-                self.model,
-                [question.context for question in asked],
-                max_new_tokens=[question.max_tokens for question in asked],
-                eos_id=self.eot_token_id,
-                stop=is_answered,
-                ended=lambda index: advance(1),
-                batch_tokens=self.batch_tokens,
-            )
+        answers = generate(
+            self.model,
+            [question.context for question in questions],
+            max_new_tokens=[question.max_tokens for question in questions],
+            eos_id=self.eot_token_id,
+            stop=is_answered,
+            batch_tokens=budget,
+        )
         return [
-            postprocess_generated_text(self._written(question, tokens), question.until, None)
-            for question, tokens in zip(asked, answers, strict=True)
+            postprocess_generated_text(self._written(question, tokens), list(question.until), None)
+            for question, tokens in zip(questions, answers, strict=True)
         ]
 
     def _question(self, context: str, options: dict[str, Any]) -> _Question:
@@ -219,7 +332,7 @@ class CanonLM(TemplateLM):
                 f"is {self.max_length}; raise it with --max_length, or generate less"
             )
         tokens = self.tok_encode(context) or [self.prefix_token_id]
-        return _Question(tokens[-room:], options["until"], options["max_gen_toks"])
+        return _Question(tuple(tokens[-room:]), tuple(options["until"]), options["max_gen_toks"])
 
     def _written(self, question: _Question, tokens: list[int]) -> str:
         """The text of new `tokens` as it continues the context.
@@ -227,26 +340,10 @@ class CanonLM(TemplateLM):
         Decoded after the context's last token: SentencePiece drops the space before a text's first
         word, and there it is no first word.
         """
-        last = question.context[-1:]
+        last = list(question.context[-1:])
         return self.text.decode(last + tokens)[len(self.text.decode(last)) :]
 
-    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """The indices of rows in batches of at most `batch_tokens`, longest first.
 
-        So that little is padding, and what does not fit in memory fails at once.
-        """
-        batch: list[int] = []
-        for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-            if batch and (len(batch) + 1) * lengths[batch[0]] > self.batch_tokens:
-                yield batch
-                batch = []
-            batch.append(index)
-        if batch:
-            yield batch
-
-    def _pad(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """tokens_BT, int64, zeros on the right."""
-        tokens_BT = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.long)
-        for row_T, row in zip(tokens_BT, rows, strict=True):
-            row_T[: len(row)] = torch.as_tensor(row)
-        return tokens_BT.to(self._device)
+def _share(cost: int, part: int, parts: int) -> int:
+    """What is part `part` of `parts` of a cost; they add up to it."""
+    return cost * (part + 1) // parts - cost * part // parts

@@ -31,11 +31,12 @@ from eval.subject import Subject
 from eval.suites import (
     ALL,
     BIRTH_YEAR,
-    SUITE_LENGTHS,
     SUITES,
     VALIDATION,
     TaskPlan,
     find_suite,
+    is_birth_year,
+    least_length,
     open_tasks,
 )
 
@@ -75,8 +76,7 @@ def open_plans(
     found = [find_suite(name) for name in (SUITES if arguments.suite == ALL else [arguments.suite])]
     plans = []
     for name, path in found:
-        at_least = 0 if arguments.max_length else SUITE_LENGTHS.get(name, 0)
-        max_length = max(arguments.max_length or subject.seq_len, at_least)
+        max_length = arguments.max_length or max(subject.seq_len, least_length(path))
         tasks = _open(console, subject, name, path, max_length, arguments)
         described = {task: plan.described for task, plan in tasks.items()}
         asked = {
@@ -130,9 +130,11 @@ def _open(
         **dict(arguments.option),
     }
     only = None
-    if name == BIRTH_YEAR:
+    if is_birth_year(path):
         folder, only, left_out = open_probes(subject, arguments, console, max_length)
         metadata["probes"] = str(folder)
+        if name != BIRTH_YEAR:
+            only = [name]
         if left_out:
             fits = f"left out, not fitting max_length {max_length}: {', '.join(left_out)}"
             console.print(fits, soft_wrap=True)

@@ -138,7 +138,7 @@ class Ranks:
             fault = error
             job.stop()
         self._raise_any(fault)
-        shares = self._exchange((len(items), own))
+        shares = self._exchange("map", (len(items), own))
         if len({count for count, _ in shares}) > 1:
             raise RuntimeError(f"ranks mapped {[count for count, _ in shares]} items")
         results = {index: result for _, share in shares for index, result in share.items()}
@@ -149,7 +149,7 @@ class Ranks:
         """The value that rank 0 gave, on every rank; the others' is not looked at."""
         if self.world_size == 1:
             return value
-        return self._exchange(value if self.rank == 0 else None)[0]
+        return self._exchange("broadcast", value if self.rank == 0 else None)[0]
 
     def in_turn(self, work: Callable[[], Result]) -> Result:
         """`work()` of this rank: rank 0 does it first, then all others; for files that one makes.
@@ -174,7 +174,7 @@ class Ranks:
                 raise fault
             return
         try:
-            words = self._exchange(None if fault is None else _words(fault))
+            words = self._exchange("fault", None if fault is None else _words(fault))
         except RankFailed:
             if fault is not None:
                 raise fault from None
@@ -188,29 +188,30 @@ class Ranks:
     def barrier(self) -> None:
         """Until all ranks are here; raises RankFailed where one never will be."""
         if self.world_size > 1:
-            self._exchange(None)
+            self._exchange("barrier", None)
 
-    def _exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank."""
-        values: list[Any] = [None] * self.world_size
+    def _exchange(self, kind: str, value: Any) -> list[Any]:
+        """The values of all ranks, by rank; `kind` is what they should all be at."""
+        shares: list[Any] = [None] * self.world_size
         try:
-            dist.all_gather_object(values, value)
-        except RuntimeError as error:
+            dist.all_gather_object(shares, (kind, value))
+        except (RuntimeError, ValueError) as error:
             # gloo: a connection was closed, or WORK_TIMEOUT is over
             reason = str(error).strip().splitlines()[0]
             raise RankFailed(
                 f"rank {self.rank} of {self.world_size} lost another rank, whose own output says "
                 f"why ({reason})"
             ) from None
-        return values
+        kinds = [kind for kind, _ in shares]
+        if len(set(kinds)) > 1:
+            raise RankFailed(f"the ranks are not at the same place: {', '.join(kinds)}")
+        return [value for _, value in shares]
 
 
 class _Job:
     """One `map`, as the ranks see it in their store: the next item, what is done, a fault."""
 
-    def __init__(
-        self, store: Any, name: str, done: Callable[[int], None], *, looks: bool
-    ) -> None:
+    def __init__(self, store: Any, name: str, done: Callable[[int], None], *, looks: bool) -> None:
         self._store, self._name, self._done, self._looks = store, name, done, looks
         self._told: set[int] = set()
         self._looked = time.monotonic()

@@ -40,11 +40,9 @@ from eval.validation import baseline_losses, model_loss
 def run(arguments: argparse.Namespace) -> None:
     """Ask `arguments.suite` of `arguments.checkpoint`; prints tables and writes results.json."""
     check_options(arguments)
-    ranks = Ranks.from_environment()
-    try:
+    # an exception leaves without waiting for ranks that are busy
+    with Ranks.from_environment() as ranks:
         _run(arguments, ranks)
-    finally:
-        ranks.close()
 
 
 def _run(arguments: argparse.Namespace, ranks: Ranks) -> None:
@@ -69,6 +67,7 @@ def _run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         max_length=longest,
         add_bos=arguments.add_bos,
         ranks=ranks,
+        say=lambda line: console.print(line, soft_wrap=True),
     )
     lm.batch_tokens = arguments.batch_tokens or batch_tokens_for(
         lm, subject.evals or arguments.out, console

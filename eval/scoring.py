@@ -12,6 +12,7 @@ Shapes: B rows, T tokens, V vocabulary, M places whose logits are needed, N scor
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +25,13 @@ STEPS = (1, 2, 4, 8, 16, 32, 64)
 """Shared beginnings are cut to a multiple of one of these, so that many are equally long."""
 LEAST_SAVED = 0.05
 """Of a group's tokens: a second pass is not worth less."""
+CONTINUED, REMEMBERED = 1.1, 0.03
+"""A token that is read after a prefix costs as much as this many, and one of a prefix that is
+copied for a row as this one."""
 MAX_DEPTH = 200
 SOFTMAX_ROWS = 1024
 
+T = TypeVar("T")
 Answer = tuple[float, bool]
 """(log-likelihood, is every token the likeliest)."""
 
@@ -81,44 +86,67 @@ class Planner:
         """
         rows = _distinct_rows(pairs, range(len(pairs)) if chosen is None else chosen)
         best = self._plain(rows)
-        if len(rows) > 1:
-            groups, single = _split(rows)
-            if groups:
-                rest = self._plain(single)
-                plans = [self._shared(groups, step) + rest for step in STEPS]
-                best = min([best, *plans], key=lambda plan: sum(map(self.cost, plan)))
+        groups, single = _split(rows)
+        if groups:
+            rest = self._plain(single)
+            pieces = [(n, piece) for n, group in groups for piece in self._pieces(n, group)]
+            plans = [self._shared(pieces, step) + rest for step in STEPS]
+            best = min([best, *plans], key=lambda plan: sum(map(self.cost, plan)))
+        # so that what does not fit in memory fails at once
         return sorted(best, key=lambda batch: -_widest(batch))
 
-    def cost(self, batch: Batch) -> int:
-        """The tokens that a batch reads, with what its passes cost."""
+    def cost(self, batch: Batch) -> float:
+        """The tokens that a batch reads, with what else its passes cost in tokens."""
         if not batch.prefix:
             return self.pass_tokens + len(batch.groups) * _widest(batch)
-        tokens = self.pass_tokens + len(batch.groups) * batch.prefix
+        total: float = self.pass_tokens + len(batch.groups) * batch.prefix
         for part in self.parts(batch):
             width = len(part[0][1].tokens) - batch.prefix
-            tokens += self.pass_tokens + len(part) * width
-        return tokens
+            read = width + REMEMBERED * batch.prefix
+            total += self.pass_tokens + CONTINUED * len(part) * read
+        return total
 
-    def parts(self, batch: Batch) -> Iterator[list[tuple[int, _Row]]]:
+    def parts(self, batch: Batch) -> list[list[tuple[int, _Row]]]:
         """The second passes of a shared batch: (group, row), longest first, within the budget."""
         rows = [(g, row) for g, group in enumerate(batch.groups) for row in group]
-        rows = [(g, row) for g, row in rows if len(row.tokens) > batch.prefix]
-        rows.sort(key=lambda entry: -len(entry[1].tokens))
+        # half of the budget is for the prefixes
         room = self.batch_tokens - len(batch.groups) * batch.prefix
-        while rows:
-            count = max(1, room // len(rows[0][1].tokens))
-            yield rows[:count]
-            rows = rows[count:]
+        return self._runs(rows, [len(row.tokens) for _, row in rows], room)
 
     def _plain(self, rows: Sequence[_Row]) -> list[Batch]:
-        batches: list[Batch] = []
-        for row in sorted(rows, key=lambda row: -len(row.tokens)):
-            held = batches[-1].groups if batches else []
-            if held and (len(held) + 1) * len(held[0][0].tokens) <= self.batch_tokens:
-                held.append([row])
+        runs = self._runs(rows, [len(row.tokens) for row in rows], self.batch_tokens)
+        return [Batch(0, [[row] for row in run]) for run in runs]
+
+    def _runs(self, rows: Sequence[T], lengths: Sequence[int], room: int) -> list[list[T]]:
+        """Rows that are padded to one length, longest first, `room` tokens at most.
+
+        A run ends where its padding comes to cost as much as another pass: where lengths are
+        evenly spread, that is the least in all.
+        """
+        runs: list[list[T]] = []
+        longest = padding = 0
+        for i in sorted(range(len(rows)), key=lambda i: -lengths[i]):
+            padding += longest - lengths[i]
+            fits = runs and (len(runs[-1]) + 1) * longest <= room and padding <= self.pass_tokens
+            if fits:
+                runs[-1].append(rows[i])
             else:
-                batches.append(Batch(0, [[row]]))
-        return batches
+                runs.append([rows[i]])
+                longest, padding = lengths[i], 0
+        return runs
+
+    def _pieces(self, prefix: int, group: list[_Row]) -> Iterator[list[_Row]]:
+        """A group in parts that read `batch_tokens` after the prefix at most: work to share out."""
+        piece: list[_Row] = []
+        total = 0
+        for row in group:
+            more = len(row.tokens) - prefix
+            if piece and total + more > self.batch_tokens:
+                yield piece
+                piece, total = [], 0
+            piece.append(row)
+            total += more
+        yield piece
 
     def _shared(self, groups: Sequence[tuple[int, list[_Row]]], step: int) -> list[Batch]:
         """Groups of equal prefixes together; what is cut off a prefix is read with each row."""
@@ -139,6 +167,13 @@ class Planner:
         return batches
 
 
+def one_pass(pairs: Sequence[Pair]) -> Batch:
+    """All pairs, each read as a row of its own."""
+    rows = [_Row(pair.tokens[:-1], [(i, len(pair.tokens) - 1)]) for i, pair in enumerate(pairs)]
+    return Batch(0, [[row] for row in rows])
+
+
+@torch.inference_mode()
 def score_batch(
     model: Transformer, planner: Planner, pairs: Sequence[Pair], batch: Batch
 ) -> dict[int, Answer]:
@@ -210,9 +245,7 @@ class _Found:
         if not at_N:
             return
         at, targets = (torch.tensor(ids, device=device) for ids in (at_N, targets_N))
-        norm_M = torch.cat(
-            [part.float().logsumexp(-1) for part in logits_MV.split(SOFTMAX_ROWS)]
-        )
+        norm_M = torch.cat([part.float().logsumexp(-1) for part in logits_MV.split(SOFTMAX_ROWS)])
         self._logs.append(logits_MV[at, targets].float() - norm_M[at])
         self._hits.append(logits_MV.argmax(-1)[at] == targets)
 
@@ -257,7 +290,8 @@ def _split(rows: list[_Row]) -> tuple[list[tuple[int, list[_Row]]], list[_Row]]:
     """(shared tokens, rows) of groups that are worth it, and the rows of no group."""
     shared = [_common(a.tokens, b.tokens) for a, b in zip(rows, rows[1:], strict=False)]
     groups, single = [], []
-    for start, stop, prefix in _best_groups(shared, 0, len(rows))[1]:
+    spans = _best_groups(shared, 0, len(rows))[1] if rows else []
+    for start, stop, prefix in spans:
         group = rows[start:stop]
         saved = (len(group) - 1) * prefix
         if saved > LEAST_SAVED * sum(len(row.tokens) for row in group):

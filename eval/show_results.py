@@ -29,6 +29,10 @@ def print_results(console: Console, subject: str, results: Results) -> None:
             count = f"{results.num_samples[task]:,}"
             table.add_row(Text(task), Text(metric, style), f"{score.value:.4f}", error, count)
     console.print(table)
+    for task, described in results.asked["tasks"].items():
+        if counts := described.get("counts"):
+            words = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+            console.print(Text(f"documents of {task}: {words}"), soft_wrap=True)
 
 
 def _loss_table(subject: str, results: Results) -> Table:

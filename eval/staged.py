@@ -166,22 +166,19 @@ def write_staged(
 ) -> dict[str, Any]:
     """Write the data set `key` so that it is staged: files first, manifest.json last.
 
-    What was staged there before stops being staged first: a reader sees the old, an error, or the
-    new. One writer a folder at a time: `stage.py` locks it. Returns the manifest.
+    What was staged there before goes only once the new files are written: a reader sees the old, an
+    error, or the new. One writer a folder at a time: `stage.py` locks it. Returns the manifest.
     """
     import datasets
     import pyarrow
 
     data, target = data_set(key), Path(folder) / key
     target.mkdir(parents=True, exist_ok=True)
-    (target / MANIFEST).unlink(missing_ok=True)
-    fsync_folder(target)
-    written, features = {}, {}
-    for split, rows in splits.items():
-        if not isinstance(rows, datasets.Dataset):
-            rows = datasets.Dataset.from_list(list(rows))
-        written[split] = _write_split(target / f"{split}.parquet", rows)
-        features[split] = rows.features.to_dict()
+    tables = {
+        split: rows if isinstance(rows, datasets.Dataset) else datasets.Dataset.from_list([*rows])
+        for split, rows in splits.items()
+    }
+    written = {split: _write_split(target, split, rows) for split, rows in tables.items()}
     manifest = {
         "version": MANIFEST_VERSION,
         "key": key,
@@ -189,29 +186,42 @@ def write_staged(
         "config": data.config,
         "revision": revision,
         "splits": written,
-        "features": features,
+        "features": {split: rows.features.to_dict() for split, rows in tables.items()},
         "packages": {"datasets": datasets.__version__, "pyarrow": pyarrow.__version__},
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+    (target / MANIFEST).unlink(missing_ok=True)
+    # or a crash could leave the old manifest beside new files
+    fsync_folder(target)
+    for known in written.values():
+        path = target / known["file"]
+        publish(_temporary(path), path)
     write_json(target / MANIFEST, manifest)
     return manifest
 
 
-def _write_split(path: Path, rows: "datasets.Dataset") -> dict[str, Any]:
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _write_split(target: Path, split: str, rows: "datasets.Dataset") -> dict[str, Any]:
+    """Write the rows under a temporary name; what the manifest says of them."""
     import pyarrow.parquet
 
-    temporary = path.with_name(path.name + ".tmp")
-    table = rows.with_format("arrow")[:]
-    # the features travel in the schema, where Dataset finds them again
-    table = table.cast(rows.features.arrow_schema)
+    path = target / f"{split}.parquet"
+    # the column types travel in the schema, where Dataset finds them again
+    table = rows.with_format("arrow")[:].cast(rows.features.arrow_schema)
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer)
     content = buffer.getvalue()
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(temporary, path)
+    try:
+        with open(_temporary(path), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # a full disk: give the room back
+        _temporary(path).unlink(missing_ok=True)
+        raise
     return {
         "file": path.name,
         "rows": table.num_rows,

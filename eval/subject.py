@@ -1,95 +1,232 @@
-"""What is evaluated: a checkpoint, with what its run says about it."""
+"""What is evaluated: a checkpoint with what its run says about it, or an exported folder.
+
+First stop of `eval run`: everything that can be wrong with the command's paths is said here. An
+export (`python -m canon_pretrain.hf export`, or any folder that `hf import` takes) has its
+tokenizer with it and belongs to no run: its results need a place (--out), and what reads shards
+needs --data.
+"""
 
 import contextlib
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from canon_pretrain.checkpoint.weights import check_checkpoint, checkpoint_step
+import torch
+
+from canon_pretrain.checkpoint.weights import METADATA, check_checkpoint, checkpoint_step
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.errors import UserError
+from canon_pretrain.hf.export import RECORD
+from canon_pretrain.hf.reading import CONFIG, INDEX, ONE_FILE, is_folder
+from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
-from eval.suites import VALIDATION
+from eval.model import load_model, model_args
+
+WITHOUT_TEXT = "validation"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint, and what its run says about it."""
+    """A checkpoint or an export.
+
+    `folder`: the run; None for an export. `step`: None where an export does not tell. `seq_len`:
+    the length trained on; of an export the positions that its config.json gives. `data`, `train`,
+    `held_out`: the run's shards; None for an export without --data.
+    """
 
     checkpoint: Path
-    folder: RunFolder
-    step: int
-    data: Path
-    train: TokenShards
-    held_out: TokenShards
-    max_length: int
+    folder: RunFolder | None
+    step: int | None
+    seq_len: int
+    data: Path | None
+    train: TokenShards | None
+    held_out: TokenShards | None
 
     @classmethod
-    def open(cls, checkpoint: Path, data: Path | None, max_length: int | None) -> "Subject":
+    def open(cls, checkpoint: Path, data: Path | None) -> "Subject":
         """Raises UserError where the checkpoint, its run or its data are not there or not whole."""
-        check_checkpoint(checkpoint)
-        folder = RunFolder.of_checkpoint(checkpoint)
-        config = folder.read_config()
-        try:
-            section = config["config"]["data"]
-            mixed = [Path(folder) for folder in section.get("paths") or []]
-            recorded = Path(section["path"])
-            seq_len = int(config["config"]["training"]["seq_len"])
-            trained_on = config["identity"]["data_fingerprint"]
-        except (KeyError, TypeError) as error:
+        if is_folder(checkpoint):
+            return _open_export(checkpoint, data)
+        return _open_checkpoint(checkpoint, data)
+
+    @property
+    def evals(self) -> Path | None:
+        """Where the run's results lie; None for an export."""
+        return None if self.folder is None else self.folder.path / "evals"
+
+    @property
+    def train_shards(self) -> TokenShards:
+        """The shards trained on; raises UserError where an export was given none."""
+        return self._shards(self.train)
+
+    @property
+    def held_out_shards(self) -> TokenShards:
+        """The held-out shards; raises UserError where an export was given none."""
+        return self._shards(self.held_out)
+
+    def _shards(self, shards: TokenShards | None) -> TokenShards:
+        if shards is None:
             raise UserError(
-                f"{folder.config_file} is damaged, or another version of this program wrote it: it "
-                f"lacks {error}"
-            ) from None
-        if mixed and data is None:
-            raise UserError(
-                f"{folder.path} was trained on a mixture of {', '.join(map(str, mixed))}: name the "
-                "one whose held-out part and tokenizer to use with --data"
-            )
-        if data is None and not recorded.is_dir():
-            raise UserError(
-                f"{recorded}, the data of {folder.path}, is not there: name the folder that it was "
-                "moved to with --data"
-            )
-        data = data or recorded
-        train, held_out = TokenShards.open(data / "train"), TokenShards.open(data / "validation")
-        if mixed:
-            try:
-                with contextlib.closing(Mixture.open(mixed, section["weights"])) as mixture:
-                    known = {source.fingerprint for source in mixture.sources}
-                    found = mixture.fingerprint if train.fingerprint in known else train.fingerprint
-            except UserError as error:
-                raise UserError(
-                    f"{folder.path} was trained on a mixture, whose folders must be where they "
-                    f"were (links will do) for --data to be checked: {error}"
-                ) from None
-        else:
-            found = train.fingerprint
-        if found != trained_on:
-            raise UserError(
-                f"{data} is not what {folder.path} was trained on: its fingerprint is "
-                f"{found[:12]}, the run's {trained_on[:12]}. Name the run's shards "
+                f"{self.checkpoint} is an export, which names no data: give the folder of a build "
                 "with --data"
             )
-        max_length = max_length or seq_len
-        step = checkpoint_step(checkpoint)
-        return cls(checkpoint.resolve(), folder, step, data, train, held_out, max_length)
+        return shards
+
+    def check_held_out(self) -> None:
+        """Raise UserError where the held-out part has no token to predict."""
+        if self.held_out_shards.num_tokens < 2:
+            raise UserError(
+                f"{self.data}/validation holds no text: build the data with --holdout above 0"
+            )
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The folder in which the tokenizer's file is."""
+        return self.checkpoint if self.data is None or self.folder is None else self.data
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the data was written with; raises UserError where it is not there."""
+        """The model's tokenizer; raises UserError where it is not there."""
+        return _of_export(self.checkpoint) if self.folder is None else self._of_data()
+
+    def _of_data(self) -> Tokenizer:
+        """The tokenizer that the run's data was written with."""
+        assert self.data is not None and self.train is not None
         try:
             tokenizer = Tokenizer.find(self.data, eos=self.train.eos_id)
         except UserError as error:
             raise UserError(
-                f"{error}. This suite reads text; only --suite {VALIDATION} does without"
+                f"{error}. This suite reads text; only --suite {WITHOUT_TEXT} does without"
             ) from None
         if tokenizer.sha256 != self.train.tokenizer_sha256:
             raise UserError(
                 f"{self.data / tokenizer.file_name} is not the tokenizer that {self.data} was "
                 f"written with: its sha256 is {tokenizer.sha256[:16]}, expected "
-                f"{self.train.tokenizer_sha256[:16]}"
+                f"{(self.train.tokenizer_sha256 or 'none')[:16]}"
             )
         return tokenizer
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What tells this model, and what it is asked about, from others; JSON values.
+
+        `tokenizer_sha256` is that of training, where it is known; of a foreign folder its file's.
+        """
+        written = METADATA
+        sha256 = None if self.train is None else self.train.tokenizer_sha256
+        if self.folder is None:
+            written = INDEX if (self.checkpoint / INDEX).is_file() else ONE_FILE
+            sha256 = _recorded_tokenizer(self.checkpoint) or sha256
+            if sha256 is None:
+                with contextlib.suppress(UserError):  # without one, only validation is asked
+                    sha256 = self.tokenizer.sha256
+        return {
+            "checkpoint": str(self.checkpoint),
+            "written_ns": (self.checkpoint / written).stat().st_mtime_ns,
+            "step": self.step,
+            "train_fingerprint": None if self.train is None else self.train.fingerprint,
+            "held_out_fingerprint": None if self.held_out is None else self.held_out.fingerprint,
+            "tokenizer_sha256": sha256,
+        }
+
+    def load(
+        self, device: torch.device, dtype: torch.dtype = torch.float32, max_length: int = 0
+    ) -> Transformer:
+        """The model, for sequences of `max_length` tokens; see load_model."""
+        return load_model(self.checkpoint, device, max_length, dtype)
+
+
+def _open_checkpoint(checkpoint: Path, data: Path | None) -> Subject:
+    check_checkpoint(checkpoint)
+    folder = RunFolder.of_checkpoint(checkpoint)
+    config = folder.read_config()
+    try:
+        section = config["config"]["data"]
+        mixed = [Path(path) for path in section.get("paths") or []]
+        recorded = Path(section["path"])
+        seq_len = int(config["config"]["training"]["seq_len"])
+        trained_on = config["identity"]["data_fingerprint"]
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder.config_file} is damaged, or another version of this program wrote it: it "
+            f"lacks {error}"
+        ) from None
+    if mixed and data is None:
+        raise UserError(
+            f"{folder.path} was trained on a mixture of {', '.join(map(str, mixed))}: name the "
+            "one whose held-out part and tokenizer to use with --data"
+        )
+    if data is None and not recorded.is_dir():
+        raise UserError(
+            f"{recorded}, the data of {folder.path}, is not there: name the folder that it was "
+            "moved to with --data"
+        )
+    data = data or recorded
+    train, held_out = TokenShards.open(data / "train"), TokenShards.open(data / "validation")
+    found = train.fingerprint
+    if mixed:
+        try:
+            with contextlib.closing(Mixture.open(mixed, section["weights"])) as mixture:
+                if train.fingerprint in {source.fingerprint for source in mixture.sources}:
+                    found = mixture.fingerprint
+        except UserError as error:
+            raise UserError(
+                f"{folder.path} was trained on a mixture, whose folders must be where they "
+                f"were (links will do) for --data to be checked: {error}"
+            ) from None
+    if found != trained_on:
+        raise UserError(
+            f"{data} is not what {folder.path} was trained on: its fingerprint is "
+            f"{found[:12]}, the run's {trained_on[:12]}. Name the run's shards "
+            "with --data"
+        )
+    step = checkpoint_step(checkpoint)
+    return Subject(checkpoint.resolve(), folder, step, seq_len, data, train, held_out)
+
+
+def _open_export(export: Path, data: Path | None) -> Subject:
+    seq_len = model_args(export).max_seq_len
+    train = held_out = None
+    if data is not None:
+        train, held_out = TokenShards.open(data / "train"), TokenShards.open(data / "validation")
+        wanted = _recorded_tokenizer(export) or _of_export(export).sha256
+        if train.tokenizer_sha256 != wanted:
+            raise UserError(
+                f"{data} was written with another tokenizer than {export} was trained with: its "
+                f"sha256 is {(train.tokenizer_sha256 or 'none')[:16]}, expected {wanted[:16]}"
+            )
+    step = _record(export).get("step")
+    return Subject(export.resolve(), None, step, seq_len, data, train, held_out)
+
+
+def _record(export: Path) -> dict[str, Any]:
+    """What an export of ours was made from; empty for a folder of another making."""
+    try:
+        found = json.loads((export / RECORD).read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{export / RECORD} cannot be read: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _recorded_tokenizer(export: Path) -> str | None:
+    """The sha256 of the tokenizer that an export of ours was trained with."""
+    return (_record(export).get("tokenizer") or {}).get("sha256")
+
+
+def _of_export(export: Path) -> Tokenizer:
+    """The tokenizer beside an export's weights; raises UserError where there is none."""
+    eos_id = json.loads((export / CONFIG).read_text("utf-8")).get("eos_token_id")
+    eos_id = eos_id[0] if isinstance(eos_id, list) and eos_id else eos_id
+    try:
+        return Tokenizer.find(export, eos=eos_id)
+    except UserError as error:
+        raise UserError(
+            f"{error}. Export the checkpoint with its tokenizer; only --suite {WITHOUT_TEXT} does "
+            "without"
+        ) from None

@@ -28,9 +28,10 @@ BIRTH_YEAR, VALIDATION = "birth-year", "validation"
 SUITES = (DISCRIMINATIVE, JRT, BABILONG, BIRTH_YEAR, VALIDATION)
 """Those of the paper (Figures 17 and 25), and the held-out loss."""
 ALL = "all"
-SUITE_LENGTHS = {BABILONG: 8192, BIRTH_YEAR: 8192}
-"""Tokens that a model is given to read at least, unless the user says otherwise: what they hide
-among 4,096 tokens would else be cut off, or left out. The other suites fit the training length."""
+LEAST_LENGTHS = {"babilong": 8192, "birth_year": 8192}
+"""Tokens that a model is given to read at least, unless the user says otherwise, by task folder:
+what they hide among 4,096 tokens would else be cut off, or left out. The others fit the training
+length."""
 
 TASKS = Path(__file__).parent / "tasks"
 HARNESS_TASKS = Path(lm_eval.tasks.__file__).parent
@@ -84,9 +85,25 @@ def find_suite(given: str) -> tuple[str, Path | None]:
     others = [name for name in files if name not in SUITES]
     raise UserError(
         f"unknown suite '{given}'{f', did you mean {near!r}?' if near else ''}; suites: "
-        f"{', '.join(SUITES)}, or {ALL}; tasks in {TASKS}: {', '.join(others) or 'none'}; or give "
-        "the path of a task's YAML"
+        f"{', '.join(SUITES)}, or {ALL}; or one of the {len(others)} tasks in {TASKS}; or the path "
+        "of a task's YAML"
     )
+
+
+def least_length(path: Path | None) -> int:
+    """See LEAST_LENGTHS; 0 for any other task file."""
+    return LEAST_LENGTHS.get(_folder(path), 0)
+
+
+def is_birth_year(path: Path | None) -> bool:
+    """Whether the tasks of this file read frozen probes."""
+    return _folder(path) == "birth_year"
+
+
+def _folder(path: Path | None) -> str:
+    """The folder in eval/tasks that a task file lies in; empty for one of the user's."""
+    ours = path is not None and path.resolve().is_relative_to(TASKS)
+    return path.parent.name if path is not None and ours else ""
 
 
 def open_tasks(
@@ -100,7 +117,8 @@ def open_tasks(
     with harness():
         try:
             manager = _manager(path, metadata)
-            spec = name if name in task_files() else str(path)
+            group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
+            spec = group[1] if group else str(path)  # a group is found by its name only
             tasks = _load(manager, spec, only)
         except UserError:
             raise
@@ -110,12 +128,10 @@ def open_tasks(
                 raise error.__cause__ from None
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(f"{path}: this task file does not load: {reason}") from error
-    if not tasks:
-        raise UserError(f"{path}: holds no task")
-    files_sha256 = _files_sha256(path)
-    return {
-        name: TaskPlan(task, *_describe(task, files_sha256, limit)) for name, task in tasks.items()
-    }
+        if not tasks:
+            raise UserError(f"{path}: holds no task")
+        files = _files_sha256(path)
+        return {key: TaskPlan(task, *_describe(task, files, limit)) for key, task in tasks.items()}
 
 
 def _manager(path: Path, metadata: Mapping[str, Any]) -> TaskManager:
@@ -164,9 +180,22 @@ def _describe(task: Task, files_sha256: str, limit: int | None) -> tuple[dict[st
         },
         "files_sha256": files_sha256,
         "config_sha256": _sha256(json.dumps(config, default=_source_text, sort_keys=True)),
+        **_counts(task),
         "documents_sha256": documents.hexdigest(),
         "requests_sha256": requests.hexdigest(),
     }, cost
+
+
+def _counts(task: Task) -> dict[str, Any]:
+    """How many documents a task's loader kept, cut and dropped, where it says so."""
+    for split in task.dataset.values():
+        try:
+            counts = json.loads(split.info.description)
+        except (AttributeError, TypeError, ValueError):
+            continue
+        if isinstance(counts, dict):
+            return {"counts": counts}
+    return {}
 
 
 def _source_text(value: Any) -> str:

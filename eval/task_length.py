@@ -20,15 +20,16 @@ POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")
 def known_max_length(metadata: Mapping[str, Any]) -> int | None:
     """The tokens that the model reads at most, as far as a task is told; None where it is not.
 
-    That is the metadata `max_length` (an argument of the model under plain lm_eval), else what the
-    config.json of the folder `pretrained` says. Raises UserError for a length that is no number.
+    That is the metadata `max_length`, or the model's own name for it (both are arguments of the
+    model under plain lm_eval), else what the config.json of the folder `pretrained` says. Raises
+    UserError for a length that is no number.
     """
-    given = metadata.get("max_length")
-    if given is not None:
-        try:
-            return int(given)
-        except (TypeError, ValueError):
-            raise UserError(f"max_length {given!r}: expected a number of tokens") from None
+    for name in ("max_length", *POSITIONS):
+        if (given := metadata.get(name)) is not None:
+            try:
+                return int(given)
+            except (TypeError, ValueError):
+                raise UserError(f"{name} {given!r}: expected a number of tokens") from None
     try:
         config = json.loads((Path(str(metadata.get("pretrained"))) / "config.json").read_text())
         lengths = [config[name] for name in POSITIONS if config.get(name) is not None]
@@ -64,6 +65,6 @@ def too_long(name: str, longest: int, answer_tokens: int, max_length: int) -> Us
     return UserError(
         f"{name}: prompts of up to {longest} tokens and an answer of {answer_tokens} do not fit "
         f"max_length {max_length}, and a prompt that is cut has lost facts. Give the model at "
-        f"least {longest + answer_tokens} (python -m eval run: --max_length N; lm_eval: "
-        "--model_args ...,max_length=N), or leave the task out"
+        f"least {longest + answer_tokens} (python -m eval run: --max_length N; lm_eval --model "
+        "hf: --model_args ...,max_length=N,max_position_embeddings=N), or leave the task out"
     )

@@ -4,12 +4,14 @@ The windows and the mean over them are those of canon_pretrain/data/held_out.py,
 scores too while it trains.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
+from eval.batches import Workload
 from eval.lm import CanonLM
 
 BASELINE_TOKENS = 20_000_000
@@ -21,34 +23,26 @@ def _loss(total_nats: float, num_tokens: int, shards: TokenShards) -> HeldOutLos
 
 
 def model_loss(
-    lm: CanonLM,
-    shards: TokenShards,
-    *,
-    seq_len: int,
-    limit: int | None = None,
-    advance: Callable[[int], None] = lambda windows: None,
+    lm: CanonLM, shards: TokenShards, *, seq_len: int, limit: int | None = None
 ) -> HeldOutLoss:
     """The model's held-out loss; log-softmax in float32, the sum in float64.
 
-    `limit` takes that many windows only, at even distances; `advance` is told of windows done.
+    `limit` takes that many windows only, at even distances. `lm.answered` is told of tokens done.
     """
-    total, count = 0.0, 0
-    batch: list[list[int]] = []
+    places = list(windows(shards.num_tokens, seq_len, limit))
 
-    def flush() -> None:
-        nonlocal total, count
-        counts = [len(row) - 1 for row in batch]
-        total -= sum(score for score, _ in lm.score_tokens(batch, counts))
-        count += sum(counts)
-        advance(len(batch))
-        batch.clear()
+    def plan(budget: int, chosen: Sequence[int]) -> list[Sequence[int]]:
+        count = max(1, budget // seq_len)
+        return [chosen[start : start + count] for start in range(0, len(chosen), count)]
 
-    for offset, size in windows(shards.num_tokens, seq_len, limit):
-        if batch and (len(batch) + 1) * seq_len > lm.batch_tokens:
-            flush()
-        batch.append(shards.read(offset, size).tolist())
-    flush()
-    return _loss(total, count, shards)
+    def work(budget: int, batch: Sequence[int]) -> dict[int, float]:
+        rows = [shards.read(*places[number]).tolist() for number in batch]
+        scores = lm.score_tokens(rows, [len(row) - 1 for row in rows])
+        return {number: score for number, (score, _) in zip(batch, scores, strict=True)}
+
+    sizes = [size for _, size in places]
+    scores = lm.run(Workload(plan, lambda batch: batch, work), sizes)
+    return _loss(-math.fsum(scores), sum(sizes) - len(sizes), shards)
 
 
 class CountModels:

@@ -1,7 +1,7 @@
 """Small data sets in the schema of every staged one, written as `eval stage` leaves them.
 
-`stage_fixtures(folder)` gives a folder that the tasks of all suites load. Rows and their order are
-the same on every machine. Where the columns are from:
+`stage_fixtures(folder)` gives a folder that the tasks of all suites load; the rows never differ.
+Where the columns are from:
 
 - discriminative: lm_eval's task files for what is used (and its code for types); the columns that
   no task uses (ind, ctx, split, split_type, source_id's form, id, idx), and the exact types, are
@@ -55,8 +55,7 @@ def piqa() -> Rows:
 
 
 def hellaswag() -> Rows:
-    """Brackets, " [title]" and double spaces are there for the task's cleaning; WikiHow shares
-    sources."""
+    """With what the task cleans away: brackets, " [title]", double spaces. Sources are shared."""
     return [
         {
             "ind": at,
@@ -110,7 +109,7 @@ def arc(word: str, labels: Collection[str]) -> Rows:
 
 
 def social_iqa() -> Rows:
-    """Contexts come two or three times, with other questions."""
+    """Each context comes three times, with other questions."""
     return [
         {
             "context": f"{NAMES[at // 3]} gave {NAMES[-1 - at // 3]} a {THINGS[at // 3]}.",
@@ -309,37 +308,25 @@ def _babilong_row(task: str, fill: int, at: int) -> dict[str, Any]:
 
 # ---- all of them
 
-ROWS: dict[str, Callable[[], Rows]] = {
-    "piqa": piqa,
-    "hellaswag": hellaswag,
-    "winogrande": winogrande,
+PLAIN: tuple[Callable[[], Rows], ...] = (
+    *(piqa, hellaswag, winogrande, social_iqa, boolq, lambada_openai, wikitext),
+    *(jrt_swde, jrt_fda, jrt_squad, jrt_triviaqa, jrt_nq, jrt_drop),
+)
+ROWS = {make.__name__: make for make in PLAIN} | {
     "arc_easy": lambda: arc("soft", "ABCDE"),
     "arc_challenge": lambda: arc("hard", "ABCDE"),
-    "social_iqa": social_iqa,
-    "boolq": boolq,
-    "lambada_openai": lambada_openai,
-    "wikitext": wikitext,
-    "jrt_swde": jrt_swde,
-    "jrt_fda": jrt_fda,
-    "jrt_squad": jrt_squad,
-    "jrt_triviaqa": jrt_triviaqa,
-    "jrt_nq": jrt_nq,
-    "jrt_drop": jrt_drop,
 }
+_TEXTS = Sequence(TEXT)
 _TYPES: dict[str, dict[str, Any]] = {
     # all others are strings
     "piqa": {"label": Value("int64")},
-    "hellaswag": {"ind": Value("int32"), "endings": Sequence(TEXT)},
-    "arc_easy": {"choices": {"text": Sequence(TEXT), "label": Sequence(TEXT)}},
-    "arc_challenge": {"choices": {"text": Sequence(TEXT), "label": Sequence(TEXT)}},
+    "hellaswag": {"ind": Value("int32"), "endings": _TEXTS},
+    "arc_easy": {"choices": {"text": _TEXTS, "label": _TEXTS}},
+    "arc_challenge": {"choices": {"text": _TEXTS, "label": _TEXTS}},
     "boolq": {"idx": Value("int32"), "label": ClassLabel(names=["False", "True"])},
-    "jrt_triviaqa": {"answers": Sequence(TEXT)},
-    "jrt_nq": {
-        "answers": Sequence(TEXT),
-        "alt_answers": Sequence(TEXT),
-        "tok_pos": Value("int64"),
-    },
-    "jrt_drop": {"answers": Sequence(TEXT)},
+    "jrt_triviaqa": {"answers": _TEXTS},
+    "jrt_nq": {"answers": _TEXTS, "alt_answers": _TEXTS, "tok_pos": Value("int64")},
+    "jrt_drop": {"answers": _TEXTS},
 }
 
 

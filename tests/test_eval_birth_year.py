@@ -1,22 +1,21 @@
 """The birth-year probes: what they say, who can answer them, and that they stay as they are."""
 
+import functools
 import hashlib
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
 
 from canon_pretrain.data.tokenizer import Tokenizer
-from canon_pretrain.errors import UserError
 from data_prep.train_tokenizer import train_tokenizer
 from eval import birth_year
 from eval.birth_year import (
@@ -24,26 +23,18 @@ from eval.birth_year import (
     KINDS,
     LAST_NAMES,
     MIDDLE_NAMES,
-    FrozenSets,
+    NUM_ITEMS,
+    VERSION,
     Junk,
     ends_with_space,
     make_probe,
     split_sentences,
 )
-from eval.suites import ask, exact_task, rank_task
+from eval.harness import harness
+from eval.tasks.birth_year.task import exact, without_space
+from tests.probe_folders import JUNK, NAMES, SENTENCES, Words, freeze_all, load_tasks
 
-SENTENCES = [f"Sentence number {i} tells of {'nothing ' * (i % 7)}at all." for i in range(300)]
-COUNT = 300  # items a set in these tests
-
-
-class Words:
-    """A tokenizer of words: quick, and as good as any for counting."""
-
-    def encode(self, text: str) -> list[str]:
-        return text.split()
-
-
-JUNK = Junk(SENTENCES, Words())
+COUNT = 300
 
 
 def again(kind_index: int, length: int, item: int) -> tuple[str, list[str], str]:
@@ -117,6 +108,46 @@ def test_probes_equal_an_independent_generator(kind: int, length: int, item: int
     assert len(set(years)) == len(years) == (3 if kind == 2 else 5)
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.sampled_from(KINDS), st.sampled_from([0, 30, 256, 1000]), st.integers(0, 999))
+def test_a_probe_is_what_its_text_says(kind: birth_year.Kind, length: int, item: int) -> None:
+    probe = make_probe(kind, length, item, JUNK, space=True)
+    stated, asked = read(probe["prompt"].rstrip())
+    first, second = stated[: kind.people], stated[kind.people :]
+    names = [name for name, _ in stated]
+    years = [year for _, year in first]
+    assert len(set(names)) == len(names) == kind.people * kind.hops
+    assert len(set(years)) == kind.people and all(1950 <= int(year) <= 2009 for year in years)
+    # those who are equated come after those whose years are stated, with one of them each
+    assert sorted(other for _, other in second) == sorted(names[: kind.people] * (kind.hops - 1))
+    last_group = names[-kind.people :]
+    assert asked in last_group if kind.asks_anyone else asked == last_group[0]
+    assert probe["choices"] == sorted(years)
+    assert probe["answer"] == solve(probe["prompt"]) == probe["choices"][probe["target"]]
+    context = probe["prompt"].partition("\n\nAnswer me: ")[0]
+    context = context.removeprefix(birth_year.INSTRUCTION)
+    if kind.hops == 2:
+        assert context.startswith("<context>") and context.endswith("</context>")
+    left = STATED.sub(".", context.removeprefix("<context>").removesuffix("</context>"))
+    tells = [words for words in left.split(".") if "Sentence number" in words]
+    told = sum(len(words.split()) for words in tells)
+    assert told < length or told == length == 0
+
+
+def test_every_slot_is_as_likely_for_a_statement() -> None:
+    """Where 5 statements stand among 5 + n sentences: each place has one with 5 in 5 + n."""
+    junk = Junk([f"Sentence number {i} has words." for i in range(50)], Words())
+    places: dict[int, int] = {}
+    for item in range(1000):
+        context = make_probe(KINDS[0], 51, item, junk, True)["prompt"].partition("\n\n")[0]
+        sentences = [words for words in context.split(".") if words.strip()]
+        assert len(sentences) == 15
+        for place, words in enumerate(sentences):
+            places[place] = places.get(place, 0) + (" was born" in words)
+    assert sum(places.values()) == 5000 and len(places) == 15
+    assert all(is_chance(count / 1000, 1 / 3, 1000) for count in places.values())
+
+
 def test_names_are_plain_and_many() -> None:
     for group in (FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES):
         assert len(set(group)) == len(group) >= 100
@@ -130,7 +161,7 @@ def test_the_control_asks_another_question_about_the_same_text() -> None:
         cut = "\n\nAnswer me: "
         assert first["prompt"].partition(cut)[0] == anyone["prompt"].partition(cut)[0]
         same += first["answer"] == anyone["answer"]
-    assert is_chance(same / COUNT, 0.2)
+    assert is_chance(same / COUNT, 0.2, COUNT)
 
 
 def test_junk_is_consecutive_and_below_its_length() -> None:
@@ -156,13 +187,28 @@ def test_sentences_are_split() -> None:
     assert Junk([long, "A b c."], Words()).sentences == ["A b c."]
 
 
+STATED = re.compile(r" was born in the (?:year of (\d{4})|same year as (\w+ \w+ \w+))\.")
+
+
+@functools.lru_cache(maxsize=1)
+def read(prompt: str) -> tuple[list[tuple[str, str]], str]:
+    """What a prompt's text says: (name, year or other name) as stated, and the name asked about."""
+    context, _, question = prompt.partition("\n\nAnswer me: ")
+    context = context.removeprefix(birth_year.INSTRUCTION).removeprefix("<context>")
+    stated = []
+    for match in STATED.finditer(context):
+        before = context[max(0, match.start() - 99) : match.start()]
+        stated.append((" ".join(before.split()[-3:]), match[1] or match[2]))
+    return stated, question.removesuffix(" ").removesuffix(" was born in the year of")
+
+
 def solve(prompt: str) -> str:
     """The answer, by reading."""
-    context, _, question = prompt.partition("\n\nAnswer me: ")
-    years = dict(re.findall(r"(\w+ \w+ \w+) was born in the year of (\d{4})\.", context))
-    same = dict(re.findall(r"(\w+ \w+ \w+) was born in the same year as (\w+ \w+ \w+)\.", context))
-    name = question.removesuffix(" ").removesuffix(" was born in the year of")
-    return years[same.get(name, name)]
+    stated, name = read(prompt.rstrip())
+    said = dict(stated)
+    while not name.isdigit():
+        name = said[name]
+    return name
 
 
 def first_year(prompt: str) -> str:
@@ -180,52 +226,110 @@ class Answers(LM):
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         asked = [request.args for request in requests]
+        assert all(y[0] == " " and y[1:].isdigit() for _, y in asked)
         return [(-1.0 * (y.strip() != self.answer(c)), False) for c, y in asked]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         raise NotImplementedError
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        assert all(request.args[1]["max_gen_toks"] == 5 for request in requests)
+        options = {"until": [], "max_gen_toks": 5, "do_sample": False}
+        assert all(request.args[1] == options for request in requests)
         return [self.answer(request.args[0]) + "." for request in requests]
 
 
-def score(lm: LM, kind: int, length: int, space: bool = True) -> dict[str, float]:
-    items = range(COUNT)
-    probes = [make_probe(KINDS[kind], length, item, JUNK, space) for item in items]
-    documents = datasets.Dataset.from_list(probes)
-    tasks = {"x/exact": exact_task("x", documents), "x/rank": rank_task("x", documents)}
-    scores, counts, samples = ask(lm, tasks, None)
-    assert counts == {"x": COUNT} and len(samples["x"]) == COUNT
-    for metric, found in scores["x"].items():
-        values = [sample[metric] for sample in samples["x"]]
-        assert found.value == pytest.approx(np.mean(values))
-        assert found.stderr == pytest.approx(np.std(values, ddof=1) / COUNT**0.5)
-    return {metric: found.value for metric, found in scores["x"].items()}
+def score(lm: LM, tasks: dict[str, Task]) -> dict[str, float]:
+    """The mean of each task's metric over all its items, by the harness's evaluator."""
+    with harness():
+        found = evaluate(lm, {"tasks": dict(tasks)}, bootstrap_iters=0)
+    assert found is not None
+    scores = {}
+    for name, items in found["samples"].items():
+        (metric,) = items[0]["metrics"]
+        assert len(items) == NUM_ITEMS and metric == ("rank" if "_rank" in name else "exact")
+        scores[name] = found["results"][name][f"{metric},none"]
+        assert scores[name] == pytest.approx(np.mean([item[metric] for item in items]))
+    return scores
 
 
-def is_chance(share: float, chance: float) -> bool:
-    return abs(share - chance) < 4 * (chance * (1 - chance) / COUNT) ** 0.5
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return freeze_all(tmp_path_factory.mktemp("probes"))
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
-@pytest.mark.parametrize(("length", "space"), [(0, True), (300, True), (0, False)])
-def test_an_oracle_is_always_right(kind: int, length: int, space: bool) -> None:
-    assert score(Answers(solve), kind, length, space) == {"exact": 1, "rank": 1}
+def is_chance(share: float, chance: float, count: int = NUM_ITEMS) -> bool:
+    return abs(share - chance) < 4 * (chance * (1 - chance) / count) ** 0.5
 
 
-def test_copying_the_first_year_is_right_on_1_hop_and_chance_on_its_control() -> None:
-    assert score(Answers(first_year), 0, 300) == {"exact": 1, "rank": 1}
-    for kind, chance in ((1, 1 / 5), (2, 1 / 3)):
-        found = score(Answers(first_year), kind, 300)
-        assert is_chance(found["exact"], chance) and is_chance(found["rank"], chance)
+def chance_of(name: str) -> float:
+    return 1 / 3 if name.startswith("2-hop") else 1 / 5
 
 
-@pytest.mark.parametrize(("kind", "chance"), [(0, 1 / 5), (1, 1 / 5), (2, 1 / 3)])
-def test_no_opinion_is_chance_on_rank(kind: int, chance: float) -> None:
-    found = score(Answers(lambda prompt: "none"), kind, 0)
-    assert found["exact"] == 0
-    assert is_chance(found["rank"], chance)
+def test_the_suite_is_complete(probes: dict[str, str]) -> None:
+    tasks = load_tasks(["birth-year"], **probes, max_length=8192)
+    assert list(tasks) == [name for probe in NAMES for name in (probe, f"{probe}_rank")]
+    for name, task in tasks.items():
+        about = task.config.metadata
+        assert task.VERSION == about["version"] == VERSION
+        assert task.config.dataset_kwargs == {"probe_set": name.removesuffix("_rank")}
+        if name.endswith("_rank"):
+            assert (about["primary"], about["part"]) == ("rank", "rank")
+            assert about["part_of"] == name.removesuffix("_rank")
+            assert about["chance"] == pytest.approx(chance_of(name), abs=1e-4)
+        else:
+            assert about["primary"] == "exact" and "part_of" not in about
+
+
+def test_an_oracle_is_always_right(probes: dict[str, str]) -> None:
+    """The suite, complete: 18,000 probes, asked twice."""
+    scores = score(Answers(solve), load_tasks(["birth-year"], **probes))
+    assert len(scores) == 36 and set(scores.values()) == {1.0}
+
+
+@pytest.mark.parametrize("length", [0, 512])
+def test_copying_the_first_year_is_right_on_1_hop_and_chance_on_its_control(
+    probes: dict[str, str], length: int
+) -> None:
+    names = [f"{kind.name}-{length}" for kind in KINDS]
+    scores = score(
+        Answers(first_year), load_tasks([*names, *(f"{name}_rank" for name in names)], **probes)
+    )
+    assert scores[names[0]] == scores[f"{names[0]}_rank"] == 1
+    for name in names[1:]:
+        assert is_chance(scores[name], chance_of(name))
+        assert is_chance(scores[f"{name}_rank"], chance_of(name))
+
+
+def test_no_opinion_and_a_random_one_are_chance_on_rank(probes: dict[str, str]) -> None:
+    class Dice(Answers):
+        def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+            draws = np.random.default_rng(7).random(len(requests)).tolist()
+            return [(-draw, False) for draw in draws]
+
+    names = [f"{kind.name}-256{part}" for kind in KINDS for part in ("", "_rank")]
+    tasks = load_tasks(names, **probes)
+    for lm in (Dice(lambda prompt: "none"), Answers(lambda prompt: "none")):
+        for name, found in score(lm, tasks).items():
+            assert is_chance(found, chance_of(name)) if "_rank" in name else found == 0
+
+
+def test_an_answer_is_its_first_four_characters() -> None:
+    for text, right in {
+        "1987.": 1,
+        " 1987, and": 1,
+        "19871": 1,
+        "1986": 0,
+        "198": 0,
+        "": 0,
+        "the 1987": 0,
+        "1 987": 0,
+    }.items():
+        assert exact({"answer": "1987"}, [text]) == {"exact": right}
+
+
+def test_a_space_of_the_prompt_goes_to_the_choices() -> None:
+    for prompt in ("in the year of ", "in the year of"):
+        assert without_space({"prompt": prompt}) == "in the year of"
 
 
 @pytest.fixture(scope="module")
@@ -253,75 +357,3 @@ def test_a_tokenizer_with_whole_years_gets_no_trailing_space() -> None:
     assert not ends_with_space(WholeYears())
     probe = make_probe(KINDS[0], 0, 0, JUNK, ends_with_space(WholeYears()))
     assert probe["prompt"].endswith(" was born in the year of")
-
-
-def frozen(folder: Path, **changes: object) -> FrozenSets:
-    options = {
-        "tokenizer": Words(),
-        "tokenizer_sha256": "t",
-        "origin": "a test",
-        "load_junk": lambda: SENTENCES,
-        "num_items": 7,
-    }
-    return FrozenSets(folder, **(options | changes))  # type: ignore[arg-type]
-
-
-def test_sets_are_made_once_and_alike(tmp_path: Path) -> None:
-    made: list[str] = []
-    sets, missing = frozen(tmp_path / "a").sets(700, made.append)
-    names = [f"{kind.name}-{length}" for length in (0, 256, 512) for kind in KINDS]
-    assert [s.name for s in sets] == made == names
-    assert missing == ["L = 1024", "L = 2048", "L = 4096"]
-    assert sets[3].read()[2] == make_probe(KINDS[0], 256, 2, JUNK, True)
-    assert len(sets[3].read()) == 7
-
-    def never() -> Iterator[str]:
-        raise AssertionError("the corpus is read again")
-
-    again, _ = frozen(tmp_path / "a", load_junk=never).sets(700, made.append)
-    assert again == sets and made == names
-    other, _ = frozen(tmp_path / "b").sets(700, made.append)
-    assert [s.sha256 for s in other] == [s.sha256 for s in sets]
-    for one in sets:
-        assert one.sha256 == hashlib.sha256(one.path.read_bytes()).hexdigest()
-        longest = max(len(p["prompt"].split()) for p in one.read())
-        assert one.max_tokens == longest
-
-
-def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    made: list[str] = []
-    sets, missing = frozen(tmp_path, load_junk=lambda: SENTENCES[:20]).sets(300, made.append)
-    assert [s.name for s in sets] == ["1-hop-0", "1-hop-random-0", "2-hop-0"]
-    assert re.fullmatch(r"1-hop-256 \(the text to hide in has only \d+ tokens\)", missing[0])
-    sets, missing = frozen(tmp_path).sets(100, made.append)
-    assert [s.name for s in sets] == ["1-hop-0", "1-hop-random-0"]
-    assert re.fullmatch(r"2-hop-0 \(prompts of up to \d+ tokens\)", missing[0])
-
-
-def test_a_changed_set_is_refused(tmp_path: Path) -> None:
-    (first, *_), _ = frozen(tmp_path).sets(200, lambda name: None)
-    content = first.path.read_bytes()
-    first.path.write_bytes(content.replace(b"was born", b"is born", 1))
-    with pytest.raises(UserError, match=r"1-hop-0.jsonl was changed after .* delete "):
-        first.read()
-    first.path.unlink()
-    with pytest.raises(UserError, match="1-hop-0.jsonl was changed after"):
-        first.read()
-    first.path.write_bytes(content)
-    first.read()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tokenizer_sha256": "u"}, "frozen with tokenizer_sha256 't', asked for is 'u'"),
-        ({"origin": "another"}, "frozen with junk 'a test', asked for is 'another'"),
-    ],
-)
-def test_sets_of_something_else_are_refused(tmp_path: Path, changes: dict, message: str) -> None:
-    frozen(tmp_path).sets(200, lambda name: None)
-    with pytest.raises(UserError, match=f"{message}.*--out"):
-        frozen(tmp_path, **changes).sets(200, lambda name: None)
-    (tmp_path / "sets.json").write_text(json.dumps({"version": 1}))
-    with pytest.raises(UserError, match="sets.json is damaged: delete"):
-        frozen(tmp_path).sets(200, lambda name: None)

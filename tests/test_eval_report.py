@@ -345,7 +345,7 @@ def test_the_page_holds_all_it_needs_and_plotly_once(run: RunFolder) -> None:
     assert len(re.findall(r"\* plotly\.js v", text)) == 1
     assert len(text) < 6_000_000
     tags = Page(page).tags
-    assert [attributes.get("src") for tag, attributes in tags if tag == "script"] == [None] * 4
+    assert [attributes.get("src") for tag, attributes in tags if tag == "script"] == [None] * 7
     assert [attributes["href"] for tag, attributes in tags if tag == "link"] == ["data:,"]
 
 
@@ -364,7 +364,7 @@ def test_text_from_files_is_never_markup(tmp_path: Path) -> None:
     page = report(paths, tmp_path / "out")
     parsed = Page(page)
     names = [tag for tag, _ in parsed.tags]
-    assert names.count("script") == 4 and "img" not in names and "b" not in names
+    assert names.count("script") == 7 and "img" not in names and "b" not in names
     assert not any(name.startswith("on") for _, attributes in parsed.tags for name in attributes)
     assert EVIL in parsed.text and EVIL_NAME in parsed.text  # shown as what they are
     labels = [facts["label"] for facts in content(page)["runs"]]

@@ -26,11 +26,13 @@ from eval.__main__ import main
 from eval.lm import CanonLM
 from eval.model import load_model
 from eval.results import Results, read_results, write_results
-from eval.suites import TASKS, file_suite, task_files
+from eval.suites import SUITES, TASKS, open_tasks, task_files
 from tests.support import ROOT
 
 WORDS = "the a one no river stone light house year born was in of and said went saw".split()
 MAX_LENGTH = 900  # three lengths of probes fit, in pieces of a vocabulary of 300
+SHORT = ("--max_length", MAX_LENGTH)
+"""Else the probes are given 8,192 tokens."""
 
 
 def document(seed: int) -> str:
@@ -112,7 +114,7 @@ def only_result(folder: Path) -> Path:
 
 def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
     state = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
-    printed = ask("birth-year", "--limit", 3)
+    printed = ask("birth-year", *SHORT, "--limit", 3)
     assert torch.equal(state[0], torch.get_rng_state())
     assert state[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
     assert "freezing the probes 1-hop-0 in" in printed
@@ -131,19 +133,23 @@ def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
         assert [sample["doc_id"] for sample in samples] == [0, 1, 2]
         for metric, score in results.scores[name].items():
             assert score.value == pytest.approx(np.mean([sample[metric] for sample in samples]))
-        set_hash = manifest["sets"][name]["sha256"]
-        assert results.asked["tasks"][name] == {"version": 1, "sha256": set_hash}
+        asked = results.asked["tasks"]
+        assert asked[name]["primary"] == ["exact"] and asked[name]["version"] == 1
+        assert asked[f"{name}_rank"]["part_of"] == name
+        chance = 1 / 3 if name.startswith("2") else 0.2
+        assert asked[f"{name}_rank"]["chance"] == pytest.approx(chance, abs=1e-4)
+        assert set(samples[0]) >= {"exact", "rank", "answers", "answers_rank", "doc_hash"}
     tokenizer = Tokenizer.load(run.parent / "data" / "tokenizer.model")
     assert results.asked["tokenizer_sha256"] == manifest["tokenizer_sha256"] == tokenizer.sha256
     assert results.asked["dtype"] == "float32" and results.asked["limit"] == 3
     # another step answers the same probes; the same question is not asked again
-    printed = ask("birth-year", "--limit", 3, step=2)
+    printed = ask("birth-year", *SHORT, "--limit", 3, step=2)
     assert "freezing" not in printed
-    assert "as found in" in ask("birth-year", "--limit", 3)
+    assert "as found in" in ask("birth-year", *SHORT, "--limit", 3)
 
 
 def test_probes_hide_in_the_held_out_part(run: Path, ask: Ask) -> None:
-    ask("birth-year", "--limit", 1)
+    ask("birth-year", *SHORT, "--limit", 1)
     first = (run / "evals/probes/1-hop-256.jsonl").read_text().splitlines()[0]
     text = json.loads(first)["prompt"].partition("\n\nAnswer me")[0]
     held_out = " ".join(" ".join(document(seed).split()) for seed in (3, 4, 5))
@@ -153,7 +159,7 @@ def test_probes_hide_in_the_held_out_part(run: Path, ask: Ask) -> None:
 
 
 def test_the_model_may_read_more_than_in_training(run: Path, ask: Ask, copy: Path) -> None:
-    assert "1-hop-1024" in ask("birth-year", "--limit", 1, "--max_length", 2000, of=copy)
+    assert "1-hop-1024" in ask("birth-year", *SHORT, "--limit", 1, "--max_length", 2000, of=copy)
     short, long = (load_model(run / "checkpoint/step-3", torch.device("cpu"), n) for n in (0, 1500))
     tokens = torch.arange(1500)[None] % 300
     with torch.no_grad():
@@ -164,10 +170,10 @@ def test_the_model_may_read_more_than_in_training(run: Path, ask: Ask, copy: Pat
 def test_a_junk_file_is_used(run: Path, ask: Ask, tmp_path: Path) -> None:
     junk = tmp_path / "junk.txt"
     junk.write_text(" ".join(f"Here is a marked line of {word}." for word in WORDS * 5))
-    ask("birth-year", "--limit", 1, "--junk", junk, "--out", tmp_path / "out")
+    ask("birth-year", *SHORT, "--limit", 1, "--junk", junk, "--out", tmp_path / "out")
     assert "Here is a marked line" in (tmp_path / "out/probes/1-hop-256.jsonl").read_text()
     assert (tmp_path / "out/results.json").exists()
-    error = ask("birth-year", "--limit", 1, "--out", tmp_path / "out", code=2)
+    error = ask("birth-year", *SHORT, "--limit", 1, "--out", tmp_path / "out", code=2)
     assert "were frozen with junk 'file " in error
 
 
@@ -178,7 +184,8 @@ def test_the_zen_of_python_is_rolling_perplexity(run: Path, ask: Ask) -> None:
     results = read_results(only_result(run / "evals/step-3/zen_of_python"))
     scores = results.scores["zen_of_python"]
     assert set(scores) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
-    task = file_suite("zen_of_python", task_files()["zen_of_python"]).tasks()["zen_of_python"]
+    path = task_files()["zen_of_python"]
+    task = open_tasks("zen_of_python", path, {}, None, None)["zen_of_python"].task
     (text,) = (doc["text"] for doc in task.eval_docs)
     assert text.startswith("The Zen of Python, by Tim Peters\n") and text.endswith("of those!")
     tokenizer = Tokenizer.load(run.parent / "data" / "tokenizer.model")
@@ -201,7 +208,7 @@ def test_our_tasks_load_through_the_harness_itself() -> None:
     program = (
         "from lm_eval.tasks import TaskManager\n"
         f"manager = TaskManager(include_path={str(TASKS)!r}, include_defaults=False)\n"
-        "tasks = manager.load(manager.all_subtasks)['tasks']\n"
+        "tasks = manager.load(['zen_of_python'])['tasks']\n"
         "print({name: (task.OUTPUT_TYPE, len(task.eval_docs)) for name, task in tasks.items()})"
     )
     done = subprocess.run(
@@ -209,7 +216,7 @@ def test_our_tasks_load_through_the_harness_itself() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "{'zen_of_python': ('loglikelihood_rolling', 1)}\n"
-    assert set(task_files()) == {"zen_of_python"}
+    assert {*SUITES} - {"validation"} < set(task_files())
 
 
 TASK = """
@@ -278,7 +285,7 @@ def test_a_task_file_that_does_not_load(
         (
             "x",
             [],
-            "unknown suite 'x'; suites: validation, birth-year; tasks in .*: zen_of_python; or",
+            "unknown suite 'x'; suites: discriminative, jrt, babilong, birth-year, validation, or all",
         ),
         ("nowhere.yaml", [], "--suite nowhere.yaml: no such task file"),
         ("birth-year", ["--limit", "0"], "--limit 0: expected at least 1"),
@@ -286,7 +293,7 @@ def test_a_task_file_that_does_not_load(
         ("birth-year", ["--max_length", "50"], "no set of birth-year fits max_length 50"),
         ("birth-year", ["--must_beat", "unigram"], "--must_beat is for --suite validation"),
         ("validation", ["--junk", "x.txt"], "--junk is for --suite birth-year"),
-        ("birth-year", ["--junk", "nowhere.txt"], "--junk nowhere.txt: cannot be read"),
+        ("birth-year", ["--junk", "nowhere.txt"], "junk nowhere.txt: cannot be read"),
     ],
 )
 def test_what_cannot_be_asked(ask: Ask, suite: str, words: list[str], message: str) -> None:
@@ -294,7 +301,7 @@ def test_what_cannot_be_asked(ask: Ask, suite: str, words: list[str], message: s
 
 
 def test_a_missing_step_names_those_there(ask: Ask) -> None:
-    error = ask("birth-year", step=7, code=2)
+    error = ask("birth-year", *SHORT, step=7, code=2)
     assert re.search("no checkpoint at .*step-7; steps in .*: 2, 3", error)
 
 
@@ -302,7 +309,7 @@ def test_text_needs_the_tokenizer_of_the_data(copy: Path, ask: Ask) -> None:
     words = ("--data", copy.parent / "data")
     path = copy.parent / "data" / "tokenizer.model"
     path.write_bytes(train_tokenizer([document(9)], 290))
-    error = ask("birth-year", *words, of=copy, code=2)
+    error = ask("birth-year", *SHORT, *words, of=copy, code=2)
     assert "is not the tokenizer that" in error
     path.unlink()
     for suite in ("birth-year", "zen_of_python"):
@@ -312,10 +319,10 @@ def test_text_needs_the_tokenizer_of_the_data(copy: Path, ask: Ask) -> None:
 
 def test_a_changed_probe_is_refused(copy: Path, ask: Ask) -> None:
     words = ("--max_length", 500)
-    ask("birth-year", *words, "--limit", 1, of=copy)
+    ask("birth-year", *SHORT, *words, "--limit", 1, of=copy)
     path = copy / "evals/probes/1-hop-0.jsonl"
     path.write_bytes(path.read_bytes() + b"\n")
-    error = ask("birth-year", *words, "--limit", 2, of=copy, code=2)
+    error = ask("birth-year", *SHORT, *words, "--limit", 2, of=copy, code=2)
     assert "1-hop-0.jsonl was changed after it was frozen" in error
 
 
@@ -377,10 +384,13 @@ def test_a_task_file_may_not_take_the_name_of_a_suite(ask: Ask, task_file: Path,
     assert "is the name of another suite; rename the file" in ask(str(mine), code=2)
 
 
-def test_a_group_of_tasks_is_refused(ask: Ask, tmp_path: Path) -> None:
-    path = tmp_path / "many.yaml"
-    path.write_text("group: many\ntask:\n  - zen_of_python\n")
-    assert "is a group of tasks; give the file of one task" in ask(str(path), code=2)
+def test_a_group_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
+    """Its tasks may lie beside it, or be ours."""
+    path = task_file.with_name("many.yaml")
+    path.write_text("group: many\ntask:\n  - colours\n  - zen_of_python\n")
+    ask(str(path), of=copy)
+    results = read_results(only_result(copy / "evals/step-3/many"))
+    assert list(results.scores) == ["colours", "zen_of_python"]
 
 
 def test_a_folder_that_cannot_be_is_refused_before_asking(ask: Ask, tmp_path: Path) -> None:

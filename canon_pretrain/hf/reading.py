@@ -86,19 +86,12 @@ def import_folder(
         _refuse_unfinished(temporary)
     if step < 0:
         raise UserError(f"step = {step}: expected 0 or more")
-    config = _read_json(source / CONFIG)
-    _refuse_unknown(config, source / CONFIG, set(ignore))
-    args, is_halves = to_args(config), layout(config) == HUGGINGFACE
-    with torch.device("meta"):
-        wanted = {n: p.shape for n, p in Transformer(args).named_parameters()}
+    args = folder_args(source, ignore=ignore)
     state: dict[str, Any] = {}
     if state_from is not None:
         step = checkpoint_step(state_from)
-        state = _training_state(state_from, wanted)
-    weights = _read_weights(source, wanted, tied=args.tie_embeddings)
-    if is_halves and args.rope_dim:
-        for name, order in _halves_to_pairs(args).items():
-            weights[name] = weights[name][order]
+        state = _training_state(state_from, _shapes(args))
+    weights = folder_weights(source, args)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         temporary.mkdir()  # two imports at a time: one of them gets it
@@ -123,6 +116,37 @@ def import_folder(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return Imported(out / f"step-{step}", args, out / MODEL_TOML)
+
+
+def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
+    """The model that the folder `source` describes. Raises UserError where it is none of ours."""
+    config = _read_json(source / CONFIG)
+    _refuse_unknown(config, source / CONFIG, set(ignore))
+    layout(config)  # an unknown one is refused before anything large is read
+    return to_args(config)
+
+
+def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
+    """The weights of the folder `source`, whose model is `args`: float32, by our names and layout.
+
+    Raises UserError naming what is wrong with them.
+    """
+    weights = _read_weights(source, _shapes(args), tied=args.tie_embeddings)
+    if args.rope_dim and layout(_read_json(source / CONFIG)) == HUGGINGFACE:
+        for name, order in _halves_to_pairs(args).items():
+            weights[name] = weights[name][order]
+    return weights
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a Hugging Face folder: a config.json with weights beside it."""
+    there = [(path / name).is_file() for name in (ONE_FILE, INDEX)]
+    return (path / CONFIG).is_file() and any(there)
+
+
+def _shapes(args: ModelArgs) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: p.shape for name, p in Transformer(args).named_parameters()}
 
 
 def _refuse_unfinished(temporary: Path) -> NoReturn:

@@ -86,7 +86,7 @@ def generate(
             ended(i)
         return not ends
 
-    for batch in _batches(prompts, limits, batch_tokens, model.args.max_seq_len):
+    for batch in batches(prompts, limits, batch_tokens, model.args.max_seq_len):
         room = len(prompts[batch[0]]) + max(limits[i] for i in batch)
         cache = Cache(model.args.num_layers, capacity=room)
         chunk = max(1, batch_tokens // len(batch))
@@ -161,10 +161,10 @@ def _read(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk
     return logits_B1V[:, -1]
 
 
-def _batches(
+def batches(
     prompts: Sequence[Sequence[int]], limits: Sequence[int], batch_tokens: int, max_seq_len: int
 ) -> Iterator[list[int]]:
-    """The indices of the prompts in batches that fit, the longest prompts first.
+    """The indices of the prompts in the batches that `generate` answers, the longest prompts first.
 
     So that little is padding, and what does not fit in memory fails at once. The padding of a row
     counts as the row does: a short prompt with a long answer may not fit beside a long prompt.

@@ -26,7 +26,6 @@ def report_content(runs: Sequence[Run], comparison: dict[str, Any]) -> dict[str,
 
     `comparison` is the value of `eval.comparison.content.comparison_content`.
     """
-    labels = [run.label for run in runs]
     most = points_a_line(len(runs) * len(CURVES))
     suites = suites_content(runs)
     return {
@@ -37,7 +36,7 @@ def report_content(runs: Sequence[Run], comparison: dict[str, Any]) -> dict[str,
         "verdicts": verdict_summary(comparison),
         "anchors": anchors((r["task"], r["metric"]) for suite in suites for r in suite["rows"]),
         "score_curves": score_curves(runs),
-        "lengths": length_figures(runs, entries(comparison, labels)),
+        "lengths": length_figures(runs, entries(comparison)),
         "runs": [_run_content(run) for run in runs],
         "differing_settings": _differing_settings(runs),
         "curves": [

@@ -8,7 +8,7 @@ from typing import Any
 
 MAX_POINTS = 4000
 """Of one line."""
-ALL_POINTS = 100_000
+ALL_POINTS = 40_000
 """Of all lines of a report together: its page is to open at once."""
 FEWEST_POINTS = 300
 """Of one line, however many there are."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.names import printable
-from eval.report.runs import Run, described, primary_metrics
+from eval.report.runs import Run, described, primary_metrics, suite_order
 from eval.results import Results
 
 
@@ -56,7 +56,7 @@ def _primaries(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
                     continue
                 for metric in primary_metrics(results, task):
                     known[suite, task, metric] = None
-    return [key for suite in sorted(found) for key in found[suite]]
+    return [key for suite in sorted(found, key=suite_order) for key in found[suite]]
 
 
 def _line(

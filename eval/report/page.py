@@ -6,14 +6,96 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain import page
+from eval.report import words
+from eval.report.words import number
+
+WORDS = (
+    "aligned",
+    "best_note",
+    "caveats",
+    "chosen_note",
+    "detectable",
+    "family",
+    "figure",
+    "interval",
+    "mcnemar",
+    "noise_words",
+    "p_value",
+    "pair_cells",
+    "real",
+    "refusals",
+    "seed_sigma",
+    "settings",
+    "signed",
+    "tally",
+    "verdict",
+)
+"""The functions of words.py that templates use."""
+
+MAX_ROWS = 1000
+"""Of the page's tables that list every step: browsers lay out more of them slowly."""
+
+SHORT_ROWS = 8
+"""Figures of a row of the table of differences where it has more than MAX_ROWS rows."""
+
+DIGITS = 7
+"""Significant digits of a value that the page's script draws."""
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 
 
 def html_page(content: dict[str, Any]) -> str:
-    """The self-contained page of `content.report_content`."""
-    plotted = {"runs": content["runs"], "curves": content["curves"]}
-    return page.html_page(TEMPLATES, "report", plotted, filters=_filters(), content=content)
+    """The self-contained page of `report_content`."""
+    return page.html_page(
+        TEMPLATES,
+        "report",
+        _plotted(content),
+        filters=_filters(),
+        scripts=("tables.js", "lazy.js", "scores.js"),
+        content=content,
+        max_rows=MAX_ROWS,
+        short_rows=SHORT_ROWS,
+    )
+
+
+def _plotted(content: dict[str, Any]) -> dict[str, Any]:
+    """What the page's script draws, in few bytes: report.json has it unrounded."""
+    return {
+        "runs": [{name: run[name] for name in ("label", "restarts")} for run in content["runs"]],
+        "entries": entry_labels(content),
+        "curves": [
+            {**curve, "lines": [_short_line(line) for line in curve["lines"]]}
+            for curve in content["curves"]
+        ],
+        "score_curves": [
+            {"lines": [{k: _once(_rounded(v)) for k, v in line.items()} for line in curve["lines"]]}
+            for curve in content["score_curves"]
+        ],
+        "lengths": content["lengths"],
+    }
+
+
+def _short_line(line: dict[str, Any]) -> dict[str, Any]:
+    """Of a training curve: rounded, and with one number for its tokens where a step has as many."""
+    short = {"run": line["run"], "figures": line["figures"], "values": _rounded(line["values"])}
+    steps, tokens = line["steps"], line["tokens"]
+    ratios = {t / s for s, t in zip(steps, tokens, strict=True) if s}
+    if len(ratios) == 1 and 0 not in steps:
+        return {**short, "steps": steps, "tokens_a_step": ratios.pop()}
+    return {**short, "steps": steps, "tokens": tokens}
+
+
+def _once(values: Any) -> Any:
+    """One value for a list that repeats it: the items of a task, a limit that there is not."""
+    alike = isinstance(values, list) and len(values) > 1 and values == [values[0]] * len(values)
+    return values[0] if alike else values
+
+
+def _rounded(values: Any) -> Any:
+    """The floats of a list to DIGITS significant digits."""
+    if not isinstance(values, list):
+        return values
+    return [float(f"{v:.{DIGITS}g}") if isinstance(v, float) else v for v in values]
 
 
 def markdown_page(content: dict[str, Any]) -> str:
@@ -32,7 +114,17 @@ def _filters() -> dict[str, Callable[..., Any]]:
         "gaps": gap_words,
         "md": escape_markdown,
         "setting": setting,
+        "entry_labels": entry_labels,
+        **{name: getattr(words, name) for name in WORDS},
     }
+
+
+def entry_labels(content: dict[str, Any]) -> list[str]:
+    """The lines of the figures over length, each once: their place is their colour."""
+    panels = [panel for figure in content["lengths"] for panel in figure["panels"]]
+    known = [architecture["label"] for architecture in content["comparison"]["architectures"]]
+    drawn = dict.fromkeys(line["label"] for panel in panels for line in panel["lines"])
+    return [label for label in known if label in drawn] + [x for x in drawn if x not in known]
 
 
 def escape_markdown(text: object) -> str:
@@ -40,11 +132,6 @@ def escape_markdown(text: object) -> str:
     line = " ".join(str(text).split())
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*\[\]|~])", r"\\\1", line)
-
-
-def number(value: float | None, decimals: int = 4) -> str:
-    """A figure for a table; thousands are parted by commas."""
-    return "–" if value is None else f"{value:,.{decimals}f}"
 
 
 def score(cell: dict[str, Any] | None) -> tuple[str, str, str]:

@@ -14,6 +14,13 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import unique_labels
 from eval.results import RESULTS, Results, read_results
 
+SUITES = ("discriminative", "jrt", "babilong", "birth-year", "validation")
+
+
+def suite_order(name: str) -> tuple[int, str]:
+    """The sort key of a suite: the paper's order, and what it does not have after that."""
+    return (SUITES.index(name) if name in SUITES else len(SUITES), name)
+
 
 @dataclass(frozen=True)
 class Run:

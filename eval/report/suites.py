@@ -10,7 +10,7 @@ from typing import Any
 
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.names import printable
-from eval.report.runs import Run
+from eval.report.runs import Run, suite_order
 from eval.results import Results
 
 OWN_TO_A_RUN = ("checkpoint", "written_ns", "step", "suite", "limit", "train_fingerprint")
@@ -25,8 +25,8 @@ MAX_NAMED = 6
 
 def suites_content(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The tables of all suites that any run was asked."""
-    names = sorted({results.asked["suite"] for run in runs for results in run.evaluations})
-    return [_suite_content(suite, runs) for suite in names]
+    names = {results.asked["suite"] for run in runs for results in run.evaluations}
+    return [_suite_content(suite, runs) for suite in sorted(names, key=suite_order)]
 
 
 def _suite_content(suite: str, runs: Sequence[Run]) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def _suite_warnings(latest: dict[str, Results]) -> list[str]:
         if limit is not None
     ]
     if rewritten := [label for label, results in latest.items() if _was_rewritten(results)]:
-        what = "its checkpoint was" if len(rewritten) == 1 else "their checkpoints were"
-        which = "it" if len(rewritten) == 1 else "them"
+        one = len(rewritten) == 1
         warnings.append(
-            f"{named(rewritten)}: {what} written again after this was asked; evaluate {which} again."
+            f"{named(rewritten)}: {'its checkpoint was' if one else 'their checkpoints were'} "
+            f"written again after this was asked; evaluate {'it' if one else 'them'} again."
         )
     if len({results.asked["step"] for results in latest.values()}) > 1:
         warnings.append("The columns stand at different steps.")

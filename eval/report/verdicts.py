@@ -17,7 +17,8 @@ MAX_REAL = 12
 
 
 def verdict_summary(comparison: Mapping[str, Any]) -> dict[str, Any]:
-    """For each architecture its tally against the baseline; the seed noise used; what was refused.
+    """For each architecture its tally against the baseline; the seed noise used; what was refused,
+    and what was compared although the question was not put in the same way.
 
     `detectable` is lowest, median and highest of the smallest differences that could have been
     shown, over the differences within noise; perplexities are left out, as they have another scale.
@@ -32,22 +33,16 @@ def verdict_summary(comparison: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "seed_noise": _seed_noise(comparison["pairs"]),
         "refused": _refused(comparison["refused"]),
+        "asked_differently": _asked_differently(comparison["pairs"]),
     }
 
 
-def entries(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[Entry]:
-    """The architectures with the runs that stand for them: of the chosen learning rate, else all.
-
-    A run that is of no architecture stands for itself.
-    """
-    found = []
-    known: set[str] = set()
-    for architecture in comparison["architectures"]:
-        chosen = architecture.get("chosen")
-        runs = chosen["runs"] if chosen else architecture["runs"]
-        found.append(Entry(architecture["label"], tuple(runs)))
-        known |= set(architecture["runs"])
-    return found + [Entry(label, (label,)) for label in labels if label not in known]
+def entries(comparison: Mapping[str, Any]) -> list[Entry]:
+    """The architectures, with the runs of the chosen learning rate for each; else all of its."""
+    return [
+        Entry(each["label"], tuple((each["chosen"] or each)["runs"]))
+        for each in comparison["architectures"]
+    ]
 
 
 def _tally(architecture: str, baseline: str, pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -87,8 +82,20 @@ def _refused(refused: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The comparisons that could not be made, those of one reason together."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for entry in refused:
-        found.setdefault((entry["architecture"], entry["why"]), {})[entry["task"]] = None
+        what = entry["task"] or f"the whole suite {entry['suite']}"
+        found.setdefault((entry["architecture"], entry["why"]), {})[what] = None
     return [
         {"architecture": architecture, "why": why, "tasks": list(tasks)}
         for (architecture, why), tasks in found.items()
+    ]
+
+
+def _asked_differently(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for pair in pairs:
+        for what in pair.get("asked_differently") or ():
+            found.setdefault((pair["architecture"], what), {})[pair["task"]] = None
+    return [
+        {"architecture": architecture, "what": what, "tasks": list(tasks)}
+        for (architecture, what), tasks in found.items()
     ]

@@ -5,7 +5,7 @@ The end of the flow: it reads run folders (config.json, log.jsonl, evals/) and w
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,38 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_atomic
 from eval.comparison.content import comparison_content
 from eval.report.content import report_content
-from eval.report.page import html_page, limit_words, markdown_page, number, score, state_words
+from eval.report.page import html_page, limit_words, markdown_page, score, state_words
 from eval.report.runs import read_runs
+from eval.report.words import number, tally
 
 PAGE = "index.html"
 
+MAX_COLUMNS = 8
+"""Of more runs a terminal shows no table."""
 
-def report(runs: Sequence[Path], out: Path | None, baseline: str | None = None) -> Path:
+
+def report(
+    runs: Sequence[Path],
+    out: Path | None,
+    baseline: str | None = None,
+    *,
+    seed_sigma: Mapping[str, float] | None = None,
+    own_noise_only: bool = False,
+) -> Path:
     """Write the report of `runs` into `out` and return the page's path.
 
-    `out` None: RUN/report for one run, ./report for several. Raises UserError for what is no run,
-    a run without a log, results of another run, an architecture `baseline` that is not
-    there, and an `out` that can't be a folder.
+    `out` None: RUN/report for one run, ./report for several. `baseline`, `seed_sigma` and
+    `own_noise_only` are those of eval.comparison.content.comparison_content. Raises UserError for
+    what is no run, a run without a log, results of another run, a `baseline` or a task of
+    `seed_sigma` that is not there, and an `out` that can't be a folder.
     """
     if not runs:
         raise UserError("no run given: name one run folder or more")
     read = read_runs(runs)
-    content = report_content(read, comparison_content(read, baseline=baseline))
+    comparison = comparison_content(
+        read, baseline=baseline, seed_sigma=seed_sigma, own_noise_only=own_noise_only
+    )
+    content = report_content(read, comparison)
     folder = out or (runs[0] / "report" if len(runs) == 1 else Path("report"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,8 +65,17 @@ def report(runs: Sequence[Path], out: Path | None, baseline: str | None = None) 
 
 
 def _print(content: dict[str, Any], page: Path) -> None:
-    """The short table and where the page lies."""
+    """The short table of few runs, the verdicts' tally, and where the page lies."""
     console = Console()
+    if len(content["runs"]) <= MAX_COLUMNS:
+        console.print(_table(content))
+    for summary in content["verdicts"]["architectures"]:
+        words = f"{summary['architecture']} against {summary['baseline']}: {tally(summary)}"
+        console.print(Text(words), soft_wrap=True)
+    console.print(Text(f"report: {page.resolve()}"), soft_wrap=True)
+
+
+def _table(content: dict[str, Any]) -> Table:
     table = Table()
     table.add_column("", overflow="fold")
     for run in content["runs"]:
@@ -73,5 +97,4 @@ def _print(content: dict[str, Any], page: Path) -> None:
         limits = {c["run"]: limit_words(c["limit"]) for c in suite["columns"]}
         if any(limits.values()):
             table.add_row("", *(limits.get(run["label"], "") for run in content["runs"]))
-    console.print(table)
-    console.print(Text(f"report: {page.resolve()}"), soft_wrap=True)
+    return table

@@ -119,9 +119,10 @@ class McNemar:
 
 
 def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> McNemar:
-    """McNemar's test on answers 0 or 1 of two runs to the same items, which it takes as independent.
+    """McNemar's test on answers 0 or 1 of two runs to the same items.
 
-    Exact below EXACT_BELOW discordant items, else chi-squared with continuity correction.
+    It takes items as independent. Exact below EXACT_BELOW discordant items, else chi-squared with
+    continuity correction.
     """
     only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
     exact = only_a + only_b < EXACT_BELOW

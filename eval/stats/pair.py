@@ -1,4 +1,4 @@
-"""Two architectures on the same items: their difference, its noise, and what the items alone say.
+"""Two architectures on the same items: their difference and its noise.
 
 Between the arrays of answers and `decide.py`. Letters: R runs of one architecture, N items. Pure
 functions; no torch.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eval.stats import items
-from eval.stats.items import Clusters, McNemar
+from eval.stats.items import Clusters
 from eval.stats.seeds import SeedNoise
 
 
@@ -42,7 +42,6 @@ class Paired:
     noise: Noise
     one_run_variance: float
     clusters: Clusters
-    mcnemar: McNemar | None
 
     @property
     def num_clusters(self) -> int:
@@ -87,8 +86,4 @@ def paired(
         runs * one_run,
         seeds.df,
     )
-    right_or_wrong = bool(np.isin(both, (0.0, 1.0)).all()) and bounded
-    test = None
-    if right_or_wrong and len(a_RN) == len(b_RN) == 1:
-        test = items.mcnemar_test(a_RN[0], b_RN[0])
-    return Paired(clusters.mean, noise, one_run, clusters, test)
+    return Paired(clusters.mean, noise, one_run, clusters)

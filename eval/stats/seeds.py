@@ -16,8 +16,8 @@ from scipy import integrate, stats
 RANGE_OF_8 = 2.847
 """Expected range of 8 normals in standard deviations (Tippett 1925)."""
 RANGE_DF = 6.0
-"""What one range of 8 is worth: as much as a variance with so many degrees of freedom
-(Patnaik 1950)."""
+"""What one range of 8 is worth: as much as a variance with 6.3 degrees of freedom (Patnaik 1950),
+less a little for being published in whole per cent."""
 
 PUBLISHED_SPREADS = {
     "lambada_openai": 0.04,

@@ -1,8 +1,9 @@
 "use strict";
-// Draws the page's curves from its own JSON; what can be read without it stands in the HTML.
+// Draws the training curves from the page's own JSON, and turns runs and architectures on and off.
+// What can be read without it stands in the HTML.
 (() => {
-  const { content, color, runColor, plain, short, grouped } = page;
-  const hidden = new Set();
+  const { content, runColor, plain, short, grouped } = page;
+  const hidden = scores.hidden.run;
 
   function valueTrace(curve, line, k) {
     const { values } = line;
@@ -14,7 +15,7 @@
       type: "scatter",
       mode: marked ? "lines+markers" : "lines",
       name: plain(short(line.run)),
-      x: line.tokens,
+      x: line.tokens ?? line.steps.map((step) => step * line.tokens_a_step),
       y: values,
       customdata: line.steps.map(grouped),
       connectgaps: false,
@@ -34,7 +35,7 @@
       mode: "markers",
       name: plain(short(line.run)),
       yaxis: "y2",
-      x: at.map((i) => line.tokens[i]),
+      x: at.map((i) => line.tokens?.[i] ?? line.steps[i] * line.tokens_a_step),
       y: at.map(() => 0.02),
       customdata: at.map((i) => grouped(line.steps[i])),
       marker: { symbol: "x", size: 7, color: runColor(k) },
@@ -105,19 +106,26 @@
     return Plotly.react(`curve-${curve.field}`, traces, layout(curve, logScale), page.config());
   }
 
-  const drawAll = () => Promise.all(content.curves.map(draw));
+  const plotOf = (curve) => document.getElementById(`curve-${curve.field}`);
+  for (const curve of content.curves) lazy.add(plotOf(curve), () => draw(curve));
 
   for (const box of document.querySelectorAll("[data-log]")) {
     box.addEventListener("change", () =>
-      draw(content.curves.find((curve) => curve.field === box.dataset.log)));
+      lazy.redraw(plotOf(content.curves.find((curve) => curve.field === box.dataset.log))));
   }
-  for (const button of document.querySelectorAll("[data-run]")) {
-    button.addEventListener("click", () => {
-      const k = Number(button.dataset.run);
-      if (!hidden.delete(k)) hidden.add(k);
-      button.setAttribute("aria-pressed", String(!hidden.has(k)));
-      drawAll();
-    });
+  // a legend may stand over several groups of plots: its buttons go together
+  for (const kind of ["run", "entry"]) {
+    const buttons = [...document.querySelectorAll(`[data-${kind}]`)];
+    for (const button of buttons) {
+      button.addEventListener("click", () => {
+        const k = Number(button.dataset[kind]), off = scores.hidden[kind];
+        if (!off.delete(k)) off.add(k);
+        for (const same of buttons.filter((other) => Number(other.dataset[kind]) === k)) {
+          same.setAttribute("aria-pressed", String(!off.has(k)));
+        }
+        lazy.redrawAll();
+      });
+    }
   }
-  page.start(drawAll);
+  page.start(lazy.redrawAll);
 })();

@@ -1,4 +1,4 @@
-"""The birth-year tasks' documents and scores, for the YAML files beside it (spec/eval.md section 4).
+"""The birth-year tasks' documents and scores, for the YAML files here (spec/eval.md section 4).
 
 The documents are frozen probes (eval/probe_sets.py). Each set is asked twice: `exact`, the primary
 score, lets the model answer; `rank`, the secondary one, ranks the years that the context names.

@@ -15,8 +15,7 @@ NUM_TOKENS = 950
 ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING = "answer", "alt_answers", "tok_pos", "nothing"
 CENTRES = (ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING)
 """What a cut can be centred on; without anything it is the end of the document."""
-# one character has up to four bytes, each of them a token
-_MAX_LOOSE = 3
+_DIVIDED = -1
 
 
 class Codec(Protocol):
@@ -69,8 +68,8 @@ def cut(
     `token_position`; else the last half of `limit`. Spaces around `text` are no part of it.
 
     A hit at a character becomes the number of tokens that the text before it has on its own, as
-    upstream counts. A character whose bytes the window would divide is left out. Where nothing is
-    cut the text stays as it is, even if the tokenizer would not give it back exactly.
+    upstream counts. A character whose bytes the window divides is left out. Where nothing is cut
+    the text stays as it is, even if the tokenizer would not give it back exactly.
     """
     text = text.strip()
     tokens = tokenizer.encode(text)
@@ -90,22 +89,39 @@ def cut(
     start, end = window(len(tokens), position, limit)
     if start == 0 and end == len(tokens):
         return Cut(text, centre, whole=True)
-    return Cut(_decode(tokenizer, tokens[start:end], text), centre, whole=False)
+    return Cut(_part(text, tokens, start, end, tokenizer), centre, whole=False)
 
 
-def _decode(tokenizer: Codec, tokens: list[int], text: str) -> str:
-    """The part of `text` that is `tokens`, without the bytes of a character cut in two."""
+def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: Codec) -> str:
+    """The characters of `text` that lie whole in the tokens [start, end), without spaces around.
+
+    Tokenizers differ in what they decode half a character to, so a part is cut out of the text.
+    That needs one that gives texts back; of another (it normalises) it is what it decodes to.
+    """
+    first, last = (_characters(text, tokens[:border], tokenizer) for border in (start, end))
+    while first == _DIVIDED and start < end:
+        start += 1
+        first = _characters(text, tokens[:start], tokenizer)
+    while last == _DIVIDED and start < end:
+        end -= 1
+        last = _characters(text, tokens[:end], tokenizer)
+    if first in (None, _DIVIDED) or last in (None, _DIVIDED):
+        return tokenizer.decode(tokens[start:end]).strip()
+    return text[first:last].strip()
+
+
+def _characters(text: str, tokens: list[int], tokenizer: Codec) -> int | None:
+    """How many characters of `text` its first `tokens` are; None where they are not its beginning.
+
+    _DIVIDED if they end within one. So is, to be sure, the character that stands for such halves.
+    """
     decoded = tokenizer.decode(tokens)
-    if decoded in text or "\ufffd" not in decoded:
-        return decoded
-    for loose in range(1, 2 * _MAX_LOOSE + 1):
-        for first in range(min(loose, _MAX_LOOSE) + 1):
-            last = loose - first
-            if last <= _MAX_LOOSE:
-                part = tokenizer.decode(tokens[first : len(tokens) - last])
-                if part in text:
-                    return part
-    return decoded
+    if decoded == text:
+        return len(text)
+    whole = decoded.rstrip("\ufffd")
+    if not text.startswith(whole):
+        return None
+    return len(whole) if len(whole) == len(decoded) else _DIVIDED
 
 
 def contains(prediction: str, labels: Sequence[str]) -> float:

@@ -5,15 +5,16 @@ task's metadata and dataset_kwargs. Options come through metadata (`eval run --o
 `lm_eval --metadata '{"NAME": VALUE}'`), NAME being
 
     jrt_tokens           the tokens that a context is cut to (950)
-    jrt_swde_context     the field that is cut, of one data set: jrt_swde_, jrt_fda_, jrt_squad_, ...
-    jrt_swde_answers     the fields that the cut is centred on, "key,value" or ["key", "value"]
+    jrt_swde_context     the field that is cut, of one data set: jrt_swde_, jrt_fda_, jrt_squad_,
+                         jrt_triviaqa_, jrt_nq_, jrt_drop_ (text; of the last three context)
+    jrt_swde_answers     the fields that it is cut around, "key,value" or ["key", "value"]
 """
 
 import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,18 @@ import datasets
 
 from canon_pretrain.errors import UserError, nearest
 from eval.staged import load_staged, staged_folder, staged_sha256
+from eval.task_length import known_max_length
 from eval.task_tokenizer import TaskTokenizer, task_tokenizer
 from eval.tasks.jrt.cut import CENTRES, NUM_TOKENS, contains, cut
-from eval.tasks.jrt.prompts import STYLES, Row
+from eval.tasks.jrt.prompts import STYLES, Row, Template
 
 SPLIT = "validation"
 ANSWER_TOKENS = 48
 ALTERNATIVES, TOKEN_POSITION = "alt_answers", "tok_pos"
 """Fields that a data set may have: further answers to look for, and where the answer is."""
 OPTION = "jrt_"
-LOG = logging.getLogger("eval")
+# below its own name the harness shows what is logged
+LOG = logging.getLogger(f"lm_eval.{__name__}")
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,10 @@ def load(
                 "source": row.source,
             }
         )
-    counts = counts | _too_long(items, tokenizer, metadata.get("max_length"))
+    counts = counts | _too_long(items, tokenizer, known_max_length(metadata))
     told = ", ".join(f"{name} {count}" for name, count in counts.items())
-    LOG.info("%s%s: %s (%s)", dataset, "_twice" if twice else "", told, tokenizer.name)
+    level = logging.WARNING if counts.get("too_long") else logging.INFO
+    LOG.log(level, "%s%s: %s (%s)", dataset, "_twice" if twice else "", told, tokenizer.name)
     made = datasets.Dataset.from_list(items)
     made.info.description = json.dumps(counts)
     return {SPLIT: made}
@@ -160,8 +164,8 @@ def _cut_rows(
         rows.append(_CutRow(number, fields, found.centre, _source(dataset, row)))
     if not rows:
         raise UserError(
-            f"{Path(folder) / dataset}: none of {counts['rows']} rows has answers of two characters "
-            f"or more in {', '.join(options.answers)}"
+            f"{Path(folder) / dataset}: none of {counts['rows']} rows has an answer of two "
+            f"characters or more in {', '.join(options.answers)}"
         )
     return rows, counts
 
@@ -169,14 +173,13 @@ def _cut_rows(
 def _field(row: Row, name: str, dataset: str) -> Any:
     if name not in row:
         raise UserError(
-            f"{dataset}: the staged rows have no field '{name}', only {', '.join(row)}; if they are "
-            f"the right ones, {dataset}_context and {dataset}_answers name the fields to cut and "
-            "to look for"
+            f"{dataset}: the staged rows have no field '{name}', only {', '.join(row)}; the "
+            f"options {dataset}_context and {dataset}_answers name what to cut and what to look for"
         )
     return row[name]
 
 
-def _prompt(template: Callable[[Row], str], row: Row, dataset: str) -> str:
+def _prompt(template: Template, row: Row, dataset: str) -> str:
     try:
         return template(row)
     except KeyError as error:
@@ -203,14 +206,14 @@ def _source(dataset: str, row: Row) -> str:
 
 
 def _too_long(
-    items: Sequence[Mapping[str, Any]], tokenizer: TaskTokenizer, max_length: Any
+    items: Sequence[Mapping[str, Any]], tokenizer: TaskTokenizer, max_length: int | None
 ) -> dict[str, int]:
-    """How many prompts leave no place for their answer; empty without a known `max_length`."""
-    try:
-        room = int(str(max_length)) - ANSWER_TOKENS
-    except ValueError:
+    """How many prompts leave no room for their answer; empty without a known `max_length`."""
+    if max_length is None:
         return {}
+    room = max_length - ANSWER_TOKENS
+    # a token is a letter at least, and there may be one for the space before a text: what is short
+    # needs no count (beyond ASCII, normalisation makes several letters of one)
     prompts = [item["prompt"] for item in items]
-    # a token is at least a byte, and there may be one for the space before a text
-    long = [text for text in prompts if len(text.encode()) >= room]
-    return {"too_long": sum(len(tokenizer.encode(text)) > room for text in long)}
+    unsure = [text for text in prompts if len(text) + 1 > room or not text.isascii()]
+    return {"too_long": sum(len(tokenizer.encode(text)) > room for text in unsure)}

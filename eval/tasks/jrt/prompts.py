@@ -1,4 +1,4 @@
-"""The prompts of the JRT suite: what stands in a data set's rows, and how it is asked, once and twice.
+"""The prompts of the JRT suite: what a data set's rows hold, and how they are asked.
 
 Pure functions of a row whose context was cut (cut.py); used by documents.py. The templates are
 those of spec/eval.md, section 2. Where it is silent this is what the public code does
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 Row = Mapping[str, Any]
+Template = Callable[[Row], str]
 
 SUMMARY = "Summary of information above"
 MARKS = re.compile(r"\[PAR\]|\[DOC\]|\[TLE\]")
@@ -22,16 +23,17 @@ QUESTION = "Question:"
 class Style:
     """One data set: the field that is cut, those it is centred on, the labels', and its prompts.
 
-    `clean` is applied to `context` before anything else. `passage` is what the question is about, in
-    an uncut row: rows of one passage share a source, unless a field of `documents` says better.
+    `clean` is applied to `context` before anything else. `passage` is what the question is about,
+    in an uncut row: rows of one passage share a source, unless a field of `documents` is there to
+    say so.
     """
 
     context: str
     answers: tuple[str, ...]
     labels: str
-    once: Callable[[Row], str]
-    twice: Callable[[Row], str]
-    passage: Callable[[Row], str]
+    once: Template
+    twice: Template
+    passage: Template
     clean: Callable[[str], str] = str.strip
     documents: tuple[str, ...] = ()
 
@@ -97,7 +99,7 @@ def _asked_twice_without_colon(row: Row) -> str:
     return _asked_twice({**row, "orig_question": row["orig_question"].strip(":")})
 
 
-def _unmarked(made: Callable[[Row], str]) -> Callable[[Row], str]:
+def _unmarked(made: Template) -> Template:
     """`made` of a row whose context is without TriviaQA's marks, which upstream cuts and counts."""
     return lambda row: made({**row, "context": MARKS.sub("", row["context"])})
 

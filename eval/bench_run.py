@@ -1,0 +1,328 @@
+"""What `eval bench` measures: both sides over one export, case by case, turn by turn.
+
+bench.py prints it. Time is CPU time of the process where one thread computes, which a busy machine
+does not change, and else the clock's.
+"""
+
+import contextlib
+import io
+import math
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+from rich.console import Console
+
+from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE
+from canon_pretrain.errors import UserError, nearest
+from canon_pretrain.hf.export import export
+from canon_pretrain.model.args import ModelArgs, flavor, num_parameters
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.folder import RunFolder
+from eval.bench_cases import CASES, GENERATION, MAX_LENGTH, Case, library_texts, make_cases
+from eval.budget import batch_tokens_for
+from eval.lm import CanonLM
+from eval.model import dtype_for
+from eval.subject import Subject
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1.0}
+"""How far apart log-likelihoods of the two may be: sums of rounding."""
+HF_BATCH_SIZES = {"cpu": (1, 4, 16), "cuda": (8, 32, 128)}
+"""The best of these is theirs; `auto` is not among them: it tries the largest on 2,048 tokens,
+which on a CPU is beyond its memory, and on a GPU costs passes of its own."""
+NO_TEXT = 3 + 256
+"""The ids of control pieces and bytes in a tokenizer that SentencePiece has just trained."""
+Clocks = dict[str, float]
+
+
+@dataclass
+class Sides:
+    """The two, over one export."""
+
+    ours: CanonLM
+    hf: Any
+
+    def answer(self, side: str, case: Case, requests: Sequence[Any]) -> tuple[list[Any], Clocks]:
+        """What one of them answers, and the seconds of it by both clocks."""
+        method = getattr(self.ours if side == "ours" else self.hf, case.kind)
+        _synchronize()
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        with contextlib.redirect_stderr(io.StringIO()):  # their bars
+            answers = method(list(requests), disable_tqdm=True)
+        _synchronize()
+        clocks = {"clock": time.perf_counter() - begin, "CPU": time.process_time() - begin_cpu}
+        return answers, clocks
+
+
+def measure(
+    model: str | None,
+    checkpoint: Path | None,
+    *,
+    dtype: str,
+    repeats: int,
+    scale: float | None,
+    only: list[str] | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """The figures of one run, as JSON can hold them; seconds. Raises UserError."""
+    names = _chosen(only)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    weights = dtype_for(dtype, device)
+    with tempfile.TemporaryDirectory(prefix="canon-eval-bench-") as scratch:
+        folder = Path(scratch)
+        if checkpoint is not None:
+            export(checkpoint, folder / "out", dtype=str(weights).removeprefix("torch."))
+            title = str(checkpoint)
+        else:
+            args = parse_model(model or ("1b3" if on_gpu else "8L512D"))
+            title = f"random weights, {describe(args)}"
+            write_random_export(args, folder, weights)
+        subject = Subject.open(folder / "out", None)
+        ours = CanonLM(
+            subject.load(device, weights, MAX_LENGTH), subject.tokenizer, max_length=MAX_LENGTH
+        )
+        ours.batch_tokens = batch_tokens_for(ours, folder, Console(quiet=True))
+        sides = Sides(ours, load_theirs(folder / "out", device, weights, folder))
+        cases = make_cases(subject.tokenizer, names, scale or (16.0 if on_gpu else 1.0))
+        ratio_of = "CPU" if not on_gpu and torch.get_num_threads() == 1 else "clock"
+        found = []
+        for case in cases:
+            found.append(measure_case(sides, case, repeats, ratio_of))
+            say(f"{case.name}: {found[-1]['ratio']:.2f}x")
+    return {
+        "bench": "eval",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if on_gpu else _cpu(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "lm_eval")},
+        "model": title,
+        "args": asdict(ours.model.args),
+        "num_parameters": num_parameters(ours.model.args),
+        "dtype": str(weights).removeprefix("torch."),
+        "batch_tokens": ours.batch_tokens,
+        "max_length": MAX_LENGTH,
+        "repeats": repeats,
+        "ratio_of": ratio_of,
+        "cases": found,
+        "groups": _groups(found),
+    }
+
+
+def measure_case(sides: Sides, case: Case, repeats: int, ratio_of: str) -> dict[str, Any]:
+    """Both sides `repeats` times in turn; raises UserError where they do not agree in float32."""
+    batch_size = best_batch_size(sides, case)
+    sides.hf.batch_size_per_gpu = batch_size
+    sides.answer("ours", case, _part(case))
+    times: dict[str, list[Clocks]] = {"ours": [], "hf": []}
+    answers: dict[str, list[Any]] = {}
+    for turn in range(repeats):
+        for side in ("ours", "hf") if turn % 2 == 0 else ("hf", "ours"):
+            answers[side], clocks = sides.answer(side, case, case.requests)
+            times[side].append(clocks)
+    pairs = zip(times["hf"], times["ours"], strict=True)
+    ratios = sorted(theirs[ratio_of] / own[ratio_of] for theirs, own in pairs)
+    dtype = next(sides.ours.model.parameters()).dtype
+    return {
+        "case": case.name,
+        "group": case.group,
+        "requests": len(case.requests),
+        "tokens": case.tokens,
+        "ours": _medians(times["ours"]),
+        "hf": {"batch_size": batch_size, **_medians(times["hf"])},
+        "ratio": statistics.median(ratios),
+        "ratio_low": ratios[0],
+        "ratio_high": ratios[-1],
+        "target": None if sides.ours.model.tok_embeddings.weight.is_cuda else case.target,
+        "agreement": agreement(case, answers["ours"], answers["hf"], dtype),
+    }
+
+
+def best_batch_size(sides: Sides, case: Case) -> int:
+    """The batch size with which theirs answer a part of the requests the fastest."""
+    part = _part(case)
+    took = {}
+    for size in HF_BATCH_SIZES[sides.hf.device.type]:
+        sides.hf.batch_size_per_gpu = size
+        if took and size > 2 * len(part):
+            continue
+        with contextlib.suppress(torch.OutOfMemoryError):
+            sides.answer("hf", case, part[:4]) if not took else None  # the first call warms up
+            took[size] = sides.answer("hf", case, part)[1]["clock"]
+    return min(took, key=lambda size: took[size])
+
+
+def _part(case: Case) -> list[Any]:
+    return case.requests[: max(1, math.ceil(len(case.requests) / 2))]
+
+
+def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype) -> str:
+    """In which way the answers are the same; UserError where they are not, in float32.
+
+    In bfloat16 what is nearly a tie falls either way. Theirs lack the space before an answer's
+    first word (SentencePiece drops it where nothing stands before).
+    """
+    if case.group == GENERATION:
+        same = [own.removeprefix(" ") == text for own, text in zip(ours, theirs, strict=True)]
+        words, agrees = f"{sum(same)} of {len(same)} texts", all(same)
+    else:
+        rolling = not isinstance(ours[0], tuple)
+        pairs = [
+            ((o, True), (t, True)) if rolling else (o, t) for o, t in zip(ours, theirs, strict=True)
+        ]
+        apart = max(abs(own[0] - other[0]) for own, other in pairs)
+        # of a whole document: in proportion, rounding adds up over thousands of tokens
+        scale = max(1.0, max(abs(own[0]) for own, _ in pairs) / 100) if rolling else 1.0
+        words = f"to {apart:.0e} nat"
+        agrees = apart <= TOLERANCE[dtype] * scale and all(o[1] == t[1] for o, t in pairs)
+    if not agrees and dtype == torch.float32:
+        raise UserError(
+            f"{case.name}: the two sides answer differently ({words}), so their times can't be "
+            "compared"
+        )
+    return words
+
+
+def _medians(times: list[Clocks]) -> Clocks:
+    return {clock: statistics.median(t[clock] for t in times) for clock in times[0]}
+
+
+def _groups(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        groups.setdefault(case["group"], []).append(case)
+    return [
+        {
+            "group": group,
+            "ratio": statistics.geometric_mean([case["ratio"] for case in members]),
+            "target": members[0]["target"],
+        }
+        for group, members in groups.items()
+    ]
+
+
+def _chosen(only: list[str] | None) -> list[str]:
+    for name in only or ():
+        if name not in CASES:
+            near = nearest(name, CASES)
+            raise UserError(
+                f"--cases {name}: expected some of {', '.join(CASES)}"
+                + (f"; did you mean {near}?" if near else "")
+            )
+    return [name for name in CASES if not only or name in only]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _cpu() -> str:
+    name = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(
+            (x.partition(":")[2].strip() for x in lines if x.startswith("model name")), name
+        )
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+# ---- the model
+
+
+def parse_model(words: str) -> ModelArgs:
+    """The args that FLAVOR[,FIELD=VALUE...] names; Canon ABCD without positions by default."""
+    name, *settings = words.split(",")
+    changes: dict[str, Any] = {"position": "nope", "canon_set": "ABCD"}
+    known = {f.name: type(f.default) for f in fields(ModelArgs)}
+    for setting in settings:
+        field, _, value = setting.partition("=")
+        if field not in known:
+            near = nearest(field, known)
+            raise UserError(
+                f'--model {words}: "{field}" is no field of a model'
+                + (f"; did you mean {near}?" if near else "")
+            )
+        kind = known[field]
+        try:
+            changes[field] = value == "true" if kind is bool else kind(value)
+        except ValueError:
+            raise UserError(f'--model {words}: {field} = "{value}" is no {kind.__name__}') from None
+    args = replace(flavor(name), **changes)
+    return replace(args, max_seq_len=max(args.max_seq_len, MAX_LENGTH))
+
+
+def describe(args: ModelArgs) -> str:
+    """Size and variant in a few words."""
+    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
+    return f"{args.num_layers}L{args.dim}D, {args.position}, {canon}"
+
+
+def write_random_export(args: ModelArgs, folder: Path, dtype: torch.dtype) -> None:
+    """The export `folder`/out of a model as it is before training, with a tokenizer of its size.
+
+    Its likeliest token is never EOS, a newline or another byte: answers are of full length, and
+    valid text, which both sides decode alike.
+    """
+    tokenizer = folder / SENTENCEPIECE_FILE
+    tokenizer.write_bytes(_trained(args.vocab_size))
+    model = Transformer(replace(args, tie_embeddings=False))
+    model.init_weights()
+    assert model.output is not None
+    with torch.no_grad():
+        model.output.weight[:NO_TEXT] = 0.0  # a logit of 0: many others are above it
+    run = RunFolder(folder / "run")
+    run.write_config({"data": {}}, {f"model.{k}": v for k, v in asdict(model.args).items()})
+    checkpoint = run.path / "checkpoint" / "step-1"
+    save_alone(dict(model.named_parameters()), checkpoint, step=1)
+    export(checkpoint, folder / "out", dtype=str(dtype).removeprefix("torch."), tokenizer=tokenizer)
+
+
+def _trained(vocab_size: int) -> bytes:
+    """A SentencePiece BPE model of the standard library, as data_prep trains one."""
+    lines = (line for text in library_texts() for line in text.split("\n") if 0 < len(line) < 4000)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=model,
+        vocab_size=vocab_size,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        num_threads=2,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def load_theirs(folder: Path, device: torch.device, dtype: torch.dtype, scratch: Path) -> Any:
+    """What `lm_eval --model hf --model_args pretrained=FOLDER,...` makes, without BOS as ours."""
+    # where transformers copies the export's code to, by default below the home folder
+    os.environ.setdefault("HF_MODULES_CACHE", str(scratch / "modules"))
+    import logging
+
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return HFLM(
+        pretrained=str(folder),
+        trust_remote_code=True,
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        max_length=MAX_LENGTH,
+        add_bos_token=False,
+    )

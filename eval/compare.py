@@ -1,0 +1,252 @@
+"""`eval compare A B`: what differs between two runs, or two groups of seeds, beyond noise.
+
+A is the baseline. Reads run folders, or single results.json files, and prints one table; the same
+verdicts as in the report (eval/comparison). No torch.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from canon_pretrain.errors import UserError
+
+if TYPE_CHECKING:
+    from eval.report.runs import Run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `eval compare`."""
+    parser.add_argument(
+        "pair", type=Path, nargs="*", metavar="A B", help="two run folders, or results.json files"
+    )
+    parser.add_argument("--a", type=Path, nargs="+", metavar="RUN", help="seeds of A, the baseline")
+    parser.add_argument("--b", type=Path, nargs="+", metavar="RUN", help="seeds of B")
+    parser.add_argument("--step", type=int, help="default: the last step that both were asked at")
+    parser.add_argument(
+        "--suite", action="append", help="this suite only (may be repeated): a smaller family"
+    )
+    parser.add_argument(
+        "--seed_sigma",
+        action="append",
+        default=[],
+        metavar="TASK=SIGMA",
+        help="the standard deviation of the score over seeds, taken as known; also "
+        "TASK:METRIC=SIGMA, of the logarithm for a perplexity",
+    )
+    parser.add_argument(
+        "--own_noise_only",
+        action="store_true",
+        help="take the seed noise from these runs alone, never from what the paper publishes",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Print the comparison. Raises UserError where the two sides cannot be compared."""
+    # scipy and statsmodels take a second, which --help need not wait for
+    from eval.comparison.content import check_seed_sigma, family, finite
+    from eval.comparison.measure import Measure, Options, Side
+    from eval.comparison.verdicts import verdicts
+
+    first, second = _sides(arguments)
+    runs = _read([*first, *second])
+    a, b = runs[: len(first)], runs[len(first) :]
+    options = Options(
+        seed_sigmas(arguments.seed_sigma), arguments.own_noise_only, arguments.step, arguments.suite
+    )
+    check_seed_sigma(runs, options)
+    recipes, notes = _recipes(a, b)
+    sides = [Side(", ".join(run.label for run in recipe.runs), recipe.runs) for recipe in recipes]
+    measure = Measure([part for recipe in recipes for part in _same_but_seed(recipe.runs)], options)
+    rows, refused, left = verdicts(measure, [(sides[1], sides[0])])
+    if not rows:
+        raise UserError(_nothing(runs, refused, arguments))
+    content = finite(
+        {
+            "a": sides[0].label,
+            "b": sides[1].label,
+            "family": family(rows),
+            "pairs": rows,
+            "refused": refused,
+            "notes": [*notes, *left],
+        }
+    )
+    _print(content)
+    if arguments.json:
+        _write(arguments.json, content)
+
+
+def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
+    if arguments.pair and (arguments.a or arguments.b):
+        raise UserError("give either A B or --a RUN ... --b RUN ..., not both")
+    if arguments.a and arguments.b:
+        return arguments.a, arguments.b
+    if len(arguments.pair) != 2:
+        raise UserError(
+            f"expected two runs, got {len(arguments.pair)}: `compare A B`, or several seeds of "
+            "each: `compare --a RUN RUN --b RUN RUN`"
+        )
+    return arguments.pair[:1], arguments.pair[1:]
+
+
+def _read(paths: Sequence[Path]) -> "list[Run]":
+    """The runs; a results.json is a run with that one evaluation."""
+    from canon_pretrain.run.folder import RunFolder
+    from canon_pretrain.run.names import unique_labels
+    from eval.report.runs import Run, read_runs
+    from eval.results import read_results
+
+    labels = unique_labels(paths)
+    found = []
+    for path, label in zip(paths, labels, strict=True):
+        if not path.exists():
+            raise UserError(f"{path}: there is no such run folder and no such results.json")
+        if path.is_file():
+            results = read_results(path)
+            # RUN/evals/step-N/SUITE/QUESTION/results.json; elsewhere nothing is known of the run
+            above = path.resolve().parents
+            folder = RunFolder(above[min(4, len(above) - 1)])
+            known = folder.config_file.is_file()
+            config = folder.read_config() if known else {"identity": {}}
+            found.append(Run(label, folder, config, [], [results], [path.parent]))
+        else:
+            run = read_runs([path])[0]
+            found.append(
+                Run(label, run.folder, run.config, run.events, run.evaluations, run.folders)
+            )
+    return found
+
+
+def _recipes(a: "Sequence[Run]", b: "Sequence[Run]") -> tuple[list[Any], list[str]]:
+    """Each side as one recipe, as the user says that it is; and what speaks against that."""
+    from eval.comparison.architectures import recipe_of
+
+    recipes = [recipe_of(side) for side in (a, b)]
+    notes = []
+    for name, recipe in zip("AB", recipes, strict=True):
+        if recipe.repeats:
+            labels = ", ".join(run.label for run in recipe.repeats)
+            notes.append(f"{name}: {labels} repeats the seeds of another run and is left out.")
+        if len(_same_but_seed(recipe.runs)) > 1:
+            notes.append(f"{name}: its runs differ in more than their seeds.")
+    return recipes, notes
+
+
+def _same_but_seed(runs: "Sequence[Run]") -> list[Any]:
+    from eval.comparison.architectures import architectures
+
+    return [recipe for each in architectures(runs) for recipe in each.recipes]
+
+
+def seed_sigmas(given: Sequence[str]) -> dict[str, float]:
+    """The values of --seed_sigma. Raises UserError for what is no TASK=SIGMA."""
+    found = {}
+    for words in given:
+        name, _, value = words.rpartition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            name = ""
+        if not name:
+            raise UserError(f"--seed_sigma {words}: expected TASK=SIGMA, such as boolq=0.011")
+    return found
+
+
+def _nothing(
+    runs: "Sequence[Run]", refused: Sequence[dict[str, Any]], arguments: argparse.Namespace
+) -> str:
+    """Why there is not one row."""
+    from eval.comparison.standing import VALIDATION
+
+    wanted = [
+        (run, results)
+        for run in runs
+        for results in run.evaluations
+        if arguments.suite is None or results.asked["suite"] in arguments.suite
+    ]
+    if any(row["task"] for row in refused):
+        each = "; ".join(
+            f"{row['suite']} {row['task']} {row['metric']}: {row['why']}"
+            for row in refused
+            if row["task"]
+        )
+        return f"nothing to compare: {each}"
+    words = []
+    for run in runs:
+        found = [results.asked for other, results in wanted if other is run]
+        whole = [a for a in found if a["limit"] is None and a["suite"] != VALIDATION]
+        have = ", ".join(sorted({f"{a['suite']} at step {a['step']}" for a in whole}))
+        if not whole and any(asked["limit"] is not None for asked in found):
+            have = "only results with --limit (not a result)"
+        words.append(f"{run.label} has {have or 'no results with items'}")
+    step = "" if arguments.step is None else f" at step {arguments.step}"
+    return (
+        f"no suite in common{step}: {'; '.join(words)}. `python -m eval run` evaluates a checkpoint"
+    )
+
+
+def _print(content: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table()
+    table.add_column("task, metric", overflow="fold")
+    for name in ("A", "B", "B - A", "95 % interval", "p (Holm)"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict on B")
+    table.add_column("smallest detectable", justify="right")
+    styles = {"better": "green", "worse": "red"}
+    suite = None
+    for row in content["pairs"]:
+        if row["suite"] != suite:
+            suite = row["suite"]
+            table.add_section()
+            table.add_row(Text(f"{suite}, step {row['step']}", style="bold"))
+        low, high = row["ci"] or (None, None)
+        verdict = row["verdict"] + (", both at chance" if row["at_chance"] else "")
+        table.add_row(
+            Text(f"{row['task']} {row['metric']}"),
+            _figure(row["baseline_value"]),
+            _figure(row["value"]),
+            _figure(row["difference"], "+"),
+            "–" if low is None else f"{_figure(low, '+')} .. {_figure(high, '+')}",
+            "–" if row["p_holm"] is None else f"{row['p_holm']:.2g}",
+            Text(verdict, style=styles.get(row["verdict"], "")),
+            _figure(row["detectable"]),
+        )
+    for name in ("a", "b"):
+        console.print(Text(f"{name.upper()}: {content[name]}"), soft_wrap=True)
+    console.print(table)
+    console.print(Text(content["family"]["words"] + "."), soft_wrap=True)
+    noises: dict[str, list[str]] = {}
+    for row in content["pairs"]:
+        words = row["seed_noise"]["words"] if row["seed_noise"] else row["words"]
+        noises.setdefault(words, []).append(f"{row['task']} {row['metric']}")
+    for words, tasks in noises.items():
+        console.print(Text(f"seed noise of {', '.join(tasks)}: {words}"), soft_wrap=True)
+    for row in content["refused"]:
+        name = f"{row['suite']} {row['task'] or ''}".strip()
+        console.print(Text(f"not compared: {name}: {row['why']}"), soft_wrap=True)
+    for note in content["notes"]:
+        console.print(Text(note), soft_wrap=True)
+
+
+def _figure(value: float | None, sign: str = "") -> str:
+    if value is None:
+        return "–"
+    return f"{value:{sign}.4f}" if abs(value) < 10 else f"{value:{sign}.4g}"
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    from canon_pretrain.files import write_atomic
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        write_atomic(path, text.encode())
+    except OSError as error:
+        raise UserError(f"--json {path}: cannot be written: {error.strerror}") from None

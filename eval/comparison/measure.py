@@ -1,0 +1,232 @@
+"""Two sides on one task: their scores, their difference and its noise, before any verdict.
+
+Sets the items of both beside each other (records.py, standing.py) and asks eval/stats for the
+noise; verdicts.py decides on all rows together. No torch.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eval.comparison.architectures import Recipe
+from eval.comparison.records import Items, Records, Scale, agrees
+from eval.comparison.standing import (
+    Question,
+    Standing,
+    by_step,
+    chance,
+    differing_questions,
+    higher_is_better,
+    score_of,
+)
+from eval.report.runs import Run
+from eval.stats import decide
+from eval.stats.items import Clusters, bootstrap_interval, mcnemar_test, mean_variance
+from eval.stats.pair import Paired, paired
+from eval.stats.seeds import SeedNoise, published_spread, seed_noise
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a pair: an architecture's runs."""
+
+    label: str
+    runs: Sequence[Run]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`seed_sigma`: TASK or TASK:METRIC -> the standard deviation of one run's score over seeds.
+
+    `own_noise_only`: never the paper's. `step`: that one only. `suites`: those only.
+    """
+
+    seed_sigma: Mapping[str, float] = field(default_factory=dict)
+    own_noise_only: bool = False
+    step: int | None = None
+    suites: Sequence[str] | None = None
+
+
+class Refused(Exception):
+    """Two sides that cannot be compared on a task; the message says why."""
+
+
+@dataclass
+class Measured:
+    """One row before the family is known."""
+
+    row: dict[str, Any]
+    found: Paired | None
+    scale: Scale
+    baseline_value: float
+
+
+@dataclass
+class Measure:
+    """Measures pairs; `recipes` are all that may tell the seed noise."""
+
+    recipes: Sequence[Recipe]
+    options: Options
+    records: Records = field(default_factory=Records)
+
+    def noise(self, question: Question, *, bounded: bool) -> SeedNoise | None:
+        """The seed noise of one task, on the scale that is averaged."""
+        scale = Scale.of(question.metric)
+        groups = []
+        for recipe in self.recipes:
+            standings = [by_step(run, question.suite, self.options.step) for run in recipe.runs]
+            steps = [at for found in standings for at in found]
+            several = [at for at in steps if steps.count(at) > 1]
+            if several:
+                here = [found[max(several)] for found in standings if max(several) in found]
+                scores = [s for x in here if (s := score_of(x, question)) is not None]
+                groups.append([scale.mean(s) for s in scores])
+        groups = [group for group in groups if np.isfinite(group).all()]
+        given = self.options.seed_sigma.get(f"{question.task}:{question.metric}")
+        if given is None and not scale.is_log:
+            given = self.options.seed_sigma.get(question.task)
+        spread = None
+        if bounded and not self.options.own_noise_only:
+            discriminative = question.suite == "discriminative"
+            spread = published_spread(question.task, discriminative=discriminative)
+        return seed_noise(groups, spread=spread, given=given)
+
+    def pair(
+        self,
+        question: Question,
+        ours: Sequence[Standing],
+        theirs: Sequence[Standing],
+        names: Mapping[str, str],
+    ) -> Measured:
+        """One row, without what depends on the family. Raises Refused."""
+        a_RN, weights_N, items = self._answers(question, ours)
+        b_RN, _, others = self._answers(question, theirs)
+        scale = Scale.of(question.metric)
+        differing = differing_questions([*ours, *theirs], question.task)
+        if items.keys is not others.keys:
+            raise Refused(_other_items(items, others, differing))
+        if differing and (scale.is_log or question.metric.startswith("bits_per")):
+            raise Refused(f"asked differently, on which it depends ({'; '.join(differing)})")
+        # records of an older version may lack the sources
+        coarse = min(items, others, key=lambda each: each.num_clusters)
+        value, baseline_value = (
+            scale.score(float(np.average(x.mean(axis=0), weights=weights_N))) for x in (a_RN, b_RN)
+        )
+        row: dict[str, Any] = {
+            **question.words,
+            "higher_is_better": higher_is_better(ours[0].results, question),
+            **names,
+            "step": ours[0].results.asked["step"],
+            "value": value,
+            "baseline_value": baseline_value,
+            "difference": value - baseline_value,
+            "num_items": len(items.keys),
+            "num_clusters": coarse.num_clusters,
+            "num_runs": [len(a_RN), len(b_RN)],
+            "asked_differently": differing,
+            **_items_alone(a_RN, b_RN, weights_N, coarse.clusters_N, scale, baseline_value),
+        }
+        bounded = not scale.is_log and all(((x >= 0) & (x <= 1)).all() for x in (a_RN, b_RN))
+        noise = self.noise(question, bounded=bounded)
+        guess = chance(ours[0].results, question)
+        judged = noise if coarse.num_clusters > 1 else None
+        row["chance"] = guess
+        row["seed_noise"] = None if noise is None else _noise_words(noise, scale)
+        row["at_chance"] = False
+        if judged and guess is not None:
+            row["at_chance"] = all(
+                _is_at(guess, x, weights_N, coarse.clusters_N, judged) for x in (a_RN, b_RN)
+            )
+        found = paired(a_RN, b_RN, weights_N, coarse.clusters_N, judged) if judged else None
+        return Measured(row, found, scale, baseline_value)
+
+    def _answers(
+        self, question: Question, standings: Sequence[Standing]
+    ) -> tuple[np.ndarray, np.ndarray, Items]:
+        """The runs' values by item, the items' weights, and the items. Raises Refused."""
+        rows, weights, first = [], None, None
+        for standing in standings:
+            score = score_of(standing, question)
+            if score is None:
+                raise Refused(f"{standing.run.label} has no {question.metric} of it")
+            items = self.records.of(standing.folder, question.task)
+            found = items.of_metric(question.metric.partition(", ")[0]) if items else None
+            if items is None or found is None:
+                raise Refused(f"{standing.run.label} kept no records of its items: evaluate again")
+            scale = Scale.of(question.metric)
+            values_N, weights_N = found
+            if not np.isfinite(values_N).all():
+                raise Refused(f"{standing.run.label} has an item without a finite value")
+            mean = scale.score(float(np.average(values_N, weights=weights_N)))
+            if not agrees(score, mean):
+                raise Refused(
+                    f"{standing.run.label} scores {score:.6g}, which is no mean over its items "
+                    f"({mean:.6g})"
+                )
+            if first is not None and items.keys is not first.keys:
+                raise Refused(
+                    _other_items(first, items, differing_questions(standings, question.task))
+                )
+            first = first or items
+            weights = weights_N if weights is None else weights
+            rows.append(values_N)
+        assert weights is not None and first is not None  # a side has a run
+        return np.stack(rows), weights, first
+
+
+def _items_alone(
+    a_RN: np.ndarray,
+    b_RN: np.ndarray,
+    weights_N: np.ndarray,
+    clusters_N: np.ndarray,
+    scale: Scale,
+    baseline_value: float,
+) -> dict[str, Any]:
+    """What the items say of these very runs, seeds apart: the bootstrap, and McNemar's test."""
+    difference_N = a_RN.mean(axis=0) - b_RN.mean(axis=0)
+    clusters = Clusters.of(difference_N, weights_N, clusters_N)
+    interval = bootstrap_interval(clusters, np.random.default_rng(0))
+    test = None
+    if len(a_RN) == len(b_RN) == 1 and np.isin([a_RN, b_RN], (0.0, 1.0)).all():
+        test = asdict(mcnemar_test(a_RN[0], b_RN[0]))
+    return {"items_ci": [scale.change(x, baseline_value) for x in interval], "mcnemar": test}
+
+
+def _other_items(a: Items, b: Items, differing: Sequence[str]) -> str:
+    common = len(set(a.keys) & set(b.keys))
+    asked = f"asked differently ({'; '.join(differing)})" if differing else "same question"
+    return (
+        f"other items: {len(a.keys)} and {len(b.keys)}, of them {common} in common; {asked}. "
+        "Evaluate both on the same data with the same options"
+    )
+
+
+def _noise_words(noise: SeedNoise, scale: Scale) -> dict[str, Any]:
+    return {
+        "sigma": noise.sigma,
+        "df": noise.df if math.isfinite(noise.df) else None,
+        "source": noise.source,
+        "words": noise.words,
+        "scale": "log" if scale.is_log else "metric",
+    }
+
+
+def _is_at(
+    guess: float,
+    values_RN: np.ndarray,
+    weights_N: np.ndarray,
+    clusters_N: np.ndarray,
+    noise: SeedNoise,
+) -> bool:
+    """Whether guessing is within the 95 % interval of one side's score."""
+    clusters = Clusters.of(values_RN.mean(axis=0), weights_N, clusters_N)
+    parts = (
+        mean_variance(clusters),
+        float(clusters.sums_G.size - 1),
+        noise.variance / len(values_RN),
+        noise.df,
+    )
+    return abs(clusters.mean - guess) <= decide.critical_value(decide.ALPHA, *parts)

@@ -1,0 +1,142 @@
+"""The items of one evaluation, as arrays that can be set beside those of another.
+
+Reads samples-TASK.jsonl (eval/results.py). Items are known by their document and their prompt, so
+that two runs are compared on an item only if they were asked exactly the same. No torch.
+"""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.results import read_samples
+
+TOLERANCE = 1e-6
+"""By how much a score and the mean over its items may differ, relatively."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is averaged over items, and how the score follows from the mean.
+
+    A perplexity is averaged as nats, where differences are additive: `is_log`.
+    """
+
+    is_log: bool
+    factor: float = 1.0
+
+    @classmethod
+    def of(cls, metric: str) -> "Scale":
+        if "perplexity" in metric:
+            return cls(True, -1.0)
+        return cls(False, -1 / math.log(2)) if metric.startswith("bits_per") else cls(False)
+
+    def score(self, mean: float) -> float:
+        """The metric's value of a mean over items."""
+        return _exp(mean) if self.is_log else mean
+
+    def mean(self, score: float) -> float:
+        """The inverse of `score`; nan for what is no perplexity."""
+        if not self.is_log:
+            return score
+        return math.log(score) if score > 0 else math.nan
+
+    def change(self, difference: float, baseline: float) -> float:
+        """What a difference of means is on the metric's scale, from the baseline's score on."""
+        return baseline * (_exp(difference) - 1) if self.is_log else difference
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Items:
+    """The items of one task in one evaluation, sorted by key.
+
+    `keys` is one tuple for all evaluations of the same items. `values` by metric: (N, 2) of the
+    item's value and weight. `clusters_N`: codes of the items' sources, from 0.
+    """
+
+    keys: tuple[tuple[str, ...], ...]
+    clusters_N: np.ndarray
+    values: dict[str, np.ndarray]
+
+    @property
+    def num_clusters(self) -> int:
+        return int(self.clusters_N.max()) + 1 if self.clusters_N.size else 0
+
+    def of_metric(self, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """What is averaged, and its weights; None where the records do not hold the metric."""
+        found = self.values.get(metric)
+        if found is None:
+            return None
+        values_N, weights_N = found[:, 0] * Scale.of(metric).factor, found[:, 1]
+        return values_N, weights_N
+
+
+class Records:
+    """The items of evaluations by their folder, each read once; equal keys are kept once."""
+
+    def __init__(self) -> None:
+        self._folders: dict[Path, dict[str, Items]] = {}
+        self._keys: dict[bytes, tuple[tuple[str, ...], ...]] = {}
+
+    def of(self, folder: Path, task: str) -> Items | None:
+        """The items of `task`; None where the evaluation kept none."""
+        if folder not in self._folders:
+            found = {name: self._items(records) for name, records in read_samples(folder).items()}
+            self._folders[folder] = {name: items for name, items in found.items() if items}
+        return self._folders[folder].get(task)
+
+    def _items(self, records: Sequence[dict[str, Any]]) -> Items | None:
+        if not records or any("doc_hash" not in r or "prompt_hash" not in r for r in records):
+            return None
+        times: Counter[tuple[str, ...]] = Counter()
+        keyed = []
+        for record in records:
+            key = tuple(str(record.get(name)) for name in ("doc_hash", "prompt_hash", "filter"))
+            # a data set may hold an item twice
+            keyed.append(((*key, f"{times[key]:06}"), record))
+            times[key] += 1
+        keyed.sort(key=lambda pair: pair[0])
+        keys = tuple(key for key, _ in keyed)
+        digest = hashlib.sha256(json.dumps(keys).encode()).digest()
+        sources = [str(record.get("source", f"item {k}")) for k, (_, record) in enumerate(keyed)]
+        codes = np.unique(sources, return_inverse=True)[1]
+        ordered = [record for _, record in keyed]
+        return Items(self._keys.setdefault(digest, keys), codes, _values(ordered))
+
+
+def _values(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Every metric that all records hold as a number, or as a number and its weight."""
+    known = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "source")
+    names = [name for name in records[0] if name not in known and not name.startswith("answers")]
+    found = {}
+    for name in names:
+        pairs = [_pair(record.get(name)) for record in records]
+        if all(pair is not None for pair in pairs):
+            found[name] = np.array(pairs, dtype=np.float64)
+    return found
+
+
+def _pair(value: Any) -> tuple[float, float] | None:
+    """A value and its weight; a summed log-likelihood with a weight becomes one a unit of it."""
+    if isinstance(value, bool | int | float):
+        return float(value), 1.0
+    if isinstance(value, list) and len(value) == 2:
+        total, weight = value
+        if isinstance(total, int | float) and isinstance(weight, int | float) and weight > 0:
+            return total / weight, float(weight)
+    return None
+
+
+def agrees(score: float, mean: float) -> bool:
+    """Whether a score is the mean that was computed from its items."""
+    return math.isclose(score, mean, rel_tol=TOLERANCE, abs_tol=TOLERANCE)

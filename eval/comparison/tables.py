@@ -1,0 +1,163 @@
+"""The tables beside the verdicts: every run, the paper's best of learning rates, the chosen rate.
+
+No torch.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eval.comparison.architectures import Architecture, Choice
+from eval.comparison.measure import Measure
+from eval.comparison.records import Scale
+from eval.comparison.standing import (
+    VALIDATION,
+    Question,
+    Standing,
+    higher_is_better,
+    latest,
+    questions,
+    score_of,
+    suites_of,
+)
+from eval.report.runs import Run
+from eval.stats.seeds import expected_maximum
+
+BEST_OF_WORDS = (
+    "As in the paper: the best run of each architecture, over learning rates and seeds, task by "
+    "task. The best of N equally good runs is too good by 0.56 sigma of the seed noise for N = 2, "
+    "0.85 for 3, 1.03 for 4; `bias` is that. No verdict rests on this table."
+)
+
+
+def every_run(architectures: Sequence[Architecture], measure: Measure) -> list[dict[str, Any]]:
+    """Every metric of every run, repeats too, at its last whole answer."""
+    owners = [
+        (run, each.label, recipe.learning_rate)
+        for each in architectures
+        for recipe in each.recipes
+        for run in (*recipe.runs, *recipe.repeats)
+    ]
+    named = {run.label: (label, rate) for run, label, rate in owners}
+    rows = []
+    for question, standings in _asked([run for run, *_ in owners], measure, every_metric=True):
+        cells = []
+        for standing in standings:
+            label, rate = named[standing.run.label]
+            cells.append(
+                {
+                    "run": standing.run.label,
+                    "architecture": label,
+                    "learning_rate": rate,
+                    "step": standing.results.asked["step"],
+                    "value": score_of(standing, question),
+                }
+            )
+        primary = question in questions(standings, question.suite)
+        rows.append({**_head(question, standings), "primary": primary, "cells": cells})
+    return rows
+
+
+def best_of(architectures: Sequence[Architecture], measure: Measure) -> list[dict[str, Any]]:
+    """The best run of each architecture, and by how much its choice flatters it."""
+    owner = {run.label: each.label for each in architectures for run in each.runs}
+    runs = [run for each in architectures for run in each.runs]
+    rows = []
+    for question, standings in _asked(runs, measure):
+        if question.suite == VALIDATION:
+            continue
+        sigma = _sigma(question, standings, measure)
+        head = _head(question, standings)
+        cells = []
+        for each in architectures:
+            ours = [s for s in standings if owner[s.run.label] == each.label]
+            scores = [(score, s) for s in ours if math.isfinite(score := _score(s, question))]
+            if not scores:
+                continue
+            pick = max if head["higher_is_better"] else min
+            value, standing = pick(scores, key=lambda pair: pair[0])
+            bias = None
+            if sigma is not None:
+                expected = expected_maximum(len(scores)) * sigma
+                bias = value * expected if Scale.of(question.metric).is_log else expected
+            cells.append(
+                {
+                    "architecture": each.label,
+                    "value": value,
+                    "run": standing.run.label,
+                    "step": standing.results.asked["step"],
+                    "num_runs": len(scores),
+                    "bias": bias,
+                }
+            )
+        rows.append({**head, "cells": cells})
+    return rows
+
+
+def chosen(
+    architectures: Sequence[Architecture], choices: Mapping[str, Choice], measure: Measure
+) -> list[dict[str, Any]]:
+    """The mean over the seeds of each architecture's chosen learning rate."""
+    recipes = {
+        each.label: recipe for each in architectures if (recipe := choices[each.label].recipe)
+    }
+    runs = [run for recipe in recipes.values() for run in recipe.runs]
+    rows = []
+    for question, standings in _asked(runs, measure):
+        if question.suite == VALIDATION:
+            continue
+        sigma = _sigma(question, standings, measure)
+        scale = Scale.of(question.metric)
+        cells = []
+        for label, recipe in recipes.items():
+            ours = [s for s in standings if s.run in recipe.runs]
+            means = [scale.mean(x) for s in ours if math.isfinite(x := _score(s, question))]
+            if not means:
+                continue
+            value = scale.score(math.fsum(means) / len(means))
+            stderr = None
+            if sigma is not None:
+                stderr = sigma / math.sqrt(len(means)) * (value if scale.is_log else 1)
+            cells.append(
+                {
+                    "architecture": label,
+                    "learning_rate": recipe.learning_rate,
+                    "value": value,
+                    "num_runs": len(means),
+                    "stderr": stderr,
+                }
+            )
+        rows.append({**_head(question, standings), "cells": cells})
+    return rows
+
+
+def _asked(
+    runs: Sequence[Run], measure: Measure, *, every_metric: bool = False
+) -> list[tuple[Question, list[Standing]]]:
+    """Each question with the last whole answers of the runs that have one."""
+    found = []
+    for suite in suites_of(runs, measure.options.suites):
+        answers = [latest(run, suite, measure.options.step) for run in runs]
+        standings = [answer for answer in answers if answer is not None]
+        for question in questions(standings, suite, every_metric=every_metric):
+            here = [s for s in standings if score_of(s, question) is not None]
+            found.append((question, here))
+    return found
+
+
+def _head(question: Question, standings: Sequence[Standing]) -> dict[str, Any]:
+    better = higher_is_better(standings[0].results, question)
+    return {**question.words, "higher_is_better": better}
+
+
+def _score(standing: Standing, question: Question) -> float:
+    score = score_of(standing, question)
+    return math.nan if score is None else score
+
+
+def _sigma(question: Question, standings: Sequence[Standing], measure: Measure) -> float | None:
+    """The seed noise of one run on the scale that is averaged."""
+    scores = [_score(standing, question) for standing in standings]
+    is_accuracy = not Scale.of(question.metric).is_log and all(0 <= x <= 1 for x in scores)
+    noise = measure.noise(question, bounded=is_accuracy and not question.metric.startswith("bits"))
+    return None if noise is None else noise.sigma

@@ -1,0 +1,128 @@
+"""Which differences are real: one row a task and pair, judged as one family.
+
+The rows come measured from measure.py; here they get Holm's p, verdicts, what could have been
+shown, and words. No torch.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from eval.comparison.measure import Measure, Measured, Refused, Side
+from eval.comparison.standing import VALIDATION, questions, side_by_side, suites_of
+from eval.stats import decide
+from eval.stats.pair import Paired
+
+BETTER, WORSE, WITHIN, NOT_JUDGED = "better", "worse", "within noise", "not judged"
+
+Rows = list[dict[str, Any]]
+
+
+def verdicts(measure: Measure, pairs: Sequence[tuple[Side, Side]]) -> tuple[Rows, Rows, list[str]]:
+    """Rows and refusals of each (side, baseline), and notes on runs that were left out."""
+    measured: list[Measured] = []
+    refused: Rows = []
+    notes: dict[str, None] = {}
+    for side, baseline in pairs:
+        both = [*side.runs, *baseline.runs]
+        names = {"architecture": side.label, "baseline": baseline.label}
+        for suite in suites_of(both, measure.options.suites):
+            if suite == VALIDATION:
+                continue  # no items; it chooses the learning rates
+            ours, theirs = side_by_side(side.runs, baseline.runs, suite, measure.options.step)
+            if not ours:
+                nothing = {"suite": suite, "task": None, "metric": None, **names}
+                refused.append(nothing | {"why": "no whole result at a step that both have"})
+                continue
+            here = [standing.run for standing in (*ours, *theirs)]
+            left = ", ".join(run.label for run in both if run not in here)
+            if left:
+                at = ours[0].results.asked["step"]
+                notes[f"{suite} at step {at}: no whole result of {left}"] = None
+            for question in questions([*ours, *theirs], suite):
+                try:
+                    measured.append(measure.pair(question, ours, theirs, names))
+                except Refused as reason:
+                    refused.append({**question.words, **names, "why": str(reason)})
+    return _decide(measured), refused, list(notes)
+
+
+def _decide(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    """The rows with p, Holm's p, verdicts and what could have been shown."""
+    judged = [each.found for each in measured if each.found]
+    p = np.array([float(decide.two_sided_p(x.difference, *x.noise.parts)) for x in judged])
+    adjusted = iter(zip(p, decide.holm(p), strict=True))
+    rows = []
+    for each in measured:
+        if each.found is None:
+            rows.append(each.row | _not_judged(each))
+            continue
+        own, family = next(adjusted)
+        rows.append(each.row | _judged(each, each.found, float(own), float(family), len(judged)))
+    return rows
+
+
+def _not_judged(each: Measured) -> dict[str, Any]:
+    names = (
+        "ci", "log_difference", "log_ci", "stderr", "stderr_items", "stderr_seeds", "p", "p_holm",
+        "detectable", "detectable_alone", "seeds_needed",
+    )  # fmt: skip
+    row = each.row
+    why = (
+        "all items share one source"
+        if row["num_clusters"] < 2
+        else "no seed noise known: give a second seed, or "
+        f"--seed_sigma {row['task']}:{row['metric']}=SIGMA"
+        + (" (of the logarithm)" if each.scale.is_log else "")
+    )
+    return {**dict.fromkeys(names), "verdict": NOT_JUDGED, "words": f"{NOT_JUDGED}: {why}"}
+
+
+def _judged(each: Measured, found: Paired, p: float, p_holm: float, tests: int) -> dict[str, Any]:
+    scale, row = each.scale, each.row
+    size, noise = found.difference, found.noise
+    half = decide.critical_value(decide.ALPHA, *noise.parts)
+    ci = [size - half, size + half]
+
+    def shown(x: float) -> float:
+        return scale.change(x, each.baseline_value)
+
+    levels = decide.ALPHA, decide.ALPHA / tests
+    alone, family = (decide.detectable(level, *noise.parts) for level in levels)
+    is_up = (size > 0) == row["higher_is_better"]
+    verdict = WITHIN if p_holm > decide.ALPHA else BETTER if is_up else WORSE
+    more: dict[str, Any] = {
+        "ci": [shown(x) for x in ci],
+        "log_difference": size if scale.is_log else None,
+        "log_ci": ci if scale.is_log else None,
+        "stderr": noise.stderr,
+        "stderr_items": math.sqrt(noise.item_variance),
+        "stderr_seeds": math.sqrt(noise.seed_variance),
+        "p": p,
+        "p_holm": p_holm,
+        "verdict": verdict,
+        "detectable": shown(family),
+        "detectable_alone": shown(alone),
+        "seeds_needed": decide.seeds_needed(
+            size, noise.item_variance, found.one_run_variance, decide.ALPHA / tests
+        ),
+    }
+    return more | {"words": _words(row | more, is_up)}
+
+
+def _words(row: Mapping[str, Any], is_up: bool) -> str:
+    direction = BETTER if is_up else WORSE
+    if row["difference"] == 0:
+        found = "no difference"
+    else:
+        found = f"{direction} by {abs(row['difference']):.4g}"
+    if row["verdict"] != WITHIN:
+        return f"{found}, beyond noise (Holm p {row['p_holm']:.2g})"
+    ends = f"; at least {row['detectable']:.4g} could have been shown"
+    if row["difference"] and row["seeds_needed"] is not None:
+        ends += f", this one with {row['seeds_needed']} seeds each"
+    elif row["difference"]:
+        ends += ", this one with no number of seeds: the items are too few"
+    return f"{found} on these runs, within noise" + (", both at chance" * row["at_chance"]) + ends

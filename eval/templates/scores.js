@@ -1,0 +1,110 @@
+"use strict";
+// Draws the many small plots: scores over training steps, accuracy over length.
+const scores = (() => {
+  const { content, color, runColor, plain, short, grouped } = page;
+  const runs = new Map(content.runs.map((run, k) => [run.label, k]));
+  const hidden = { run: new Set(), entry: new Set() };
+
+  const layout = (x, y) => ({
+    ...page.layout(),
+    margin: { l: 46, r: 10, t: 6, b: 36 },
+    showlegend: false,
+    hovermode: "closest",
+    dragmode: false,
+    xaxis: { ...page.axis(), nticks: 5, fixedrange: true, ...x },
+    yaxis: { ...page.axis(), nticks: 5, fixedrange: true, ...y },
+  });
+  const config = { responsive: true, displaylogo: false, displayModeBar: false };
+  const digits = (value) =>
+    value.toLocaleString("en-US", { minimumFractionDigits: 4, maximumFractionDigits: 4 });
+
+  function overSteps(curve) {
+    const traces = curve.lines.map((packed) => {
+      // a list that repeats one value is packed as that value
+      const count = Math.max(...Object.values(packed).map((v) => (Array.isArray(v) ? v.length : 1)));
+      const line = Object.fromEntries(Object.entries(packed).map(([name, v]) => (
+        [name, Array.isArray(v) || name === "run" ? v : Array(count).fill(v)])));
+      const k = runs.get(line.run);
+      const words = line.steps.map((step, i) => [
+        line.stderrs[i] === null ? "" : ` ± ${digits(Number(line.stderrs[i]))}`,
+        `<br>step ${grouped(step)}`,
+        line.tokens[i] === null ? "" : `, ${grouped(line.tokens[i])} tokens`,
+        line.counts[i] === null ? "" : `, n = ${grouped(line.counts[i])}`,
+        line.limits[i] === null ? "" : "<br>first items only: not a result",
+      ].join(""));
+      const number = (value) => (typeof value === "number" ? value : null);
+      return {
+        type: "scatter",
+        mode: "lines+markers",
+        name: plain(short(line.run)),
+        visible: !hidden.run.has(k),
+        x: line.steps,
+        y: line.values.map(number),
+        text: words,
+        line: { color: runColor(k), width: 1.6, dash: page.runDash(k) },
+        marker: {
+          color: runColor(k), size: 6,
+          symbol: line.limits.map((limit) => (limit === null ? "circle" : "circle-open")),
+        },
+        hovertemplate: "%{fullData.name}<br><b>%{y:,.4f}</b>%{text}<extra></extra>",
+      };
+    });
+    return [traces, layout({ title: { text: "step", standoff: 4 }, exponentformat: "B" }, {})];
+  }
+
+  function overLength([figure, panel]) {
+    const names = panel.lengths.map(String);
+    const traces = panel.lines.map((line) => {
+      const k = content.entries.indexOf(line.label);
+      const spread = line.values.map((value, i) => (
+        line.n[i] > 1 ? `<br>${line.n[i]} runs, ${digits(line.low[i])} to ${digits(line.high[i])}`
+          : ""));
+      return {
+        type: "scatter",
+        mode: "lines+markers",
+        name: plain(short(line.label)),
+        visible: !hidden.entry.has(k),
+        x: names,
+        y: line.values,
+        text: spread,
+        line: { color: runColor(k), width: 1.8, dash: page.runDash(k) },
+        marker: { color: runColor(k), size: 7 },
+        error_y: {
+          type: "data", symmetric: false, thickness: 1, width: 3, color: runColor(k),
+          visible: line.n.some((n) => n > 1),
+          array: line.values.map((value, i) => (value === null ? 0 : line.high[i] - value)),
+          arrayminus: line.values.map((value, i) => (value === null ? 0 : value - line.low[i])),
+        },
+        hovertemplate: "%{fullData.name}<br>%{x}: <b>%{y:.4f}</b>%{text}<extra></extra>",
+      };
+    });
+    const drawn = layout(
+      {
+        type: "category", categoryorder: "array", categoryarray: names,
+        title: { text: plain(figure.unit), standoff: 4 },
+      },
+      { range: [-0.03, 1.03], nticks: 6, tickformat: ".1f" },
+    );
+    if (panel.chance !== null) {
+      drawn.shapes = [{
+        type: "line", xref: "paper", x0: 0, x1: 1, y0: panel.chance, y1: panel.chance,
+        line: { color: color("--soft"), width: 1.2, dash: "dash" },
+      }];
+      drawn.annotations = [{
+        xref: "paper", x: 1, xanchor: "right", y: panel.chance, yanchor: "bottom",
+        text: `chance ${digits(panel.chance).slice(0, 5)}`, showarrow: false,
+        font: { size: 11, color: color("--soft") },
+      }];
+    }
+    return [traces, drawn];
+  }
+
+  const panels = content.lengths.flatMap((figure) => figure.panels.map((p) => [figure, p]));
+  const figureOf = (plot) => ("steps" in plot.dataset
+    ? overSteps(content.score_curves[Number(plot.dataset.steps)])
+    : overLength(panels[Number(plot.dataset.length)]));
+  for (const plot of document.querySelectorAll(".plot[data-steps], .plot[data-length]")) {
+    lazy.add(plot, () => Plotly.react(plot, ...figureOf(plot), config));
+  }
+  return { hidden };
+})();

@@ -1,0 +1,230 @@
+"""A hub on this machine, as far as `datasets` and huggingface_hub ask it; and who stages from it.
+
+The client is the real one, in a process of its own: it reads HF_ENDPOINT and HF_HOME when it is
+imported. The hub notes what it is asked, and goes wrong where told to.
+"""
+
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+import datasets
+import pyarrow.parquet
+
+from tests.support import ROOT
+
+Files = dict[str, bytes]
+
+
+def dataset_files(splits: dict[tuple[str, str], datasets.Dataset]) -> Files:
+    """The files of a repository with these (configuration, split), as parquet and a data card."""
+    files: Files = {}
+    card: dict[str, list[str]] = {}
+    for (config, split), rows in splits.items():
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(rows.with_format("arrow")[:], buffer)
+        files[f"{config}/{split}-00000-of-00001.parquet"] = buffer.getvalue()
+        card.setdefault(config, []).append(
+            f"  - split: {split}\n    path: {config}/{split}-*\n",
+        )
+    configs = "".join(
+        f"- config_name: {config}\n  data_files:\n{''.join(lines)}"
+        for config, lines in card.items()
+    )
+    files["README.md"] = f"---\nconfigs:\n{configs}---\n".encode()
+    return files
+
+
+class FakeHub(ThreadingHTTPServer):
+    """`repos` maps a path to its commits (the last one is main), a commit to its files.
+
+    `stalled` holds what ends a file's name: it comes only when `released` is set.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, repos: dict[str, dict[str, Files]]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repos = repos
+        self.asked: list[str] = []
+        self.status = 0
+        self.stalled = ""
+        self.waiting, self.released = threading.Event(), threading.Event()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def handle_error(self, request: Any, address: Any) -> None:
+        """Silent: clients are killed here."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def take_asked(self) -> list[str]:
+        """The files asked for since the last call."""
+        taken = [line for line in self.asked if line.startswith("GET") and "/resolve/" in line]
+        self.asked.clear()
+        return taken
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeHub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_POST(self) -> None:
+        self.answer(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
+
+    def answer(self, sent: str = "") -> None:
+        server, path = self.server, unquote(self.path.partition("?")[0])
+        server.asked.append(f"{self.command} {path}")
+        if server.status:
+            return self.reply(b"{}", server.status)
+        for repo, commits in server.repos.items():
+            main = list(commits)[-1]
+            prefix = f"/api/datasets/{repo}"
+            if path == prefix:
+                return self.about(repo, main)
+            if match := re.fullmatch(f"{prefix}/revision/(.+)", path):
+                commit = main if match[1] == "main" else match[1]
+                if commit in commits:
+                    return self.about(repo, commit)
+                return self.missing("RevisionNotFound")
+            if match := re.fullmatch(f"{prefix}/(tree|paths-info)/([0-9a-f]+)/?(.*)", path):
+                if match[1] == "tree":
+                    wanted = _children(commits[match[2]], match[3])
+                else:
+                    wanted = parse_qs(sent).get("paths") or json.loads(sent)["paths"]
+                return self.listing(commits[match[2]], wanted)
+            if match := re.fullmatch(f"/datasets/{repo}/resolve/([^/]+)/(.*)", path):
+                commit = main if match[1] == "main" else match[1]
+                if match[2] in commits.get(commit, {}):
+                    return self.file(commit, match[2], commits[commit][match[2]])
+                return self.missing("EntryNotFound")
+        return self.missing("RepoNotFound")
+
+    def about(self, repo: str, commit: str) -> None:
+        info = {"id": repo, "sha": commit, "siblings": [], "tags": []}
+        self.reply(json.dumps(info).encode())
+
+    def listing(self, files: Files, names: Iterable[str]) -> None:
+        entries: list[dict[str, Any]] = []
+        for name in names:
+            if name in files:
+                content = files[name]
+                size = {"size": len(content), "oid": _sha1(content)}
+                entries.append({"type": "file", "path": name, **size})
+            elif any(known.startswith(f"{name}/") for known in files):
+                entries.append({"type": "directory", "path": name, "size": 0, "oid": "d" * 40})
+        self.reply(json.dumps(entries).encode())
+
+    def file(self, commit: str, name: str, content: bytes) -> None:
+        if self.command == "GET" and self.server.stalled and name.endswith(self.server.stalled):
+            self.server.waiting.set()
+            self.server.released.wait(60)
+        self.reply(content, 200, {"X-Repo-Commit": commit, "ETag": f'"{_sha1(content)}"'})
+
+    def missing(self, code: str) -> None:
+        self.reply(b"{}", 404, {"X-Error-Code": code})
+
+    def reply(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _children(files: Files, folder: str) -> list[str]:
+    """What lies in `folder` itself."""
+    start = f"{folder}/" if folder else ""
+    inside = [name for name in files if name.startswith(start)]
+    return sorted({start + name[len(start) :].split("/")[0] for name in inside})
+
+
+def _sha1(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+# ---- who asks it
+
+# One process for many commands: to import datasets takes longer than any of them. It reads a
+# command a line; "counts" replaces the numbers of documents that the catalogue expects.
+CLIENT = """
+import argparse, dataclasses, json, sys
+import datasets, huggingface_hub
+from canon_pretrain.errors import UserError
+from eval import catalogue
+from eval.stage import add_arguments, execute
+
+real = dict(catalogue.CATALOGUE)
+for line in sys.stdin:
+    asked = json.loads(line)
+    for key, data in real.items():
+        count = asked["counts"].get(key, data.documents)
+        catalogue.CATALOGUE[key] = dataclasses.replace(data, documents=count)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    try:
+        execute(parser.parse_args(asked["words"]))
+    except UserError as error:
+        print("error:", error)
+    print("----", flush=True)
+"""
+
+
+class Client:
+    """A process that stages; `run` gives a command's output."""
+
+    def __init__(self, url: str, home: Path, **environment: str) -> None:
+        known = {"HF_ENDPOINT": url, "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CLIENT],
+            env=os.environ | known | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, *words: object, counts: dict[str, int] | None = None) -> None:
+        asked = {"words": [str(word) for word in words], "counts": counts or {}}
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+
+    def output(self, until: str = "----\n") -> str:
+        """What it prints, up to a line (or the end of a process that was killed)."""
+        assert self.process.stdout
+        lines = []
+        for line in self.process.stdout:
+            if line.startswith(until):
+                break
+            lines.append(line)
+        return "".join(lines)
+
+    def run(self, *words: object, counts: dict[str, int] | None = None) -> str:
+        self.start(*words, counts=counts)
+        return self.output()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()

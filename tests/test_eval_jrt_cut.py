@@ -1,0 +1,209 @@
+"""The JRT suite's cut rule and its score against explicit loops."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from eval.tasks.jrt.cut import Cut, contains, cut, first_hit, window
+
+
+class Letters:
+    """A token a character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+class Bytes:
+    """A token a byte, as where a vocabulary has no piece: a character may be cut in two."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class Words:
+    """A token a word with the space before it; `encode` of half a word is a token as well."""
+
+    def __init__(self) -> None:
+        self.known: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        pieces, word = [], ""
+        for letter in text:
+            if letter == " " and word:
+                pieces.append(word)
+                word = ""
+            word += letter
+        self.known += [piece for piece in [*pieces, word] if piece and piece not in self.known]
+        return [self.known.index(piece) for piece in [*pieces, word] if piece]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.known[i] for i in ids)
+
+
+# ---- the rule of spec/eval.md, again, one letter and one token at a time
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether two letters are the same, case ignored."""
+    forms = [
+        {letter, letter.casefold(), letter.upper(), letter.lower()[0], letter.lower()[0].upper()}
+        for letter in (one, other)
+    ]
+    return bool(forms[0] & forms[1])
+
+
+def occurrence(text: str, answer: str) -> int:
+    """Where `answer` begins in `text` first; -1 if nowhere."""
+    for begin in range(len(text)):
+        matched = 0
+        for offset in range(len(answer)):
+            if begin + offset < len(text) and alike(text[begin + offset], answer[offset]):
+                matched += 1
+        if answer and matched == len(answer):
+            return begin
+    return -1
+
+
+def kept_tokens(tokens: int, position: int, limit: int) -> list[int]:
+    """The numbers of the tokens that are kept."""
+    kept: list[int] = []
+    before = 0
+    for number in reversed(range(position)):
+        if before < limit // 2:
+            kept.insert(0, number)
+            before += 1
+    for number in range(position, tokens):
+        if len(kept) < limit:
+            kept.append(number)
+    return kept
+
+
+def spec_cut(
+    text: str, answers: list[str], codec: Any, limit: int, alternatives: list[str], at: int | None
+) -> tuple[list[int], int, str]:
+    """The kept tokens' numbers, of how many, and what they are centred on."""
+    count = len(codec.encode(text))
+    places = [occurrence(text, answer) for answer in answers]
+    earliest = -1
+    for place in places:
+        if place >= 0 and (earliest < 0 or place < earliest):
+            earliest = place
+    centre = "answer"
+    if earliest < 0:
+        centre = "alt_answers"
+        for answer in alternatives:
+            if earliest < 0:
+                earliest = occurrence(text, answer)
+    if earliest >= 0:
+        return kept_tokens(count, len(codec.encode(text[:earliest])), limit), count, centre
+    if at is not None and at >= 0:
+        return kept_tokens(count, at if at < count else count, limit), count, "tok_pos"
+    return kept_tokens(count, count, limit), count, "nothing"
+
+
+TEXT = "aAbB .\nßẞſsKkİıiσςΣé🙂\ufffd"
+texts = st.text(TEXT, max_size=40)
+answers = st.lists(st.text(TEXT, max_size=3), max_size=3)
+positions = st.one_of(st.none(), st.integers(-1, 60))
+
+
+@given(texts, answers, st.integers(2, 30), answers, positions)
+@example("aab", ["aab"], 2, [], None)  # the hit is the beginning
+@example("bbbbaa", ["aa"], 2, [], None)  # it is the end
+@example("aa", ["b"], 2, [], None)  # none: the last half only, of a short text too
+@example("", ["b"], 2, [], 3)
+@example("b" * 9 + "AA" + "b" * 9, ["aa"], 4, [], 0)
+@settings(max_examples=400, deadline=None)
+def test_the_cut_is_the_rule_s(
+    text: str, looked_for: list[str], limit: int, alternatives: list[str], at: int | None
+) -> None:
+    bare = text.strip()
+    for codec in (Letters(), Bytes(), Words()):
+        found = cut(
+            text, looked_for, codec, limit=limit, alternatives=alternatives, token_position=at
+        )
+        kept, count, centre = spec_cut(bare, looked_for, codec, limit, alternatives, at)
+        assert found.centre == centre
+        assert found.whole == (len(kept) == count)
+        assert len(kept) <= limit
+        tokens = codec.encode(bare)
+        if isinstance(codec, Bytes):
+            # what is whole of the bytes that are kept
+            expected = bytes(tokens[i] for i in kept).decode(errors="ignore")
+        else:
+            expected = codec.decode([tokens[i] for i in kept])
+        if "\ufffd" not in bare:
+            assert found.text == expected.strip()
+        assert found.text in bare
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 15).map(lambda half: 2 * half))
+def test_window(tokens: int, position: int, limit: int) -> None:
+    position = min(position, tokens)
+    start, end = window(tokens, position, limit)
+    assert list(range(start, end)) == kept_tokens(tokens, position, limit)
+
+
+def test_the_numbers_of_the_spec() -> None:
+    assert window(5000, 2000, 950) == (1525, 2475)
+    assert window(5000, 100, 950) == (0, 950)
+    assert window(5000, 5000, 950) == (4525, 5000)  # no hit: the last 475
+    assert window(600, 600, 950) == (125, 600)
+    assert window(600, 300, 950) == (0, 600)
+    text = "b" * 2000 + "A" + "b" * 3000
+    found = cut(text, ["a"], Letters())
+    assert found == Cut("b" * 475 + "A" + "b" * 474, "answer", whole=False)
+    assert cut(text, ["c"], Letters()) == Cut("b" * 475, "nothing", whole=False)
+
+
+def test_a_letter_whose_other_case_is_longer_shifts_nothing() -> None:
+    # 'ß'.upper() is two letters, 'İ'.lower() as well: positions counted there would be too large
+    text = "ßİ" * 20 + "Answer" + "x" * 20
+    assert first_hit(text, "aNSWER") == 40 == text.index("Answer")
+    assert cut(text, ["ANSWER"], Letters(), limit=4).text == "ßİAn"
+    assert first_hit("x" + text, "ss") is None
+
+
+def test_an_answer_within_a_token() -> None:
+    # "two" begins in the second token; the text before it is two tokens, the second one half
+    text = "one stwo three four"
+    codec = Words()
+    assert codec.encode(text) == [0, 1, 2, 3] and len(codec.encode("one s")) == 2
+    assert cut(text, ["two"], codec, limit=2) == Cut("stwo three", "answer", whole=False)
+
+
+@given(
+    st.text(TEXT + "\n", max_size=12),
+    st.lists(st.text(TEXT, max_size=3), max_size=3),
+)
+@settings(max_examples=400)
+def test_contains(prediction: str, labels: list[str]) -> None:
+    line = ""
+    for letter in prediction:
+        if letter == "\n":
+            break
+        line += letter
+    expected = 0.0
+    for label in labels:
+        if label and occurrence(line, label) >= 0:
+            expected = 1.0
+    assert contains(prediction, labels) == expected
+
+
+def test_contains_by_hand() -> None:
+    assert contains(" it is OSLO, of course", ["Bergen", "Oslo"]) == 1
+    assert contains("Osl", ["Oslo"]) == 0
+    assert contains("\nOslo", ["Oslo"]) == 0
+    assert contains("first line\nOslo", ["Oslo"]) == 0
+    assert contains("a.b", ["a+b", "a.*"]) == 0  # a label is no pattern
+    assert contains("anything", [""]) == 0
+    assert contains("", []) == 0
