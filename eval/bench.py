@@ -69,27 +69,27 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     """The table that a person reads."""
     console.print(heading(result), highlight=False, soft_wrap=True)
     clock = result["ratio_of"]
-    table = Table("case", "requests", "tokens", "ours s", "hf s", f"ours is faster ({clock})")
-    for name in ("target", "same answers", "hf batch"):
-        table.add_column(name)
+    table = Table("case", "tokens", "ours s", "hf s", "hf batch", "faster", "spread", "target")
     for case in result["cases"]:
         table.add_row(
             case["case"],
-            f"{case['requests']:,}",
             f"{case['tokens']:,}",
             *(f"{case[side][clock]:.2f}" for side in ("ours", "hf")),
-            f"{case['ratio']:.2f}x ({case['ratio_low']:.2f} to {case['ratio_high']:.2f})",
-            verdict(case["ratio"], case["target"]),
-            case["agreement"],
             str(case["hf"]["batch_size"]),
+            f"{case['ratio']:.2f}x",
+            f"{case['ratio_low']:.2f}-{case['ratio_high']:.2f}",
+            verdict(case["ratio"], case["target"]),
         )
     console.print(table)
     for group in result["groups"]:
+        target = verdict(group["ratio"], group["target"])
         console.print(
-            f"{group['group']}: {group['ratio']:.2f}x, the geometric mean of its cases; "
-            f"target {verdict(group['ratio'], group['target']) or 'none'}",
+            f"{group['group']}: {group['ratio']:.2f}x, the geometric mean of its cases"
+            + (f"; target {target}" if target else ""),
             highlight=False,
         )
+    agreed = ", ".join(f"{case['case']} {case['agreement']}" for case in result["cases"])
+    console.print(f"answers agree: {agreed}", highlight=False)
 
 
 def heading(result: dict[str, Any]) -> str:

@@ -86,7 +86,7 @@ def piqa(words: Words, count: int) -> Asked:
 def wikitext(words: Words, count: int) -> Asked:
     """Whole documents."""
     for _ in range(count):
-        yield (words.some(1200, 3200),)
+        yield (words.some(1400, 2400),)
 
 
 def jrt(words: Words, count: int) -> Asked:
@@ -114,13 +114,13 @@ def birth_year(words: Words, count: int) -> Asked:
 
 
 CASES: dict[str, tuple[str, str, Callable[[Words, int], Asked], int]] = {
-    "hellaswag": (CHOICE, "loglikelihood", hellaswag, 12),
-    "boolq": (CHOICE, "loglikelihood", boolq, 16),
-    "piqa": (CHOICE, "loglikelihood", piqa, 32),
-    "wikitext": (ROLLING, "loglikelihood_rolling", wikitext, 2),
+    "hellaswag": (CHOICE, "loglikelihood", hellaswag, 8),
+    "boolq": (CHOICE, "loglikelihood", boolq, 8),
+    "piqa": (CHOICE, "loglikelihood", piqa, 16),
+    "wikitext": (ROLLING, "loglikelihood_rolling", wikitext, 1),
     "jrt": (GENERATION, "generate_until", jrt, 4),
     "babilong": (GENERATION, "generate_until", babilong, 4),
-    "birth-year": (GENERATION, "generate_until", birth_year, 12),
+    "birth-year": (GENERATION, "generate_until", birth_year, 8),
 }
 """Name -> group, kind of request, its maker, and how many items (documents) at scale 1."""
 

@@ -1,48 +1,41 @@
 """What `eval bench` measures: both sides over one export, case by case, turn by turn.
 
-bench.py prints it. Time is CPU time of the process where one thread computes, which a busy machine
-does not change, and else the clock's.
+bench.py prints it, bench_model.py makes what is measured. Time is CPU time of the process where one
+thread computes, which a busy machine does not change, and else the clock's.
 """
 
 import contextlib
 import io
 import math
-import os
 import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
 import torch
 from rich.console import Console
 
-from canon_pretrain.checkpoint.writer import save_alone
-from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE
 from canon_pretrain.errors import UserError, nearest
 from canon_pretrain.hf.export import export
-from canon_pretrain.model.args import ModelArgs, flavor, num_parameters
-from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.folder import RunFolder
-from eval.bench_cases import CASES, GENERATION, MAX_LENGTH, Case, library_texts, make_cases
+from canon_pretrain.model.args import num_parameters
+from eval.bench_cases import CASES, GENERATION, MAX_LENGTH, Case, make_cases
+from eval.bench_model import describe, load_theirs, parse_model, write_random_export
 from eval.budget import batch_tokens_for
 from eval.lm import CanonLM
 from eval.model import dtype_for
 from eval.subject import Subject
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1.0}
-"""How far apart log-likelihoods of the two may be: sums of rounding."""
+TOLERANCE = 1e-3
+"""Nats that log-likelihoods of the two may be apart in float32: sums of rounding."""
 HF_BATCH_SIZES = {"cpu": (1, 4, 16), "cuda": (8, 32, 128)}
 """The best of these is theirs; `auto` is not among them: it tries the largest on 2,048 tokens,
 which on a CPU is beyond its memory, and on a GPU costs passes of its own."""
-NO_TEXT = 3 + 256
-"""The ids of control pieces and bytes in a tokenizer that SentencePiece has just trained."""
 Clocks = dict[str, float]
 
 
@@ -149,17 +142,24 @@ def measure_case(sides: Sides, case: Case, repeats: int, ratio_of: str) -> dict[
 
 
 def best_batch_size(sides: Sides, case: Case) -> int:
-    """The batch size with which theirs answer a part of the requests the fastest."""
+    """The batch size with which theirs answer a part of the requests the fastest.
+
+    Larger ones are tried until one is slower, or does not fit in memory.
+    """
     part = _part(case)
-    took = {}
+    best, fastest = 1, math.inf
     for size in HF_BATCH_SIZES[sides.hf.device.type]:
         sides.hf.batch_size_per_gpu = size
-        if took and size > 2 * len(part):
-            continue
-        with contextlib.suppress(torch.OutOfMemoryError):
-            sides.answer("hf", case, part[:4]) if not took else None  # the first call warms up
-            took[size] = sides.answer("hf", case, part)[1]["clock"]
-    return min(took, key=lambda size: took[size])
+        try:
+            if fastest == math.inf:
+                sides.answer("hf", case, part[:1])  # the first call warms up
+            took = sides.answer("hf", case, part)[1]["clock"]
+        except torch.OutOfMemoryError:
+            break
+        if took >= fastest:
+            break
+        best, fastest = size, took
+    return best
 
 
 def _part(case: Case) -> list[Any]:
@@ -176,15 +176,16 @@ def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype
         same = [own.removeprefix(" ") == text for own, text in zip(ours, theirs, strict=True)]
         words, agrees = f"{sum(same)} of {len(same)} texts", all(same)
     else:
-        rolling = not isinstance(ours[0], tuple)
-        pairs = [
-            ((o, True), (t, True)) if rolling else (o, t) for o, t in zip(ours, theirs, strict=True)
+        scores = [[a if isinstance(a, float) else a[0] for a in side] for side in (ours, theirs)]
+        apart = [abs(own - other) for own, other in zip(*scores, strict=True)]
+        words = f"to {max(apart):.0e} nat"
+        # rounding adds up over the thousands of tokens of a document
+        near = [
+            gap <= TOLERANCE * max(1, abs(score) / 100)
+            for gap, score in zip(apart, scores[0], strict=True)
         ]
-        apart = max(abs(own[0] - other[0]) for own, other in pairs)
-        # of a whole document: in proportion, rounding adds up over thousands of tokens
-        scale = max(1.0, max(abs(own[0]) for own, _ in pairs) / 100) if rolling else 1.0
-        words = f"to {apart:.0e} nat"
-        agrees = apart <= TOLERANCE[dtype] * scale and all(o[1] == t[1] for o, t in pairs)
+        greedy = [[a for a in side if not isinstance(a, float)] for side in (ours, theirs)]
+        agrees = all(near) and [g for _, g in greedy[0]] == [g for _, g in greedy[1]]
     if not agrees and dtype == torch.float32:
         raise UserError(
             f"{case.name}: the two sides answer differently ({words}), so their times can't be "
@@ -235,94 +236,3 @@ def _cpu() -> str:
             (x.partition(":")[2].strip() for x in lines if x.startswith("model name")), name
         )
     return f"{name}, {torch.get_num_threads()} threads"
-
-
-# ---- the model
-
-
-def parse_model(words: str) -> ModelArgs:
-    """The args that FLAVOR[,FIELD=VALUE...] names; Canon ABCD without positions by default."""
-    name, *settings = words.split(",")
-    changes: dict[str, Any] = {"position": "nope", "canon_set": "ABCD"}
-    known = {f.name: type(f.default) for f in fields(ModelArgs)}
-    for setting in settings:
-        field, _, value = setting.partition("=")
-        if field not in known:
-            near = nearest(field, known)
-            raise UserError(
-                f'--model {words}: "{field}" is no field of a model'
-                + (f"; did you mean {near}?" if near else "")
-            )
-        kind = known[field]
-        try:
-            changes[field] = value == "true" if kind is bool else kind(value)
-        except ValueError:
-            raise UserError(f'--model {words}: {field} = "{value}" is no {kind.__name__}') from None
-    args = replace(flavor(name), **changes)
-    return replace(args, max_seq_len=max(args.max_seq_len, MAX_LENGTH))
-
-
-def describe(args: ModelArgs) -> str:
-    """Size and variant in a few words."""
-    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
-    return f"{args.num_layers}L{args.dim}D, {args.position}, {canon}"
-
-
-def write_random_export(args: ModelArgs, folder: Path, dtype: torch.dtype) -> None:
-    """The export `folder`/out of a model as it is before training, with a tokenizer of its size.
-
-    Its likeliest token is never EOS, a newline or another byte: answers are of full length, and
-    valid text, which both sides decode alike.
-    """
-    tokenizer = folder / SENTENCEPIECE_FILE
-    tokenizer.write_bytes(_trained(args.vocab_size))
-    model = Transformer(replace(args, tie_embeddings=False))
-    model.init_weights()
-    assert model.output is not None
-    with torch.no_grad():
-        model.output.weight[:NO_TEXT] = 0.0  # a logit of 0: many others are above it
-    run = RunFolder(folder / "run")
-    run.write_config({"data": {}}, {f"model.{k}": v for k, v in asdict(model.args).items()})
-    checkpoint = run.path / "checkpoint" / "step-1"
-    save_alone(dict(model.named_parameters()), checkpoint, step=1)
-    export(checkpoint, folder / "out", dtype=str(dtype).removeprefix("torch."), tokenizer=tokenizer)
-
-
-def _trained(vocab_size: int) -> bytes:
-    """A SentencePiece BPE model of the standard library, as data_prep trains one."""
-    lines = (line for text in library_texts() for line in text.split("\n") if 0 < len(line) < 4000)
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines,
-        model_writer=model,
-        vocab_size=vocab_size,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        num_threads=2,
-        minloglevel=2,
-    )
-    return model.getvalue()
-
-
-def load_theirs(folder: Path, device: torch.device, dtype: torch.dtype, scratch: Path) -> Any:
-    """What `lm_eval --model hf --model_args pretrained=FOLDER,...` makes, without BOS as ours."""
-    # where transformers copies the export's code to, by default below the home folder
-    os.environ.setdefault("HF_MODULES_CACHE", str(scratch / "modules"))
-    import logging
-
-    import transformers
-    from lm_eval.models.huggingface import HFLM
-
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return HFLM(
-        pretrained=str(folder),
-        trust_remote_code=True,
-        device=device.type,
-        dtype=str(dtype).removeprefix("torch."),
-        max_length=MAX_LENGTH,
-        add_bos_token=False,
-    )

@@ -2,7 +2,8 @@
 
 `eval run` asks before its first suite. What is found is remembered in a file beside the results,
 with what it was found for. On a GPU the number doubles until memory is full or nothing is gained.
-On a CPU a few passes of a second or two show whether more tokens at a time are any slower.
+On a CPU memory decides how many tokens a batch remembers, and a few passes, a second or two in all,
+how many are read at once.
 """
 
 import json
@@ -10,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,17 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_atomic
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
-from eval.lm import BATCH_TOKENS, CanonLM
+from eval.lm import READ_TOKENS, CanonLM
 from eval.scoring import Pair, Planner, one_pass, score_batch
 
 FILE = "batch_tokens.json"
 VERSION = 1
 LEAST, MOST = 512, 1 << 19
+CPU_LEAST, CPU_MOST = 256, 8192
+"""Of the tokens that a CPU reads at once."""
+CPU_REMEMBERED = 32768
 GAIN = 1.05
 """A doubling is worth it where it is as much faster."""
-SLOWER = 0.95
 CPU_SECONDS = 1.0
 """No further trial begins on a CPU after this long."""
 ROW_TOKENS = 1024
@@ -39,49 +42,62 @@ SHARE_OF_MEMORY = 0.25
 """Of a CPU's free memory, for keys, values and logits."""
 
 
+@dataclass(frozen=True)
+class Budget:
+    """The tokens that a batch remembers, and those that are read at once (None: as many)."""
+
+    batch_tokens: int
+    read_tokens: int | None = None
+
+
 def batch_tokens_for(lm: CanonLM, folder: Path, console: Console) -> int:
-    """The tokens of a batch for `lm`: from `folder`/batch_tokens.json, or found and kept there.
+    """The tokens of a batch for `lm`, and sets its read_tokens: remembered, or found by trying.
 
-    Rank 0 looks; all ranks get the same. Raises UserError where the least does not fit in memory.
+    In `folder`/batch_tokens.json. Rank 0 looks, and all ranks get the same. Raises UserError where
+    the least does not fit in memory.
     """
-    found = None
-    if lm.ranks.rank == 0:
-        found = _remembered(lm, folder, console)
-    return int(lm.ranks.broadcast(found))
+    found = _remembered(lm, folder, console) if lm.ranks.rank == 0 else None
+    budget: Budget = lm.ranks.broadcast(found)
+    lm.read_tokens = budget.read_tokens
+    return budget.batch_tokens
 
 
-def _remembered(lm: CanonLM, folder: Path, console: Console) -> int:
+def _remembered(lm: CanonLM, folder: Path, console: Console) -> Budget:
     path = folder / FILE
     key = _key(lm.model, lm.max_length)
     entries = _read(path)
     for entry in entries:
         if entry["for"] == key:
-            return int(entry["batch_tokens"])
-    found = find_batch_tokens(lm.model, lm.max_length)
+            return Budget(**entry["found"])
+    budget = find_budget(lm.model, lm.max_length)
     console.print(
-        f"batches of {found:,} tokens, as found by trying; remembered in {path}", soft_wrap=True
+        f"batches of {budget.batch_tokens:,} tokens, as found by trying; remembered in {path}",
+        soft_wrap=True,
+        highlight=False,
     )
-    record = {"version": VERSION, "found": [*entries, {"for": key, "batch_tokens": found}]}
+    record = {"version": VERSION, "entries": [*entries, {"for": key, "found": asdict(budget)}]}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(path, (json.dumps(record, indent=1) + "\n").encode())
     except OSError as error:
         console.print(f"{path} can't be written ({error.strerror}): found anew next time")
-    return found
+    return budget
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     """The entries of a file; none where it is missing, damaged or of another version."""
     try:
         record = json.loads(path.read_text("utf-8"))
-        entries = record["found"] if record["version"] == VERSION else []
-        return [
-            {"for": dict(entry["for"]), "batch_tokens": int(entry["batch_tokens"])}
-            for entry in entries
-            if int(entry["batch_tokens"]) >= 1
-        ]
+        entries = record["entries"] if record["version"] == VERSION else []
+        return [entry for entry in entries if _is_whole(entry["for"], entry["found"])]
     except (OSError, ValueError, TypeError, KeyError):
         return []
+
+
+def _is_whole(key: Any, found: dict[str, Any]) -> bool:
+    values = [found["batch_tokens"], found["read_tokens"] or 1]
+    numbers = all(type(value) is int and value >= 1 for value in values)
+    return isinstance(key, dict) and numbers and len(found) == 2
 
 
 def _key(model: Transformer, max_length: int) -> dict[str, Any]:
@@ -103,34 +119,27 @@ def _key(model: Transformer, max_length: int) -> dict[str, Any]:
     }
 
 
-def find_batch_tokens(
-    model: Transformer,
-    max_length: int,
-    trial: Callable[[int], float] | None = None,
-) -> int:
-    """The number of tokens that suits `model` on its device; `trial(n)` takes n, gives seconds.
+def find_budget(model: Transformer, max_length: int) -> Budget:
+    """What suits `model` on its device, see the module.
 
     Raises UserError where LEAST tokens do not fit in memory.
     """
     device = model.tok_embeddings.weight.device
-    if trial is None:
+    if device.type == "cpu":
+        fits = max(LEAST, min(CPU_REMEMBERED, _cpu_tokens(model)))
+        return Budget(fits, fastest(lambda tokens: _reading(model, tokens, max_length)))
 
-        def trial(tokens: int) -> float:
-            return _seconds(model, tokens, max_length)
+    def trial(tokens: int) -> float:
+        return _reading(model, tokens, max_length) + _writing(model, tokens, max_length)
 
-    if device.type != "cpu":
-        _tried(trial, LEAST)  # kernels are compiled and loaded the first time
-        return search(trial)
-    fits = max(LEAST, min(BATCH_TOKENS, _cpu_tokens(model)))
-    found, ended = search_for(trial, CPU_SECONDS, fits)
-    # without a sign that more at a time is slower, as many as fit: answers are written faster
-    return found if ended else fits
+    _tried(trial, LEAST)  # kernels are compiled and loaded the first time
+    return Budget(largest(trial))
 
 
-def search(trial: Callable[[int], float], least: int = LEAST, most: int = MOST) -> int:
+def largest(trial: Callable[[int], float], least: int = LEAST, most: int = MOST) -> int:
     """The first of `least`, twice that, .. whose double is not faster by GAIN, or does not fit.
 
-    Raises UserError where `least` does not fit.
+    `trial(n)` gives the seconds that n tokens take. Raises UserError where `least` does not fit.
     """
     tokens, seconds = least, _tried(trial, least)
     if seconds is None:
@@ -146,24 +155,29 @@ def search(trial: Callable[[int], float], least: int = LEAST, most: int = MOST) 
     return tokens
 
 
-def search_for(
-    trial: Callable[[int], float], seconds: float, most: int, least: int = LEAST
-) -> tuple[int, bool]:
-    """The fastest of `least`, twice that, .., and whether its double was seen to be slower.
+def fastest(
+    trial: Callable[[int], float],
+    seconds: float = CPU_SECONDS,
+    least: int = CPU_LEAST,
+    most: int = CPU_MOST,
+) -> int:
+    """The fastest of `least`, twice that, .. up to the first that is slower.
 
-    No trial begins after so many seconds of them.
+    No trial begins after so many seconds of them; where that leaves open what is fastest, it is the
+    number that was so on the machine of READ_TOKENS, if that was not tried.
     """
-    best, best_speed, spent = least, 0.0, 0.0
-    tokens = least
+    speeds: dict[int, float] = {}
+    tokens, spent = least, 0.0
     while tokens <= most and spent < seconds:
         took = trial(tokens)
         spent += took
-        if tokens / took < SLOWER * best_speed:
-            return best, True
-        if tokens / took > best_speed:
-            best, best_speed = tokens, tokens / took
+        speeds[tokens] = tokens / took
+        if speeds[tokens] < max(speeds.values()):
+            break
         tokens *= 2
-    return best, False
+    best = max(speeds, key=lambda tokens: speeds[tokens])
+    is_open = best == max(speeds) and best < most
+    return max(best, READ_TOKENS["cpu"]) if is_open else best
 
 
 def _tried(trial: Callable[[int], float], tokens: int) -> float | None:
@@ -177,26 +191,35 @@ def _tried(trial: Callable[[int], float], tokens: int) -> float | None:
 
 
 @torch.inference_mode()
-def _seconds(model: Transformer, tokens: int, max_length: int) -> float:
-    """The time of scoring so many tokens, each of them, and of answers to prompts of as many."""
+def _reading(model: Transformer, tokens: int, max_length: int) -> float:
+    """The seconds of a pass over so many tokens, each of which is scored."""
+    rows = _rows(model, tokens, max_length)
+    pairs = [Pair(row, len(row) - 1) for row in rows]
     device = model.tok_embeddings.weight.device
-    length = min(ROW_TOKENS, max(1, max_length - STEPS), tokens)
-    count = max(1, tokens // length)
-    generator = torch.Generator().manual_seed(0)
-    shape = (count, length + 1)
-    rows = torch.randint(model.args.vocab_size, shape, generator=generator).tolist()
-    pairs = [Pair(row, length) for row in rows]
     started = _now(device)
-    score_batch(model, Planner(tokens), pairs, one_pass(pairs))  # logits of all tokens
-    scored = _now(device)
-    cache = Cache(model.args.num_layers, capacity=length + STEPS)
-    prompts = torch.tensor(rows, device=device)[:, :-1]
+    score_batch(model, Planner(tokens, tokens), pairs, one_pass(pairs))
+    return _now(device) - started
+
+
+@torch.inference_mode()
+def _writing(model: Transformer, tokens: int, max_length: int) -> float:
+    """The seconds of answers to prompts of so many tokens, without reading those."""
+    device = model.tok_embeddings.weight.device
+    prompts = torch.tensor(_rows(model, tokens, max_length), device=device)[:, :-1]
+    cache = Cache(model.args.num_layers, capacity=prompts.shape[1] + STEPS)
     model(prompts, cache=cache, logits_to_keep=1)
-    read = _now(device)
+    started = _now(device)
     for _ in range(STEPS):
         model(prompts[:, :1], cache=cache)
-    written = _now(device)
-    return (scored - started) + (written - read) * STEPS_OF_AN_ANSWER / STEPS
+    return (_now(device) - started) * STEPS_OF_AN_ANSWER / STEPS
+
+
+def _rows(model: Transformer, tokens: int, max_length: int) -> list[list[int]]:
+    """Random rows that add up to `tokens`, and one more each."""
+    length = min(ROW_TOKENS, max(1, max_length - STEPS), tokens)
+    shape = (max(1, tokens // length), length + 1)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.args.vocab_size, shape, generator=generator).tolist()
 
 
 def _now(device: torch.device) -> float:

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from canon_pretrain.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from eval.report.runs import Run
+
+
+WIDE = 100
+"""Columns of a terminal that has room for the intervals."""
+MAX_NAMED = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,45 +196,22 @@ def _nothing(
 
 def _print(content: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    table = Table()
-    table.add_column("task, metric", overflow="fold")
-    for name in ("A", "B", "B - A", "95 % interval", "p (Holm)"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict on B")
-    table.add_column("smallest detectable", justify="right")
-    styles = {"better": "green", "worse": "red"}
-    suite = None
-    for row in content["pairs"]:
-        if row["suite"] != suite:
-            suite = row["suite"]
-            table.add_section()
-            table.add_row(Text(f"{suite}, step {row['step']}", style="bold"))
-        low, high = row["ci"] or (None, None)
-        verdict = row["verdict"] + (", both at chance" if row["at_chance"] else "")
-        table.add_row(
-            Text(f"{row['task']} {row['metric']}"),
-            _figure(row["baseline_value"]),
-            _figure(row["value"]),
-            _figure(row["difference"], "+"),
-            "–" if low is None else f"{_figure(low, '+')} .. {_figure(high, '+')}",
-            "–" if row["p_holm"] is None else f"{row['p_holm']:.2g}",
-            Text(verdict, style=styles.get(row["verdict"], "")),
-            _figure(row["detectable"]),
-        )
     for name in ("a", "b"):
         console.print(Text(f"{name.upper()}: {content[name]}"), soft_wrap=True)
-    console.print(table)
+    for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):
+        rows = [row for row in content["pairs"] if row["suite"] == suite]
+        console.print(_table(rows, wide=console.width >= WIDE))
     console.print(Text(content["family"]["words"] + "."), soft_wrap=True)
     noises: dict[str, list[str]] = {}
     for row in content["pairs"]:
-        words = row["seed_noise"]["words"] if row["seed_noise"] else row["words"]
+        words = f"seed noise {row['seed_noise']['words']}" if row["seed_noise"] else row["words"]
         noises.setdefault(words, []).append(f"{row['task']} {row['metric']}")
     for words, tasks in noises.items():
-        console.print(Text(f"seed noise of {', '.join(tasks)}: {words}"), soft_wrap=True)
+        of = ", ".join(tasks) if len(tasks) <= MAX_NAMED else f"{len(tasks)} tasks"
+        console.print(Text(f"{of}: {words}"), soft_wrap=True)
     for row in content["refused"]:
         name = f"{row['suite']} {row['task'] or ''}".strip()
         console.print(Text(f"not compared: {name}: {row['why']}"), soft_wrap=True)
@@ -235,10 +219,41 @@ def _print(content: dict[str, Any]) -> None:
         console.print(Text(note), soft_wrap=True)
 
 
+def _table(rows: Sequence[dict[str, Any]], *, wide: bool) -> "Table":
+    """The rows of one suite; intervals where there is room."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text(f"{rows[0]['suite']}, step {rows[0]['step']}", style="bold")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.add_column("task, metric", overflow="fold")
+    for name in ("A", "B", "B - A", *(["95 % interval"] if wide else []), "p (Holm)"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict on B")
+    table.add_column("detectable", justify="right")
+    styles = {"better": "green", "worse": "red"}
+    for row in rows:
+        low, high = row["ci"] or (None, None)
+        verdict = row["verdict"] + (", both at chance" if row["at_chance"] else "")
+        interval = "–" if low is None else f"{_figure(low, '+')} {_figure(high, '+')}"
+        table.add_row(
+            Text(f"{row['task']} {row['metric']}"),
+            _figure(row["baseline_value"]),
+            _figure(row["value"]),
+            _figure(row["difference"], "+"),
+            *([interval] if wide else []),
+            "–" if row["p_holm"] is None else f"{row['p_holm']:.2g}",
+            Text(verdict, style=styles.get(row["verdict"], "")),
+            _figure(row["detectable"]),
+        )
+    return table
+
+
 def _figure(value: float | None, sign: str = "") -> str:
     if value is None:
         return "–"
-    return f"{value:{sign}.4f}" if abs(value) < 10 else f"{value:{sign}.4g}"
+    return f"{value:{sign}.3f}" if abs(value) < 10 else f"{value:{sign}.4g}"
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

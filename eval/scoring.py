@@ -72,11 +72,13 @@ class Batch:
 class Planner:
     """How pairs become batches.
 
-    `batch_tokens` bounds the tokens that a batch reads at once and those that it remembers; a
-    longer sequence is a batch of its own. `pass_tokens` is what starting a pass costs, in tokens.
+    `batch_tokens` bounds the tokens that a batch remembers, and `read_tokens` those that it reads
+    at once; a longer sequence is a batch of its own, read in parts. `pass_tokens` is what starting
+    a pass costs, in tokens.
     """
 
     batch_tokens: int
+    read_tokens: int
     pass_tokens: int = 32
 
     def plan(self, pairs: Sequence[Pair], chosen: Sequence[int] | None = None) -> list[Batch]:
@@ -109,26 +111,28 @@ class Planner:
     def parts(self, batch: Batch) -> list[list[tuple[int, _Row]]]:
         """The second passes of a shared batch: (group, row), longest first, within the budget."""
         rows = [(g, row) for g, group in enumerate(batch.groups) for row in group]
-        # half of the budget is for the prefixes
+        # what the prefixes do not take is for the rows that go on from them
         room = self.batch_tokens - len(batch.groups) * batch.prefix
-        return self._runs(rows, [len(row.tokens) for _, row in rows], room)
+        lengths = [len(row.tokens) - batch.prefix for _, row in rows]
+        return self._runs(rows, lengths, max(1, room // _widest(batch)))
 
     def _plain(self, rows: Sequence[_Row]) -> list[Batch]:
-        runs = self._runs(rows, [len(row.tokens) for row in rows], self.batch_tokens)
+        runs = self._runs(rows, [len(row.tokens) for row in rows], len(rows))
         return [Batch(0, [[row] for row in run]) for run in runs]
 
-    def _runs(self, rows: Sequence[T], lengths: Sequence[int], room: int) -> list[list[T]]:
-        """Rows that are padded to one length, longest first, `room` tokens at most.
+    def _runs(self, rows: Sequence[T], lengths: Sequence[int], most: int) -> list[list[T]]:
+        """Rows that are padded to one length and read at once, longest first; `most` rows.
 
         A run ends where its padding comes to cost as much as another pass: where lengths are
         evenly spread, that is the least in all.
         """
         runs: list[list[T]] = []
         longest = padding = 0
+        room = min(self.batch_tokens, self.read_tokens)
         for i in sorted(range(len(rows)), key=lambda i: -lengths[i]):
             padding += longest - lengths[i]
-            fits = runs and (len(runs[-1]) + 1) * longest <= room and padding <= self.pass_tokens
-            if fits:
+            count = len(runs[-1]) + 1 if runs else most + 1
+            if count <= most and count * longest <= room and padding <= self.pass_tokens:
                 runs[-1].append(rows[i])
             else:
                 runs.append([rows[i]])
@@ -136,12 +140,12 @@ class Planner:
         return runs
 
     def _pieces(self, prefix: int, group: list[_Row]) -> Iterator[list[_Row]]:
-        """A group in parts that read `batch_tokens` after the prefix at most: work to share out."""
+        """A group in parts that are work to share out: `read_tokens` after the prefix at most."""
         piece: list[_Row] = []
         total = 0
         for row in group:
             more = len(row.tokens) - prefix
-            if piece and total + more > self.batch_tokens:
+            if piece and total + more > self.read_tokens:
                 yield piece
                 piece, total = [], 0
             piece.append(row)
@@ -158,8 +162,9 @@ class Planner:
         for shared, group in sorted(groups, key=place):
             prefix = _cut(shared, step)
             last = batches[-1] if batches else None
-            # half for what is remembered of the prefixes, half for the rows that go on from them
-            fits = last is not None and 2 * (len(last.groups) + 1) * prefix <= self.batch_tokens
+            # the other half of what is remembered is for the rows that go on
+            room = min(self.batch_tokens // 2, self.read_tokens)
+            fits = last is not None and (len(last.groups) + 1) * prefix <= room
             if last is not None and fits and last.prefix == prefix:
                 last.groups.append(group)
             else:
@@ -183,24 +188,27 @@ def score_batch(
     that are not finite.
     """
     found = _Found()
-    if not batch.prefix:
-        rows = [group[0] for group in batch.groups]
-        found.read(model, pairs, rows, 0, max(len(row.tokens) for row in rows))
-        return found.answers(pairs)
-    room = _widest(batch)
-    cache = Cache(model.args.num_layers, capacity=room)
-    # pairs that are scored within the prefix are so in the first row that they are in
+    # what is scored within a prefix is so in the first row of its group
     firsts = [
         _Row(group[0].tokens, [member for row in group for member in row.members])
         for group in batch.groups
     ]
-    found.read(model, pairs, firsts, 0, batch.prefix, cache)
+    stop = batch.prefix or _widest(batch)
+    step = max(1, planner.read_tokens // len(firsts))
+    cache = None
+    if batch.prefix or step < stop:
+        cache = Cache(model.args.num_layers, capacity=_widest(batch))
+    for start in range(0, stop, step):
+        found.read(model, pairs, firsts, start, min(start + step, stop), cache)
+    if not batch.prefix:
+        return found.answers()
+    assert cache is not None
     device = model.tok_embeddings.weight.device
     for part in planner.parts(batch):
         branch = cache.branch(torch.tensor([g for g, _ in part], device=device))
         rows = [row for _, row in part]
         found.read(model, pairs, rows, batch.prefix, len(rows[0].tokens), branch)
-    return found.answers(pairs)
+    return found.answers()
 
 
 class _Found:
@@ -249,7 +257,7 @@ class _Found:
         self._logs.append(logits_MV[at, targets].float() - norm_M[at])
         self._hits.append(logits_MV.argmax(-1)[at] == targets)
 
-    def answers(self, pairs: Sequence[Pair]) -> dict[int, Answer]:
+    def answers(self) -> dict[int, Answer]:
         """The answers of all pairs that were scored."""
         logs_N = torch.cat(self._logs).double().cpu()
         hits_N = torch.cat(self._hits).cpu()

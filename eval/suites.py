@@ -57,7 +57,7 @@ class TaskPlan:
 @functools.cache
 def task_files() -> dict[str, Path]:
     """The tasks and groups in eval/tasks by name."""
-    found = {}
+    found: dict[str, Path] = {}
     for path in sorted(TASKS.rglob("*.yaml")):
         names = re.findall(r"^(?:task|group):[ \t]+(\S+)", path.read_text(), re.MULTILINE)
         found |= dict.fromkeys(names[:1], path)

@@ -32,7 +32,7 @@ def model_loss(
     places = list(windows(shards.num_tokens, seq_len, limit))
 
     def plan(budget: int, chosen: Sequence[int]) -> list[Sequence[int]]:
-        count = max(1, budget // seq_len)
+        count = max(1, min(budget, lm.read_tokens or budget) // seq_len)
         return [chosen[start : start + count] for start in range(0, len(chosen), count)]
 
     def work(budget: int, batch: Sequence[int]) -> dict[int, float]:

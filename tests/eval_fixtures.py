@@ -2,10 +2,8 @@
 
 `stage_fixtures(folder)` gives a folder that the tasks of all suites load; the rows never differ.
 Where the columns are from:
-
-- discriminative: lm_eval's task files for what is used (and its code for types); the columns that
-  no task uses (ind, ctx, split, split_type, source_id's form, id, idx), and the exact types, are
-  from memory of the data cards.
+- discriminative: lm_eval's task files for what is used; the columns that no task uses (ind, ctx,
+  split, split_type, id, idx), source_id and the exact types are from memory of the data cards.
 - jrt: text, key, value, context, question, orig_question, answers, doc_id and the optional
   alt_answers and tok_pos are those that the public task code reads; file_name and title are from
   memory. That SQuAD's `context` holds "Question:" follows from that code cutting there.
@@ -55,7 +53,7 @@ def piqa() -> Rows:
 
 
 def hellaswag() -> Rows:
-    """With what the task cleans away: brackets, " [title]", double spaces. Sources are shared."""
+    """With brackets, " [title]" and double spaces, which the task cleans; sources are shared."""
     return [
         {
             "ind": at,
@@ -91,7 +89,7 @@ def winogrande() -> Rows:
 
 
 def arc(word: str, labels: Collection[str]) -> Rows:
-    """As in the real sets: four choices mostly, three and five at times, letters or digits."""
+    """Four choices mostly, three and five at times, named by letters or digits."""
     rows: Rows = []
     for at, thing in enumerate(THINGS):
         count = (4, 4, 3, 5)[at % 4]

@@ -212,13 +212,15 @@ class Client:
         self.process.stdin.flush()
 
     def output(self, until: str = "----\n") -> str:
-        """What it prints, up to a line (or the end of a process that was killed)."""
+        """What it prints, up to a line, the end of the command, or that of a killed process."""
         assert self.process.stdout
         lines = []
         for line in self.process.stdout:
-            if line.startswith(until):
+            if line == "----\n":
                 break
             lines.append(line)
+            if line.startswith(until):
+                break
         return "".join(lines)
 
     def run(self, *words: object, counts: dict[str, int] | None = None) -> str:

@@ -1,6 +1,7 @@
 """Run folders as the trainer and eval leave them, with planted numbers, for tests of the report."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ def plant_results(
     *,
     limit: int | None = None,
     items: int = 1000,
+    samples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     **asked: Any,
 ) -> Path:
     """Results of `run` at step `at`, where `eval run` leaves them; returns results.json."""
@@ -98,5 +100,44 @@ def plant_results(
     }
     folder = results_folder(run, asked)
     planted = {task: dict(metrics) for task, metrics in scores.items()}
-    write_results(folder, Results(asked, planted, dict.fromkeys(scores, items)), {})
+    write_results(folder, Results(asked, planted, dict.fromkeys(scores, items)), samples or {})
     return folder / "results.json"
+
+
+def plant_items(
+    run: RunFolder,
+    at: int,
+    suite: str,
+    values: Mapping[str, Mapping[str, Sequence[float]]],
+    **asked: Any,
+) -> Path:
+    """Results with item records, `values[task][metric]` one value an item; scores are means.
+
+    A value of a metric with "perplexity" in its name is an item's log-likelihood.
+    """
+    scores: dict[str, dict[str, Score]] = {}
+    samples = {}
+    for task, metrics in values.items():
+        scores[task] = {name: _score(name, found) for name, found in metrics.items()}
+        count = len(next(iter(metrics.values())))
+        samples[task] = [
+            {
+                "doc_id": k,
+                "filter": "none",
+                "doc_hash": f"{task}-{k}",
+                "prompt_hash": f"prompt-{k}",
+                "target": "",
+                "answers": [],
+                **{name: found[k] for name, found in metrics.items()},
+            }
+            for k in range(count)
+        ]
+    count = max((len(records) for records in samples.values()), default=0)
+    return plant_results(run, at, suite, scores, items=count, samples=samples, **asked)
+
+
+def _score(metric: str, values: Sequence[float]) -> Score:
+    mean = math.fsum(values) / len(values)
+    if "perplexity" in metric:
+        return Score(math.exp(-mean))
+    return Score(mean, math.sqrt(mean * (1 - mean) / (len(values) - 1)))

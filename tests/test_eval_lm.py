@@ -1,20 +1,19 @@
 """Our lm_eval model against lm_eval's own, on equal weights, for all three kinds of request."""
 
-import math
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
-from eval.lm import CanonLM
+from eval.lm import CanonLM, request_cost
 
 ARGS = ModelArgs(
     vocab_size=257, num_layers=2, dim=32, num_heads=4, ffn_dim=48, max_seq_len=64, position="rope"
@@ -278,11 +277,146 @@ def test_what_does_not_fit_is_refused(pair: tuple[CanonLM, HFLM]) -> None:
         CanonLM(ours.model, None, max_length=8).tok_encode("a")
 
 
-def test_batches_hold_every_row_once_within_the_budget(pair: tuple[CanonLM, HFLM]) -> None:
-    lengths = np.random.Philox(key=1).random_raw(200) % np.uint64(60) + np.uint64(1)
-    given = [int(length) for length in lengths]
-    batches = list(pair[0]._batches(given))
-    assert sorted(i for batch in batches for i in batch) == list(range(200))
-    for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(given[i] for i in batch) <= 150
-    assert math.isclose(len(batches), sum(given) / 150, rel_tol=0.3)
+@pytest.mark.parametrize("batch_tokens", [1, 50, 100_000])
+def test_the_sum_of_what_is_told_is_the_cost_of_the_requests(
+    pair: tuple[CanonLM, HFLM], batch_tokens: int
+) -> None:
+    told: list[int] = []
+    lm = CanonLM(
+        pair[0].model,
+        Adapted(),
+        max_length=MAX_LENGTH,
+        batch_tokens=batch_tokens,
+        answered=told.append,
+    )
+    asked = requests("loglikelihood", [(TEXT[:9], TEXT[9:n]) for n in (12, 15, 12)])
+    rolling = requests("loglikelihood_rolling", [(TEXT * 3,), ("",)])
+    written = requests("generate_until", [(TEXT[:9], {"max_gen_toks": 3})] * 2)
+    lm.loglikelihood(asked)
+    lm.loglikelihood_rolling(rolling)
+    lm.generate_until(written)
+    assert sum(told) == sum(map(request_cost, asked + rolling + written))
+    assert all(cost >= 0 for cost in told)
+
+
+def test_the_same_prompt_is_continued_once(pair: tuple[CanonLM, HFLM]) -> None:
+    rows = []
+    handle = pair[0].model.register_forward_hook(lambda *given: rows.append(given[1][0].shape[0]))
+    options = {"until": [], "max_gen_toks": 4}
+    asked = requests("generate_until", [("The answer", dict(options))] * 5)
+    found = pair[0].generate_until(asked)
+    handle.remove()
+    assert set(rows) == {1} and len(set(found)) == 1 and len(found) == 5
+
+
+@pytest.fixture(scope="module")
+def with_bos() -> tuple[CanonLM, HFLM]:
+    """Ours and theirs with BOS before every text; theirs adds it by its post-processor."""
+    bos = BYTE_PIECES["<"]
+
+    class Begins(Adapted):
+        bos_id = bos
+
+    theirs = their_model()
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = "<"
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="< $A", special_tokens=[("<", bos)]
+    )
+    ours = CanonLM(our_model(theirs), Begins(), max_length=MAX_LENGTH, add_bos=True)
+    reference = HFLM(
+        pretrained=theirs,
+        tokenizer=tokenizer,
+        backend="causal",
+        max_length=MAX_LENGTH,
+        batch_size=2,
+        add_bos_token=True,
+        device="cpu",
+    )
+    assert reference.prefix_token_id == ours.prefix_token_id == bos
+    return ours, reference
+
+
+def test_with_bos_all_answers_equal_the_harness_own(with_bos: tuple[CanonLM, HFLM]) -> None:
+    ours, reference = with_bos
+    pieces = [BYTE_PIECES[letter] for letter in "<ab"]
+    assert reference.tok_encode("ab") == ours.tok_encode("ab") == pieces
+    asked = [("The answer is", " yes"), ("", "empty"), ("x ", "y"), (TEXT, " long context")]
+    found = ours.loglikelihood(requests("loglikelihood", asked))
+    expected = reference.loglikelihood(requests("loglikelihood", asked), disable_tqdm=True)
+    assert [f[0] for f in found] == pytest.approx([e[0] for e in expected], abs=1e-4)
+    texts = [("a",), (TEXT[:MAX_LENGTH],), (TEXT * 2,)]
+    assert ours.loglikelihood_rolling(requests("loglikelihood_rolling", texts)) == pytest.approx(
+        reference.loglikelihood_rolling(requests("loglikelihood_rolling", texts)), abs=1e-3
+    )
+    prompts = [(t, {"until": [], "max_gen_toks": 6}) for t in ("The answer", "x", TEXT)]
+    assert ours.generate_until(requests("generate_until", prompts)) == reference.generate_until(
+        requests("generate_until", prompts), disable_tqdm=True
+    )
+
+
+def test_a_tokenizer_without_bos_can_add_none(pair: tuple[CanonLM, HFLM]) -> None:
+    with pytest.raises(UserError, match="no BOS to begin texts with"):
+        CanonLM(pair[0].model, Adapted(), max_length=8, add_bos=True)
+
+
+def test_max_length_may_change_between_suites(pair: tuple[CanonLM, HFLM]) -> None:
+    lm = CanonLM(pair[0].model, Adapted(), max_length=MAX_LENGTH)
+    asked = requests("loglikelihood", [(TEXT, "abc")])
+    (long,) = lm.loglikelihood(asked)
+    lm.max_length = 10
+    (short,) = lm.loglikelihood(asked)
+    alone = CanonLM(pair[0].model, Adapted(), max_length=10).loglikelihood(asked)
+    assert short == alone[0] != long
+    with pytest.raises(UserError, match="this model takes 1 to 64"):
+        lm.max_length = 65
+
+
+class Full(torch.nn.Module):
+    """Runs out of memory with more than so many tokens in a pass, or in a cache."""
+
+    def __init__(self, model: Transformer, most: int) -> None:
+        super().__init__()
+        self.inner, self.most, self.refused = model, most, 0
+        self.args, self.tok_embeddings = model.args, model.tok_embeddings
+
+    def forward(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+        cache = options.get("cache")
+        held = tokens.shape[0] * (cache.length if cache else 0)
+        if tokens.numel() + held > self.most:
+            self.refused += 1
+            raise torch.OutOfMemoryError("made up")
+        return self.inner(tokens, **options)
+
+
+def test_memory_that_runs_out_halves_the_budget(pair: tuple[CanonLM, HFLM]) -> None:
+    said: list[str] = []
+    model = Full(pair[0].model, 120)
+    lm = CanonLM(model, Adapted(), max_length=MAX_LENGTH, batch_tokens=2000, say=said.append)  # type: ignore[arg-type]
+    plenty = CanonLM(pair[0].model, Adapted(), max_length=MAX_LENGTH)
+    asked = [(TEXT[:n], TEXT[n : n + k]) for n in range(3, 35) for k in (2, 4)]
+    found = lm.loglikelihood(requests("loglikelihood", asked))
+    expected = plenty.loglikelihood(requests("loglikelihood", asked))
+    assert [f[0] for f in found] == pytest.approx([e[0] for e in expected], abs=1e-5)
+    assert said == ["out of memory with 2000 tokens a batch: going on with 1000"]
+    assert lm.batch_tokens < 250
+    prompts = [(TEXT[:n], {"until": [], "max_gen_toks": 5}) for n in range(3, 30)]
+    lm.batch_tokens = 2000
+    found_texts = lm.generate_until(requests("generate_until", prompts))
+    assert found_texts == plenty.generate_until(requests("generate_until", prompts))
+    assert len(said) == 2
+    before = model.refused
+    lm.generate_until(requests("generate_until", prompts))  # what fits is remembered
+    assert model.refused == before
+
+
+def test_what_does_not_fit_alone_is_said(pair: tuple[CanonLM, HFLM]) -> None:
+    model = Full(pair[0].model, 5)
+    lm = CanonLM(model, Adapted(), max_length=MAX_LENGTH, say=lambda text: None)  # type: ignore[arg-type]
+    for asked in (
+        requests("loglikelihood", [(TEXT[:20], "ab"), (TEXT[:20], "cd"), (TEXT[:3], "e")]),
+        requests("generate_until", [(TEXT[:20], {"max_gen_toks": 3}), ("x", {"max_gen_toks": 3})]),
+    ):
+        ask = lm.loglikelihood if asked[0].request_type == "loglikelihood" else lm.generate_until
+        with pytest.raises(UserError, match="one item alone does not fit .* --max_length"):
+            ask(asked)

@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import unique_labels
-from eval.report.write import report
 from eval.report.curves import CURVES, line, thin
 from eval.report.page import escape_markdown
+from eval.report.write import report
 from eval.results import Score
+from tests.report_pages import Page, content, markdown
 from tests.report_runs import (
     FINGERPRINT,
     TOKENS_A_STEP,
@@ -39,45 +39,6 @@ EVENTS = [
     {"event": "done", "step": 30, "time": "2026-11-20T10:09:00.000+00:00"},
 ]
 SCORES = {"lambada": {"acc": Score(0.482, 0.0158), "perplexity": Score(1234.5678, 60.25)}}
-
-
-class Page(HTMLParser):
-    """A page's elements, the texts of its table rows, and all text outside of scripts."""
-
-    def __init__(self, page: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.rows: list[list[str]] = []
-        self.text = ""
-        self._inside: list[str] = []
-        self.feed(page.read_text())
-        self.text = " ".join(self.text.split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "link", "input"):
-            self._inside.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._inside.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self._inside and self._inside[-1] not in ("script", "style"):
-            self.text += " " + data
-        if "td" in self._inside or "th" in self._inside:
-            self.rows[-1][-1] = " ".join(f"{self.rows[-1][-1]} {data}".split())
-
-
-def content(page: Path) -> dict[str, Any]:
-    return json.loads((page.parent / "report.json").read_text())
-
-
-def markdown(page: Path) -> str:
-    return (page.parent / "report.md").read_text()
 
 
 @pytest.fixture

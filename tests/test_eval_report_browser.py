@@ -56,6 +56,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report([planted.path for planted in runs], folder / "out")
 
 
+def open_whole(browser: Browser, page: Path, size: tuple[int, int], *, dark: bool = False) -> None:
+    """Open a page with all its plots drawn, as for print: else each is when it is scrolled to."""
+    browser.open(page, *size, dark=dark)
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    browser.wait_for(
+        "return [...document.querySelectorAll('.plot')].every((p) => p.querySelector('.main-svg'))"
+    )
+
+
 def hover(browser: Browser, field: str, tokens: int) -> str:
     """The hover box's text, with the pointer on a curve at `tokens`."""
     x, y = browser.run(
@@ -76,10 +85,10 @@ def hover(browser: Browser, field: str, tokens: int) -> str:
 
 
 def test_opens_without_errors_or_requests(browser: Browser, page: Path) -> None:
-    browser.open(page, *DESKTOP)
+    open_whole(browser, page, DESKTOP)
     assert browser.console() == []
     assert browser.requests() == [page.resolve().as_uri()]
-    drawn = "return document.querySelectorAll('.plot .scatterlayer .trace .js-line').length"
+    drawn = "return document.querySelectorAll('.curve .plot .scatterlayer .trace .js-line').length"
     assert browser.run(drawn) == 9 + 3  # three runs, three curves; each norm has a gap
     assert browser.run("return document.querySelectorAll('img').length") == 0
 
@@ -87,7 +96,7 @@ def test_opens_without_errors_or_requests(browser: Browser, page: Path) -> None:
 def test_plotly_offers_a_picture_but_not_to_send_the_chart_away(
     browser: Browser, page: Path
 ) -> None:
-    browser.open(page, *DESKTOP)
+    open_whole(browser, page, DESKTOP)
     titles = browser.run(
         "return [...document.querySelectorAll('#curve-loss .modebar-btn')]"
         ".map((button) => button.dataset.title)"
@@ -99,7 +108,7 @@ def test_plotly_offers_a_picture_but_not_to_send_the_chart_away(
 
 
 def test_hover_shows_value_step_and_run(browser: Browser, page: Path) -> None:
-    browser.open(page, *DESKTOP)
+    open_whole(browser, page, DESKTOP)
     text = hover(browser, "loss", 101 * TOKENS_A_STEP)
     assert f"{101 * TOKENS_A_STEP:,} tokens" in text
     for top in (8, 8.25, 8.5):
@@ -112,7 +121,7 @@ def test_hover_shows_value_step_and_run(browser: Browser, page: Path) -> None:
 
 
 def test_the_hover_box_fits_a_phone(browser: Browser, page: Path) -> None:
-    browser.open(page, *PHONE)
+    open_whole(browser, page, PHONE)
     for field, at in (("loss", 1), ("grad_norm", 71), ("tokens_per_second", 241)):
         hover(browser, field, at * TOKENS_A_STEP)
         left, right = browser.run(
@@ -124,7 +133,7 @@ def test_the_hover_box_fits_a_phone(browser: Browser, page: Path) -> None:
 
 
 def test_a_run_can_be_hidden_and_an_axis_made_linear(browser: Browser, page: Path) -> None:
-    browser.open(page, *DESKTOP)
+    open_whole(browser, page, DESKTOP)
     browser.run("document.querySelector('[data-run=\"2\"]').click()")
     browser.run("document.querySelector('[data-log=grad_norm]').click()")
     assert "rope" not in hover(browser, "loss", 101 * TOKENS_A_STEP)
@@ -138,7 +147,7 @@ def test_a_run_can_be_hidden_and_an_axis_made_linear(browser: Browser, page: Pat
 def test_nothing_runs_over_the_page(
     browser: Browser, page: Path, size: tuple[int, int], dark: bool
 ) -> None:
-    browser.open(page, *size, dark=dark)
+    open_whole(browser, page, size, dark=dark)
     browser.run("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     width, inner = browser.run("return [document.documentElement.scrollWidth, innerWidth]")
     assert inner == size[0] and width <= inner
@@ -150,14 +159,15 @@ def test_nothing_runs_over_the_page(
 
 
 def test_plots_follow_the_window(browser: Browser, page: Path) -> None:
-    browser.open(page, *DESKTOP)
+    open_whole(browser, page, DESKTOP)
     browser.resize(*PHONE)
-    assert browser.wait_for("return document.querySelector('.main-svg').clientWidth < 390")
+    svgs = "[...document.querySelectorAll('.main-svg')]"
+    assert browser.wait_for(f"return {svgs}.every((svg) => svg.clientWidth < 390)")
     width, inner = browser.run("return [document.documentElement.scrollWidth, innerWidth]")
     assert width <= inner == PHONE[0]
 
 
 def test_a_run_without_steps_draws_empty_plots(browser: Browser, tmp_path: Path) -> None:
     bare = report([plant_run(tmp_path / "bare", [launch("start")]).path], None)
-    browser.open(bare, *PHONE)
+    open_whole(browser, bare, PHONE)
     assert browser.console() == []

@@ -191,7 +191,8 @@ def test_two_at_once_wait_for_each_other(hub: FakeHub, client: Client, tmp_path:
         first.start(*words, counts=COUNTS)
         assert hub.waiting.wait(60)
         client.start(*words, counts=COUNTS)
-        client.output(f"waits: another process is staging into {tmp_path / 'out'}")
+        waits = f"waits: another process is staging into {tmp_path / 'out'}\n"
+        assert client.output(waits) == waits
         hub.released.set()
         assert "2 of 2 data sets" in first.output()
         assert client.output().count("is staged, 12 documents") == 2

@@ -1,4 +1,4 @@
-"""`python -m eval run` over whole suites, through their real task definitions, on staged fixtures."""
+"""`python -m eval run` over whole suites, through their real task definitions, on fixtures."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from eval.__main__ import main
 from eval.results import RESULTS, Results, read_results, read_samples
 from eval.suites import SUITES
 from tests.checkpoint_folders import small_disk
-from tests.eval_fixtures import stage_fixtures
+from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.support import ROOT
 from tests.test_eval_run import write_run
 
@@ -26,7 +26,8 @@ SHORT = ("--batch_tokens", "4096")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """run/ and data/ of an untrained model, and staged/: a small data set of every schema."""
     base = tmp_path_factory.mktemp("suites")
-    write_run(base)
+    texts = [row["input"] for row in rows_of("babilong_qa1_4k") + rows_of("babilong_qa3_1k")]
+    write_run(base, 700, texts)
     stage_fixtures(base / "staged")
     return base
 
@@ -45,7 +46,7 @@ def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Scores and every item's record, bit for bit."""
-    words = ("--limit", 2, "--option", "jrt_tokens=120", "--max_length", 16000)
+    words = ("--limit", 2, "--option", "jrt_tokens=120")
     main(command(base, "all", tmp_path / "one", *words))
     printed = capsys.readouterr().out
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -74,7 +75,8 @@ def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(
 
 @pytest.mark.parametrize("suite", ["discriminative", "jrt", "babilong"])
 def test_a_suite_complete(base: Path, tmp_path: Path, suite: str) -> None:
-    main(command(base, suite, tmp_path, "--max_length", 1000 if suite == "jrt" else 16000))
+    words = () if suite == "babilong" else ("--max_length", 2000)
+    main(command(base, suite, tmp_path, *words))
     results = read_results(tmp_path / RESULTS)
     samples = read_samples(tmp_path)
     for task, metrics in results.scores.items():
@@ -91,7 +93,7 @@ def test_a_missing_data_set_is_said_before_anything_is_asked(
 ) -> None:
     shutil.copytree(base / "staged", tmp_path / "staged")
     shutil.rmtree(tmp_path / "staged" / "babilong_qa5_4k")
-    words = command(base, "all", tmp_path / "out", "--staged", tmp_path / "staged", "--max_length", 16000)
+    words = command(base, "all", tmp_path / "out", "--staged", tmp_path / "staged")
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 2

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from canon_pretrain.data.tokenizer import Tokenizer
@@ -60,6 +60,8 @@ def test_ids_and_texts_are_those_of_training(
 
 
 @given(texts, st.integers(2, 30), st.integers(0, 40), st.integers(1, 9))
+@example("aaaß\ufffd", 2, 4, 1)  # half of its last character decodes to the whole of it
+@example("\ufffdß", 3, 1, 1)
 @settings(max_examples=300, deadline=None)
 def test_both_cut_alike(
     pair: tuple[TaskTokenizer, TaskTokenizer], text: str, limit: int, start: int, length: int

@@ -43,6 +43,7 @@ def generate(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
     batch_tokens: int = BATCH_TOKENS,
+    read_tokens: int | None = None,
 ) -> list[list[int]]:
     """Return the tokens that `model` writes after each prompt, in the order of the prompts.
 
@@ -56,9 +57,10 @@ def generate(
     for each prompt and place before anything is read, so the batches change no answer.
 
     `batch_tokens` bounds the memory, see above; a longer sequence is a batch of its own, and its
-    prompt is read in parts. Nothing is changed in the model; where it is sharded, all ranks ask for
-    the same. Raises UserError, before anything is computed, for an empty prompt, a token that the
-    model does not have, and what is longer than max_seq_len.
+    prompt is read in parts. `read_tokens` bounds the tokens that are read at once further (None: it
+    does not): a CPU reads faster what its caches hold. Nothing is changed in the model; where it is
+    sharded, all ranks ask for the same. Raises UserError, before anything is computed, for an empty
+    prompt, a token that the model does not have, and what is longer than max_seq_len.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     _check_prompts(model, prompts, limits)
@@ -89,7 +91,7 @@ def generate(
     for batch in batches(prompts, limits, batch_tokens, model.args.max_seq_len):
         room = len(prompts[batch[0]]) + max(limits[i] for i in batch)
         cache = Cache(model.args.num_layers, capacity=room)
-        chunk = max(1, batch_tokens // len(batch))
+        chunk = max(1, min(batch_tokens, read_tokens or batch_tokens) // len(batch))
         _continue(model, prompts, batch, cache, chunk, pick, goes_on)
     return answers
 

@@ -102,9 +102,9 @@ def _recipes(runs: Sequence[Run]) -> list[Recipe]:
 
 
 def recipe_of(runs: Sequence[Run]) -> Recipe:
-    """The runs as one recipe; of those with known and equal seeds, the first counts."""
-    seeds = [tuple(setting(run, name) for name in SEEDS) for run in runs]
-    is_first = [None in seed or seed not in seeds[:k] for k, seed in enumerate(seeds)]
+    """The runs as one recipe; of those that are alike, seeds too, the first counts."""
+    known = [_defaults() | run.identity if run.identity else None for run in runs]
+    is_first = [each is None or each not in known[:k] for k, each in enumerate(known)]
     return Recipe(
         runs[0].identity.get(LEARNING_RATE),
         [run for run, first in zip(runs, is_first, strict=True) if first],

@@ -73,23 +73,28 @@ def family(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The tests that share one error rate: what Holm's correction is over."""
     judged = [row for row in rows if row["verdict"] != NOT_JUDGED]
     names = ("suite", "task", "metric")
-    tasks = {tuple(row[name] for name in names): None for row in judged}
+    asked = {tuple(row[name] for name in names): None for row in judged}
+    tasks = {task for _, task, _ in asked}
     pairs = {(row["architecture"], row["baseline"]): None for row in judged}
     words = "no test"
     if judged:
         left = len(rows) - len(judged)
         words = (
-            f"{len(judged)} tests: the primary metrics of {len(tasks)} tasks, "
-            f"{len(pairs)} pair{'s' if len(pairs) > 1 else ''} with the baseline. The chance of "
+            f"{_count(len(judged), 'test')}: primary metrics of {_count(len(tasks), 'task')}, "
+            f"{_count(len(pairs), 'pair')} with the baseline. The chance of "
             f"one wrong verdict or more among them is at most {100 * ALPHA:g} % (Holm)"
             + (f"; {left} more could not be judged" if left else "")
         )
     return {
         "tests": len(judged),
-        "tasks": [dict(zip(names, task, strict=True)) for task in tasks],
+        "tasks": [dict(zip(names, each, strict=True)) for each in asked],
         "pairs": [list(pair) for pair in pairs],
         "words": words,
     }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def finite(value: Any) -> Any:

@@ -152,8 +152,8 @@ class Measure:
             score = score_of(standing, question)
             if score is None:
                 raise Refused(f"{standing.run.label} has no {question.metric} of it")
-            items = self.records.of(standing.folder, question.task)
-            found = items.of_metric(question.metric.partition(", ")[0]) if items else None
+            items = self.records.of(standing.folder, question.task, question.metric)
+            found = items.of_metric(question.metric) if items else None
             if items is None or found is None:
                 raise Refused(f"{standing.run.label} kept no records of its items: evaluate again")
             scale = Scale.of(question.metric)

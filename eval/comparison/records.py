@@ -5,10 +5,9 @@ that two runs are compared on an item only if they were asked exactly the same. 
 """
 
 import hashlib
-import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ class Items:
     item's value and weight. `clusters_N`: codes of the items' sources, from 0.
     """
 
-    keys: tuple[tuple[str, ...], ...]
+    keys: tuple[str, ...]
     clusters_N: np.ndarray
     values: dict[str, np.ndarray]
 
@@ -74,7 +73,7 @@ class Items:
 
     def of_metric(self, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
         """What is averaged, and its weights; None where the records do not hold the metric."""
-        found = self.values.get(metric)
+        found = self.values.get(metric.partition(", ")[0])
         if found is None:
             return None
         values_N, weights_N = found[:, 0] * Scale.of(metric).factor, found[:, 1]
@@ -85,32 +84,46 @@ class Records:
     """The items of evaluations by their folder, each read once; equal keys are kept once."""
 
     def __init__(self) -> None:
-        self._folders: dict[Path, dict[str, Items]] = {}
-        self._keys: dict[bytes, tuple[tuple[str, ...], ...]] = {}
+        self._folders: dict[Path, dict[tuple[str, str], Items]] = {}
+        self._keys: dict[bytes, tuple[str, ...]] = {}
 
-    def of(self, folder: Path, task: str) -> Items | None:
-        """The items of `task`; None where the evaluation kept none."""
+    def of(self, folder: Path, task: str, metric: str) -> Items | None:
+        """The items that `metric` is a mean over; None where the evaluation kept none.
+
+        A task whose answers are filtered in several ways has a record of each, and metrics named
+        `metric, filter` (eval/harness.py).
+        """
         if folder not in self._folders:
-            found = {name: self._items(records) for name, records in read_samples(folder).items()}
-            self._folders[folder] = {name: items for name, items in found.items() if items}
-        return self._folders[folder].get(task)
+            self._folders[folder] = dict(self._read(folder))
+        name = metric.partition(", ")[2]
+        found = {f: items for (t, f), items in self._folders[folder].items() if t == task}
+        if name:
+            return found.get(name)
+        return next(iter(found.values())) if len(found) == 1 else None
+
+    def _read(self, folder: Path) -> Iterator[tuple[tuple[str, str], Items]]:
+        for task, records in read_samples(folder).items():
+            filters = dict.fromkeys(str(record.get("filter")) for record in records)
+            for name in filters:
+                kept = [record for record in records if str(record.get("filter")) == name]
+                if items := self._items(kept):
+                    yield (task, name), items
 
     def _items(self, records: Sequence[dict[str, Any]]) -> Items | None:
-        if not records or any("doc_hash" not in r or "prompt_hash" not in r for r in records):
+        if any("doc_hash" not in r or "prompt_hash" not in r for r in records):
             return None
-        times: Counter[tuple[str, ...]] = Counter()
-        keyed = []
-        for record in records:
-            key = tuple(str(record.get(name)) for name in ("doc_hash", "prompt_hash", "filter"))
-            # a data set may hold an item twice
-            keyed.append(((*key, f"{times[key]:06}"), record))
-            times[key] += 1
-        keyed.sort(key=lambda pair: pair[0])
-        keys = tuple(key for key, _ in keyed)
-        digest = hashlib.sha256(json.dumps(keys).encode()).digest()
-        sources = [str(record.get("source", f"item {k}")) for k, (_, record) in enumerate(keyed)]
+        names = [f"{r['doc_hash']} {r['prompt_hash']}" for r in records]
+        if len(set(names)) < len(names):  # a data set may hold an item twice
+            times: Counter[str] = Counter()
+            for k, name in enumerate(names):
+                names[k] = f"{name} {times[name]:06}"
+                times[name] += 1
+        order = sorted(range(len(names)), key=names.__getitem__)
+        ordered = [records[k] for k in order]
+        keys = tuple(names[k] for k in order)
+        digest = hashlib.sha256("\n".join(keys).encode()).digest()
+        sources = [str(record.get("source", f"item {k}")) for k, record in enumerate(ordered)]
         codes = np.unique(sources, return_inverse=True)[1]
-        ordered = [record for _, record in keyed]
         return Items(self._keys.setdefault(digest, keys), codes, _values(ordered))
 
 

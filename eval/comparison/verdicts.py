@@ -106,7 +106,7 @@ def _judged(each: Measured, found: Paired, p: float, p_holm: float, tests: int) 
         "detectable": shown(family),
         "detectable_alone": shown(alone),
         "seeds_needed": decide.seeds_needed(
-            size, noise.item_variance, found.one_run_variance, decide.ALPHA / tests
+            size, found.lasting, found.shrinking, decide.ALPHA / tests
         ),
     }
     return more | {"words": _words(row | more, is_up)}
@@ -122,7 +122,7 @@ def _words(row: Mapping[str, Any], is_up: bool) -> str:
         return f"{found}, beyond noise (Holm p {row['p_holm']:.2g})"
     ends = f"; at least {row['detectable']:.4g} could have been shown"
     if row["difference"] and row["seeds_needed"] is not None:
-        ends += f", this one with {row['seeds_needed']} seeds each"
+        ends += f", this one with {row['seeds_needed']} seeds each or more"
     elif row["difference"]:
         ends += ", this one with no number of seeds: the items are too few"
     return f"{found} on these runs, within noise" + (", both at chance" * row["at_chance"]) + ends

@@ -111,18 +111,18 @@ def detectable(
 
 def seeds_needed(
     difference: float,
-    item_variance: float,
-    seed_variance: float,
+    lasting: float,
+    shrinking: float,
     alpha: float,
     power: float = POWER,
 ) -> int | None:
     """Seeds of both architectures with which `difference` would be shown at `alpha`.
 
-    `seed_variance` is of one run and taken as known, the items stay the same. None where the items
-    alone leave too much noise, or there is no difference.
+    The variance with R seeds is 2 shrinking / R + lasting, taken as known. None where what lasts
+    is too much, or there is no difference.
     """
     quantile = stats.norm.isf(alpha / 2) + stats.norm.ppf(power)
-    left = (difference / quantile) ** 2 - item_variance
+    left = (difference / quantile) ** 2 - lasting
     if left <= 0 or not math.isfinite(left):
         return None
-    return max(1, math.ceil(2 * seed_variance / left))
+    return max(1, math.ceil(2 * shrinking / left))

@@ -35,12 +35,15 @@ class Noise:
 class Paired:
     """The mean paired difference a - b over the items, and its noise.
 
-    `one_run_variance`: the seed noise of one run that was used.
+    `shrinking` and `lasting`: its variance as R seeds of both sides would make it,
+    2 shrinking / R + lasting. From single runs, where what the items add cannot be told from the
+    runs' own answers, all of it is taken to shrink.
     """
 
     difference: float
     noise: Noise
-    one_run_variance: float
+    shrinking: float
+    lasting: float
     clusters: Clusters
 
     @property
@@ -86,4 +89,6 @@ def paired(
         runs * one_run,
         seeds.df,
     )
-    return Paired(clusters.mean, noise, one_run, clusters)
+    if several:
+        return Paired(clusters.mean, noise, one_run, noise.item_variance, clusters)
+    return Paired(clusters.mean, noise, max(one_run, over_items / runs), 0.0, clusters)

@@ -82,11 +82,11 @@ def cut(
     if hits:
         position = len(tokenizer.encode(text[: min(hits)]))
     elif token_position is not None and token_position >= 0:
-        # one past the end, from another tokenizer or by mistake, is the end
-        centre, position = TOKEN_POSITION, min(token_position, len(tokens))
+        centre, position = TOKEN_POSITION, token_position
     else:
         centre, position = NOTHING, len(tokens)
-    start, end = window(len(tokens), position, limit)
+    # a text cut in a word may have more tokens than the whole, `tok_pos` be another tokenizer's
+    start, end = window(len(tokens), min(position, len(tokens)), limit)
     if start == 0 and end == len(tokens):
         return Cut(text, centre, whole=True)
     return Cut(_part(text, tokens, start, end, tokenizer), centre, whole=False)
@@ -98,30 +98,27 @@ def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: Codec) 
     Tokenizers differ in what they decode half a character to, so a part is cut out of the text.
     That needs one that gives texts back; of another (it normalises) it is what it decodes to.
     """
-    first, last = (_characters(text, tokens[:border], tokenizer) for border in (start, end))
-    while first == _DIVIDED and start < end:
+
+    def characters(border: int) -> int | None:
+        """How many characters of `text` are before a token; None where its tokens are no text's.
+
+        _DIVIDED within one. So is, to be sure, the character that stands for such halves.
+        """
+        if border == len(tokens):
+            return len(text)
+        decoded = tokenizer.decode(tokens[:border])
+        known = decoded.rstrip("\ufffd")
+        if not text.startswith(known):
+            return None
+        return len(known) if len(known) == len(decoded) else _DIVIDED
+
+    while (first := characters(start)) == _DIVIDED and start < end:
         start += 1
-        first = _characters(text, tokens[:start], tokenizer)
-    while last == _DIVIDED and start < end:
+    while (last := characters(end)) == _DIVIDED and start < end:
         end -= 1
-        last = _characters(text, tokens[:end], tokenizer)
     if first in (None, _DIVIDED) or last in (None, _DIVIDED):
         return tokenizer.decode(tokens[start:end]).strip()
     return text[first:last].strip()
-
-
-def _characters(text: str, tokens: list[int], tokenizer: Codec) -> int | None:
-    """How many characters of `text` its first `tokens` are; None where they are not its beginning.
-
-    _DIVIDED if they end within one. So is, to be sure, the character that stands for such halves.
-    """
-    decoded = tokenizer.decode(tokens)
-    if decoded == text:
-        return len(text)
-    whole = decoded.rstrip("\ufffd")
-    if not text.startswith(whole):
-        return None
-    return len(whole) if len(whole) == len(decoded) else _DIVIDED
 
 
 def contains(prediction: str, labels: Sequence[str]) -> float:

@@ -1,0 +1,217 @@
+"""The links of a chain: what a job script asks before and after each launch of a run.
+
+    python -m canon_pretrain.chain begin RUN --job ID [--restarts K]
+    python -m canon_pretrain.chain end RUN --job ID [--restarts K] --asked none
+
+slurm/lib.sh calls it; a job that is requeued is one chain, and each start of it a link. torchrun
+turns every exit code of a worker into 1, so what a launch came to is read from the run folder:
+status.json, the checkpoints, and RUN/restarts.json, which this module keeps. No torch here, since
+it runs while a node's time is paid for.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.errors import UserError, exit_with
+from canon_pretrain.files import write_json
+from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
+from canon_pretrain.run.status import Status, read_status
+
+RESTARTS = 3
+"""Restarts without a new checkpoint after which a chain stops."""
+
+Asked = Literal["none", "limit", "preempted", "term"]
+"""Who asked the launch to stop, as far as the job script knows: nobody; the script itself, since
+the time limit is near; Slurm, which has marked the job as preempted and lets it run for its grace
+time; SIGTERM, with which Slurm ends a job that is cancelled or already back in the queue."""
+Next = Literal["done", "requeue", "stop", "failed", "leave"]
+"""What the job script does: end well; requeue; end, since a person said so; end as failed; nothing
+at all: it was told to end, and Slurm has put the job back into the queue, or not."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The content of RUN/restarts.json: the newest start of the job that writes the run."""
+
+    job: str
+    launches: int
+    """status.json's number of launches when this link began."""
+    checkpoint: int
+    """The newest checkpoint's step when this link began; 0 without one."""
+    is_restart: bool = False
+    futile: int = 0
+    """Restarts in a row that failed and left no newer checkpoint than they began with."""
+    ended: str | None = None
+    """What it came to, one of `Next`; None while it runs, and for good where it was killed."""
+
+
+class Decision(NamedTuple):
+    """What is next, and why, in a sentence."""
+
+    next: Next
+    why: str
+
+
+def restarts_file(run: RunFolder) -> Path:
+    return run.path / "restarts.json"
+
+
+def newest_checkpoint(run: RunFolder) -> int:
+    """The newest step that is saved under its final name; 0 without one."""
+    name = CHECKPOINTS
+    try:
+        name = run.read_config()["config"]["checkpoint"]["folder"]
+    except (UserError, OSError, KeyError, TypeError):
+        pass  # no launch has come so far, or an older layout
+    return max(CheckpointFolder(run.path / name).steps(), default=0)
+
+
+def begin(run: RunFolder, job: str, *, restarts: int = RESTARTS) -> Decision | None:
+    """Record that a link of `job` begins; a Decision where it must not.
+
+    That is where the links before it, killed with their scripts, have used up `restarts`.
+    """
+    before, newest = _read_link(run), newest_checkpoint(run)
+    status = _read_status(run)
+    link = Link(job, status.launches if status else 0, newest)
+    if before is not None and before.job == job:
+        futile = before.futile
+        if before.ended is None:  # its script was killed too: a node that is gone, kill -9
+            futile = _futile_after(before, newest)
+            if futile >= restarts:
+                why = _out_of_restarts(futile, newest, "its job script was killed")
+                _write_link(run, dataclasses.replace(before, futile=futile, ended="failed"))
+                return Decision("failed", why)
+        link = dataclasses.replace(link, is_restart=True, futile=futile)
+    _write_link(run, link)
+    return None
+
+
+def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> Decision:
+    """What comes after the link of `job` that has just ended; recorded, and shown in status.json.
+
+    Raises UserError where `begin` was not called for it.
+    """
+    link, status, newest = _read_link(run), _read_status(run), newest_checkpoint(run)
+    if link is None or link.job != job:
+        raise UserError(f"{restarts_file(run)} knows no link of job {job}: call `begin` before")
+    own = status if status is not None and status.launches > link.launches else None
+    futile = 0 if newest > link.checkpoint else link.futile
+    decision = _asked_for(own, asked)
+    if decision is None:
+        futile = _futile_after(link, newest)
+        what = "it did not come as far as its status" if own is None else _last_words(own)
+        decision = Decision("requeue", f"the launch failed: {what}")
+        if futile >= restarts:
+            decision = Decision("failed", _out_of_restarts(futile, newest, what))
+    _write_link(run, dataclasses.replace(link, futile=futile, ended=decision.next))
+    if decision.next == "failed" and own is not None and own.state == "running":
+        # the trainer was killed and can't say so: whoever looks at the run should see why it rests
+        failed = dataclasses.replace(own, state="failed", phase="ended", reason=decision.why)
+        write_json(run.status_file, asdict(failed))
+    return decision
+
+
+def _asked_for(own: Status | None, asked: Asked) -> Decision | None:
+    """The decision on a launch that did what it was asked to; None where it failed.
+
+    `own` is the launch's status, None where it never had one.
+    """
+    if own is not None and own.state == "done":
+        return Decision("done", f"step {own.step} of {own.steps} is reached")
+    stopped = own is not None and own.state == "stopped"
+    where = f"at step {own.step} of {own.steps}" if own is not None else "before its first step"
+    if asked == "term":
+        return Decision("leave", f"ended by SIGTERM {where}; whether it is requeued is Slurm's")
+    if asked == "preempted":
+        return Decision("requeue", f"preempted {where}")
+    if not stopped or own is None:
+        if own is not None and own.state == "failed" and own.reason.startswith("UserError"):
+            # a refusal that names its way out: the same command would be refused again
+            return Decision("failed", own.reason)
+        return None
+    if asked == "limit":
+        return Decision("requeue", f"stopped {where} before the time limit")
+    if "SIGUSR" in own.reason:
+        return Decision("requeue", f"stopped {where} by {own.reason}")
+    return Decision("stop", f"stopped {where} by {own.reason}, which no job script asked for")
+
+
+def _futile_after(link: Link, newest: int) -> int:
+    """`Link.futile` for the link that follows `link`, which failed."""
+    return 0 if newest > link.checkpoint else link.futile + link.is_restart
+
+
+def _out_of_restarts(futile: int, newest: int, last: str) -> str:
+    where = f"step {newest}" if newest else "the start"
+    return (
+        f"{futile} restart(s) in a row from {where} failed and left no newer checkpoint; the last "
+        f"one: {last}. Look at slurm.log, then submit the same command again"
+    )
+
+
+def _last_words(own: Status) -> str:
+    if own.state == "running":
+        return f"it was killed at step {own.step} (phase {own.phase})"
+    return own.reason or own.state
+
+
+def _read_status(run: RunFolder) -> Status | None:
+    """status.json; None where there is none, or it is damaged: it is a view."""
+    try:
+        return read_status(run.status_file)
+    except UserError:
+        return None
+
+
+def _read_link(run: RunFolder) -> Link | None:
+    """restarts.json; None where there is none, or it is damaged: counting begins anew."""
+    try:
+        return Link(**json.loads(restarts_file(run).read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _write_link(run: RunFolder, link: Link) -> None:
+    """Keep `link`; a full disk stops no run, it only costs the count."""
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        write_json(restarts_file(run), asdict(link))
+    except OSError as error:
+        print(f"{restarts_file(run)} cannot be written: {error.strerror}", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the next step and its reason, a line each; `begin` prints nothing to go ahead."""
+    parser = argparse.ArgumentParser(
+        prog="python -m canon_pretrain.chain", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("command", choices=("begin", "end"))
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--job", required=True, help="the id that all links of the chain share")
+    parser.add_argument("--restarts", type=int, default=RESTARTS)
+    parser.add_argument("--asked", choices=get_args(Asked), default="none")
+    arguments = parser.parse_args(argv)
+    run = RunFolder(arguments.run)
+    try:
+        if arguments.restarts < 1:
+            raise UserError(f"--restarts {arguments.restarts}: expected at least 1")
+        decision: Decision | None
+        if arguments.command == "begin":
+            decision = begin(run, arguments.job, restarts=arguments.restarts)
+        else:
+            decision = end(run, arguments.job, arguments.asked, restarts=arguments.restarts)
+    except UserError as error:
+        exit_with(error)
+    if decision is not None:
+        print(decision.next, decision.why, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+#!/bin/bash
+# Train one run on 1 to N nodes, link after link, until RUN/DONE.
+#
+#   sbatch [--nodes N] [sbatch flags] slurm/pretrain_1b3.sh [CONFIG] [--section.key value ...]
+#   bash slurm/submit.sh [--nodes N] [sbatch flags] slurm/pretrain_1b3.sh [CONFIG] [...]
+#   bash slurm/pretrain_1b3.sh --local [CONFIG] [--section.key value ...]
+#   bash slurm/pretrain_1b3.sh --help
+#
+# CONFIG is a TOML file (default: train_configs/nope_canon.toml of this repository); what follows is
+# canon_pretrain.train's. The run folder is the config's job.dump_folder, or --job.dump_folder; the
+# job writes to its slurm.log. slurm/submit.sh reads slurm/cluster.env, refuses a number of nodes
+# that does not divide the global batch before anything is queued, and calls sbatch; with sbatch
+# itself such a job ends in its first seconds, with the same message. --local does all this on this
+# machine, without Slurm.
+#
+# In the environment, or in slurm/cluster.env (see cluster.env.example beside this script):
+#   GPUS_PER_NODE=8      ranks on each node; the default is what sbatch asked for, 8
+#   CANON_CPU=1          train on CPUs (--gpus-per-node=0), RANKS_PER_NODE=2 ranks on each node
+#   PREFLIGHT=0          leave out the checks of each node before each launch
+#   MAX_RESTARTS_WITHOUT_PROGRESS=3   failed restarts in a row, without a new checkpoint, that end it
+#   CANON_CLUSTER_ENV    another file than slurm/cluster.env
+#   CANON_REPO           this repository, where the job is submitted from outside of it
+#
+# The time limit (--time): 300 s before it the trainer saves and stops, and the job is requeued;
+# sbatch --signal=B:USR1@600 makes that earlier. Preemption, a failed node, a crash: requeued as well.
+# A config that is refused, RUN/STOP, scancel, or too many failed restarts: not requeued.
+#SBATCH --job-name=canon-pretrain
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@300
+set -euo pipefail
+
+# Slurm runs a copy of this script from a folder of its own: the repository is found by where the
+# job was submitted
+find_repository() {
+    local folder
+    folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+    if [[ ! -f $folder/slurm/lib.sh ]]; then
+        folder=${SLURM_SUBMIT_DIR:-$PWD}
+        while [[ ! -f $folder/slurm/lib.sh && $folder == */* ]]; do folder=${folder%/*}; done
+    fi
+    printf '%s' "$folder"
+}
+CANON_REPO=${CANON_REPO:-$(find_repository)}
+if [[ ! -f $CANON_REPO/slurm/lib.sh ]]; then
+    echo "error: no slurm/lib.sh in CANON_REPO=$CANON_REPO: submit from inside the repository, or set CANON_REPO to it" >&2
+    exit 2
+fi
+# shellcheck source=slurm/lib.sh
+source "$CANON_REPO/slurm/lib.sh"
+
+case ${1:-} in
+    -h | --help) print_header "$CANON_REPO/slurm/pretrain_1b3.sh" ;;
+    --local)
+        shift
+        load_cluster
+        pretrain_local "$@"
+        ;;
+    *)
+        [[ -n ${SLURM_JOB_ID:-} ]] ||
+            die "this is a job script: sbatch slurm/pretrain_1b3.sh, or add --local to run it on this machine"
+        load_cluster
+        pretrain_job "$@"
+        ;;
+esac

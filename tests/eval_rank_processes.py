@@ -1,0 +1,280 @@
+"""Ranks of an evaluation as real processes, for test_eval_ranks.py: all scenarios in one go.
+
+    python -m tests.eval_rank_processes OUT.json
+
+One process imports lm_eval, which takes seconds, and forks the ranks of every scenario. What each
+rank returned, or raised, how it ended and when stands in OUT.json by the scenario's name.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.errors import UserError
+from eval.lm import CanonLM
+from eval.ranks import Ranks
+from eval.validation import model_loss
+from tests.support import write_data
+from tests.variants import VARIANTS, build
+
+TIMEOUT_S = 60.0
+TEXT = "now is better than never although never is often better than right now"
+
+
+class Letters:
+    """One token a character."""
+
+    vocab_size, eos_id = 40, 2
+
+    def encode(self, text: str) -> list[int]:
+        return [3 + ord(letter) % 37 for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + i) for i in ids if i > 2)
+
+
+def requests(kind: str, arguments: list[tuple]) -> list[Instance]:
+    return [Instance(kind, {}, given, index) for index, given in enumerate(arguments)]
+
+
+def answers(ranks: Ranks) -> dict[str, Any]:
+    """All three kinds of request, floats as hex: bitwise."""
+    model = build(VARIANTS["nope ABCD"]).eval()
+    told: list[int] = []
+    lm = CanonLM(
+        model, Letters(), max_length=40, batch_tokens=150, ranks=ranks, answered=told.append
+    )
+    choices = [(TEXT[: 5 + n], TEXT[n : n + k]) for n in range(30) for k in (3, 5, 9)]
+    scores = lm.loglikelihood(requests("loglikelihood", choices))
+    rolled = lm.loglikelihood_rolling(
+        requests("loglikelihood_rolling", [(TEXT[:n],) for n in (1, 39, 40, 41, 60, 70)])
+    )
+    asked = [(TEXT[:n], {"until": ["j"], "max_gen_toks": 9}) for n in range(3, 40, 2)]
+    written = lm.generate_until(requests("generate_until", asked))
+    return {
+        "scores": [(score.hex(), greedy) for score, greedy in scores],
+        "rolled": [score.hex() for score in rolled],
+        "written": written,
+        "told": sum(told),
+        "rank": (lm.rank, lm.world_size),
+    }
+
+
+def validation(ranks: Ranks) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(Path(folder))
+        shards = TokenShards.open(Path(folder) / "validation")
+        model = build(replace(VARIANTS["rope"], vocab_size=512)).eval()
+        lm = CanonLM(model, None, max_length=30, batch_tokens=100, ranks=ranks)
+        loss = model_loss(lm, shards, seq_len=30, limit=40)
+        shards.close()
+    return [loss.nats_per_token.hex(), loss.num_tokens]
+
+
+def plumbing(ranks: Ranks) -> Any:
+    """Order, sharing, and who is told what."""
+    told: list[int] = []
+    mine: list[int] = []
+
+    def work(item: int) -> tuple[int, int]:
+        mine.append(item)
+        time.sleep(0.02)
+        return item * item, ranks.rank
+
+    results = ranks.map(work, list(range(40)), told.append)
+    empty = ranks.map(work, [])
+    again = ranks.map(lambda item: item + 1, [1, 2, 3])
+    turn = ranks.in_turn(lambda: time.monotonic())
+    return {
+        "squares": [square for square, _ in results],
+        "workers": [worker for _, worker in results],
+        "mine": sorted(mine),
+        "told": told,
+        "empty": empty,
+        "again": again,
+        "broadcast": ranks.broadcast({"from": ranks.rank}),
+        "turn": turn,
+    }
+
+
+class Small(torch.nn.Module):
+    """A model that runs out of memory above so many tokens, on one rank alone."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.inner, self.most = build(VARIANTS["rope"]).eval(), most
+        self.args, self.tok_embeddings = self.inner.args, self.inner.tok_embeddings
+
+    def forward(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+        if tokens.numel() > self.most:
+            raise torch.OutOfMemoryError("made up")
+        time.sleep(0.005)  # or one rank would do all batches before the other begins
+        return self.inner(tokens, **options)
+
+
+def memory(ranks: Ranks) -> Any:
+    """The last rank has less memory than the others."""
+    said: list[str] = []
+    most = 60 if ranks.rank == ranks.world_size - 1 else 10_000
+    lm = CanonLM(
+        Small(most),  # type: ignore[arg-type]
+        Letters(),
+        max_length=30,
+        batch_tokens=300,
+        ranks=ranks,
+        say=said.append,
+    )
+    choices = [(TEXT[:n], TEXT[n : n + 4]) for n in range(3, 60)]
+    for _ in range(3):
+        scores = lm.loglikelihood(requests("loglikelihood", choices))
+    return {"scores": [s for s, _ in scores], "said": said, "batch_tokens": lm.batch_tokens}
+
+
+def raises(ranks: Ranks) -> None:
+    def work(item: int) -> None:
+        time.sleep(0.05)
+        if ranks.rank == 1:
+            raise UserError("this item is broken")
+
+    ranks.map(work, list(range(1000)))
+
+
+def raises_first(ranks: Ranks) -> None:
+    """The rank that holds the store fails, as a program fails."""
+
+    def work(item: int) -> None:
+        time.sleep(0.05)
+        if ranks.rank == 0:
+            raise KeyError("nothing")
+
+    ranks.map(work, list(range(1000)))
+
+
+def raises_between(ranks: Ranks) -> None:
+    if ranks.rank == 1:
+        time.sleep(0.2)
+        raise ValueError("between two maps")
+    ranks.map(lambda item: time.sleep(0.05), list(range(40)))
+
+
+def is_killed(ranks: Ranks) -> None:
+    def work(item: int) -> None:
+        time.sleep(0.05)
+        if ranks.rank == 1 and item > 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ranks.map(work, list(range(60)))
+
+
+def first_is_killed(ranks: Ranks) -> None:
+    def work(item: int) -> None:
+        time.sleep(0.05)
+        if ranks.rank == 0 and item > 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ranks.map(work, list(range(60)))
+
+
+def refuses(ranks: Ranks) -> None:
+    def work() -> None:
+        if ranks.rank == 0:
+            raise UserError("no such data set")
+
+    ranks.in_turn(work)
+
+
+def strays(ranks: Ranks) -> None:
+    if ranks.rank == 0:
+        ranks.barrier()
+    else:
+        ranks.broadcast(1)
+
+
+SCENARIOS: dict[str, tuple[Callable[[Ranks], Any], tuple[int, ...]]] = {
+    "answers": (answers, (1, 2, 3)),
+    "validation": (validation, (1, 2, 3)),
+    "plumbing": (plumbing, (3,)),
+    "memory": (memory, (2,)),
+    "raises": (raises, (2, 3)),
+    "raises_first": (raises_first, (3,)),
+    "raises_between": (raises_between, (3,)),
+    "is_killed": (is_killed, (2, 3)),
+    "first_is_killed": (first_is_killed, (2, 3)),
+    "refuses": (refuses, (3,)),
+    "strays": (strays, (2,)),
+}
+
+
+def in_ranks(function: Callable[[Ranks], Any], world_size: int, folder: Path) -> list[dict]:
+    """What each rank came to: result or error, exit code (-9 after SIGKILL), seconds."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = time.monotonic()
+    pids = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if not pid:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+            os.environ["MASTER_PORT"] = str(port)
+            os._exit(_rank(function, folder / f"{rank}.json"))
+        pids.append(pid)
+    ended: dict[int, dict[str, Any]] = {}
+    while len(ended) < world_size:
+        for rank, pid in enumerate(pids):
+            if rank in ended:
+                continue
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                path = folder / f"{rank}.json"
+                said = json.loads(path.read_text()) if path.exists() else {}
+                path.unlink(missing_ok=True)
+                code = os.waitstatus_to_exitcode(status)
+                ended[rank] = {**said, "code": code, "seconds": time.monotonic() - started}
+            elif time.monotonic() > started + TIMEOUT_S:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [ended[rank] for rank in range(world_size)]
+
+
+def _rank(function: Callable[[Ranks], Any], path: Path) -> int:
+    try:
+        with Ranks.from_environment() as ranks:
+            result = function(ranks)
+        path.write_text(json.dumps({"result": result}))
+        return 0
+    except UserError as error:
+        path.write_text(json.dumps({"error": str(error), "type": type(error).__name__}))
+        return 2
+    except BaseException as error:
+        path.write_text(json.dumps({"error": str(error), "type": type(error).__name__}))
+        traceback.print_exc()
+        return 1
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (function, sizes) in SCENARIOS.items():
+            for world_size in sizes:
+                found[f"{name} {world_size}"] = in_ranks(function, world_size, Path(folder))
+    out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

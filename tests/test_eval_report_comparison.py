@@ -1,0 +1,467 @@
+"""The report's verdicts, score tables, score curves and accuracy over length, of planted items."""
+
+import json
+import math
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canon_pretrain.run.folder import RunFolder
+from eval.__main__ import main
+from eval.report.anchors import PUBLISHED, anchors
+from eval.report.curves import ALL_POINTS, CURVES, points_a_line
+from eval.report.runs import primary_metrics, suite_order
+from eval.report.verdicts import MAX_REAL, verdict_summary
+from eval.report.words import figure, interval, p_value, signed
+from eval.report.write import report
+from eval.results import Results, Score
+from tests.report_pages import Page, content, markdown
+from tests.report_runs import TOKENS_A_STEP, launch, plant_items, plant_results, plant_run, step
+
+EVENTS = [launch("start"), *(step(k, 7 - k / 10) for k in (10, 20, 30))]
+NUM_ITEMS = 400
+TASKS = {
+    "piqa": {"version": 1, "primary": "acc", "chance": 0.5},
+    "boolq": {"version": 1, "primary": ["acc"], "chance": 0.5},
+    "lambada_openai": {"version": 1, "primary": ["acc", "perplexity"]},
+}
+
+
+def coins(chance: float, seed: int, num_items: int = NUM_ITEMS) -> list[float]:
+    draw = random.Random(seed)
+    return [float(draw.random() < chance) for _ in range(num_items)]
+
+
+def answers(piqa: float, seed: int) -> dict[str, dict[str, Sequence[float]]]:
+    """Three tasks; only piqa's chance of a right answer is given, the others are as good always."""
+    likelihoods = random.Random(-1 - seed)
+    return {
+        "piqa": {"acc": coins(piqa, seed), "acc_norm": coins(piqa, seed + 50)},
+        "boolq": {"acc": coins(0.5, seed + 100)},
+        "lambada_openai": {
+            "perplexity": [likelihoods.gauss(-2.5, 1.0) for _ in range(NUM_ITEMS)],
+            "acc": coins(0.4, seed + 200),
+        },
+    }
+
+
+def losses(run: RunFolder, loss: float) -> None:
+    scores = {"validation": {"nats_per_token": Score(loss), "bits_per_byte": Score(loss / 3)}}
+    plant_results(run, 30, "validation", scores, tasks={"validation": {"version": 2}})
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """rope and nope, two learning rates; two seeds of the better one. nope is better on piqa."""
+    folder = tmp_path_factory.mktemp("six")
+    paths = []
+    for position, piqa in (("rope", 0.5), ("nope", 0.85)):
+        for k, (rate, seed, loss) in enumerate(((2, 1, 3.5), (4, 1, 3.25), (4, 2, 3.25))):
+            run = plant_run(
+                folder / f"{position}-lr{rate}-seed{seed}",
+                EVENTS,
+                done=True,
+                model__position=position,
+                optimizer__lr=rate / 1000,
+                model__init_seed=seed,
+            )
+            at = {"rope": 0, "nope": 10}[position] + k
+            plant_items(run, 20, "discriminative", answers(0.5, at + 1000), tasks=TASKS)
+            plant_items(run, 30, "discriminative", answers(piqa, at), tasks=TASKS)
+            losses(run, loss)
+            paths.append(run.path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def page(six: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return report(six, tmp_path_factory.mktemp("out"))
+
+
+def test_a_planted_difference_is_real_and_the_others_are_noise(page: Path) -> None:
+    (summary,) = content(page)["verdicts"]["architectures"]
+    assert (summary["architecture"], summary["baseline"]) == ("nope", "rope")
+    counts = summary["counts"]
+    assert (counts["better"], counts["worse"]) == (1, 0)
+    assert sum(counts.values()) == len(content(page)["comparison"]["pairs"]) == 4
+    (real,) = summary["real"]
+    assert (real["task"], real["metric"]) == ("piqa", "acc")
+    assert real["difference"] == pytest.approx(0.35, abs=0.06)
+    words = (
+        f"{figure(real['baseline_value'])} → {figure(real['value'])} ({signed(real['difference'])}"
+    )
+    for text in (Page(page).text, markdown(page)):
+        assert "1 better, 0 worse" in text and words in text
+        assert "within noise, however large it looks" in text
+
+
+def test_the_verdicts_come_first_and_every_section_after_it_in_order(page: Path) -> None:
+    titles = [
+        "Which differences are real",
+        "Every difference",
+        "Scores by architecture",
+        "One learning rate an architecture, chosen on validation loss",
+        "Best of learning rates, as in the paper",
+        "Training curves",
+        "Evaluations",
+    ]
+    for text in (Page(page).text, markdown(page)):
+        places = [text.index(title) for title in titles]
+        assert places == sorted(places)
+
+
+def test_a_row_of_the_table_of_differences_says_what_the_comparison_found(page: Path) -> None:
+    (pair,) = (p for p in content(page)["comparison"]["pairs"] if p["task"] == "piqa")
+    shown = [
+        pair["verdict"],
+        signed(pair["difference"]),
+        interval(pair["ci"]),
+        p_value(pair["p_holm"]),
+        figure(pair["value"]),
+        figure(pair["baseline_value"]),
+    ]
+    (row,) = (row for row in Page(page).rows if row[:4] == ["piqa acc", *shown[:3]])
+    assert row[1:7] == shown and row[9] == f"{NUM_ITEMS}" and row[-1] == "discriminative"
+    cells = " | ".join(["| discriminative | piqa | acc | nope", *shown])
+    assert cells in markdown(page)
+
+
+def test_the_learning_rate_is_chosen_on_loss_and_the_best_of_is_labelled(page: Path) -> None:
+    comparison = content(page)["comparison"]
+    for architecture in comparison["architectures"]:
+        assert architecture["chosen"]["learning_rate"] == 0.004
+        assert architecture["chosen"]["loss"] == pytest.approx(3.25)
+    (best,) = (r for r in comparison["best_of"] if r["task"] == "boolq")
+    (chosen,) = (r for r in comparison["chosen"] if r["task"] == "boolq")
+    parsed = Page(page)
+    for row, words in ((best, "best of 3"), (chosen, "2 runs")):
+        cells = [f"{cell['value']:.4f}" for cell in row["cells"]]
+        (found,) = (
+            shown
+            for shown in parsed.rows
+            if shown[0] == "boolq acc" and words in shown[1] and words in shown[2]
+        )
+        assert [text.split()[0] for text in found[1:3]] == cells
+        assert all(f"{cell} (" in markdown(page) for cell in cells)
+    assert comparison["best_of_words"].split(";")[0] in parsed.text
+
+
+def test_published_scores_stand_beside_ours_in_no_verdict(page: Path) -> None:
+    found = content(page)["anchors"]
+    assert {row["task"] for row in found["rows"]} == set(TASKS)
+    rows = [r for r in Page(page).rows if r[0] == "piqa acc" and r[-1] == "0.7225"]
+    assert [row[-3:] for row in rows] == [["0.7002", "0.7187", "0.7225"]] * 3
+    assert "| lambada_openai | perplexity | 18.3200 | 12.5600 | 12.1700 |" in markdown(page)
+    for text in (Page(page).text, markdown(page)):
+        assert "part of no verdict" in text and "1.3B parameters" in text
+    assert "Mamba2" not in json.dumps(content(page)["comparison"])
+
+
+def test_anchors_are_those_of_the_specification_as_fractions() -> None:
+    everything = anchors(PUBLISHED)
+    assert everything is not None and len(everything["rows"]) == 10
+    values = {(row["task"], row["metric"]): row["values"] for row in everything["rows"]}
+    assert values["lambada_openai", "acc"] == [0.426, 0.4566, 0.4665]
+    assert values["wikitext", "word_perplexity"] == [18.53, 16.56, 16.42]
+    assert anchors([("mine", "acc")]) is None
+
+
+def test_score_curves_have_every_step_with_tokens_and_items(page: Path, six: list[Path]) -> None:
+    curves = content(page)["score_curves"]
+    names = [(curve["task"], curve["metric"]) for curve in curves]
+    assert names == [
+        ("piqa", "acc"),
+        ("boolq", "acc"),
+        ("lambada_openai", "acc"),
+        ("lambada_openai", "perplexity"),
+    ]
+    for curve in curves:
+        assert [line["run"] for line in curve["lines"]] == [path.name for path in six]
+        for line in curve["lines"]:
+            assert line["steps"] == [20, 30] and line["counts"] == [NUM_ITEMS] * 2
+            assert line["tokens"] == [20 * TOKENS_A_STEP, 30 * TOKENS_A_STEP]
+    (stored,) = (six[3] / "evals/step-30/discriminative").glob("*/results.json")
+    score = json.loads(stored.read_text())["scores"]["piqa"]["acc"]
+    assert curves[0]["lines"][3]["values"][1] == score["value"]
+    assert curves[0]["lines"][3]["stderrs"][1] == score["stderr"]
+
+
+def test_baseline_is_taken_by_label_or_run_and_an_unknown_one_is_refused(
+    six: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["report", *map(str, six), "--out", str(tmp_path)]
+    main([*arguments, "--baseline", "nope"])
+    assert "rope against nope: 0 better, 1 worse" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exit_code:
+        main([*arguments, "--baseline", "alibi"])
+    assert exit_code.value.code == 2
+    assert "'alibi'" in capsys.readouterr().err
+
+
+def test_a_seed_noise_that_is_given_is_named(six: list[Path], tmp_path: Path) -> None:
+    main(["report", *map(str, six), "--out", str(tmp_path), "--seed_sigma", "piqa=0.2"])
+    page = tmp_path / "index.html"
+    (pair,) = (p for p in content(page)["comparison"]["pairs"] if p["task"] == "piqa")
+    assert pair["verdict"] == "within noise" and pair["seed_noise"]["sigma"] == 0.2
+    for text in (Page(page).text, markdown(page)):
+        assert "Seed noise of piqa: as given with --seed_sigma." in text
+
+
+def test_one_run_has_no_verdicts_and_no_empty_sections(six: list[Path], tmp_path: Path) -> None:
+    page = report(six[:1], tmp_path)
+    headings = [attributes.get("id") for tag, attributes in Page(page).tags if tag == "h2"]
+    assert headings == ["over-steps", "runs", "curves", "evaluations"]
+    titles = re.findall("^## (.*)$", markdown(page), re.MULTILINE)
+    assert titles == ["Published scores", "Runs", "Training curves", "Evaluations"]
+
+
+def test_one_architecture_is_no_comparison_but_has_tables(six: list[Path], tmp_path: Path) -> None:
+    page = report(six[:3], tmp_path)
+    assert content(page)["verdicts"]["architectures"] == []
+    for text in (Page(page).text, markdown(page)):
+        assert "there is nothing to compare it with" in text
+        assert "Best of learning rates" in text and "Every difference" not in text
+
+
+def test_tasks_missing_and_trials_are_said_and_no_verdict_rests_on_them(tmp_path: Path) -> None:
+    rope, nope, trial = (
+        plant_run(tmp_path / name, EVENTS, model__position=name) for name in ("rope", "nope", "x")
+    )
+    there = answers(0.5, 1)
+    plant_items(rope, 30, "discriminative", there, tasks=TASKS)
+    fewer = {"piqa": there["piqa"]}
+    plant_items(nope, 30, "discriminative", fewer, tasks={"piqa": TASKS["piqa"]})
+    plant_items(trial, 30, "discriminative", answers(0.9, 2), tasks=TASKS, limit=7)
+    page = report([rope.path, nope.path, trial.path], tmp_path / "out")
+    comparison = content(page)["comparison"]
+    assert {(p["architecture"], p["task"]) for p in comparison["pairs"]} == {("nope", "piqa")}
+    assert {r["task"] for r in comparison["refused"] if r["architecture"] == "nope"} == {
+        "boolq",
+        "lambada_openai",
+    }
+    for text in (Page(page).text, markdown(page)):
+        assert re.search(r"nope, boolq, lambada_openai: nope has no", text)
+        assert "first 7 items only: not a result" in text
+        assert "x: only results with --limit" in text
+
+
+def test_hostile_names_are_text_in_the_verdicts_too(tmp_path: Path) -> None:
+    evil = '</script><script>alert("1")</script>|\n`x` <img src=x onerror=alert(1)>'
+    tasks = {evil: {"version": 1, "primary": ["<b>acc|"], "chance": 0.5}}
+    paths = []
+    for k, position in enumerate((evil, f"{evil}2")):
+        run = plant_run(tmp_path / f"<i>{k}", EVENTS, model__position=position)
+        for at in (20, 30):
+            values = {evil: {"<b>acc|": coins(0.2 + k / 2, k)}}
+            plant_items(run, at, "<u>suite", values, tasks=tasks)
+        paths.append(run.path)
+    page = report(paths, tmp_path / "out")
+    parsed = Page(page)
+    names = [tag for tag, _ in parsed.tags]
+    assert not {"img", "i", "b", "u"} & set(names) and names.count("script") == 7
+    assert not any(name.startswith("on") for _, attributes in parsed.tags for name in attributes)
+    assert '<script>alert("1")</script>' in parsed.text
+    text = markdown(page)
+    assert "<script" not in text and "<img" not in text and "<b>" not in text
+    rows = [line for line in text.splitlines() if "alert" in line and line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} <= {3, 5, 6, 7, 16}
+
+
+def plant_lengths(folder: Path, name: str, seed: int, shift: float) -> RunFolder:
+    """The probes at three L, and Babilong at two lengths without qa5 at the second."""
+    run = plant_run(folder / f"{name}{seed}", EVENTS, model__position=name, model__init_seed=seed)
+    probes = {
+        f"{kind}-{length}": {
+            "exact": Score(0.5 + shift - length / 4096),
+            "rank": Score(0.6 + shift),
+        }
+        for kind in ("1-hop", "1-hop-random", "2-hop")
+        for length in (1024, 0, 256)
+    }
+    plant_results(run, 30, "birth-year", probes)
+    babilong = {
+        f"babilong_qa{k}_{length}k": {"acc": Score(k / 10 + shift)}
+        for k in range(1, 6)
+        for length in (0, 4)
+        if (k, length) != (5, 4)
+    }
+    plant_results(run, 30, "babilong", babilong)
+    return run
+
+
+def test_accuracy_over_length_by_architecture_with_chance_for_rank(tmp_path: Path) -> None:
+    runs = [
+        plant_lengths(tmp_path, "rope", 1, 0.0),
+        plant_lengths(tmp_path, "rope", 2, 0.1),
+        plant_lengths(tmp_path, "nope", 1, 0.2),
+    ]
+    page = report([run.path for run in runs], tmp_path / "out")
+    probes, babilong = content(page)["lengths"]
+    panels = {(panel["series"], panel["metric"]): panel for panel in probes["panels"]}
+    assert list(panels) == [
+        ("1-hop", "exact"),
+        ("1-hop-random", "exact"),
+        ("2-hop", "exact"),
+        ("1-hop", "rank"),
+        ("1-hop-random", "rank"),
+        ("2-hop", "rank"),
+    ]
+    chances = [panel["chance"] for panel in panels.values()]
+    assert chances == [None, None, None, 0.2, 0.2, pytest.approx(1 / 3)]
+    exact = panels["1-hop", "exact"]
+    assert exact["lengths"] == [0, 256, 1024]
+    rope, nope = exact["lines"]
+    assert rope["values"] == pytest.approx([0.55, 0.4875, 0.3]) and rope["n"] == [2, 2, 2]
+    assert rope["low"] == pytest.approx([0.5, 0.4375, 0.25])
+    assert rope["high"] == pytest.approx([0.6, 0.5375, 0.35])
+    assert nope["values"] == pytest.approx([0.7, 0.6375, 0.45])
+    series = {panel["series"]: panel for panel in babilong["panels"]}
+    assert list(series) == ["mean of qa1 to qa5", "qa1", "qa2", "qa3", "qa4", "qa5"]
+    mean = series["mean of qa1 to qa5"]
+    assert mean["lengths"] == [0]  # qa5 is missing at 4k
+    assert mean["lines"][1]["values"] == pytest.approx([0.3 + 0.2])
+    parsed = Page(page)
+    assert ["1-hop rank, chance 0.200", "0", "256", "1,024"] in parsed.rows
+    assert ["rope", "0.5500", "0.4875", "0.3000"] in parsed.rows
+    assert "| rope | 0.5500 | 0.4875 | 0.3000 |" in markdown(page)
+    assert "Guessing scores 0.333." in markdown(page)
+
+
+def test_a_chance_that_the_task_declares_counts_before_ours(tmp_path: Path) -> None:
+    run = plant_run(tmp_path / "run", EVENTS)
+    part = {"part_of": "1-hop-0", "part": "rank", "primary": ["rank"], "chance": 0.25}
+    tasks = {"1-hop-0": {"primary": ["exact"]}, "1-hop-0_rank": part}
+    scores = {"1-hop-0": {"exact": Score(0.5), "rank": Score(0.5)}}
+    plant_results(run, 30, "birth-year", scores, tasks=tasks)
+    (figure_,) = content(report([run.path], tmp_path / "out"))["lengths"]
+    assert [(p["metric"], p["chance"]) for p in figure_["panels"]] == [
+        ("exact", None),
+        ("rank", 0.25),
+    ]
+
+
+def test_trials_do_not_hide_in_the_figures_over_length(tmp_path: Path) -> None:
+    run = plant_run(tmp_path / "run", EVENTS)
+    plant_results(run, 30, "birth-year", {"1-hop-0": {"exact": Score(1.0)}}, limit=3)
+    page = report([run.path], tmp_path / "out")
+    assert content(page)["lengths"][0]["limited"] == ["run"]
+    for text in (Page(page).text, markdown(page)):
+        assert "run: first items only: not a result." in text
+
+
+def results(scores: dict[str, Any], tasks: Any) -> Results:
+    asked = {"checkpoint": "c", "step": 1, "suite": "s", "limit": None, "train_fingerprint": "f"}
+    return Results({**asked, "tasks": tasks}, scores, {})
+
+
+def test_the_primary_metric_is_the_declared_one_else_the_first() -> None:
+    scores = {"t": {"a": Score(1.0), "b": Score(2.0)}}
+    assert primary_metrics(results(scores, {"t": {"primary": "b"}}), "t") == ["b"]
+    assert primary_metrics(results(scores, {"t": {"primary": ["b", "a"]}}), "t") == ["b", "a"]
+    for unknown in ({}, {"t": 3}, None, {"t": {"primary": "gone"}}, {"t": {"primary": None}}):
+        assert primary_metrics(results(scores, unknown), "t") == ["a"]
+    assert primary_metrics(results(scores, {}), "other") == []
+
+
+def test_suites_stand_in_the_papers_order() -> None:
+    names = ["mine", "validation", "jrt", "birth-year", "discriminative", "babilong", "a"]
+    assert sorted(names, key=suite_order) == [
+        "discriminative",
+        "jrt",
+        "babilong",
+        "birth-year",
+        "validation",
+        "a",
+        "mine",
+    ]
+
+
+def test_points_of_many_runs_stay_within_the_budget() -> None:
+    assert points_a_line(3) == 4000
+    assert points_a_line(40 * len(CURVES)) * 40 * len(CURVES) <= ALL_POINTS
+    assert points_a_line(10_000) == 300
+
+
+def pair(verdict: str, task: str, p: float | None = 0.5, **more: Any) -> dict[str, Any]:
+    return {
+        "suite": "s",
+        "task": task,
+        "metric": "acc",
+        "architecture": "a",
+        "baseline": "b",
+        "verdict": verdict,
+        "p_holm": p,
+        "detectable": 0.01,
+        "log_difference": None,
+        "at_chance": False,
+        "seed_noise": {"source": "paper"},
+        "asked_differently": [],
+        **more,
+    }
+
+
+def test_the_summary_counts_and_picks_and_leaves_perplexities_out_of_the_range() -> None:
+    pairs = [
+        pair("worse", "w", 0.001),
+        *(pair("better", f"b{k}", 0.01 / (k + 1)) for k in range(MAX_REAL)),
+        pair("within noise", "n0", detectable=0.02, at_chance=True),
+        pair("within noise", "n1", detectable=0.05, asked_differently=["max_length: 1 / 2"]),
+        pair("within noise", "n2", detectable=0.03, seed_noise={"source": "own"}),
+        pair("within noise", "ppl", detectable=9.0, log_difference=0.1),
+        pair("not judged", "j", None, detectable=None, seed_noise=None),
+    ]
+    refused = [
+        {"architecture": "a", "task": task, "suite": "jrt", "why": why}
+        for task, why in (("x", "one"), ("y", "one"), (None, "two"))
+    ]
+    found = verdict_summary({"pairs": pairs, "refused": refused})
+    (tally,) = found["architectures"]
+    assert tally["counts"] == {"better": MAX_REAL, "worse": 1, "within noise": 4, "not judged": 1}
+    assert tally["at_chance"] == 1 and tally["detectable"] == [0.02, 0.03, 0.05]
+    assert [p["task"] for p in tally["real"]] == [f"b{k}" for k in reversed(range(MAX_REAL))]
+    assert tally["more_real"] == 1
+    assert {entry["source"]: len(entry["tasks"]) for entry in found["seed_noise"]} == {
+        "paper": MAX_REAL + 4,
+        "own": 1,
+    }
+    assert [entry["tasks"] for entry in found["refused"]] == [["x", "y"], ["the whole suite jrt"]]
+    assert found["asked_differently"] == [
+        {"architecture": "a", "what": "max_length: 1 / 2", "tasks": ["n1"]}
+    ]
+
+
+def test_figures_and_signs() -> None:
+    assert [signed(x) for x in (0.04, -0.04, 1234.5, None)] == [
+        "+0.0400",
+        "−0.0400",
+        "+1,234.50",
+        "–",
+    ]
+    assert interval([-0.1, 0.2]) == "−0.1000 to +0.2000" and interval(None) == "–"
+    assert [p_value(x) for x in (0.04999, 0.00001, None)] == ["0.0500", "< 0.0001", "–"]
+    assert figure("Infinity") == "not finite (Infinity)" and figure(123.456) == "123.46"
+    assert math.isclose(float(figure(0.12345)), 0.1235, abs_tol=1e-4)
+
+
+def test_forty_runs_of_seventy_tasks_fit_one_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda _: None)  # thousands of small files
+    draw = random.Random(0)
+    paths = []
+    tasks = {f"task_{k}": {"version": 1, "primary": ["acc"]} for k in range(70)}
+    log = [launch("start"), *(step(k, draw.gauss(3, 0.1), draw.random()) for k in range(1, 1001))]
+    for k in range(40):
+        run = plant_run(
+            tmp_path / f"run-{k:02}", log, model__dim=128 + k // 8, model__init_seed=k, done=True
+        )
+        values = {task: {"acc": coins(0.5, k, 5)} for task in tasks}
+        plant_items(run, 1000, "suite", values, tasks=tasks)
+        paths.append(run.path)
+    page = report(paths, tmp_path / "out")
+    assert len(content(page)["comparison"]["pairs"]) == 4 * 70
+    assert page.stat().st_size < 7_000_000
