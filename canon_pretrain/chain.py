@@ -106,7 +106,7 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
     decision = _asked_for(own, asked)
     if decision is None:
         futile = _futile_after(link, newest)
-        what = "it did not come as far as its status" if own is None else _last_words(own)
+        what = _last_words(own, asked)
         decision = Decision("requeue", f"the launch failed: {what}")
         if futile >= restarts:
             decision = Decision("failed", _out_of_restarts(futile, newest, what))
@@ -156,7 +156,14 @@ def _out_of_restarts(futile: int, newest: int, last: str) -> str:
     )
 
 
-def _last_words(own: Status) -> str:
+def _last_words(own: Status | None, asked: Asked) -> str:
+    if own is None and asked == "limit":
+        return (
+            "the time limit's signal came before the trainer ran; give a link more time (--time), "
+            "or have the signal later (--signal=B:USR1@SECONDS)"
+        )
+    if own is None:
+        return "it did not come as far as its status"
     if own.state == "running":
         return f"it was killed at step {own.step} (phase {own.phase})"
     return own.reason or own.state

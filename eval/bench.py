@@ -69,7 +69,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     """The table that a person reads."""
     console.print(heading(result), highlight=False, soft_wrap=True)
     clock = result["ratio_of"]
-    table = Table("case", "tokens", "ours s", "hf s", "hf batch", "faster", "spread", "target")
+    table = Table("case", "tokens", "ours s", "hf s", "hf batch", "faster", "spread", "goal")
     for case in result["cases"]:
         table.add_row(
             case["case"],
@@ -85,7 +85,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         target = verdict(group["ratio"], group["target"])
         console.print(
             f"{group['group']}: {group['ratio']:.2f}x, the geometric mean of its cases"
-            + (f"; target {target}" if target else ""),
+            + (f"; goal {target}" if target else ""),
             highlight=False,
         )
     agreed = ", ".join(f"{case['case']} {case['agreement']}" for case in result["cases"])
@@ -106,4 +106,4 @@ def verdict(ratio: float, target: float | None) -> str:
     """Whether a ratio is what it should be; empty where nothing is asked of it."""
     if target is None:
         return ""
-    return f"{target:g}x: {'met' if ratio >= target else 'MISSED'}"
+    return f"{target:g} {'met' if ratio >= target else 'MISSED'}"

@@ -1,7 +1,8 @@
 """How many tokens a batch holds: found by trying, once for each model and kind of device.
 
 `eval run` asks before its first suite. What is found is remembered in a file beside the results,
-with what it was found for. On a GPU the number doubles until memory is full or nothing is gained.
+with what it was found for: later calls, on one rank or several, take the same batches. On a GPU the
+number doubles until memory is full or nothing is gained.
 On a CPU memory decides how many tokens a batch remembers, and a few passes, a second or two in all,
 how many are read at once.
 """
@@ -23,7 +24,8 @@ from canon_pretrain.files import write_atomic
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
 from eval.lm import READ_TOKENS, CanonLM
-from eval.scoring import Pair, Planner, one_pass, score_batch
+from eval.score_plan import Pair, Planner, one_pass
+from eval.scoring import score_batch
 
 FILE = "batch_tokens.json"
 VERSION = 1
@@ -107,8 +109,8 @@ def _key(model: Transformer, max_length: int) -> dict[str, Any]:
     if weight.device.type == "cuda":
         properties = torch.cuda.get_device_properties(weight.device)
         device = {"name": properties.name, "bytes": str(properties.total_memory)}
-    else:
-        device |= {"threads": str(torch.get_num_threads()), "cores": str(os.cpu_count())}
+    else:  # not its threads: one rank and several take the same batches, and so answer alike
+        device |= {"cores": str(os.cpu_count())}
     args = asdict(model.args) | {"max_seq_len": 0, "init_seed": 0}
     return {
         "device": device,

@@ -61,7 +61,12 @@ def execute(arguments: argparse.Namespace) -> None:
     runs = _read([*first, *second])
     a, b = runs[: len(first)], runs[len(first) :]
     options = Options(
-        seed_sigmas(arguments.seed_sigma), arguments.own_noise_only, arguments.step, arguments.suite
+        seed_sigmas(arguments.seed_sigma),
+        arguments.own_noise_only,
+        arguments.step,
+        arguments.suite,
+        # whoever names single results wants these
+        any_step=all(path.is_file() for path in (*first, *second)),
     )
     check_seed_sigma(runs, options)
     recipes, notes = _recipes(a, b)
@@ -207,7 +212,9 @@ def _print(content: dict[str, Any]) -> None:
     console.print(Text(content["family"]["words"] + "."), soft_wrap=True)
     noises: dict[str, list[str]] = {}
     for row in content["pairs"]:
-        words = f"seed noise {row['seed_noise']['words']}" if row["seed_noise"] else row["words"]
+        words = row["words"]
+        if row["p"] is not None:
+            words = f"seed noise {row['seed_noise']['words']}"
         noises.setdefault(words, []).append(f"{row['task']} {row['metric']}")
     for words, tasks in noises.items():
         of = ", ".join(tasks) if len(tasks) <= MAX_NAMED else f"{len(tasks)} tasks"
@@ -225,7 +232,10 @@ def _table(rows: Sequence[dict[str, Any]], *, wide: bool) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    title = Text(f"{rows[0]['suite']}, step {rows[0]['step']}", style="bold")
+    steps = f"step {rows[0]['step']}"
+    if rows[0]["baseline_step"] != rows[0]["step"]:
+        steps = f"A at step {rows[0]['baseline_step']}, B at {steps}"
+    title = Text(f"{rows[0]['suite']}, {steps}", style="bold")
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     table.add_column("task, metric", overflow="fold")
     for name in ("A", "B", "B - A", *(["95 % interval"] if wide else []), "p (Holm)"):

@@ -5,70 +5,47 @@ leaves to the tokenizer or to defaults is fixed here: no BOS unless asked for, E
 needs a token before its first one (documents were separated by EOS in training), log-softmax in
 float32, greedy decoding, and a context that is too long loses its beginning.
 
-Requests become pairs of tokens to score (scoring.py) or prompts to continue (model/decode.py),
-these become batches within a budget of tokens (batches.py), and the batches are shared out over the
-ranks (ranks.py). They do not depend on how many ranks there are, so the answers don't either.
+Requests become pairs of tokens to score (score_plan.py, scoring.py) or questions to answer
+(generation.py), these become batches within a budget of tokens (batches.py), and the batches are
+shared out over the ranks (ranks.py). They do not depend on how many ranks there are.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.model.decode import batches, generate
+from canon_pretrain.model.decode import batches
 from canon_pretrain.model.transformer import Transformer
 from eval.batches import Workload, run_batches
+from eval.generation import Question, TextTokenizer, Writer, new_tokens, question
 from eval.ranks import Ranks
-from eval.scoring import Answer, Batch, Pair, Planner, one_pass, score_batch
+from eval.score_plan import Batch, Pair, Planner, one_pass
+from eval.scoring import Answer, score_batch
 
 BATCH_TOKENS = 8192
 """Tokens of a batch: at 32,000 pieces the float32 logits of all of them are 1 GB, and keys and
 values of the 1.3B model 3 GB."""
-DEFAULT_GEN_TOKENS = 256
-GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
 NEW_TOKEN_COST = 32
 """Characters of a prompt that are read in the time of one new token, roughly."""
 PASS_TOKENS = {"cpu": 32, "cuda": 1024}
 """Tokens of a pass that would take as long as the pass does with none, roughly."""
-READ_TOKENS = {"cpu": 1024}
+READ_TOKENS = {"cpu": 512}
 """Tokens that are best read at once, where that is not as many as fit: what a CPU's caches do not
 hold takes it 1.9 times as long (8 layers of 512, Canon ABCD, 8,000 tokens instead of 1,000)."""
 
 Result = TypeVar("Result")
 
 
-class TextTokenizer(Protocol):
-    """What this class needs of a tokenizer; `encode` adds neither BOS nor EOS."""
-
-    vocab_size: int
-    eos_id: int
-
-    def encode(self, text: str) -> Iterable[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
-
-
-@dataclass(frozen=True)
-class _Question:
-    """What to continue, and where to end."""
-
-    context: tuple[int, ...]
-    until: tuple[str, ...]
-    max_tokens: int
-
-
 def request_cost(request: Instance) -> int:
     """About how much work a request is, in characters that are read; at least 1."""
     context = len(request.args[0])
     if request.request_type == "generate_until":
-        options = normalize_gen_kwargs(request.args[1], DEFAULT_GEN_TOKENS)
-        return context + NEW_TOKEN_COST * options["max_gen_toks"] + 1
+        return context + NEW_TOKEN_COST * new_tokens(request.args[1]) + 1
     if request.request_type == "loglikelihood":
         return context + len(request.args[1]) + 1
     return context + 1
@@ -84,10 +61,10 @@ class CanonLM(TemplateLM):
     `tokenizer` None: token-level scores only. `batch_tokens` bounds the tokens of a batch that are
     remembered, and `read_tokens` those of a forward pass (None: the same); what does not fit in
     memory all the same is done in smaller batches, with one line to `say`, and `batch_tokens` is
-    then what did fit. `add_bos`: BOS before
-    every text, as `lm_eval --model hf` does it with add_bos_token=True. `answered` is told the cost
-    (request_cost) of requests as they are answered. `max_length`, `batch_tokens` and `answered` may
-    be set between calls. All `ranks` must make the same calls.
+    then what did fit. `add_bos`: a token before every text, where `lm_eval --model hf` puts BOS
+    with add_bos_token=True; it is EOS, which began texts in training and is the exports' BOS.
+    `answered` is told the cost (request_cost) of requests as they are answered. `max_length`,
+    `batch_tokens` and `answered` may be set between calls. All `ranks` must make the same calls.
 
     Raises UserError for a max_length that the model cannot take, and tokenizers that do not fit.
     """
@@ -115,13 +92,8 @@ class CanonLM(TemplateLM):
         self.ranks, self.answered, self.say = ranks or Ranks.alone(), answered, say
         self._device = model.tok_embeddings.weight.device
         self.read_tokens: int | None = READ_TOKENS.get(self._device.type)
-        self._bos: list[int] = []
+        self._bos = [self.eot_token_id] if add_bos else []
         self._encoded: dict[str, list[int]] = {}
-        if add_bos:
-            bos_id = getattr(self.text, "bos_id", -1)
-            if bos_id < 0:
-                raise UserError("the tokenizer has no BOS to begin texts with: leave out add_bos")
-            self._bos = [bos_id]
 
     @property
     def max_length(self) -> int:
@@ -149,16 +121,16 @@ class CanonLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before the first token of a text without context: EOS, or BOS if asked for.
+        """What stands before the first token of a text without context: EOS.
 
         The harness's `hf` takes BOS wherever the tokenizer has one, trained or not.
         """
-        return self._bos[0] if self._bos else self.eot_token_id
+        return self.eot_token_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The ids of `string`; BOS before them with `add_bos`, unless add_special_tokens=False."""
+        """The ids of `string`; EOS before them with `add_bos`, unless add_special_tokens=False."""
         found = self._encoded.get(string)
         if found is None:
             found = [int(token) for token in self.text.encode(string)]
@@ -276,16 +248,18 @@ class CanonLM(TemplateLM):
 
         An answer ends at its length, at EOS (not kept), or when it holds one of its `until`.
         """
-        asked: dict[_Question, int] = {}  # the same question is asked once
+        asked: dict[Question, int] = {}  # the same question is asked once
         costs: list[int] = []
         numbers = []
         for request in requests:
-            number = asked.setdefault(self._question(*request.args), len(asked))
+            context, options = request.args
+            tokens = self.tok_encode(context) or [self.prefix_token_id]
+            number = asked.setdefault(question(tokens, options, self.max_length), len(asked))
             if number == len(costs):
                 costs.append(0)
             costs[number] += request_cost(request)
             numbers.append(number)
-        questions = list(asked)
+        questions, writer = list(asked), Writer(self.model, self.text)
         limit = self.model.args.max_seq_len
 
         def plan(budget: int, chosen: Sequence[int]) -> list[list[int]]:
@@ -294,61 +268,11 @@ class CanonLM(TemplateLM):
             return [[chosen[k] for k in b] for b in batches(prompts, limits, budget, limit)]
 
         def work(budget: int, batch: list[int]) -> dict[int, str]:
-            return dict(
-                zip(batch, self._answers([questions[i] for i in batch], budget), strict=True)
-            )
+            texts = writer.answers([questions[i] for i in batch], budget, self.read_tokens)
+            return dict(zip(batch, texts, strict=True))
 
         answers = self.run(Workload(plan, lambda batch: batch, work), costs)
         return [answers[number] for number in numbers]
-
-    def _answers(self, questions: Sequence[_Question], budget: int) -> list[str]:
-        """The answers to questions that are one batch."""
-
-        def is_answered(index: int, tokens: list[int]) -> bool:
-            question = questions[index]
-            text = self._written(question, tokens) if question.until else ""
-            return any(stop and stop in text for stop in question.until)
-
-        answers = generate(
-            self.model,
-            [question.context for question in questions],
-            max_new_tokens=[question.max_tokens for question in questions],
-            eos_id=self.eot_token_id,
-            stop=is_answered,
-            batch_tokens=budget,
-            read_tokens=self.read_tokens,
-        )
-        return [
-            postprocess_generated_text(self._written(question, tokens), list(question.until), None)
-            for question, tokens in zip(questions, answers, strict=True)
-        ]
-
-    def _question(self, context: str, options: dict[str, Any]) -> _Question:
-        options = dict(normalize_gen_kwargs(options, DEFAULT_GEN_TOKENS))
-        unknown = options.keys() - GENERATION_OPTIONS
-        sampled = options.get("do_sample") or options.get("temperature", 0.0) > 0
-        if sampled or options.get("num_beams", 1) != 1 or unknown:
-            raise UserError(
-                f"generation options {options}: only greedy decoding is supported (until, "
-                "max_gen_toks)"
-            )
-        room = self.max_length - options["max_gen_toks"]
-        if room < 1:
-            raise UserError(
-                f"max_gen_toks = {options['max_gen_toks']} leaves no room for a prompt: max_length "
-                f"is {self.max_length}; raise it with --max_length, or generate less"
-            )
-        tokens = self.tok_encode(context) or [self.prefix_token_id]
-        return _Question(tuple(tokens[-room:]), tuple(options["until"]), options["max_gen_toks"])
-
-    def _written(self, question: _Question, tokens: list[int]) -> str:
-        """The text of new `tokens` as it continues the context.
-
-        Decoded after the context's last token: SentencePiece drops the space before a text's first
-        word, and there it is no first word.
-        """
-        last = list(question.context[-1:])
-        return self.text.decode(last + tokens)[len(self.text.decode(last)) :]
 
 
 def _share(cost: int, part: int, parts: int) -> int:

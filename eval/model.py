@@ -17,6 +17,7 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.hf.reading import folder_args, folder_weights, is_folder
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
+from eval.fast_linear import is_faster, use_fast_linear
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTO = "auto"
@@ -66,4 +67,6 @@ def load_model(
     if model.rope is not None:
         model.rope.reset(device)
     model.load_state_dict(weights)
+    if is_faster(model):
+        use_fast_linear(model)
     return model.eval()

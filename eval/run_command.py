@@ -29,6 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=int, help="the first N windows or items: not a result")
     parser.add_argument("--out", type=Path, help="default: a folder of the question in RUN/evals")
+    add_how(parser)
+    parser.add_argument(
+        "--must_beat",
+        choices=("unigram", "bigram"),
+        help="validation: exit with code 2 unless the checkpoint's bits per byte are below this "
+        "count model's",
+    )
+
+
+def add_how(parser: argparse.ArgumentParser) -> None:
+    """Adds those that say how suites are asked; `eval submit` passes them on."""
     parser.add_argument("--data", type=Path, help="the run's shards, where they were moved to")
     parser.add_argument(
         "--staged",
@@ -72,12 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="an option of the tasks, see the README (may be given again)",
-    )
-    parser.add_argument(
-        "--must_beat",
-        choices=("unigram", "bigram"),
-        help="validation: exit with code 2 unless the checkpoint's bits per byte are below this "
-        "count model's",
     )
 
 

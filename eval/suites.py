@@ -56,12 +56,15 @@ class TaskPlan:
 
 @functools.cache
 def task_files() -> dict[str, Path]:
-    """The tasks and groups in eval/tasks by name."""
+    """The tasks and groups in eval/tasks by name; the harness's own by the group they are in."""
     found: dict[str, Path] = {}
+    members: dict[str, Path] = {}
     for path in sorted(TASKS.rglob("*.yaml")):
-        names = re.findall(r"^(?:task|group):[ \t]+(\S+)", path.read_text(), re.MULTILINE)
+        content = path.read_text()
+        names = re.findall(r"^(?:task|group):[ \t]+(\S+)", content, re.MULTILINE)
         found |= dict.fromkeys(names[:1], path)
-    return found
+        members |= dict.fromkeys(re.findall(r"^ +- task:[ \t]+(\S+)", content, re.MULTILINE), path)
+    return members | found
 
 
 def find_suite(given: str) -> tuple[str, Path | None]:
@@ -120,6 +123,8 @@ def open_tasks(
             group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
             spec = group[1] if group else str(path)  # a group is found by its name only
             tasks = _load(manager, spec, only)
+            if group and name in tasks:
+                tasks = {name: tasks[name]}  # one member, as the group makes it
         except UserError:
             raise
         except Exception as error:

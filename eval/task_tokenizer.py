@@ -49,9 +49,10 @@ def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
     path = Path(str(given)).expanduser()
     if path.exists() and not (path / HF_CONFIG).is_file():
         return _ours(str(path), _stamp(path))
-    options = {
-        name: metadata[name] for name in ("revision", "trust_remote_code") if name in metadata
-    }
+    # never left to its default: transformers would ask on the terminal
+    options = {"trust_remote_code": bool(metadata.get("trust_remote_code", False))}
+    if "revision" in metadata:
+        options["revision"] = metadata["revision"]
     return _exported(str(path) if path.exists() else str(given), _stamp(path), **options)
 
 
@@ -85,7 +86,11 @@ def _exported(name: str, stamp: tuple[int, ...], **options: Any) -> TaskTokenize
     import transformers  # takes seconds, and runs of ours do without
 
     try:
-        found = transformers.AutoTokenizer.from_pretrained(name, **options)
+        if (Path(name) / HF_FILE).is_file():
+            # its files alone: config.json may name code of the model's, which is not needed here
+            found = transformers.PreTrainedTokenizerFast.from_pretrained(name)
+        else:
+            found = transformers.AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(

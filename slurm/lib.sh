@@ -13,8 +13,13 @@ STEP=0        # pid of the srun or torchrun in the background
 STEP_CODE=0   # its exit code
 ASKED=none    # who asked the launch to stop: see Asked in canon_pretrain/chain.py
 RUN=
+# What scontrol is told: the last element of an array to start has the array's own number as its
+# SLURM_JOB_ID, by which scontrol would requeue all elements
+JOB=${SLURM_JOB_ID:-}
+if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
 
-say() { printf '%s slurm: %s\n' "$(date -u +%FT%TZ)" "$*"; }
+# on stderr: a trap may come while the output of a command is being kept
+say() { printf '%s slurm: %s\n' "$(date -u +%FT%TZ)" "$*" >&2; }
 die() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
 # print_header FILE: the comment at its top, for --help
@@ -80,12 +85,12 @@ split_arguments() {
     ARGUMENTS=("$@")
 }
 
-# plan_job NODES: check the job as a whole; sets RUN and CHECKPOINT_BYTES, or ends the script
+# plan_job NODES [--data]: check the job as a whole; sets RUN and CHECKPOINT_BYTES, or ends the script
 plan_job() {
     local answer plan
     answer=$(mktemp)
-    if ! on_head python -m canon_pretrain.preflight job --nodes "$1" --ranks_per_node "$RANKS" \
-        -- --config "$CONFIG" "${ARGUMENTS[@]}" >"$answer"; then
+    if ! on_head python -m canon_pretrain.preflight job --ranks_per_node "$RANKS" \
+        --nodes "$@" -- --config "$CONFIG" "${ARGUMENTS[@]}" >"$answer"; then
         rm -f "$answer"
         exit 2 # the message is above; nothing is requeued
     fi
@@ -190,13 +195,13 @@ preflight() {
 # -- what comes after -----------------------------------------------------------------------------
 
 job_field() { # NAME: its value in scontrol's description of this job
-    scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1
+    scontrol show job -o "$JOB" 2>/dev/null | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1
 }
 
 # requeue: this job goes back into the queue under its id; the script ends
 requeue() {
     trap '' TERM USR1 # Slurm now ends this script
-    if scontrol requeue "$SLURM_JOB_ID"; then
+    if scontrol requeue "$JOB"; then
         exit 0
     fi
     say "Slurm does not requeue this job (sbatch --requeue is overruled here). To go on, submit it again"
@@ -209,10 +214,10 @@ requeue_without() {
     before=$(job_field ExcNodeList)
     [[ $before == '(null)' ]] && before=
     trap '' TERM USR1
-    if scontrol requeue "$SLURM_JOB_ID"; then
+    if scontrol requeue "$JOB"; then
         # only a job that waits lets its nodes be chosen; it waits for two minutes at least
         for try in 1 2 3 4 5; do
-            if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${before:+$before,}$1"; then
+            if scontrol update "JobId=$JOB" "ExcNodeList=${before:+$before,}$1"; then
                 exit 0
             fi
             sleep "$try"
@@ -262,7 +267,7 @@ pretrain_job() {
     trap on_term TERM
     NODES=$SLURM_JOB_NUM_NODES
     mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    plan_job "$NODES"
+    plan_job "$NODES" --data
     mkdir -p "$RUN" || die "the run folder $RUN cannot be made"
     say "job $SLURM_JOB_ID on ${HOSTS[*]}: what follows is in $RUN/slurm.log"
     exec >>"$RUN/slurm.log" 2>&1
@@ -297,7 +302,7 @@ pretrain_local() {
     split_arguments "$@"
     set_ranks
     job=local-$(uname -n)-$$-$(date +%s)
-    plan_job 1
+    plan_job 1 --data
     mkdir -p "$RUN" || die "the run folder $RUN cannot be made"
     trap on_term INT TERM HUP
     NEXT=requeue

@@ -1,6 +1,7 @@
 """Fixtures of the whole suite: small shards, and the debug experiment run in several ways."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from canon_pretrain.titan.device import prepare_device
 from tests.ranks import launch
+from tests.slurm_cluster import SlurmCluster, missing, slurm_cluster
 from tests.support import Runs, debug_run, train, write_data
 
 # tensors here are small: threads that wait for each other on a busy machine cost twenty times as
@@ -41,3 +43,12 @@ def runs(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     start(folders.elastic, 3, "--run.stop_at", 5)
     start(folders.elastic, 1)
     return folders
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A Slurm cluster of two nodes; the tests that need it are skipped where it can't be."""
+    if why := missing():
+        pytest.skip(f"no Slurm cluster: {why}")
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), kill_wait=25, grace=60) as cluster:
+        yield cluster

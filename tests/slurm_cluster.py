@@ -129,15 +129,27 @@ class SlurmCluster:
     def _daemon(self, name: str, *arguments: str) -> None:
         log = open(self.state / f"{name}.out", "ab")
         command = [shutil.which(name) or str(_sbin(name)), *arguments]
-        self._daemons.append(
-            subprocess.Popen(command, env=self.environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        daemon = subprocess.Popen(
+            command, env=self.environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL
         )
+        self._daemons.append(daemon)
         log.close()
 
-    def run(self, *command: str, check: bool = True, **more: object) -> subprocess.CompletedProcess[str]:
+    def run(
+        self,
+        *command: str,
+        check: bool = True,
+        environ: dict[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> subprocess.CompletedProcess[str]:
         """A command of Slurm's; raises with its words where it fails."""
         found = subprocess.run(
-            command, env=self.environ, capture_output=True, text=True, timeout=60, **more  # type: ignore[call-overload]
+            command,
+            env=environ or self.environ,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         if check and found.returncode:
             raise AssertionError(f"{command}: {found.returncode}: {found.stdout}{found.stderr}")

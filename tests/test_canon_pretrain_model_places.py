@@ -1,9 +1,11 @@
-"""Logits at chosen places, and caches that branch: what scoring shared beginnings stands on."""
+"""What scoring and batches of answers stand on: logits at chosen places, caches that branch, and
+prompts that are read in parts."""
 
 import torch
 
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import Cache
+from canon_pretrain.model.decode import generate
 from tests.variants import build, every_variant, random_tokens
 
 
@@ -35,3 +37,18 @@ def test_branches_go_on_apart_from_one_prompt(args: ModelArgs) -> None:
         found = model(more[:2], cache=trunk)
         whole = model(torch.cat((prompts, more[:2]), dim=1))[:, 9:]
         torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+
+
+@every_variant
+def test_prompts_read_in_parts_are_continued_alike(args: ModelArgs) -> None:
+    """A pass reads `read_tokens` at most, padding included, and a token of each row at least."""
+    model = build(args)
+    prompts = [random_tokens(args, 1, n, seed=n)[0].tolist() for n in (40, 33, 1, 12)]
+    expected = generate(model, prompts, max_new_tokens=5)
+    for read_tokens in (1, 30):
+        sizes: list[int] = []
+        handle = model.register_forward_hook(lambda *given, s=sizes: s.append(given[1][0].numel()))
+        found = generate(model, prompts, max_new_tokens=5, read_tokens=read_tokens)
+        handle.remove()
+        assert found == expected
+        assert max(sizes) <= max(read_tokens, len(prompts))

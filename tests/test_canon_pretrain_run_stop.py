@@ -95,3 +95,17 @@ def test_a_file_that_cannot_be_removed_is_said(tmp_path: Path) -> None:
     (tmp_path / "STOP").mkdir()  # somebody's mistake
     with pytest.raises(UserError, match="the next launch would stop at once; remove it by hand"):
         StopRequests(tmp_path / "STOP").obeyed()
+
+
+def test_a_signal_that_the_parent_ignored_ends_the_process_when_let_through() -> None:
+    """slurm/lib.sh shields torchrun's agent from SIGTERM, and ignoring is inherited."""
+    old = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with StopRequests() as requests:
+            requests.let_through([signal.SIGTERM])
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            requests.catch([signal.SIGTERM])
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert asked(requests) == "SIGTERM"
+    finally:
+        signal.signal(signal.SIGTERM, old)

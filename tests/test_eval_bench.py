@@ -62,7 +62,7 @@ def test_every_case_is_measured_and_agrees(tiny: dict[str, Any], tmp_path: Path)
     console = Console(width=100, record=True, file=io.StringIO())
     print_result(result, console)
     text = console.export_text()
-    assert "hellaswag" in text and "generation: " in text and "target 1.5x: " in text
+    assert "hellaswag" in text and "generation: " in text and "; goal 1.5 " in text
     assert not list(tmp_path.glob("canon-eval-bench-*"))
 
 

@@ -28,6 +28,12 @@ def run(
     return plant_answers(found, at, SUITE, {"boolq": items}, described=ACC, **more)
 
 
+def _only(run_folder: Path, at: int) -> Path:
+    """The one results.json of a step, from the suite's folder on."""
+    (found,) = (run_folder / "evals" / f"step-{at}" / SUITE).glob("*/results.json")
+    return found.relative_to(run_folder / "evals" / f"step-{at}" / SUITE)
+
+
 def compare(*words: object) -> None:
     import argparse
 
@@ -96,6 +102,9 @@ def test_single_results_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     compare(first, second, "--json", tmp_path / "pair.json")
     (row,) = json.loads((tmp_path / "pair.json").read_text())["pairs"]
     assert (row["step"], row["verdict"]) == (10, "better")
+    capsys.readouterr()
+    compare(first.parents[4] / "evals" / "step-20" / SUITE / _only(tmp_path / "a", 20), first)
+    assert "discriminative, A at step 20, B at step 10" in capsys.readouterr().out
     moved = tmp_path / "moved"
     second.parent.rename(moved)
     compare(first, moved / "results.json")

@@ -281,6 +281,16 @@ def test_items_of_one_source_count_as_one_draw(tmp_path: Path) -> None:
     assert errors[1] / errors[0] == pytest.approx(math.sqrt(20), rel=0.02)
 
 
+def test_items_of_one_source_alone_are_not_judged(tmp_path: Path) -> None:
+    for name, canon in (("a", ""), ("b", "ABCD")):
+        run = planted_run(tmp_path / name, model__canon_set=canon)
+        items = records({"acc": [1.0, 0.0, 1.0]}, sources=["one"] * 3)
+        plant_answers(run, 20, SUITE, {"boolq": items}, described=ACC)
+    (row,) = content(tmp_path / "a", tmp_path / "b")["pairs"]
+    assert (row["verdict"], row["p"], row["num_clusters"]) == ("not judged", None, 1)
+    assert "of one source" in row["words"]
+
+
 def test_holm_is_over_every_task_and_pair(tmp_path: Path) -> None:
     rng = generator()
     tasks = [f"task{k}" for k in range(6)]
@@ -362,6 +372,22 @@ def test_other_items_are_refused_with_counts_and_what_was_asked_otherwise(tmp_pa
     assert "max_length: 512 / 256" in why and "tokenizer_sha256" in why
 
 
+def test_what_was_asked_otherwise_is_told_and_refused_where_it_matters(tmp_path: Path) -> None:
+    for name, canon, length, settings in (("a", "", 256, "x"), ("b", "ABCD", 512, "y")):
+        run = planted_run(tmp_path / name, model__canon_set=canon)
+        items = records({"acc": [1.0, 0.0, 1.0], "perplexity": [-1.0, -2.0, -3.0]})
+        described = {"lambada": {"primary": ["acc", "perplexity"], "config_sha256": settings}}
+        plant_answers(
+            run, 20, SUITE, {"lambada": items}, described=described, max_length=length, lm_eval=name
+        )
+    found = content(tmp_path / "a", tmp_path / "b")
+    (row,), (refused,) = found["pairs"], found["refused"]
+    told = ["max_length: 512 / 256", 'settings of the task: "y" / "x"']
+    assert row["metric"] == "acc" and row["asked_differently"] == told
+    assert refused["metric"] == "perplexity"
+    assert refused["why"] == f"asked differently, on which it depends ({'; '.join(told)})"
+
+
 def test_the_order_of_the_records_does_not_matter(tmp_path: Path) -> None:
     items = records({"acc": [1.0, 0.0, 1.0, 1.0]}, names=["a", "b", "a", "c"])
     for name, canon, mine in (("a", "", items), ("b", "ABCD", [items[3], *items[:3]])):
@@ -415,7 +441,7 @@ def test_little_is_no_error(tmp_path: Path) -> None:
     one = planted_run(tmp_path / "one")
     found = content(one.path)
     assert found["pairs"] == found["every_run"] == found["best_of"] == found["refused"] == []
-    assert found["family"]["words"] == "no test"
+    assert found["family"]["words"] == "no test could be made"
     assert found["notes"] == ["One architecture only: there is nothing to compare it with."]
     assert comparison_content([])["baseline"] is None
 

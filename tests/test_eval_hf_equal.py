@@ -4,6 +4,10 @@ The reference is the harness's own class, which opens the exported folder as a u
 it do. Where it differs from what is right, a test of its own says so.
 """
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +24,11 @@ from canon_pretrain.hf.export import export
 from canon_pretrain.model.transformer import Transformer
 from eval.lm import CanonLM
 from eval.model import load_model
+from eval.results import read_samples
 from tests.data_folders import plant_data, sentence
-from tests.hf_exports import plant_run
+from tests.eval_fixtures import stage_fixtures
+from tests.hf_exports import hub_environment, plant_run
+from tests.support import ROOT
 from tests.variants import build, variant
 
 MAX_LENGTH = 48
@@ -73,12 +80,12 @@ def differences(found: list[Any], expected: list[Any]) -> list[tuple[int, Any, A
     return apart
 
 
-def opinionated(name: str) -> Transformer:
+def opinionated(name: str, **changes: Any) -> Transformer:
     """A model whose likeliest tokens are always text.
 
     Bytes that are no text are written by each tokenizer in its own way.
     """
-    model = build(replace(variant(name), vocab_size=300))
+    model = build(replace(variant(name), vocab_size=300, **changes))
     with torch.no_grad():
         model.output.weight[[i for i in range(NO_TEXT) if i != 2]] = 0.0
     return model
@@ -233,3 +240,65 @@ def test_where_theirs_is_not_right(pairs: dict[str, Pair]) -> None:
     with_bos = their_model(Path(pair.theirs.pretrained), add_bos=True)
     assert with_bos.tok_encode("") == [2]
     assert generate(pair.ours, ["", "the of"], [])[0] == generate(with_bos, [""], [])[0]
+
+
+SUITES = ("discriminative", "jrt_squad")
+
+
+@pytest.mark.slow
+def test_the_commands(tmp_path: Path) -> None:
+    """`eval run` and `lm_eval --model hf`: the same items, prompts, answers and scores."""
+    data, out, staged = tmp_path / "data", tmp_path / "out", tmp_path / "staged"
+    plant_data(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
+    model = opinionated("nope ABCD", max_seq_len=1024)
+    export(plant_run(tmp_path / "run", model, data=data), out)
+    stage_fixtures(staged)
+    environment = hub_environment(tmp_path) | {"CANON_EVAL_DATA": str(staged)}
+    environment["PYTHONPATH"] = str(ROOT)
+    options = f"pretrained={out},trust_remote_code=True,dtype=float32,add_bos_token=False"
+    theirs = ["lm_eval", "--model", "hf", "--model_args", options, "--device", "cpu"]
+    theirs += ["--include_path", ROOT / "eval" / "tasks", "--tasks", ",".join(SUITES)]
+    theirs += ["--batch_size", "3", "--log_samples", "--output_path", tmp_path / "theirs"]
+    run(environment, tmp_path, theirs)
+    for suite in SUITES:
+        words = ["eval", "run", "--checkpoint", out, "--suite", suite, "--out", tmp_path / suite]
+        run(environment, tmp_path, words)
+
+    samples = {t: rows for suite in SUITES for t, rows in read_samples(tmp_path / suite).items()}
+    assert samples.keys() > {"piqa", "hellaswag", "boolq", "lambada_openai", "wikitext"}
+    for task, rows in samples.items():
+        (path,) = (tmp_path / "theirs").glob(f"*{os.sep}samples_{task}_*.jsonl")
+        other = {r["doc_id"]: r for r in map(json.loads, path.read_text().splitlines())}
+        assert len(rows) == len(other) > 0
+        for row in rows:
+            same_sample(task, row, other[row["doc_id"]])
+
+
+def run(environment: dict[str, str], folder: Path, words: list[Any]) -> None:
+    command = [sys.executable, "-m", *map(str, words)]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "y/N" not in done.stdout + done.stderr
+
+
+def same_sample(task: str, row: dict[str, Any], other: dict[str, Any]) -> None:
+    """The same item and prompt, the same answers, and the same score of it."""
+    assert (row["doc_hash"], row["prompt_hash"]) == (other["doc_hash"], other["prompt_hash"])
+    for answer, given in zip(row["answers"], other["filtered_resps"], strict=True):
+        if isinstance(answer, str):
+            assert answer.removeprefix(" ") == given
+        elif isinstance(answer, list):
+            assert answer[0] == pytest.approx(float(given[0]), abs=2e-4, rel=1e-6)
+            assert str(answer[1]) == given[1]
+        else:
+            assert answer == pytest.approx(float(given), rel=1e-4)
+    for metric in other["metrics"]:
+        assert row[metric] == pytest.approx(other[metric], rel=1e-4), (task, metric)

@@ -187,6 +187,25 @@ def test_generations_equal_the_harness_own(pair: tuple[CanonLM, HFLM]) -> None:
     assert len(set(expected)) > len(contexts)
 
 
+def test_an_answer_is_decoded_only_where_a_stop_may_end(pair: tuple[CanonLM, HFLM]) -> None:
+    class Counts(Adapted):
+        calls = 0
+
+        def decode(self, ids: list[int]) -> str:
+            self.calls += len(ids) > 2
+            return super().decode(ids)
+
+    text = Counts()
+    lm = CanonLM(pair[0].model, text, max_length=MAX_LENGTH)
+    free = pair[0].generate_until(requests("generate_until", [(TEXT[:9], {"max_gen_toks": 12})]))[0]
+    stop = free[5:7]  # of two tokens
+    assert stop not in free[:6]
+    asked = [(TEXT[:9], {"until": [stop, "\n"], "max_gen_toks": 12})]
+    assert lm.generate_until(requests("generate_until", asked)) == [free[: free.index(stop)]]
+    # the answer so far at each token that the stop may end with, and once in the end
+    assert text.calls <= free[:7].count(stop[-1]) + 1
+
+
 def test_generation_ends_at_eos(pair: tuple[CanonLM, HFLM]) -> None:
     class Ends(torch.nn.Module):
         """Counts up from the last token to "d", then EOS."""
@@ -311,19 +330,13 @@ def test_the_same_prompt_is_continued_once(pair: tuple[CanonLM, HFLM]) -> None:
 
 @pytest.fixture(scope="module")
 def with_bos() -> tuple[CanonLM, HFLM]:
-    """Ours and theirs with BOS before every text; theirs adds it by its post-processor."""
-    bos = BYTE_PIECES["<"]
-
-    class Begins(Adapted):
-        bos_id = bos
-
+    """Ours and theirs with BOS, which is EOS as in our exports, before every text."""
     theirs = their_model()
     tokenizer = byte_tokenizer()
-    tokenizer.bos_token = "<"
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
-        single="< $A", special_tokens=[("<", bos)]
+        single=f"{EOS} $A", special_tokens=[(EOS, 256)]
     )
-    ours = CanonLM(our_model(theirs), Begins(), max_length=MAX_LENGTH, add_bos=True)
+    ours = CanonLM(our_model(theirs), Adapted(), max_length=MAX_LENGTH, add_bos=True)
     reference = HFLM(
         pretrained=theirs,
         tokenizer=tokenizer,
@@ -333,13 +346,13 @@ def with_bos() -> tuple[CanonLM, HFLM]:
         add_bos_token=True,
         device="cpu",
     )
-    assert reference.prefix_token_id == ours.prefix_token_id == bos
+    assert reference.prefix_token_id == ours.prefix_token_id == 256
     return ours, reference
 
 
 def test_with_bos_all_answers_equal_the_harness_own(with_bos: tuple[CanonLM, HFLM]) -> None:
     ours, reference = with_bos
-    pieces = [BYTE_PIECES[letter] for letter in "<ab"]
+    pieces = [256, BYTE_PIECES["a"], BYTE_PIECES["b"]]
     assert reference.tok_encode("ab") == ours.tok_encode("ab") == pieces
     asked = [("The answer is", " yes"), ("", "empty"), ("x ", "y"), (TEXT, " long context")]
     found = ours.loglikelihood(requests("loglikelihood", asked))
@@ -353,11 +366,6 @@ def test_with_bos_all_answers_equal_the_harness_own(with_bos: tuple[CanonLM, HFL
     assert ours.generate_until(requests("generate_until", prompts)) == reference.generate_until(
         requests("generate_until", prompts), disable_tqdm=True
     )
-
-
-def test_a_tokenizer_without_bos_can_add_none(pair: tuple[CanonLM, HFLM]) -> None:
-    with pytest.raises(UserError, match="no BOS to begin texts with"):
-        CanonLM(pair[0].model, Adapted(), max_length=8, add_bos=True)
 
 
 def test_max_length_may_change_between_suites(pair: tuple[CanonLM, HFLM]) -> None:
@@ -394,13 +402,13 @@ def test_memory_that_runs_out_halves_the_budget(pair: tuple[CanonLM, HFLM]) -> N
     model = Full(pair[0].model, 120)
     lm = CanonLM(model, Adapted(), max_length=MAX_LENGTH, batch_tokens=2000, say=said.append)  # type: ignore[arg-type]
     plenty = CanonLM(pair[0].model, Adapted(), max_length=MAX_LENGTH)
-    asked = [(TEXT[:n], TEXT[n : n + k]) for n in range(3, 35) for k in (2, 4)]
+    asked = [(TEXT[n : n + 20], TEXT[n + 20 : n + k]) for n in range(40) for k in (22, 24)]
     found = lm.loglikelihood(requests("loglikelihood", asked))
     expected = plenty.loglikelihood(requests("loglikelihood", asked))
     assert [f[0] for f in found] == pytest.approx([e[0] for e in expected], abs=1e-5)
     assert said == ["out of memory with 2000 tokens a batch: going on with 1000"]
     assert lm.batch_tokens < 250
-    prompts = [(TEXT[:n], {"until": [], "max_gen_toks": 5}) for n in range(3, 30)]
+    prompts = [(TEXT[n : 2 * n], {"until": [], "max_gen_toks": 5}) for n in range(3, 30)]
     lm.batch_tokens = 2000
     found_texts = lm.generate_until(requests("generate_until", prompts))
     assert found_texts == plenty.generate_until(requests("generate_until", prompts))

@@ -4,7 +4,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,14 @@ TASKS = {
     "boolq": {"version": 1, "primary": ["acc"], "chance": 0.5},
     "lambada_openai": {"version": 1, "primary": ["acc", "perplexity"]},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_fsync() -> Iterator[None]:
+    """Thousands of small files are planted here; none has to outlive the machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: None)
+        yield
 
 
 def coins(chance: float, seed: int, num_items: int = NUM_ITEMS) -> list[float]:
@@ -130,6 +138,21 @@ def test_a_row_of_the_table_of_differences_says_what_the_comparison_found(page: 
     assert cells in markdown(page)
 
 
+def test_tables_go_by_suite_in_the_papers_order(tmp_path: Path) -> None:
+    paths = []
+    for name in ("rope", "nope"):
+        run = plant_run(tmp_path / name, EVENTS, model__position=name)
+        for suite in ("mine", "birth-year", "discriminative", "jrt"):
+            tasks = {f"task of {suite}": {"version": 1, "primary": ["acc"], "chance": 0.5}}
+            values = {task: {"acc": coins(0.5, len(suite))} for task in tasks}
+            plant_items(run, 30, suite, values, tasks=tasks)
+        paths.append(run.path)
+    shown = content(report(paths, tmp_path / "out"))
+    for name in ("pairs", "chosen", "best_of", "every_run"):
+        suites = [row["suite"] for row in shown["comparison"][name]]
+        assert suites == ["discriminative", "jrt", "birth-year", "mine"]
+
+
 def test_the_learning_rate_is_chosen_on_loss_and_the_best_of_is_labelled(page: Path) -> None:
     comparison = content(page)["comparison"]
     for architecture in comparison["architectures"]:
@@ -214,9 +237,9 @@ def test_a_seed_noise_that_is_given_is_named(six: list[Path], tmp_path: Path) ->
 def test_one_run_has_no_verdicts_and_no_empty_sections(six: list[Path], tmp_path: Path) -> None:
     page = report(six[:1], tmp_path)
     headings = [attributes.get("id") for tag, attributes in Page(page).tags if tag == "h2"]
-    assert headings == ["over-steps", "runs", "curves", "evaluations"]
+    assert headings == ["runs", "curves", "evaluations", "over-steps"]
     titles = re.findall("^## (.*)$", markdown(page), re.MULTILINE)
-    assert titles == ["Published scores", "Runs", "Training curves", "Evaluations"]
+    assert titles == ["Runs", "Training curves", "Evaluations", "Published scores"]
 
 
 def test_one_architecture_is_no_comparison_but_has_tables(six: list[Path], tmp_path: Path) -> None:
@@ -407,12 +430,16 @@ def pair(verdict: str, task: str, p: float | None = 0.5, **more: Any) -> dict[st
 def test_the_summary_counts_and_picks_and_leaves_perplexities_out_of_the_range() -> None:
     pairs = [
         pair("worse", "w", 0.001),
-        *(pair("better", f"b{k}", 0.01 / (k + 1)) for k in range(MAX_REAL)),
+        *(pair("better", f"b{k}", 0.01 / (k + 1)) for k in range(MAX_REAL + 3)),
         pair("within noise", "n0", detectable=0.02, at_chance=True),
         pair("within noise", "n1", detectable=0.05, asked_differently=["max_length: 1 / 2"]),
         pair("within noise", "n2", detectable=0.03, seed_noise={"source": "own"}),
         pair("within noise", "ppl", detectable=9.0, log_difference=0.1),
-        pair("not judged", "j", None, detectable=None, seed_noise=None),
+        *(
+            pair("not judged", task, None, detectable=None, seed_noise=None, words=words)
+            for task in ("j0", "j1")
+            for words in [f"not judged: no noise: give {task}:acc=SIGMA"]
+        ),
     ]
     refused = [
         {"architecture": "a", "task": task, "suite": "jrt", "why": why}
@@ -420,15 +447,23 @@ def test_the_summary_counts_and_picks_and_leaves_perplexities_out_of_the_range()
     ]
     found = verdict_summary({"pairs": pairs, "refused": refused})
     (tally,) = found["architectures"]
-    assert tally["counts"] == {"better": MAX_REAL, "worse": 1, "within noise": 4, "not judged": 1}
+    assert tally["counts"] == {
+        "better": MAX_REAL + 3,
+        "worse": 1,
+        "within noise": 4,
+        "not judged": 2,
+    }
     assert tally["at_chance"] == 1 and tally["detectable"] == [0.02, 0.03, 0.05]
-    assert [p["task"] for p in tally["real"]] == [f"b{k}" for k in reversed(range(MAX_REAL))]
-    assert tally["more_real"] == 1
+    clearest = [f"b{k}" for k in reversed(range(3, MAX_REAL + 3))]
+    assert [p["task"] for p in tally["real"]] == [*clearest, "w"]  # the worse one is not hidden
+    assert tally["more_real"] == 3
     assert {entry["source"]: len(entry["tasks"]) for entry in found["seed_noise"]} == {
-        "paper": MAX_REAL + 4,
+        "paper": MAX_REAL + 7,
         "own": 1,
     }
     assert [entry["tasks"] for entry in found["refused"]] == [["x", "y"], ["the whole suite jrt"]]
+    why = "no noise: give TASK:METRIC=SIGMA"
+    assert found["not_judged"] == [{"why": why, "tasks": ["j0", "j1"]}]
     assert found["asked_differently"] == [
         {"architecture": "a", "what": "max_length: 1 / 2", "tasks": ["n1"]}
     ]
@@ -447,10 +482,7 @@ def test_figures_and_signs() -> None:
     assert math.isclose(float(figure(0.12345)), 0.1235, abs_tol=1e-4)
 
 
-def test_forty_runs_of_seventy_tasks_fit_one_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.fsync", lambda _: None)  # thousands of small files
+def test_forty_runs_of_seventy_tasks_fit_one_page(tmp_path: Path) -> None:
     draw = random.Random(0)
     paths = []
     tasks = {f"task_{k}": {"version": 1, "primary": ["acc"]} for k in range(70)}

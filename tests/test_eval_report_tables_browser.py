@@ -168,12 +168,22 @@ def test_boxes_show_how_it_was_judged_and_what_was_published(browser: Browser, p
         assert name not in browser.run(visible, table)
 
 
+def draw(browser: Browser, selector: str) -> None:
+    """Scroll to a small plot and wait until it is drawn and stands still."""
+    # cards get their true heights, and plots are drawn, as they come near: the page moves
+    browser.wait_for(
+        """const plot = document.querySelector(arguments[0]);
+        plot.scrollIntoView({ block: "center" });
+        const top = plot.getBoundingClientRect().top, still = page.top === top;
+        page.top = top;
+        return still && plot._fullLayout !== undefined""",
+        selector,
+    )
+
+
 def hover(browser: Browser, selector: str, x: object, y: float) -> str:
     """The hover label of a small plot at one of its points."""
-    browser.run("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
-    browser.wait_for(
-        "return document.querySelector(arguments[0])._fullLayout !== undefined", selector
-    )
+    draw(browser, selector)
     at = browser.run(
         """const plot = document.querySelector(arguments[0]);
         const box = plot.getBoundingClientRect(), { xaxis, yaxis } = plot._fullLayout;
@@ -210,10 +220,10 @@ def test_hover_shows_accuracy_over_length_and_the_chance_line_is_drawn(
     browser: Browser, page: Path
 ) -> None:
     browser.open(page, *DESKTOP)
-    assert hover(browser, "[data-length='0']", "256", 0.6) == "nope256: 0.6000"
+    assert hover(browser, "[data-length='0']", 1, 0.6) == "nope256: 0.6000"
     panels = content(page)["lengths"][0]["panels"]
     (at,) = (k for k, p in enumerate(panels) if (p["series"], p["metric"]) == ("2-hop", "rank"))
-    hover(browser, f"[data-length='{at}']", "0", 0.9)
+    draw(browser, f"[data-length='{at}']")
     assert browser.run(
         "return document.querySelector(`[data-length='${arguments[0]}'] .annotation-text`)"
         ".textContent",
@@ -237,7 +247,7 @@ def test_plots_wait_until_they_are_scrolled_to(browser: Browser, page: Path) -> 
 
 def test_a_run_is_turned_off_by_either_legend_in_every_plot(browser: Browser, page: Path) -> None:
     browser.open(page, *DESKTOP)
-    hover(browser, "[data-steps='0']", 500, 0.5)
+    draw(browser, "[data-steps='0']")
     first, second = "[aria-labelledby=over-steps]", "[aria-labelledby=curves]"
     click = "document.querySelector(`${arguments[0]} [data-run='2']`).click()"
     pressed = "return document.querySelector(`${arguments[0]} [data-run='2']`).ariaPressed"

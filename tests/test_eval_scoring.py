@@ -15,7 +15,8 @@ from lm_eval.api.instance import Instance
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.transformer import Transformer
 from eval.lm import CanonLM, request_cost
-from eval.scoring import Answer, Batch, Pair, Planner, score_batch
+from eval.score_plan import Batch, Pair, Planner
+from eval.scoring import Answer, score_batch
 from tests.variants import VARIANTS, build
 
 FEW = (
@@ -143,10 +144,8 @@ def test_requests_equal_the_rules_in_words(
         row, total = [letters.eos_id, *letters.encode(text)], 0.0
         for first in range(1, len(row), MAX_LENGTH):
             scored_here = min(MAX_LENGTH, len(row) - first)
-            # a last, shorter window sees no token of the one before but its last
-            window = row[first - 1 : first + scored_here]
-            if scored_here < MAX_LENGTH and first > 1:
-                window = row[: first + scored_here][-(scored_here + 1) :]
+            # the last window is as long as the others: it sees some of what they scored
+            window = row[: first + scored_here][-(MAX_LENGTH + 1) :]
             total += naive(model, window, scored_here)[0]
         rolled.append(total)
     found = lm.loglikelihood_rolling(requests_of([(t,) for t in texts], "loglikelihood_rolling"))

@@ -13,7 +13,11 @@ from statsmodels.regression.linear_model import WLS
 from eval.stats import decide, items, pair, seeds, simulate
 from eval.stats.items import Clusters
 
-GENERATOR = np.random.default_rng(1)
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Of each test its own: what it draws does not depend on the tests before it."""
+    return np.random.default_rng(1)
 
 
 def alone(values: np.ndarray) -> Clusters:
@@ -24,16 +28,20 @@ def alone(values: np.ndarray) -> Clusters:
 # -- items ----------------------------------------------------------------------------------------
 
 
-def test_the_variance_of_a_mean_of_independent_items_is_the_textbook_one() -> None:
-    values = GENERATOR.normal(size=500)
+def test_the_variance_of_a_mean_of_independent_items_is_the_textbook_one(
+    rng: np.random.Generator,
+) -> None:
+    values = rng.normal(size=500)
     assert items.mean_variance(alone(values)) == pytest.approx(values.var(ddof=1) / 500)
 
 
-def test_the_variance_is_the_cluster_robust_one_of_a_regression_on_a_constant() -> None:
-    clusters = GENERATOR.integers(0, 40, 600)
+def test_the_variance_is_the_cluster_robust_one_of_a_regression_on_a_constant(
+    rng: np.random.Generator,
+) -> None:
+    clusters = rng.integers(0, 40, 600)
     clusters[:40] = np.arange(40)
-    weights = GENERATOR.uniform(0.5, 4, 600)
-    values = GENERATOR.normal(size=600) + GENERATOR.normal(size=40)[clusters]
+    weights = rng.uniform(0.5, 4, 600)
+    values = rng.normal(size=600) + rng.normal(size=40)[clusters]
     fit = WLS(values, np.ones((600, 1)), weights=weights).fit(
         cov_type="cluster", cov_kwds={"groups": clusters}
     )
@@ -43,23 +51,23 @@ def test_the_variance_is_the_cluster_robust_one_of_a_regression_on_a_constant() 
     assert items.mean_variance(ours) == pytest.approx(float(fit.cov_params()[0, 0]))
 
 
-def test_the_bootstrap_has_the_analytic_width_and_that_of_scipy() -> None:
-    values = GENERATOR.normal(0.1, 1, 400)
-    low, high = items.bootstrap_interval(alone(values), GENERATOR, resamples=20_000)
+def test_the_bootstrap_has_the_analytic_width_and_that_of_scipy(rng: np.random.Generator) -> None:
+    values = rng.normal(0.1, 1, 400)
+    low, high = items.bootstrap_interval(alone(values), rng, resamples=20_000)
     half = 1.96 * values.std() / 20
     assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.01)
     theirs = stats.bootstrap(
-        (values,), np.mean, n_resamples=20_000, method="percentile", rng=GENERATOR
+        (values,), np.mean, n_resamples=20_000, method="percentile", rng=rng
     ).confidence_interval
     assert (low, high) == pytest.approx((theirs.low, theirs.high), abs=0.01)
 
 
-def test_the_bootstrap_of_clusters_draws_whole_clusters() -> None:
+def test_the_bootstrap_of_clusters_draws_whole_clusters(rng: np.random.Generator) -> None:
     clusters = np.repeat(np.arange(50), 6)
-    values = np.repeat(GENERATOR.integers(0, 2, 50), 6).astype(float)
+    values = np.repeat(rng.integers(0, 2, 50), 6).astype(float)
     grouped = Clusters.of(values, np.ones(300), clusters)
-    wide = np.diff(items.bootstrap_interval(grouped, GENERATOR, resamples=10_000))
-    narrow = np.diff(items.bootstrap_interval(alone(values), GENERATOR, resamples=10_000))
+    wide = np.diff(items.bootstrap_interval(grouped, rng, resamples=10_000))
+    narrow = np.diff(items.bootstrap_interval(alone(values), rng, resamples=10_000))
     assert wide / narrow == pytest.approx(math.sqrt(6), rel=0.08)
     by_formula = 2 * 1.96 * math.sqrt(items.mean_variance(grouped))
     assert wide == pytest.approx(by_formula, rel=0.06)
@@ -97,9 +105,11 @@ def test_one_source_says_nothing() -> None:
     assert items.difference_variance(one, bounded=True) == math.inf
 
 
-def test_what_runs_answer_on_their_own_is_the_part_of_their_spread_without_the_seeds() -> None:
-    chances = GENERATOR.uniform(0.1, 0.9, 900)
-    answers = (GENERATOR.random((300, 900)) < chances).astype(float)  # equally good runs
+def test_what_runs_answer_on_their_own_is_the_part_of_their_spread_without_the_seeds(
+    rng: np.random.Generator,
+) -> None:
+    chances = rng.uniform(0.1, 0.9, 900)
+    answers = (rng.random((300, 900)) < chances).astype(float)  # equally good runs
     found = items.interaction_variance(answers, np.ones(900), np.arange(900))
     assert found == pytest.approx((chances * (1 - chances)).mean() / 900, rel=0.02)
     assert found == pytest.approx(answers.mean(axis=1).var(ddof=1), rel=0.3)
@@ -108,8 +118,10 @@ def test_what_runs_answer_on_their_own_is_the_part_of_their_spread_without_the_s
 # -- seeds ----------------------------------------------------------------------------------------
 
 
-def test_the_range_of_eight_is_2_847_sigma_and_worth_6_3_degrees_of_freedom() -> None:
-    ranges = np.ptp(GENERATOR.normal(size=(400_000, 8)), axis=1)
+def test_the_range_of_eight_is_2_847_sigma_and_worth_6_3_degrees_of_freedom(
+    rng: np.random.Generator,
+) -> None:
+    ranges = np.ptp(rng.normal(size=(400_000, 8)), axis=1)
     assert ranges.mean() == pytest.approx(seeds.RANGE_OF_8, abs=0.005)
     # worth as many degrees of freedom as the standard deviation with its coefficient of variation
     chi = stats.chi(6.3)
@@ -182,10 +194,10 @@ def test_with_two_known_noises_the_test_is_normal() -> None:
 
 @pytest.mark.parametrize(("item_df", "seed_df"), [(20, 1), (61, 6), (1000, 3)])
 def test_with_two_estimated_noises_it_is_the_sum_of_two_students(
-    item_df: int, seed_df: int
+    rng: np.random.Generator, item_df: int, seed_df: int
 ) -> None:
     draws = 1_000_000
-    total = 0.5 * GENERATOR.standard_t(item_df, draws) + 1.5 * GENERATOR.standard_t(seed_df, draws)
+    total = 0.5 * rng.standard_t(item_df, draws) + 1.5 * rng.standard_t(seed_df, draws)
     for size in (1.0, 4.0, 9.0):
         found = float(decide.two_sided_p(size, 0.25, item_df, 2.25, seed_df))
         share = (np.abs(total) >= size).mean()
@@ -216,6 +228,29 @@ def test_the_smallest_detectable_difference_and_the_seeds_it_takes_are_the_textb
     assert decide.seeds_needed(9.0, 0.1, 0.0, 0.05) == 1
 
 
+@pytest.mark.parametrize("df", [1, 2, 6, 30])
+@pytest.mark.parametrize("alpha", [0.05, 0.05 / 60])
+def test_the_smallest_detectable_difference_has_students_power(df: int, alpha: float) -> None:
+    found = decide.detectable(alpha, 0.0, math.inf, 1.0, df)
+    critical = stats.t.isf(alpha / 2, df)
+    assert 1 - stats.nct.cdf(critical, df, found) == pytest.approx(0.8, abs=1e-3)
+
+
+def test_the_smallest_detectable_difference_of_two_estimated_noises_by_drawing_them(
+    rng: np.random.Generator,
+) -> None:
+    noise = 1.0, 12.0, 2.0, 3.0
+    found = decide.detectable(0.01, *noise)
+    items_drawn = rng.chisquare(12, 1000) / 12
+    seeds_drawn = 2 * rng.chisquare(3, 1000) / 3
+    criticals = [
+        decide.critical_value(0.01, float(x), 12, float(y), 3)
+        for x, y in zip(items_drawn, seeds_drawn, strict=True)
+    ]
+    differences = rng.normal(found, math.sqrt(3), (1000, 100))
+    assert (differences > np.array(criticals)[:, None]).mean() == pytest.approx(0.8, abs=0.04)
+
+
 P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
 
@@ -232,8 +267,8 @@ def test_holm_steps_down_one_hypothesis_at_a_time(p: list[float]) -> None:
         assert {k for k, x in enumerate(adjusted) if x <= 0.05} == rejected
 
 
-def test_holm_of_one_family_and_of_many_agree() -> None:
-    p = GENERATOR.uniform(size=(3, 15)) ** 6
+def test_holm_of_one_family_and_of_many_agree(rng: np.random.Generator) -> None:
+    p = rng.uniform(size=(3, 15)) ** 6
     each = np.stack([decide.holm(row) for row in p])  # by statsmodels
     assert simulate.holm_rows(p) == pytest.approx(each)
     assert decide.holm(np.array([])).size == 0
@@ -361,14 +396,15 @@ def check(scenario: simulate.Scenario, experiments: int, seed: int) -> simulate.
 def test_verdicts_are_rarely_wrong_where_the_noise_is_given() -> None:
     outcome = check(simulate.SCENARIOS[0], 1000, 11)
     assert outcome.false_alarms > 0.005  # not by never saying anything
-    assert 0.65 < outcome.found_at_detectable < 0.95
+    # below 80 %: answers are noisier where a difference is planted than where none is
+    assert 0.65 < outcome.found_at_detectable < 0.9
     assert outcome.found[0.1] > 0.7
     assert outcome.naive["Holm by items alone"] > 0.5
     assert outcome.naive["95 % by items alone"] > 0.9
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_verdicts_are_rarely_wrong_with_the_papers_noise_and_with_three_seeds(k: int) -> None:
+@pytest.mark.parametrize("k", [2, 5])
+def test_verdicts_are_rarely_wrong_with_a_published_range_and_with_three_seeds(k: int) -> None:
     outcome = check(simulate.SCENARIOS[k], 200, 12)
     assert outcome.found[0.1] > 0.4
 
@@ -403,5 +439,10 @@ def test_the_papers_rule_is_wrong_in_half_of_all_comparisons() -> None:
 def test_the_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     simulate.main(["--experiments", "20"])
     printed = capsys.readouterr().out
-    for words in ("false alarm", "beyond the spread of 8 seeds", "best of 2 equally good runs", "0.564"):
+    for words in (
+        "false alarm",
+        "beyond the spread of 8 seeds",
+        "best of 2 equally good runs",
+        "0.564",
+    ):
         assert words in printed

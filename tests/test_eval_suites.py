@@ -88,6 +88,15 @@ def test_a_suite_complete(base: Path, tmp_path: Path, suite: str) -> None:
     assert not (tmp_path / "unfinished").exists()
 
 
+def test_one_task_of_the_harness_alone_is_as_in_its_suite(base: Path, tmp_path: Path) -> None:
+    main(command(base, "boolq", tmp_path / "alone"))
+    main(command(base, "discriminative", tmp_path / "suite"))
+    alone, suite = (read_results(tmp_path / name / RESULTS) for name in ("alone", "suite"))
+    assert alone.scores == {"boolq": suite.scores["boolq"]}
+    assert alone.asked["tasks"] == {"boolq": suite.asked["tasks"]["boolq"]}
+    assert read_samples(tmp_path / "alone")["boolq"] == read_samples(tmp_path / "suite")["boolq"]
+
+
 def test_a_missing_data_set_is_said_before_anything_is_asked(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,22 @@ def test_whose_it_is(folder: Path, pair: tuple[TaskTokenizer, TaskTokenizer]) ->
     assert pair[1].name == str(folder / "export")
     file = task_tokenizer({"tokenizer": folder / "data" / "tokenizer.model"})
     assert file.sha256 == training.sha256 and file.encode("the of") == pair[0].encode("the of")
+
+
+def test_nobody_is_asked_whether_to_run_the_models_code(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export's config.json names code of the model's; its tokenizer does without."""
+    shutil.copytree(folder / "export", tmp_path / "export")
+    assert "auto_map" in json.loads((tmp_path / "export" / "config.json").read_text())
+    settings = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
+    del settings["tokenizer_class"]  # as older ones are: then config.json would be looked at
+    (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps(settings))
+    asked: list[object] = []  # transformers goes on after a question that fails
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "n")
+    found = task_tokenizer({"tokenizer": str(tmp_path / "export")})
+    assert found.decode(found.encode("the of")) == "the of"
+    assert not asked
 
 
 def test_loaded_once_and_again_when_the_file_changes(tmp_path: Path) -> None:

@@ -45,9 +45,14 @@ class StopRequests:
             self._old.setdefault(number, signal.signal(number, self._catch))
 
     def let_through(self, numbers: Iterable[signal.Signals]) -> None:
-        """Let these have the effect that they had before, until they are caught again."""
+        """Let these have the effect that they had before, until they are caught again.
+
+        One that was ignored ends the process, though: a job script that shields torchrun's agent
+        from it (slurm/lib.sh) did not mean this process, which has inherited that.
+        """
         for number in numbers:
-            signal.signal(number, self._old.pop(number))
+            old = self._old.pop(number)
+            signal.signal(number, signal.SIG_DFL if old is signal.SIG_IGN else old)
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._old.items():

@@ -76,7 +76,7 @@ def family(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     asked = {tuple(row[name] for name in names): None for row in judged}
     tasks = {task for _, task, _ in asked}
     pairs = {(row["architecture"], row["baseline"]): None for row in judged}
-    words = "no test"
+    words = "no test could be made"
     if judged:
         left = len(rows) - len(judged)
         words = (

@@ -42,12 +42,14 @@ class Options:
     """`seed_sigma`: TASK or TASK:METRIC -> the standard deviation of one run's score over seeds.
 
     `own_noise_only`: never the paper's. `step`: that one only. `suites`: those only.
+    `any_step`: the two sides may stand at different steps.
     """
 
     seed_sigma: Mapping[str, float] = field(default_factory=dict)
     own_noise_only: bool = False
     step: int | None = None
     suites: Sequence[str] | None = None
+    any_step: bool = False
 
 
 class Refused(Exception):
@@ -120,6 +122,7 @@ class Measure:
             "higher_is_better": higher_is_better(ours[0].results, question),
             **names,
             "step": ours[0].results.asked["step"],
+            "baseline_step": theirs[0].results.asked["step"],
             "value": value,
             "baseline_value": baseline_value,
             "difference": value - baseline_value,
@@ -197,9 +200,9 @@ def _items_alone(
 
 def _other_items(a: Items, b: Items, differing: Sequence[str]) -> str:
     common = len(set(a.keys) & set(b.keys))
-    asked = f"asked differently ({'; '.join(differing)})" if differing else "same question"
+    asked = f"; asked differently ({'; '.join(differing)})" if differing else ""
     return (
-        f"other items: {len(a.keys)} and {len(b.keys)}, of them {common} in common; {asked}. "
+        f"other items: {len(a.keys)} and {len(b.keys)}, of them {common} in common{asked}. "
         "Evaluate both on the same data with the same options"
     )
 

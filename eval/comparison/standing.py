@@ -60,12 +60,21 @@ def latest(run: Run, suite: str, step: int | None = None) -> Standing | None:
 
 
 def side_by_side(
-    a: Sequence[Run], b: Sequence[Run], suite: str, step: int | None = None
+    a: Sequence[Run],
+    b: Sequence[Run],
+    suite: str,
+    step: int | None = None,
+    *,
+    any_step: bool = False,
 ) -> tuple[list[Standing], list[Standing]]:
     """Answers of both sides at the highest step that both have; ([], []) where there is none.
 
-    Runs without an answer at that step are left out.
+    Runs without an answer at that step are left out. `any_step`: each run's last answer instead.
     """
+    if any_step:
+        last = [[latest(run, suite, step) for run in runs] for runs in (a, b)]
+        first, second = ([x for x in side if x is not None] for side in last)
+        return (first, second) if first and second else ([], [])
     sides = [[by_step(run, suite, step) for run in runs] for runs in (a, b)]
     have = [{at for found in side for at in found} for side in sides]
     if not have[0] & have[1]:
@@ -128,7 +137,10 @@ def differing_questions(standings: Sequence[Standing], task: str) -> list[str]:
     """What was asked differently, as `name: value / value`, but for what is each run's own."""
     asked = [
         {name: value for name, value in s.results.asked.items() if name not in OWN_TO_A_RUN}
-        | {"version of the task": described(s.results, task).get("version")}
+        | {
+            "version of the task": described(s.results, task).get("version"),
+            "settings of the task": described(s.results, task).get("config_sha256"),
+        }
         for s in standings
     ]
     names = dict.fromkeys(name for each in asked for name in each)

@@ -31,7 +31,13 @@ def verdicts(measure: Measure, pairs: Sequence[tuple[Side, Side]]) -> tuple[Rows
         for suite in suites_of(both, measure.options.suites):
             if suite == VALIDATION:
                 continue  # no items; it chooses the learning rates
-            ours, theirs = side_by_side(side.runs, baseline.runs, suite, measure.options.step)
+            ours, theirs = side_by_side(
+                side.runs,
+                baseline.runs,
+                suite,
+                measure.options.step,
+                any_step=measure.options.any_step,
+            )
             if not ours:
                 nothing = {"suite": suite, "task": None, "metric": None, **names}
                 refused.append(nothing | {"why": "no whole result at a step that both have"})
@@ -71,7 +77,7 @@ def _not_judged(each: Measured) -> dict[str, Any]:
     )  # fmt: skip
     row = each.row
     why = (
-        "all items share one source"
+        "its items are of one source, so their noise is unknown"
         if row["num_clusters"] < 2
         else "no seed noise known: give a second seed, or "
         f"--seed_sigma {row['task']}:{row['metric']}=SIGMA"

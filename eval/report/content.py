@@ -14,7 +14,7 @@ from eval.report.anchors import anchors
 from eval.report.curves import CURVES, line, points_a_line
 from eval.report.lengths import length_figures
 from eval.report.over_steps import score_curves, tokens_at
-from eval.report.runs import Run
+from eval.report.runs import Run, suite_order
 from eval.report.suites import suites_content
 from eval.report.verdicts import entries, verdict_summary
 
@@ -26,6 +26,7 @@ def report_content(runs: Sequence[Run], comparison: dict[str, Any]) -> dict[str,
 
     `comparison` is the value of `eval.comparison.content.comparison_content`.
     """
+    comparison = {name: _in_order(value) for name, value in comparison.items()}
     most = points_a_line(len(runs) * len(CURVES))
     suites = suites_content(runs)
     return {
@@ -49,6 +50,17 @@ def report_content(runs: Sequence[Run], comparison: dict[str, Any]) -> dict[str,
         "suites": suites,
         "without_evaluations": [run.label for run in runs if not run.evaluations],
     }
+
+
+def _in_order(value: Any) -> Any:
+    """The rows of a table by suite, otherwise as they were; what is no table of tasks as it is."""
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(x, dict) and "suite" in x for x in value)
+    ):
+        return sorted(value, key=lambda row: suite_order(row["suite"]))
+    return value
 
 
 def _data_warnings(runs: Sequence[Run]) -> list[str]:

@@ -12,8 +12,13 @@ from eval.report.lengths import Entry
 
 VERDICTS = ("better", "worse", "within noise", "not judged")
 
-MAX_REAL = 12
-"""Real differences at most that the summary of one architecture names; the table has them all."""
+MAX_REAL, FEW_REAL = 6, 2
+"""Real differences that an architecture's summary names, of the better and of the worse ones each.
+
+The latter where there are more than MANY architectures; the table has them all.
+"""
+
+MANY = 6
 
 
 def verdict_summary(comparison: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,13 +31,15 @@ def verdict_summary(comparison: Mapping[str, Any]) -> dict[str, Any]:
     against: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for pair in comparison["pairs"]:
         against.setdefault((pair["architecture"], pair["baseline"]), []).append(pair)
+    most = MAX_REAL if len(against) <= MANY else FEW_REAL
     return {
         "architectures": [
-            _tally(architecture, baseline, pairs)
+            _tally(architecture, baseline, pairs, most)
             for (architecture, baseline), pairs in against.items()
         ],
         "seed_noise": _seed_noise(comparison["pairs"]),
         "refused": _refused(comparison["refused"]),
+        "not_judged": _not_judged(comparison["pairs"]),
         "asked_differently": _asked_differently(comparison["pairs"]),
     }
 
@@ -45,22 +52,28 @@ def entries(comparison: Mapping[str, Any]) -> list[Entry]:
     ]
 
 
-def _tally(architecture: str, baseline: str, pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    real = [pair for pair in pairs if pair["verdict"] in ("better", "worse")]
+def _tally(
+    architecture: str, baseline: str, pairs: Sequence[dict[str, Any]], most: int
+) -> dict[str, Any]:
+    # the clearest of each kind: many that are better shall not hide those that are worse
+    real: list[dict[str, Any]] = []
+    for verdict in ("better", "worse"):
+        alike = [pair for pair in pairs if pair["verdict"] == verdict]
+        real += sorted(alike, key=lambda pair: (pair["p_holm"], pair["task"]))[:most]
+    counts = {name: sum(pair["verdict"] == name for pair in pairs) for name in VERDICTS}
     noise = [pair for pair in pairs if pair["verdict"] == "within noise"]
     detectable = [
         pair["detectable"]
         for pair in noise
         if pair["detectable"] is not None and pair["log_difference"] is None
     ]
-    real.sort(key=lambda pair: (pair["verdict"] != "better", pair["p_holm"], pair["task"]))
     return {
         "architecture": architecture,
         "baseline": baseline,
-        "counts": {name: sum(p["verdict"] == name for p in pairs) for name in VERDICTS},
+        "counts": counts,
         "at_chance": sum(pair["at_chance"] for pair in noise),
-        "real": real[:MAX_REAL],
-        "more_real": max(0, len(real) - MAX_REAL),
+        "real": real,
+        "more_real": counts["better"] + counts["worse"] - len(real),
         "detectable": [min(detectable), statistics.median(detectable), max(detectable)]
         if detectable
         else None,
@@ -88,6 +101,17 @@ def _refused(refused: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {"architecture": architecture, "why": why, "tasks": list(tasks)}
         for (architecture, why), tasks in found.items()
     ]
+
+
+def _not_judged(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The pairs without a verdict, those of one reason together."""
+    found: dict[str, dict[str, None]] = {}
+    for pair in pairs:
+        if pair["verdict"] == "not judged":
+            # the reason may name the task, as a part of a command
+            why = pair["words"].replace(f"{pair['task']}:{pair['metric']}", "TASK:METRIC")
+            found.setdefault(why.removeprefix("not judged: "), {})[pair["task"]] = None
+    return [{"why": why, "tasks": list(tasks)} for why, tasks in found.items()]
 
 
 def _asked_differently(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

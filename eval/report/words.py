@@ -83,9 +83,11 @@ def detectable(summary: Mapping[str, Any]) -> str:
 
 def real(pair: Mapping[str, Any]) -> str:
     """One difference that is real, without its task: values, (difference; 95 % CI; Holm's p)."""
+    # a line never ends between p and its value
+    p = f"p\N{NO-BREAK SPACE}{p_value(pair['p_holm'])}"
     return (
         f"{figure(pair['baseline_value'])} → {figure(pair['value'])} "
-        f"({signed(pair['difference'])}; {interval(pair['ci'])}; p {p_value(pair['p_holm'])})"
+        f"({signed(pair['difference'])}; {interval(pair['ci'])}; {p})"
     )
 
 
@@ -99,10 +101,13 @@ def caveats(verdicts: Mapping[str, Any]) -> list[str]:
 
 
 def refusals(verdicts: Mapping[str, Any]) -> list[str]:
-    """What could not be compared and why, a sentence each."""
+    """What has no verdict and why, a sentence each."""
     return [
-        f"{entry['architecture']}, {named(entry['tasks'])}: {entry['why']}"
-        for entry in verdicts["refused"]
+        *(f"Not judged, {named(e['tasks'])}: {e['why']}" for e in verdicts["not_judged"]),
+        *(
+            f"Not compared, {e['architecture']}, {named(e['tasks'])}: {e['why']}"
+            for e in verdicts["refused"]
+        ),
     ]
 
 

@@ -23,7 +23,7 @@ CELLS = 1 << 22
 
 
 @lru_cache(maxsize=256)
-def _variance_nodes(df: float) -> tuple[np.ndarray, np.ndarray]:
+def _variance_nodes(df: float, finer: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Nodes and weights of (true variance / estimate) = df / chi-squared(df).
 
     Evenly spaced in the logarithm, where the trapezoid rule converges geometrically.
@@ -31,6 +31,7 @@ def _variance_nodes(df: float) -> tuple[np.ndarray, np.ndarray]:
     if df >= KNOWN_FROM:
         return np.ones(1), np.ones(1)
     count = 25 if df >= 30 else 49 if df >= 5 else 129  # small ones have long tails
+    count *= finer
     ends = stats.chi2.ppf(1e-15, df), stats.chi2.isf(1e-15, df)
     logs = np.linspace(math.log(ends[0]), math.log(ends[1]), count)
     weights = np.exp(stats.chi2.logpdf(np.exp(logs), df) + logs)
@@ -103,10 +104,29 @@ def detectable(
 ) -> float:
     """The smallest true difference that a two-sided test at `alpha` shows with that power.
 
-    The critical value and the one-sided quantile of the power, both of the noise as estimated.
+    The noise is taken to be as estimated; another experiment would estimate it anew, and with few
+    degrees of freedom that costs power: with one of the two variances this is the power of
+    Student's test, by the noncentral t.
     """
-    noise = item_variance, item_df, seed_variance, seed_df
-    return critical_value(alpha, *noise) + critical_value(2 * (1 - power), *noise)
+    noise = math.sqrt(item_variance + seed_variance)
+    critical = critical_value(alpha, item_variance, item_df, seed_variance, seed_df)
+    if noise == 0 or not math.isfinite(critical):
+        return critical
+    # powers change within little where the critical value is many standard errors
+    item_ratio, item_weight = _variance_nodes(float(item_df) if item_df < 30 else math.inf, 8)
+    seed_ratio, seed_weight = _variance_nodes(float(seed_df), 8)
+    # the critical value of another estimate is in proportion to its standard error, very nearly
+    estimated = np.sqrt(item_variance / item_ratio[:, None] + seed_variance / seed_ratio[None, :])
+    criticals = critical / noise * estimated
+    weights = np.outer(item_weight, seed_weight)
+
+    def missing(difference: float) -> float:
+        return power - float((ndtr((difference - criticals) / noise) * weights).sum())
+
+    high = critical + noise
+    while missing(high) > 0:
+        high *= 2
+    return float(optimize.brentq(missing, 0.0, high, xtol=1e-7 * noise))
 
 
 def seeds_needed(

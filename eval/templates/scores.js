@@ -3,6 +3,7 @@
 const scores = (() => {
   const { content, color, runColor, plain, short, grouped } = page;
   const runs = new Map(content.runs.map((run, k) => [run.label, k]));
+  const MAX_BARS = 8;  // standard errors of more runs would hide each other
   const hidden = { run: new Set(), entry: new Set() };
 
   const layout = (x, y) => ({
@@ -46,10 +47,14 @@ const scores = (() => {
           color: runColor(k), size: 6,
           symbol: line.limits.map((limit) => (limit === null ? "circle" : "circle-open")),
         },
+        error_y: {
+          type: "data", array: line.stderrs.map((stderr) => Number(stderr) || 0), thickness: 1,
+          width: 3, color: runColor(k), visible: content.runs.length <= MAX_BARS,
+        },
         hovertemplate: "%{fullData.name}<br><b>%{y:,.4f}</b>%{text}<extra></extra>",
       };
     });
-    return [traces, layout({ title: { text: "step", standoff: 4 }, exponentformat: "B" }, {})];
+    return [traces, layout({ title: { text: "step", standoff: 4, font: { size: 12 } }, exponentformat: "B" }, {})];
   }
 
   function overLength([figure, panel]) {
@@ -81,7 +86,7 @@ const scores = (() => {
     const drawn = layout(
       {
         type: "category", categoryorder: "array", categoryarray: names,
-        title: { text: plain(figure.unit), standoff: 4 },
+        title: { text: plain(figure.unit), standoff: 4, font: { size: 12 } },
       },
       { range: [-0.03, 1.03], nticks: 6, tickformat: ".1f" },
     );

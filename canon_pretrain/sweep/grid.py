@@ -1,0 +1,275 @@
+"""The plan of a sweep: configs x learning rates x seeds, written once as SWEEP/sweep.json.
+
+Made by `python -m canon_pretrain.sweep plan`; what runs an element of it and what shows all of
+them read the file, so that an array job that is submitted again means the same runs under the same
+numbers. Each run trains into SWEEP/NAME. No torch, no torchtitan.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from canon_pretrain.config import Data, read_experiment
+from canon_pretrain.errors import UserError
+from canon_pretrain.files import write_json
+from canon_pretrain.run.folder import RunFolder
+
+PLAN = "sweep.json"
+VERSION = 1
+MAX_SEED = (1 << 63) - 1
+"""Of torch's generators and TOML's integers."""
+
+SeedOf = Literal["init", "data", "both"]
+SEED_KEYS: dict[SeedOf, tuple[str, ...]] = {
+    "init": ("model.init_seed",),
+    "data": ("data.data_seed",),
+    "both": ("model.init_seed", "data.data_seed"),
+}
+RATE_KEY = "optimizer.lr"
+FOLDER_KEY = "job.dump_folder"
+SAME_DATA = ("training.seq_len", "training.global_batch_size", "training.steps")
+"""With all of [data]: what must be equal in two configs for their runs to see the same batches."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a sweep; None: as its config says."""
+
+    name: str
+    """Its folder in the sweep's."""
+    config: str
+    """Absolute path."""
+    learning_rate: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The content of sweep.json. A run's number is its place in `runs`, from 1."""
+
+    runs: list[PlannedRun]
+    configs: dict[str, str]
+    """Path of each config -> hash of what it says, with all that it extends."""
+    seed_of: SeedOf = "both"
+    arguments: list[str] = field(default_factory=list)
+    """--section.key value ..., handed to every run."""
+
+    def run(self, number: int) -> PlannedRun:
+        """The run with this number. Raises UserError where there is none."""
+        if not 1 <= number <= len(self.runs):
+            raise UserError(f"no run {number}: this sweep has the runs 1 to {len(self.runs)}")
+        return self.runs[number - 1]
+
+    def options(self, run: PlannedRun, folder: Path) -> list[str]:
+        """The run's options of canon_pretrain.train, but for --config, where SWEEP is `folder`."""
+        words = [f"--{FOLDER_KEY}", str(folder.absolute() / run.name)]
+        if run.learning_rate is not None:
+            words += [f"--{RATE_KEY}", repr(run.learning_rate)]
+        if run.seed is not None:
+            for key in SEED_KEYS[self.seed_of]:
+                words += [f"--{key}", str(run.seed)]
+        return words + self.arguments
+
+    def unfinished(self, folder: Path) -> list[int]:
+        """The numbers of the runs that are not DONE."""
+        return [n for n, run in enumerate(self.runs, 1) if not is_done(folder / run.name)]
+
+
+def is_done(run: Path) -> bool:
+    """Whether the run in this folder has reached training.steps."""
+    return RunFolder(run).done_file.exists()
+
+
+def make_sweep(
+    configs: Sequence[str],
+    learning_rates: Sequence[str],
+    seeds: Sequence[str],
+    seed_of: SeedOf,
+    arguments: Sequence[str],
+) -> Sweep:
+    """All combinations, configs outermost; no learning rates or seeds: those of the configs.
+
+    Raises UserError for bad values, for two runs of one name, and for an argument that the sweep
+    itself sets.
+    """
+    rates: list[float | None] = [_rate(word) for word in learning_rates] or [None]
+    numbers: list[int | None] = [_seed(word) for word in seeds] or [None]
+    _check_arguments(arguments, bool(learning_rates), SEED_KEYS[seed_of] if seeds else ())
+    paths = [str(Path(config).resolve()) for config in configs]
+    runs = [
+        PlannedRun(run_name(Path(path), rate, seed), path, rate, seed)
+        for path, rate, seed in itertools.product(paths, rates, numbers)
+    ]
+    for name, count in Counter(run.name for run in runs).items():
+        if count > 1:
+            raise UserError(
+                f"{count} runs would be called {name}: give each config, learning rate and seed "
+                "once, and configs of different file names"
+            )
+    hashes = {path: config_hash(Path(path)) for path in paths}
+    return Sweep(runs, hashes, seed_of, list(arguments))
+
+
+def run_name(config: Path, rate: float | None, seed: int | None) -> str:
+    """CONFIG-lr3e-3-seed1: from what the run is alone, so that it stays when a sweep grows."""
+    name = config.stem
+    if rate is not None:
+        digits, _, places = f"{Decimal(repr(rate)).normalize():e}".partition("e")
+        name += f"-lr{digits}e{int(places)}"
+    return name if seed is None else f"{name}-seed{seed}"
+
+
+def config_hash(path: Path) -> str:
+    """SHA-256 of a config's values, those that it extends included."""
+    values = json.dumps(read_experiment(path), sort_keys=True, default=str)
+    return hashlib.sha256(values.encode()).hexdigest()
+
+
+def check_config(sweep: Sweep, run: PlannedRun, folder: Path) -> None:
+    """Raise UserError where the run's config is no longer what was planned with it."""
+    if config_hash(Path(run.config)) != sweep.configs[run.config]:
+        raise UserError(
+            f"{run.config} (or what it extends) has changed since {folder / PLAN} was written, and "
+            "the runs of a sweep must differ in its grid alone. Put it back, or plan a sweep in "
+            "another folder"
+        )
+
+
+def data_differences(sweep: Sweep) -> list[str]:
+    """Keys in which the configs differ, so that runs of one seed would not see the same data."""
+    defaults = {f"data.{each.name}": each.default for each in fields(Data)}
+    experiments = [read_experiment(Path(path)) for path in sweep.configs]
+    given = {_key(word) for word in sweep.arguments}
+    if sweep.runs[0].seed is not None:
+        given.update(SEED_KEYS[sweep.seed_of])
+    differing = []
+    for key in sorted({*defaults, *SAME_DATA} - given):
+        section, _, name = key.partition(".")
+        values = [each.get(section, {}).get(name, defaults.get(key)) for each in experiments]
+        if any(value != values[0] for value in values):
+            differing.append(key)
+    return differing
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """The plan in `folder`. Raises UserError where there is none, or it is damaged."""
+    path = folder / PLAN
+    try:
+        record = json.loads(path.read_bytes())
+        if record.pop("version") != VERSION:
+            raise ValueError("of another version")
+        record["runs"] = [PlannedRun(**run) for run in record["runs"]]
+        if record["seed_of"] not in get_args(SeedOf):
+            raise ValueError(f"seed_of {record['seed_of']!r}")
+        return Sweep(**record)
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} is not a sweep: it has no {PLAN}. Make one: python -m canon_pretrain.sweep "
+            "plan SWEEP --configs A.toml B.toml --lr 1e-3 2e-3 --seeds 0 1"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is damaged ({error}): remove it, and plan with the same arguments again; no "
+            "run is lost"
+        ) from None
+
+
+def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, int]:
+    """Write sweep.json; the sweep as it is now, and how many runs of it are new.
+
+    Where there is one: the same runs again are no change, and `extend` adds runs behind those
+    that it has, which keep their numbers. Raises UserError for any other difference, naming it.
+    """
+    if not (folder / PLAN).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, new)
+        return new, len(new.runs)
+    old = read_sweep(folder)
+    known = {run.name: run for run in old.runs}
+    wanted = {run.name: run for run in new.runs}
+    faults = _differences(old, new)
+    if missing := [name for name in known if name not in wanted]:
+        faults.append(f"it has {', '.join(missing)}, which this grid has not")
+    added = [run for run in new.runs if run.name not in known]
+    if added and not extend:
+        faults.append(f"this grid has {len(added)} run(s) more, such as {added[0].name}")
+    if faults:
+        raise UserError(
+            f"{folder / PLAN} is another sweep: {'; '.join(faults)}. --extend adds runs to what is "
+            "planned and changes nothing else; another sweep needs another folder"
+        )
+    if added:
+        old = Sweep(old.runs + added, old.configs | new.configs, new.seed_of, old.arguments)
+        _write(folder, old)
+    return old, len(added)
+
+
+def _differences(old: Sweep, new: Sweep) -> list[str]:
+    """In what the two differ that every run has, or that runs of one name have."""
+    faults = []
+    if old.seed_of != new.seed_of and (old.runs[0].seed is not None):
+        faults.append(f"its seeds are of {old.seed_of}, not {new.seed_of}")
+    if old.arguments != new.arguments:
+        faults.append(f"its options are {_shown(old.arguments)}, not {_shown(new.arguments)}")
+    wanted = {run.name: run for run in new.runs}
+    for run in old.runs:
+        if (other := wanted.get(run.name)) is not None and other.config != run.config:
+            faults.append(f"its {run.name} is of {run.config}, not {other.config}")
+    for path, digest in old.configs.items():
+        if new.configs.get(path, digest) != digest:
+            faults.append(f"{path} (or what it extends) has changed")
+    return list(dict.fromkeys(faults))
+
+
+def _shown(words: Sequence[str]) -> str:
+    return " ".join(words) or "none"
+
+
+def _write(folder: Path, sweep: Sweep) -> None:
+    record: dict[str, Any] = {"version": VERSION}
+    record |= {each.name: getattr(sweep, each.name) for each in fields(sweep)}
+    write_json(folder / PLAN, record | {"runs": [asdict(run) for run in sweep.runs]})
+
+
+# -- what is given --------------------------------------------------------------------------------
+
+
+def _rate(word: str) -> float:
+    try:
+        rate = float(word)
+    except ValueError:
+        rate = math.nan
+    if not (math.isfinite(rate) and rate > 0):
+        raise UserError(f"--lr {word}: expected a learning rate above 0, such as 3e-3")
+    return rate
+
+
+def _seed(word: str) -> int:
+    if not re.fullmatch("[0-9]+", word) or int(word) > MAX_SEED:
+        raise UserError(f"--seeds {word}: expected whole numbers from 0 to 2**63 - 1")
+    return int(word)
+
+
+def _key(word: str) -> str:
+    """The section.key that an option sets; a value is none that anyone knows."""
+    return word.partition("=")[0].removeprefix("--").replace("-", "_")
+
+
+def _check_arguments(arguments: Sequence[str], has_rates: bool, seed_keys: Sequence[str]) -> None:
+    own = {FOLDER_KEY: "its folder in the sweep's", "job.config_file": "--configs"}
+    own |= {RATE_KEY: "--lr"} if has_rates else {}
+    own |= dict.fromkeys(seed_keys, "--seeds")
+    for word in arguments:
+        if word.startswith("--") and (by := own.get(_key(word))):
+            raise UserError(f"{word}: the sweep sets this of each run, by {by}")

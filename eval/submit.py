@@ -1,0 +1,194 @@
+"""`eval submit`: evaluate a run's checkpoints as they come, each suite of each once, by Slurm jobs.
+
+    python -m eval submit RUN... [--suites all|a,b] [--every N] [--once | --local | --status]
+
+Looks which suites of which finished checkpoints lack results (schedule.py), claims some of them
+(leases.py) and submits a job for each (slurm/eval.sh), never more than --max_in_flight at a time.
+Any number of watchers may do that at once and at any time; each pass is whole by itself, so a
+killed one costs nothing. After the last, one job writes the report. Meanwhile the trainer's
+retention keeps what is still to be evaluated.
+"""
+
+import argparse
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from canon_pretrain.errors import UserError
+from eval.cluster import NoQueue, Slurm
+from eval.run_command import add_how
+from eval.schedule import (
+    ALL,
+    CLAIM_EXPIRY_S,
+    RETRIES,
+    Queue,
+    Schedule,
+    settle,
+    split_suites,
+    to_words,
+)
+from eval.show_schedule import show_status
+from eval.watcher import Watcher
+
+MAX_IN_FLIGHT = 8
+INTERVAL_S = 60.0
+EXIT_NOT_FINISHED = 1
+EXIT_FAILED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds those of `eval submit`."""
+    parser.description = (
+        "Evaluate the checkpoints of runs as training saves them. What was asked for is kept in "
+        "RUN/evals/schedule.json: later calls need no options. Without --once it looks again and "
+        "again until the runs are DONE, all is evaluated and the report is written."
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    what = parser.add_argument_group("what")
+    what.add_argument(
+        "--suites",
+        metavar="A,B",
+        help=f"suites, tasks or paths of task files, or `{ALL}`, the paper's (default: {ALL})",
+    )
+    what.add_argument(
+        "--every",
+        type=int,
+        metavar="N",
+        help="steps that are multiples of N, and the last (default: every checkpoint that the "
+        "run's schedule saves)",
+    )
+    what.add_argument(
+        "--retries",
+        type=int,
+        metavar="R",
+        help=f"how often a job that failed is submitted again (default: {RETRIES})",
+    )
+    what.add_argument(
+        "--change", action="store_true", help="let these options replace those of schedule.json"
+    )
+    what.add_argument(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="where the report of all these runs is written after the last evaluation (default: "
+        "RUN/report of one run, ./report of several)",
+    )
+    when = parser.add_argument_group("when and where")
+    when.add_argument("--once", action="store_true", help="look once, and end")
+    when.add_argument(
+        "--max_in_flight",
+        type=int,
+        metavar="K",
+        help=f"jobs at a time, of all these runs (default: {MAX_IN_FLIGHT}; with --local 1)",
+    )
+    when.add_argument(
+        "--interval_s", type=float, default=INTERVAL_S, help="between two looks (default: 60)"
+    )
+    when.add_argument("--local", action="store_true", help="run them here, one after the other")
+    when.add_argument(
+        "--sbatch",
+        action="append",
+        metavar="FLAG",
+        help="a flag for each job, such as --sbatch=--partition=short (may be given again)",
+    )
+    when.add_argument(
+        "--claim_expiry_s",
+        type=float,
+        default=CLAIM_EXPIRY_S,
+        help="after how long a claim without a job is another's (default: 600)",
+    )
+    look = parser.add_argument_group("instead")
+    look.add_argument("--status", action="store_true", help="a table of what is done and what not")
+    look.add_argument("--json", action="store_true", help="the same as JSON")
+    look.add_argument(
+        "--is_finished", action="store_true", help="exit code 0 where nothing is left, else 1"
+    )
+    add_how(parser.add_argument_group("passed on to `eval run`"))  # type: ignore[arg-type]
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Submit, or show; see the module."""
+    for name, least in (("max_in_flight", 1), ("retries", 0), ("every", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name} {value}: expected at least {least}")
+    runs = [Path(os.path.abspath(run)) for run in arguments.runs]
+    if len(set(runs)) < len(runs):
+        raise UserError("a run is named twice")
+    given = _given(arguments)
+    looks_only = arguments.status or arguments.json or arguments.is_finished
+    schedules = [
+        Schedule(
+            run,
+            settle(run, given, change=arguments.change, keep=not looks_only),
+            claim_expiry_s=arguments.claim_expiry_s,
+        )
+        for run in runs
+    ]
+    queue: Queue = Slurm() if Slurm.is_there() else NoQueue()
+    if isinstance(queue, NoQueue) and not (arguments.local or looks_only):
+        raise UserError(
+            "this machine has no Slurm (sbatch, squeue, scontrol): run the evaluations here with "
+            "--local, or call this on a login node"
+        )
+    out = arguments.report or (runs[0] / "report" if len(runs) == 1 else Path("report"))
+    watcher = Watcher(
+        schedules,
+        queue,
+        Path(os.path.abspath(out)),
+        max_in_flight=arguments.max_in_flight or (1 if arguments.local else MAX_IN_FLIGHT),
+        local=arguments.local,
+        console=Console(),
+    )
+    if looks_only:
+        _show(watcher, arguments)
+    else:
+        _watch(watcher, arguments)
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a Request that the command line names."""
+    given: dict[str, Any] = {
+        "every": arguments.every,
+        "retries": arguments.retries,
+        "sbatch": arguments.sbatch,
+        "suites": None if arguments.suites is None else split_suites(arguments.suites),
+        "how": to_words(vars(arguments)) or None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _show(watcher: Watcher, arguments: argparse.Namespace) -> None:
+    watcher.queue.look()
+    overview = watcher.look()
+    finished = watcher.is_finished(overview)
+    if arguments.is_finished:
+        raise SystemExit(0 if finished else EXIT_NOT_FINISHED)
+    reported = watcher.report_state()
+    show_status(overview, finished, reported, watcher.console, as_json=arguments.json)
+
+
+def _watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
+    """Pass after pass; exit code 1 where some evaluations failed for good."""
+    while True:
+        try:
+            overview = watcher.one_pass()
+        except UserError as error:
+            if arguments.once:
+                raise
+            watcher.say(f"{error}; trying again in {arguments.interval_s:.0f} s")
+        else:
+            if watcher.is_finished(overview):
+                watcher.say("finished")
+                failed = any(e.state == "failed" for _, found in overview for e in found)
+                if failed or watcher.report_state()[0] != "done":
+                    raise SystemExit(EXIT_FAILED)
+                return
+            if arguments.once:
+                return
+        # not in step with other watchers
+        time.sleep(arguments.interval_s * random.uniform(0.8, 1.2))

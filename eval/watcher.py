@@ -1,0 +1,257 @@
+"""One look at runs' evaluations after another: hold checkpoints, give work out, report at the end.
+
+What `eval submit` (submit.py) does again and again. Between schedule.py, which says what is to be
+done, and cluster.py, which takes jobs; leases.py sees to it that several watchers agree.
+"""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from canon_pretrain.errors import UserError
+from eval.cluster import SCRIPTS, NoAnswer, Slurm
+from eval.leases import BEAT_S, LEASES, LOCAL, Lease, Leases
+from eval.schedule import (
+    IN_FLIGHT,
+    Entry,
+    Queue,
+    Schedule,
+    claim,
+    judge,
+    suite_name,
+    words_for,
+)
+from eval.show_schedule import summary
+
+DONE = "done"
+
+Overview = list[tuple[Schedule, list[Entry]]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one job does: the arguments of a script in slurm/, and when it is done."""
+
+    name: str
+    leases: Leases
+    script: str
+    arguments: Callable[[Lease], list[str]]
+    is_done: Callable[[], bool]
+    flags: list[str]
+
+
+class Watcher:
+    """Gives out the work of several runs; `out` is the report's folder."""
+
+    def __init__(
+        self,
+        schedules: list[Schedule],
+        queue: Queue,
+        out: Path,
+        *,
+        max_in_flight: int,
+        local: bool,
+        console: Console,
+    ) -> None:
+        self.schedules, self.queue, self.out = schedules, queue, out
+        self.max_in_flight, self.local, self.console = max_in_flight, local, console
+
+    def say(self, line: str) -> None:
+        self.console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True, markup=False)
+
+    def look(self) -> Overview:
+        return [(schedule, schedule.look(self.queue)) for schedule in self.schedules]
+
+    def one_pass(self) -> Overview:
+        """Hold, give out what may be, report where all is done; what a look finds afterwards.
+
+        Raises UserError where Slurm does not answer, or refuses a job.
+        """
+        while True:
+            self.queue.look()
+            overview = self.look()
+            for schedule, found in overview:
+                schedule.hold(found)
+                self._warn(schedule, found)
+            started = self._start_next(overview)
+            if not started:
+                break
+        if all(schedule.is_finished(found) for schedule, found in overview):
+            self._report()
+        self.say(summary(overview))
+        return overview
+
+    def is_finished(self, overview: Overview) -> bool:
+        """Whether nothing is left to do, the report included."""
+        whole = all(schedule.is_finished(found) for schedule, found in overview)
+        return whole and self.report_state()[0] in ("done", "failed")
+
+    # ---- giving out
+
+    def _start_next(self, overview: Overview) -> bool:
+        """Start as much as may be, oldest first; whether it is worth to look again at once."""
+        waiting = [
+            (schedule, entry)
+            for schedule, found in overview
+            for entry in found
+            if entry.state == "waiting"
+        ]
+        waiting.sort(key=lambda pair: pair[1].step)
+        in_flight = _num_in_flight(overview)
+        for schedule, entry in waiting:
+            if in_flight >= self.max_in_flight:
+                return False
+            if self._start(self._work(schedule, entry), entry.lease):
+                in_flight += 1
+                if self.local:  # it took hours, and is over
+                    return True
+            elif _num_in_flight(self.look()) >= self.max_in_flight:
+                return False
+        return False
+
+    def _work(self, schedule: Schedule, entry: Entry) -> Work:
+        run, name = schedule.run.path, suite_name(entry.suite)
+        checkpoint = str(schedule.checkpoints.step_path(entry.step))
+        leases = schedule.leases(entry.step, entry.suite)
+        how = words_for(schedule.request.how, entry.suite)
+        return Work(
+            name=_plain(f"eval-{run.name}-step-{entry.step}-{name}"),
+            leases=leases,
+            script="eval.sh",
+            arguments=lambda lease: ["--lease", lease.id, checkpoint, entry.suite, *how],
+            is_done=lambda: schedule.has_results(entry.step, entry.suite),
+            flags=[f"--output={_log(leases.folder.parent)}", *schedule.request.sbatch],
+        )
+
+    def _start(self, work: Work, before: Lease | None) -> bool:
+        """Claim and submit `work`; False where another has it, or too much is in flight."""
+        lease = claim(work.leases, before, work.name, self.queue.name)
+        if lease is None:
+            return False
+        # now that all see the claim: what has changed since the look?
+        if why := self._objection(work, lease):
+            work.leases.record(lease, ended=f"given back: {why}")
+            return False
+        if self.local:
+            self._run_here(work, lease)
+            return True
+        try:
+            job = self._slurm().submit(
+                work.script, work.arguments(lease), [f"--job-name={lease.name}", *work.flags]
+            )
+        except NoAnswer:
+            raise  # it may have the job: the claim stands, and the job is looked for by its name
+        except UserError as error:
+            work.leases.record(lease, ended=f"given back: {error}")
+            raise
+        current = work.leases.current()
+        if current is None or current.id != lease.id:
+            self._slurm().cancel(job)  # we slept so long that another took over
+            return False
+        work.leases.record(current, job=job)
+        self.say(f"job {job}: {work.name}")
+        return True
+
+    def _objection(self, work: Work, lease: Lease) -> str | None:
+        current = work.leases.current()
+        if current is None or current.id != lease.id:
+            return "another watcher has a later claim"
+        if work.is_done():
+            return "it is done"
+        if work.script == "eval.sh" and _num_in_flight(self.look()) > self.max_in_flight:
+            return f"{self.max_in_flight} are in flight"
+        return None
+
+    def _slurm(self) -> Slurm:
+        assert isinstance(self.queue, Slurm)
+        return self.queue
+
+    def _run_here(self, work: Work, lease: Lease) -> None:
+        """Do the work as a process of this machine's, and wait for its end."""
+        lease = work.leases.record(lease, job=LOCAL)
+        self.say(f"here: {work.name}")
+        command = ["bash", str(SCRIPTS / work.script), "--local", *work.arguments(lease)]
+        environ = os.environ | {"CANON_REPO": str(SCRIPTS.parent)}
+        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL)
+        try:
+            while True:
+                try:
+                    code = process.wait(BEAT_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    work.leases.beat(lease)
+        except BaseException:  # Ctrl-C: the child has got it too
+            process.terminate()
+            process.wait()
+            work.leases.record(lease, job=None, ended="given back: interrupted")
+            raise
+        work.leases.record(lease, ended=f"exit code {code}")
+
+    def _warn(self, schedule: Schedule, found: list[Entry]) -> None:
+        """Say where training is so far ahead that retention will not wait."""
+        late = {entry.step for entry in found if entry.state in ("waiting", *IN_FLIGHT)}
+        bound = schedule.kept + schedule.max_held
+        if schedule.kept and len(late) > bound:
+            self.say(
+                f"{schedule.run.path}: {len(late)} checkpoints wait, and the trainer keeps {bound} "
+                "(checkpoint.keep_latest_k + checkpoint.max_held): raise --max_in_flight or "
+                "--checkpoint.max_held, or evaluate less often"
+            )
+
+    # ---- the report
+
+    def _report_work(self) -> Work:
+        """One report of what there is now: another set of runs or steps is another report."""
+        what = [[str(s.run.path), s.steps, s.request.suites] for s in self.schedules]
+        digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
+        folder = self.out / LEASES / digest
+        runs = [str(schedule.run.path) for schedule in self.schedules]
+        return Work(
+            name=_plain(f"eval-report-{self.schedules[0].run.path.name}"),
+            leases=Leases(folder),
+            script="eval_report.sh",
+            arguments=lambda _: ["--mark", str(folder / DONE), *runs, "--out", str(self.out)],
+            is_done=(folder / DONE).exists,
+            flags=[f"--output={_log(folder)}", *self.schedules[0].request.sbatch],
+        )
+
+    def report_state(self) -> tuple[str, str]:
+        """done, failed, waiting, or that of its job; and why."""
+        work = self._report_work()
+        if work.is_done():
+            return "done", str(self.out)
+        known = work.leases.all()
+        state, _, ended = judge(work.leases, known[-1] if known else None, self.queue)
+        if state is not None:
+            return state, ended
+        failed = sum(lease.job is not None for lease in known)
+        return "failed" if failed > self.schedules[0].request.retries else "waiting", ended
+
+    def _report(self) -> None:
+        if self.report_state()[0] == "waiting":
+            work = self._report_work()
+            self._start(work, work.leases.current())
+
+
+def _num_in_flight(overview: Overview) -> int:
+    return sum(entry.state in IN_FLIGHT for _, found in overview for entry in found)
+
+
+def _plain(name: str) -> str:
+    """A job's name without what a shell or squeue would take amiss."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+def _log(folder: Path) -> str:
+    """sbatch's pattern for a log in `folder`."""
+    if "\\" in str(folder):  # sbatch would take it for a sign of its own
+        return "/dev/null"
+    return f"{str(folder).replace('%', '%%')}/slurm-%j.log"

@@ -1,0 +1,138 @@
+"""What the Slurm tests share: jobs on the test cluster, with a settings file as a user has it.
+
+A job finds Python by the VENV of its cluster.env alone. `tests/slurm_site` is on its PYTHONPATH:
+the faults that its sitecustomize.py knows are asked for by variables.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import logged_step
+from tests.slurm_cluster import SlurmCluster
+from tests.support import ROOT
+
+TIMEOUT_S = 240.0
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
+
+
+class Job:
+    """A submitted job."""
+
+    def __init__(self, cluster: SlurmCluster, number: str, output: Path) -> None:
+        self.cluster, self.id, self.output = cluster, number, output
+
+    def field(self, name: str) -> str:
+        """A value of `scontrol show job`."""
+        shown = self.cluster.run("scontrol", "show", "job", "-o", self.id).stdout.split()
+        return next(word.split("=", 1)[1] for word in shown if word.startswith(f"{name}="))
+
+    @property
+    def state(self) -> str:
+        return self.field("JobState")
+
+    @property
+    def restarts(self) -> int:
+        return int(self.field("Restarts"))
+
+    def until(
+        self, happened: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Waits, and does not let a requeued job wait its two minutes."""
+        end = time.monotonic() + timeout_s
+        while not happened():
+            if time.monotonic() > end:
+                pytest.fail(f"waited {timeout_s} s for {what}: {self.state}\n{self.text()}")
+            if self.state == "PENDING" and self.restarts:
+                self.cluster.run(
+                    "scontrol", "update", f"JobId={self.id}", "StartTime=now", check=False
+                )
+            time.sleep(0.2)
+
+    def until_step(self, run: Path, step: int) -> None:
+        """Until the run has logged `step`; fails if the job ends before."""
+
+        def reached() -> bool:
+            if self.state in ENDED:
+                pytest.fail(f"it ended before step {step}: {self.text()}\n{log_of(run)}")
+            return logged_step(run) >= step
+
+        self.until(reached, f"step {step}\n{log_of(run)}")
+
+    def until_requeued(self, restarts: int) -> None:
+        self.until(lambda: self.restarts >= restarts, f"restart {restarts}")
+
+    def until_ended(self) -> str:
+        """The job's last state."""
+        self.until(lambda: self.state in ENDED, "its end")
+        return self.state
+
+    def cancel(self) -> None:
+        self.cluster.run("scancel", self.id)
+
+    def text(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+
+class Jobs:
+    """Submits jobs, with a cluster.env in `folder` that the test may rewrite between launches."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.settings = folder / "cluster.env"
+        self.set()
+
+    def set(self, **variables: object) -> None:
+        """Write cluster.env: CPUs, one rank a node, no preflight, and `variables` on top."""
+        values = {"CANON_CPU": 1, "RANKS_PER_NODE": 1, "PREFLIGHT": 0, **variables}
+        lines = [f"VENV='{sys.prefix}'", *(f"export {name}={v}" for name, v in values.items())]
+        self.settings.write_text("\n".join(lines) + "\n")
+
+    def environ(self, variables: Mapping[str, object]) -> dict[str, str]:
+        return self.cluster.environ | {
+            "CANON_CLUSTER_ENV": str(self.settings),
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PYTHONPATH": str(ROOT / "tests" / "slurm_site"),
+            "OMP_NUM_THREADS": "1",
+            **{name: str(value) for name, value in variables.items()},
+        }
+
+    def submit(
+        self,
+        script: str,
+        *arguments: object,
+        flags: tuple[str, ...] = (),
+        cwd: Path = ROOT,
+        **variables: object,
+    ) -> Job:
+        """`sbatch FLAGS SCRIPT ARGUMENTS` with `variables` in its environment."""
+        output = self.folder / "sbatch-%j.out"
+        command = ("sbatch", "--parsable", f"--output={output}", *flags, script)
+        found = self.cluster.run(
+            *command, *map(str, arguments), cwd=cwd, environ=self.environ(variables)
+        )
+        number = found.stdout.strip()
+        return Job(self.cluster, number, self.folder / f"sbatch-{number}.out")
+
+
+def log_of(run: Path) -> str:
+    """What the launches of a run have written, scripts and trainers."""
+    path = run / "slurm.log"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def processes_of(text: str) -> list[str]:
+    """Command lines of the processes on this machine that have `text` in them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if text in line and int(path.parent.name) != os.getpid():
+            found.append(line)
+    return found
