@@ -2,6 +2,7 @@
 
     python -m eval stage --suite all --to DIR
     python -m eval run --checkpoint RUN/checkpoint/step-N --suite all
+    python -m eval submit RUN... --suites all --every N
     python -m eval compare RUN_A RUN_B
     python -m eval report RUN [RUN ...] --out DIR
     python -m eval bench
@@ -23,6 +24,7 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "stage": ("eval.stage", "download the suites' data once, where there is a network"),
     "run": ("eval.run_command", "evaluate one checkpoint on one suite, or on all"),
+    "submit": ("eval.submit", "evaluate runs' checkpoints as they come, by Slurm jobs or here"),
     "report": ("eval.report.command", "curves, scores and verdicts of runs as one HTML page"),
     "compare": ("eval.compare", "what differs between two runs, beyond noise"),
     "bench": ("eval.bench", "our runner beside lm_eval's own, on the same export"),

@@ -114,12 +114,12 @@ def birth_year(words: Words, count: int) -> Asked:
 
 
 CASES: dict[str, tuple[str, str, Callable[[Words, int], Asked], int]] = {
-    "hellaswag": (CHOICE, "loglikelihood", hellaswag, 8),
+    "hellaswag": (CHOICE, "loglikelihood", hellaswag, 6),
     "boolq": (CHOICE, "loglikelihood", boolq, 8),
     "piqa": (CHOICE, "loglikelihood", piqa, 16),
     "wikitext": (ROLLING, "loglikelihood_rolling", wikitext, 1),
     "jrt": (GENERATION, "generate_until", jrt, 4),
-    "babilong": (GENERATION, "generate_until", babilong, 4),
+    "babilong": (GENERATION, "generate_until", babilong, 3),
     "birth-year": (GENERATION, "generate_until", birth_year, 8),
 }
 """Name -> group, kind of request, its maker, and how many items (documents) at scale 1."""

@@ -163,7 +163,7 @@ def best_batch_size(sides: Sides, case: Case) -> int:
 
 
 def _part(case: Case) -> list[Any]:
-    return case.requests[: max(1, math.ceil(len(case.requests) / 2))]
+    return case.requests[: max(1, math.ceil(len(case.requests) / 3))]
 
 
 def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype) -> str:

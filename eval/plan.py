@@ -23,6 +23,7 @@ from eval.results import (
     Results,
     Score,
     Unfinished,
+    is_same,
     read_results,
     results_folder,
 )
@@ -146,13 +147,14 @@ def known_results(plan: Plan, foreign: bool) -> Results | None:
 
     `foreign`: the caller named the folder, so it may hold anyone's results. Those of another
     question are not written over: UserError. In the run's own folder, which is named after the
-    question, only the checkpoint's file can differ (written again, or the run was moved).
+    question, only the checkpoint can differ: written again, it is asked again; a run that was
+    moved is not.
     """
     try:
         results = read_results(plan.folder / RESULTS)
     except UserError:
         return None  # none, torn, or of an older version: asked again
-    if results.asked == plan.asked:
+    if results.asked == plan.asked or (not foreign and is_same(results.asked, plan.asked)):
         return results
     for name in sorted(results.asked.keys() | plan.asked.keys()):
         before, now = results.asked.get(name), plan.asked.get(name)

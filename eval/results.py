@@ -8,13 +8,14 @@ QUESTION is a hash of all that was asked, so that a trial with --limit never rep
 `eval run` writes them, `eval report` and `eval compare` read them; they meet only here. No torch.
 """
 
+import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_atomic, write_json
@@ -70,6 +71,11 @@ def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
     return run.path / "evals" / f"step-{asked['step']}" / asked["suite"] / digest[:12]
 
 
+def is_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether answers to `before` answer `now`: a run that was moved is the same run elsewhere."""
+    return {**before, "checkpoint": ""} == {**now, "checkpoint": ""}
+
+
 class Unfinished:
     """The tasks of one question that are already answered, in `folder`/unfinished.
 
@@ -82,12 +88,30 @@ class Unfinished:
         self._question = self._folder / "question.json"
         self._asked = json.loads(json.dumps(asked))
 
+    def hold(self, say: Callable[[str], None]) -> IO[str]:
+        """Hold the question for this process until what is returned is closed, or it ends.
+
+        Waits, with one line to `say`, while another process is at it: it may have answered since.
+        Raises OSError where the folder cannot be written.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = open(self._folder / "lock", "w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waits: another process asks the same question, in {self._folder.parent}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            # Lustre without -o flock: two at once would only do the same work twice
+            say(f"{self._folder}: files can't be locked here ({error.strerror}); going on")
+        return file
+
     def read(self) -> dict[str, Answers]:
         """The answers by task; without those that cannot be read, which are asked again."""
         try:
-            if json.loads(self._question.read_text()) != self._asked:
+            if not is_same(json.loads(self._question.read_text()), self._asked):
                 return {}
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):
             return {}
         found = {}
         for path in sorted(self._folder.glob("*.task.json")):
@@ -103,8 +127,8 @@ class Unfinished:
         """Keep what `task` gave; raises OSError where that cannot be written."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            same = json.loads(self._question.read_text()) == self._asked
-        except (OSError, ValueError):
+            same = is_same(json.loads(self._question.read_text()), self._asked)
+        except (OSError, ValueError, TypeError):
             same = False
         if not same:
             for left in self._folder.glob("*.task.json"):

@@ -310,8 +310,9 @@ def split_suites(given: str) -> list[str]:
 def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool = True) -> Request:
     """The request of schedule.json, which the first call makes; `given` are fields of Request.
 
-    With `keep` False nothing is written. One that says something else is refused (UserError), unless it is a `change`: two watchers
-    with two minds would hold and release the same checkpoints in turns.
+    One that says something else is refused (UserError), unless it is a `change`: two watchers
+    with two minds would hold and release the same checkpoints in turns. With `keep` False nothing
+    is written.
     """
     path = run / EVALS / "schedule.json"
     RunFolder(run).read_config()

@@ -129,12 +129,7 @@ def execute(arguments: argparse.Namespace) -> None:
         )
         for run in runs
     ]
-    queue: Queue = Slurm() if Slurm.is_there() else NoQueue()
-    if isinstance(queue, NoQueue) and not (arguments.local or looks_only):
-        raise UserError(
-            "this machine has no Slurm (sbatch, squeue, scontrol): run the evaluations here with "
-            "--local, or call this on a login node"
-        )
+    queue = _queue(needed=not (arguments.local or looks_only))
     out = arguments.report or (runs[0] / "report" if len(runs) == 1 else Path("report"))
     watcher = Watcher(
         schedules,
@@ -150,6 +145,23 @@ def execute(arguments: argparse.Namespace) -> None:
         _watch(watcher, arguments)
 
 
+def _queue(*, needed: bool) -> Queue:
+    """The cluster; where it isn't `needed`, its jobs are taken for alive if it does not answer."""
+    slurm = Slurm()
+    if needed and not slurm.is_there():
+        raise UserError(
+            "this machine has no Slurm (sbatch, squeue, scontrol): run the evaluations here with "
+            "--local, or call this on a login node"
+        )
+    try:
+        slurm.look()
+    except UserError:
+        if needed:
+            raise
+        return NoQueue()
+    return slurm
+
+
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields of a Request that the command line names."""
     given: dict[str, Any] = {
@@ -163,7 +175,6 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show(watcher: Watcher, arguments: argparse.Namespace) -> None:
-    watcher.queue.look()
     overview = watcher.look()
     finished = watcher.is_finished(overview)
     if arguments.is_finished:

@@ -101,7 +101,7 @@ finish_build() {
 }
 
 # parts_in: how many parts the folder has, of all shards
-parts_in() { find "$OUT/train" -name 'part-*.json' 2>/dev/null | wc -l; }
+parts_in() { { find "$OUT/train" -name 'part-*.json' 2>/dev/null || true; } | wc -l; }
 
 on_near_limit() {
     if (($(parts_in) > PARTS)); then

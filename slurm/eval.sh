@@ -59,8 +59,9 @@ split_work() {
         LEASE=(--lease "$2")
         shift 2
     fi
-    (($# >= 2)) && [[ $1 != -* && $2 != -* ]] ||
+    if (($# < 2)) || [[ $1 == -* || $2 == -* ]]; then
         die "expected RUN/checkpoint/step-N and SUITE; see bash slurm/eval.sh --help"
+    fi
     CHECKPOINT=$1 SUITE=$2
     shift 2
     OPTIONS=("$@")

@@ -49,7 +49,7 @@ source "$CANON_REPO/slurm/lib.sh"
 split_runs() {
     RUNS=()
     while (($#)) && [[ $1 != -* ]]; do
-        RUNS+=("$(cd "$1" 2>/dev/null && pwd)") || die "$1: there is no such run folder"
+        RUNS+=("$(realpath -m -- "$1")") # it may still have to come
         shift
     done
     ((${#RUNS[@]})) || die "expected RUN... first; see bash slurm/eval_watch.sh --help"
@@ -83,9 +83,11 @@ next_look() {
 watch_job() {
     local next
     split_runs "$@"
-    mkdir -p "${LOG%/*}"
-    say "job $SLURM_JOB_ID: what follows is in $LOG"
-    exec >>"$LOG" 2>&1
+    if [[ -d ${RUNS[0]} ]]; then
+        mkdir -p "${LOG%/*}"
+        say "job $SLURM_JOB_ID: what follows is in $LOG"
+        exec >>"$LOG" 2>&1
+    fi
     # first of all: whatever comes over this job, somebody looks again
     next=$(next_look "$@") || die "the next look could not be submitted: submit the watch again"
     say "job $SLURM_JOB_ID looks; the next is job $next"

@@ -12,9 +12,12 @@ import pytest
 
 from canon_pretrain.run.folder import RunFolder
 from eval.__main__ import main
+from eval.comparison.content import comparison_content
 from eval.report.anchors import PUBLISHED, anchors
+from eval.report.content import report_content
 from eval.report.curves import ALL_POINTS, CURVES, points_a_line
-from eval.report.runs import primary_metrics, suite_order
+from eval.report.page import html_page
+from eval.report.runs import primary_metrics, read_runs, suite_order
 from eval.report.verdicts import MAX_REAL, verdict_summary
 from eval.report.words import figure, interval, p_value, signed
 from eval.report.write import report
@@ -482,18 +485,28 @@ def test_figures_and_signs() -> None:
     assert math.isclose(float(figure(0.12345)), 0.1235, abs_tol=1e-4)
 
 
-def test_forty_runs_of_seventy_tasks_fit_one_page(tmp_path: Path) -> None:
+def test_forty_runs_of_seventy_tasks_fit_one_page(page: Path, tmp_path: Path) -> None:
+    """40 architectures: 2,730 differences, each as one that the comparison found."""
     draw = random.Random(0)
-    paths = []
-    tasks = {f"task_{k}": {"version": 1, "primary": ["acc"]} for k in range(70)}
+    names = [f"task_{k}" for k in range(70)]
+    tasks = {name: {"version": 1, "primary": ["acc"]} for name in names}
     log = [launch("start"), *(step(k, draw.gauss(3, 0.1), draw.random()) for k in range(1, 1001))]
+    runs = []
     for k in range(40):
-        run = plant_run(
-            tmp_path / f"run-{k:02}", log, model__dim=128 + k // 8, model__init_seed=k, done=True
-        )
-        values = {task: {"acc": coins(0.5, k, 5)} for task in tasks}
-        plant_items(run, 1000, "suite", values, tasks=tasks)
-        paths.append(run.path)
-    page = report(paths, tmp_path / "out")
-    assert len(content(page)["comparison"]["pairs"]) == 4 * 70
-    assert page.stat().st_size < 7_000_000
+        runs.append(plant_run(tmp_path / f"run-{k:02}", log, model__dim=128 + k, done=True))
+        for at in (500, 1000):
+            scores = {name: {"acc": Score(draw.random(), draw.random() / 50)} for name in names}
+            plant_results(runs[-1], at, "suite", scores, tasks=tasks)
+    read = read_runs([run.path for run in runs])
+    (real, *_), everything = content(page)["comparison"]["pairs"], comparison_content(read)
+    labels = [each["label"] for each in everything["architectures"]]
+    everything["pairs"] = [
+        real | {"suite": "suite", "task": name, "architecture": label, "baseline": labels[0]}
+        for label in labels[1:]
+        for name in names
+    ]
+    everything["family"]["pairs"] = [[label, labels[0]] for label in labels[1:]]
+    shown = html_page(report_content(read, everything))
+    assert len(shown.encode()) < 8_000_000
+    assert shown.count("<tr data-suite=") > 39 * 70
+    assert "what each is judged by is in report.json" in shown

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -103,7 +104,7 @@ def make_sweep(
     rates: list[float | None] = [_rate(word) for word in learning_rates] or [None]
     numbers: list[int | None] = [_seed(word) for word in seeds] or [None]
     _check_arguments(arguments, bool(learning_rates), SEED_KEYS[seed_of] if seeds else ())
-    paths = [str(Path(config).resolve()) for config in configs]
+    paths = [os.path.abspath(config) for config in configs]
     runs = [
         PlannedRun(run_name(Path(path), rate, seed), path, rate, seed)
         for path, rate, seed in itertools.product(paths, rates, numbers)

@@ -3,7 +3,7 @@
 A part of the report's content (content.py): numbers unrounded, JSON values only. No torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from canon_pretrain.run.log import json_value
@@ -24,6 +24,9 @@ def score_curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
         }
         for run in runs
     }  # evaluations are sorted: a whole result takes the place of a trial, the newest that of all
+    tokens = {
+        run.label: {step: tokens_at(run, step) for _, step in by_step[run.label]} for run in runs
+    }
     curves = []
     for suite, task, metric in _primaries(runs):
         lines = []
@@ -34,7 +37,7 @@ def score_curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 if name == suite and metric in results.scores.get(task, {})
             ]
             if points:
-                lines.append(_line(run, points, task, metric))
+                lines.append(_line(run, points, task, metric, tokens[run.label]))
         if any(len(line["steps"]) > 1 for line in lines):
             names = {"suite": suite, "task": printable(task), "metric": printable(metric)}
             curves.append({**names, "lines": lines})
@@ -60,13 +63,17 @@ def _primaries(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
 
 
 def _line(
-    run: Run, points: Sequence[tuple[int, Results]], task: str, metric: str
+    run: Run,
+    points: Sequence[tuple[int, Results]],
+    task: str,
+    metric: str,
+    tokens: Mapping[int, int | None],
 ) -> dict[str, Any]:
     scores = [results.scores[task][metric] for _, results in points]
     return {
         "run": run.label,
         "steps": [step for step, _ in points],
-        "tokens": [tokens_at(run, step) for step, _ in points],
+        "tokens": [tokens[step] for step, _ in points],
         "values": [json_value(score.value) for score in scores],
         "stderrs": [None if s.stderr is None else json_value(s.stderr) for s in scores],
         "counts": [results.num_samples.get(task) for _, results in points],

@@ -1,0 +1,41 @@
+"""Runs that suites of text can be asked of, trained in seconds."""
+
+from pathlib import Path
+
+import numpy as np
+
+from canon_pretrain.data.shard_writer import write_shards
+from canon_pretrain.data.tokenizer import Tokenizer
+from data_prep.train_tokenizer import train_tokenizer
+from tests.support import ROOT
+
+PIECES = 300
+TRAIN = ROOT / "train_configs" / "debug.toml"
+
+
+def write_text_data(folder: Path) -> None:
+    """Shards with their tokenizer in `folder`: train/, validation/, tokenizer.model."""
+    words = "the a one no river stone light house year born was in of and said went saw".split()
+    texts = [
+        " ".join(words[int(pick % np.uint64(len(words)))] for pick in picks)
+        for picks in np.random.Philox(key=5).random_raw((6, 1500))
+    ]
+    tokenizer = Tokenizer(train_tokenizer(texts, PIECES), "test")
+    for name, part in (("train", texts[:5]), ("validation", texts[5:])):
+        write_shards(
+            folder / name,
+            [np.append(tokenizer.encode(text), tokenizer.eos_id) for text in part],
+            vocab_size=PIECES,
+            eos_id=tokenizer.eos_id,
+            num_bytes=[len(text) for text in part],
+            tokenizer_sha256=tokenizer.sha256,
+        )
+    (folder / "tokenizer.model").write_bytes(tokenizer.model)
+
+
+def text_run(data: Path, run: Path) -> list[object]:
+    """The trainer's options beside its config, TRAIN: 12 steps, a checkpoint each 3."""
+    return [
+        "--data.path", data, "--model.vocab_size", PIECES, "--job.dump_folder", run,
+        "--training.steps", 12, "--checkpoint.interval", 3, "--run.heartbeat_s", 0.5,
+    ]  # fmt: skip

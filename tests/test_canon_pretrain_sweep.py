@@ -1,0 +1,370 @@
+"""Plans of sweeps: which runs, under which names and numbers, and that a plan stays what it is."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canon_pretrain.files import write_json
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.status import Status
+from canon_pretrain.sweep.__main__ import main
+from canon_pretrain.sweep.grid import PLAN, make_sweep, read_sweep, run_name
+from canon_pretrain.sweep.table import look_at_sweep
+from canon_pretrain.titan.command_line import parse_job
+from tests.ranks import assert_same_run, launch, status
+from tests.report_runs import launch as launch_event
+from tests.report_runs import plant_run, step
+from tests.support import ROOT, debug_run
+
+NOW = datetime(2026, 11, 20, 12, 30, tzinfo=UTC)
+DEBUG = str(ROOT / "train_configs" / "debug.toml")
+GRID = ("--configs", DEBUG, "--lr", "3e-3", "0.00025", "--seeds", "0", "7")
+RATES = st.floats(min_value=1e-300, max_value=1e300, allow_nan=False)
+
+
+def plan(folder: Path, *words: object) -> None:
+    main(["plan", str(folder), *map(str, words)])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a command that must be refused says."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        main([*map(str, words)])
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+def config(path: Path, text: str = "") -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'extends = "{DEBUG}"\n{text}')
+    return str(path)
+
+
+def launch_of(folder: Path, number: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The config and the options that `run --print0` gives."""
+    capsys.readouterr()
+    main(["run", str(folder), str(number), "--print0"])
+    out = capsys.readouterr().out
+    assert out.endswith("\0")
+    return out.split("\0")[:-1]
+
+
+# -- which runs
+
+
+def test_a_grid_is_each_combination_once_in_the_order_given(tmp_path: Path) -> None:
+    other = config(tmp_path / "other.toml")
+    sweep = make_sweep([DEBUG, other], ["3e-3", "1e-3"], ["1", "0"], "both", [])
+    assert [run.name for run in sweep.runs] == [
+        "debug-lr3e-3-seed1", "debug-lr3e-3-seed0", "debug-lr1e-3-seed1", "debug-lr1e-3-seed0",
+        "other-lr3e-3-seed1", "other-lr3e-3-seed0", "other-lr1e-3-seed1", "other-lr1e-3-seed0",
+    ]  # fmt: skip
+    assert [run.name for run in make_sweep([DEBUG], [], [], "both", []).runs] == ["debug"]
+
+
+@given(st.lists(st.tuples(RATES, st.integers(0, 99)), min_size=2, max_size=6, unique=True))
+def test_names_tell_runs_apart_and_say_the_rate(runs: list[tuple[float, int]]) -> None:
+    names = [run_name(Path("a/x-lr1.toml"), rate, seed) for rate, seed in runs]
+    assert len(set(names)) == len(names)
+    for name, (rate, seed) in zip(names, runs, strict=True):
+        said, _, said_seed = name.removeprefix("x-lr1-lr").partition("-seed")
+        assert (float(said), int(said_seed)) == (rate, seed)
+        assert not {"+", "/", " "} & set(name)
+
+
+@pytest.mark.parametrize(
+    ("seed_of", "init", "data"), [("init", 7, 5), ("data", 3, 7), ("both", 7, 7)]
+)
+def test_a_run_is_trained_with_its_own_values(
+    seed_of: str, init: int, data: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the trainer itself reads the command line; the data are the same for equal data seeds."""
+    odd = 'it\'s "a" $(b); c'
+    seeded = config(tmp_path / "seeded.toml", "[model]\ninit_seed = 3\n[data]\ndata_seed = 5\n")
+    plan(tmp_path / "s", "--configs", DEBUG, seeded, "--lr", "2.5e-4", "--seeds", "0", "7",
+         "--seed_of", seed_of, "--data.path", "/d", "--job.description", odd)  # fmt: skip
+    words = launch_of(tmp_path / "s", 4, capsys)
+    assert words[0] == seeded
+    job = parse_job(["--config", *words])
+    assert (job.model.init_seed, job.data.data_seed, job.optimizer.lr) == (init, data, 2.5e-4)
+    assert Path(job.job.dump_folder) == tmp_path / "s" / "seeded-lr2.5e-4-seed7"
+    assert (job.job.description, job.data.path) == (odd, "/d")
+
+
+def test_without_rates_and_seeds_the_configs_own_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(tmp_path, "--configs", DEBUG)
+    job = parse_job(["--config", *launch_of(tmp_path, 1, capsys)])
+    assert (job.optimizer.lr, job.model.init_seed, job.data.data_seed) == (3e-3, None, 0)
+
+
+def test_a_moved_sweep_trains_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(tmp_path / "a", *GRID)
+    (tmp_path / "a").rename(tmp_path / "b")
+    words = launch_of(tmp_path / "b", 1, capsys)
+    assert words[1:3] == ["--job.dump_folder", str(tmp_path / "b" / "debug-lr3e-3-seed0")]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--configs", DEBUG, "--lr", "3e-3", "0.003"), "2 runs would be called debug-lr3e-3"),
+        (("--configs", DEBUG, "--seeds", "1", "01"), "2 runs would be called debug-seed1"),
+        (("--configs", DEBUG, DEBUG), "2 runs would be called debug"),
+        (("--configs", DEBUG, "--lr", "0"), "--lr 0: expected a learning rate above 0"),
+        (("--configs", DEBUG, "--lr", "nan"), "--lr nan"),
+        (("--configs", DEBUG, "--lr", "fast"), "--lr fast"),
+        (("--configs", DEBUG, "--seeds", "1.5"), "--seeds 1.5"),
+        (("--configs", DEBUG, "--seeds", str(1 << 63)), "2**63 - 1"),
+        (("--configs", "none.toml"), "none.toml does not exist"),
+        (("--configs", DEBUG, "--seed_of", "data"), "--seed_of data needs --seeds"),
+        (
+            (*GRID, "--optimizer.lr", "1"),
+            "--optimizer.lr: the sweep sets this of each run",
+        ),
+        ((*GRID, "--data.data-seed=3"), "by --seeds"),
+        ((*GRID, "--job.dump_folder", "x"), "--job.dump_folder: the sweep sets"),
+        ((*GRID, "--training.steps", "9", "--extend"), "--extend: write it before"),
+    ],
+)
+def test_bad_grids_are_refused(
+    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refused(capsys, "plan", tmp_path / "s", *words)
+    assert not (tmp_path / "s").exists()
+
+
+def test_what_the_sweep_does_not_set_may_be_given(tmp_path: Path) -> None:
+    plan(tmp_path, "--configs", DEBUG, "--seeds", "1", "--seed_of", "init", "--optimizer.lr", "1",
+         "--data.data_seed", "4")  # fmt: skip
+    assert read_sweep(tmp_path).arguments == ["--optimizer.lr", "1", "--data.data_seed", "4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "keys"),
+    [
+        ("", (), []),
+        ("[data]\norder = 'random'\n", (), []),
+        ("[data]\npath = 'x'\n[training]\nseq_len = 32\n", (), ["data.path", "training.seq_len"]),
+        ("[data]\npath = 'x'\n", ("--data.path", "y"), []),
+        ("[data]\ndata_seed = 1\n", (), ["data.data_seed"]),
+        ("[data]\ndata_seed = 1\n", ("--seeds", "0"), []),
+        ("[data]\ndata_seed = 1\n", ("--seeds", "0", "--seed_of", "init"), ["data.data_seed"]),
+    ],
+)
+def test_configs_that_would_see_other_data_are_told(
+    text: str,
+    words: tuple[str, ...],
+    keys: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = config(tmp_path / "other.toml", text)
+    plan(tmp_path / "s", "--configs", DEBUG, other, *words)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NOTE")]
+    assert [line.split(":")[1].split()[-1] for line in notes] == keys
+
+
+# -- a plan stays what it is
+
+
+def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:
+    plan(tmp_path, *GRID)
+    before = (tmp_path / PLAN).read_bytes()
+    plan(tmp_path, *GRID)
+    plan(tmp_path, *GRID, "--extend")
+    plan(tmp_path, "--configs", DEBUG, "--lr", "2.5e-4", "3e-3", "--seeds", "7", "0")
+    assert (tmp_path / PLAN).read_bytes() == before
+
+
+@pytest.mark.parametrize("extend", [(), ("--extend",)])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--configs", DEBUG, "--lr", "3e-3", "--seeds", "0", "7"), "debug-lr2.5e-4-seed0"),
+        ((*GRID, "--seed_of", "init"), "its seeds are of both, not init"),
+        ((*GRID, "--training.steps", "9"), "its options are none, not --training.steps 9"),
+    ],
+)
+def test_another_grid_is_refused(
+    words: tuple[str, ...],
+    says: str,
+    extend: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan(tmp_path, *GRID)
+    before = (tmp_path / PLAN).read_bytes()
+    place = next(
+        (k for k, word in enumerate(words) if "." in word and word[:2] == "--"), len(words)
+    )
+    said = refused(capsys, "plan", tmp_path, *words[:place], *extend, *words[place:])
+    assert "is another sweep" in said and says in said
+    assert (tmp_path / PLAN).read_bytes() == before
+
+
+def test_more_runs_are_added_when_asked_and_others_keep_their_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(tmp_path, *GRID)
+    before = read_sweep(tmp_path)
+    more = (*GRID[:3], "1e-2", *GRID[3:], "1")
+    assert "5 run(s) more, such as debug-lr1e-2-seed0" in refused(capsys, "plan", tmp_path, *more)
+    assert read_sweep(tmp_path) == before
+    plan(tmp_path, *more, "--extend")
+    after = read_sweep(tmp_path)
+    assert after.runs[:4] == before.runs
+    assert [run.name for run in after.runs[4:]] == [
+        "debug-lr1e-2-seed0", "debug-lr1e-2-seed7", "debug-lr1e-2-seed1", "debug-lr3e-3-seed1",
+        "debug-lr2.5e-4-seed1",
+    ]  # fmt: skip
+
+
+def test_a_config_that_changed_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own text or what it extends; a comment is no change."""
+    base = config(tmp_path / "base.toml")
+    path = tmp_path / "own.toml"
+    path.write_text('extends = "base.toml"\n')
+    words = ("--configs", str(path), "--lr", "1e-3", "2e-3")
+    plan(tmp_path / "s", *words)
+    config(Path(base), "# a comment\n")
+    assert launch_of(tmp_path / "s", 1, capsys)
+    config(Path(base), "[training]\nsteps = 99\n")
+    assert "own.toml (or what it extends) has changed" in refused(capsys, "run", tmp_path / "s", 1)
+    assert "has changed" in refused(capsys, "plan", tmp_path / "s", *words)
+
+
+def test_configs_of_one_name_are_not_mixed_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (config(tmp_path / name / "x.toml") for name in "ab")
+    assert "2 runs would be called x" in refused(
+        capsys, "plan", tmp_path / "s", "--configs", one, two
+    )
+    plan(tmp_path / "s", "--configs", one)
+    assert f"its x is of {one}, not {two}" in refused(
+        capsys, "plan", tmp_path / "s", "--configs", two
+    )
+
+
+def test_a_damaged_or_missing_plan_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "is not a sweep: it has no sweep.json" in refused(capsys, "table", tmp_path)
+    plan(tmp_path, *GRID)
+    whole = json.loads((tmp_path / PLAN).read_text())
+    for damaged in ({**whole, "version": 2}, {**whole, "seed_of": "x"}, [1], {"version": 1}):
+        (tmp_path / PLAN).write_text(json.dumps(damaged))
+        assert "is damaged" in refused(capsys, "table", tmp_path)
+    (tmp_path / PLAN).write_text("{")
+    assert "plan with the same arguments again" in refused(capsys, "run", tmp_path, 1)
+
+
+# -- how it stands, and what is left
+
+
+def test_the_table_has_each_run_with_its_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(tmp_path, *GRID)
+    sweep = read_sweep(tmp_path)
+    trains, failed, done, _ = (tmp_path / run.name for run in sweep.runs)
+    then = (NOW - timedelta(seconds=1)).isoformat()
+    running = Status("running", 20, 500, then, then, phase="training", seconds_per_step=2.0,
+                     job_id="41")  # fmt: skip
+    for folder, found in (
+        (trains, running),
+        (
+            failed,
+            replace(running, state="failed", phase="ended", reason="UserError: no", job_id="42"),
+        ),
+        (done, replace(running, state="done", phase="ended", step=500)),
+    ):
+        run = plant_run(folder, [launch_event("start"), step(20, 5.25)])
+        write_json(run.status_file, asdict(found))
+    RunFolder(done).write_done(500)
+    rows = look_at_sweep(sweep, tmp_path, NOW)
+    assert [(row.number, row.state, row.step, row.steps, row.job_id) for row in rows] == [
+        (1, "training", 20, 500, "41"), (2, "failed", 20, 500, "42"), (3, "done", 500, 500, "41"),
+        (4, "waiting", None, None, None),
+    ]  # fmt: skip
+    assert [row.loss for row in rows] == [5.25, 5.25, 5.25, None]
+    assert rows[1].reason == "UserError: no"
+    capsys.readouterr()
+    main(["table", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and lines[-1].startswith("4 runs: ") and "1 waiting" in lines[-1]
+    assert lines[2].split() == [
+        "2", sweep.runs[1].name, "failed", "20/500", "5.2500", "42", "UserError:", "no",
+    ]  # fmt: skip
+    main(["table", str(tmp_path), "--json"])
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == [
+        run.name for run in sweep.runs
+    ]
+
+
+def test_what_is_left_is_what_is_not_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(tmp_path / "s", "--configs", DEBUG, config(tmp_path / "b.toml"), "--seeds", *range(3))
+    for name in ("debug-seed0", "b-seed1"):
+        (tmp_path / "s" / name).mkdir()
+        RunFolder(tmp_path / "s" / name).write_done(12)
+
+    def todo(*words: str) -> list[str]:
+        capsys.readouterr()
+        main(["todo", str(tmp_path / "s"), *words])
+        return capsys.readouterr().out.split("\n")
+
+    assert todo() == ["2,3,4,6", "2 4", ""]
+    assert todo("--besides", "2,4") == ["3,6", "3 6", ""]
+    assert todo("--besides", "2,3,4,6") == ["", "", ""]
+    main(["run", str(tmp_path / "s"), "1", "--print0"])
+    said = capsys.readouterr()
+    assert said.out == "" and "debug-seed0: DONE" in said.err
+
+
+@pytest.mark.parametrize("number", [0, 5, -1])
+def test_a_number_that_is_none_is_refused(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(tmp_path, *GRID)
+    assert "has the runs 1 to 4" in refused(capsys, "run", tmp_path, number)
+    assert "belong to `plan`" in refused(capsys, "run", tmp_path, 1, "--training.steps", 3)
+
+
+def test_run_trains_and_a_second_time_does_nothing(data_folder: Path, tmp_path: Path) -> None:
+    plan(tmp_path / "s", "--configs", DEBUG, "--seeds", "3", "--data.path", data_folder)
+    command = [sys.executable, "-m", "canon_pretrain.sweep", "run", str(tmp_path / "s"), "1"]
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    first = run()
+    assert first.returncode == 0, first
+    launch(
+        *debug_run(data_folder, tmp_path / "alone"), "--model.init_seed", 3, "--data.data_seed", 3,
+        ranks=1, output=tmp_path / "out",
+    )  # fmt: skip
+    assert_same_run(tmp_path / "s" / "debug-seed3", tmp_path / "alone", step=12)
+    again = run()
+    assert again.returncode == 0 and "debug-seed3: DONE, nothing to do" in again.stderr
+    assert status(tmp_path / "s" / "debug-seed3").launches == 1
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import sys, canon_pretrain.sweep.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,199 @@
+"""slurm/data_prep.sh: a sharded build by an array job, whatever happens to its elements."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.jobs import main, unbuilt_shards
+from data_prep.plan import Limits
+from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
+from tests.slurm_cluster import SlurmCluster
+from tests.slurm_jobs import Job, Jobs
+from tests.support import ROOT
+
+SCRIPT = str(ROOT / "slurm" / "data_prep.sh")
+ODD = 'it\'s "a"; $(touch HIT) 100%d'
+SHARDS = 3
+FILES = 9
+
+
+def script(*words: object, environ: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", SCRIPT, *map(str, words)],
+        cwd=cwd, env=environ, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+def corpus_in(folder: Path) -> tuple[Path, Path]:
+    """A corpus and a tokenizer."""
+    write_corpus(folder / f"text {ODD}", files=FILES)
+    return folder / f"text {ODD}", write_tokenizer(folder / "tokenizer.model")
+
+
+def options(corpus: Path, tokenizer: Path, out: object) -> list[object]:
+    return ["--source", "local", "--files", corpus, "--tokenizer", tokenizer, "--out", out,
+            "--holdout", 0.1, "--workers", 1]  # fmt: skip
+
+
+def build_processes(shard: str) -> list[int]:
+    """The ids of the processes that build this shard, workers aside."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"data_prep" in words and words[-3:-1] == [b"--shard", shard.encode()]:
+            found.append(int(path.parent.name))
+    return found
+
+
+def submitted(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """Job ids by what `submit` says that they do."""
+    assert done.returncode == 0, done
+    return {what: number for number, what in re.findall(r"^job (\d+): (\w+)", done.stdout, re.M)}
+
+
+@pytest.mark.slurm
+def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """All three shards wait in their second unit. One meets its time limit, and is requeued alone,
+    then meets it without progress; one is killed. A second submission does what is missing."""
+    corpus, tokenizer = corpus_in(tmp_path)
+    held, out = tmp_path / "held", tmp_path / ODD
+    held.mkdir()
+    for number in (4, 5, 6):
+        (held / f"part{number}.jsonl").touch()
+    jobs = Jobs(slurm, tmp_path)
+    environ = jobs.environ(
+        {"PYTHONPATH": ROOT / "tests" / "slurm_data_site", "TEST_UNIT_BYTES": 1, "TEST_HELD": held}
+    )
+    words = ("submit", f"--shards={SHARDS}", "--cpus-per-task=1", "--mem=100", "--", *options(
+        corpus, tokenizer, ODD))  # fmt: skip
+
+    first = submitted(script(*words, environ=environ, cwd=tmp_path))
+    array = first["shards"]
+    finish = Job(slurm, first["finish"], tmp_path)
+    shards = [Job(slurm, f"{array}_{i}", tmp_path) for i in range(1, SHARDS + 1)]
+    logs = Path(f"{out}.logs")
+
+    def log(number: int) -> str:
+        return (logs / f"{array}_{number}.log").read_text()
+
+    def built() -> set[int]:
+        return {int(path.name[5:10]) for path in (out / "train").glob("part-*.json")}
+
+    shards[2].until(lambda: built() == {0, 1, 2}, "the first unit of each")
+    twice = script(*words, environ=environ, cwd=tmp_path)
+    assert twice.returncode == 2 and "jobs are at work on" in twice.stderr
+
+    # the last element has the array's own number, by which scontrol would requeue them all
+    assert shards[2].field("JobId") == array
+    slurm.run("scontrol", "update", f"JobId={array}_3", "TimeLimit=1")
+    shards[2].until_requeued(1)
+    slurm.run("scontrol", "update", f"JobId={array}_3", "TimeLimit=UNLIMITED")
+    assert [job.restarts for job in shards] == [0, 0, 1]
+    assert "requeued, to go on with the next unit" in log(3)
+    shards[2].until(lambda: "restart 1" in log(3) and "resuming: 1 of 3" in log(3), "its restart")
+    slurm.run("scontrol", "update", f"JobId={array}_3", "TimeLimit=1")
+    assert shards[2].until_ended() == "FAILED" and shards[2].restarts == 1
+    assert "no shard has finished a unit since this job began" in log(3)
+
+    killed = build_processes("2/3")
+    assert len(killed) == 1 and shards[1].state == "RUNNING"
+    os.kill(killed[0], signal.SIGKILL)
+    assert shards[1].until_ended() == "FAILED"
+    for path in held.iterdir():
+        path.unlink()
+    assert shards[0].until_ended() == "COMPLETED" and shards[0].restarts == 0
+    assert finish.until_ended() == "CANCELLED"
+    assert finish.field("Reason") == "DependencyNeverSatisfied"
+    assert not (out / "train" / "manifest.json").exists()
+
+    again = script(*words, environ=environ, cwd=tmp_path)
+    assert "shards 2,3 of 3\n" in again.stdout
+    finish = Job(slurm, submitted(again)["finish"], tmp_path)
+    assert finish.until_ended() == "COMPLETED"
+    said = (logs / f"{finish.id}-finish.log").read_text()
+    assert f"{ODD}: ok (everything was read)" in said
+
+    whole = [sys.executable, "-m", "data_prep", "build", *options(corpus, tokenizer, "whole")]
+    path = f"{environ['PYTHONPATH']}:{ROOT}"
+    subprocess.run([*map(str, whole)], cwd=tmp_path, env=environ | {"PYTHONPATH": path}, check=True)
+    assert snapshot(out) == snapshot(tmp_path / "whole")
+
+    last = script(*words, environ=environ, cwd=tmp_path)
+    assert "all units are built" in last.stdout and [*submitted(last)] == ["finish"]
+    finish = Job(slurm, submitted(last)["finish"], tmp_path)
+    assert finish.until_ended() == "COMPLETED"
+    assert "finished before" in (logs / f"{finish.id}-finish.log").read_text()
+    assert not [*tmp_path.rglob("HIT")] and not (ROOT / "HIT").exists()
+
+
+@pytest.mark.slurm
+def test_nothing_is_submitted_of_a_wrong_build(slurm: SlurmCluster, tmp_path: Path) -> None:
+    environ = Jobs(slurm, tmp_path).environ({})
+    before = slurm.run("squeue", "-h").stdout
+    for words, says in (
+        (("--shards", 2, "--", "--source", "local", "--out", "x"), "--tokenizer"),
+        (("--shards", 0, "--", "--out", "x"), "--shards 0: expected a whole number above 0"),
+        (("--shards", 2, "--", *options(tmp_path, tmp_path, "x"), "--shard", "1/2"), "its own"),
+        (("--", *options(tmp_path, tmp_path, "x")), "--shards N is missing"),
+    ):
+        done = script("submit", *words, environ=environ, cwd=tmp_path)
+        assert done.returncode == 2 and says in done.stderr, done
+    assert slurm.run("squeue", "-h").stdout == before and not (tmp_path / "x.logs").exists()
+
+
+def test_locally_it_is_the_same_build(tmp_path: Path) -> None:
+    """Without Slurm, in one go and shard by shard, and again."""
+    corpus, tokenizer = corpus_in(tmp_path)
+    environ = os.environ | {"CANON_CLUSTER_ENV": str(tmp_path / "cluster.env")}
+    (tmp_path / "cluster.env").write_text(f"VENV='{sys.prefix}'\n")
+    plain = script("--local", *options(corpus, tokenizer, "one"), environ=environ, cwd=tmp_path)
+    assert plain.returncode == 0 and "one: ok (everything was read)" in plain.stdout, plain
+    words = ("--local", "--shards", 2, "--", *options(corpus, tokenizer, ODD))
+    for _ in range(2):
+        split = script(*words, environ=environ, cwd=tmp_path)
+        assert split.returncode == 0 and f"{ODD}: ok (everything was read)" in split.stdout, split
+    assert "finished before" in split.stdout
+    assert snapshot(tmp_path / ODD) == snapshot(tmp_path / "one")
+    assert not [*tmp_path.rglob("HIT")]
+
+
+def test_shards_that_still_have_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Five units (of two files) over 3 shards: 1 has the units 0 and 3, 2 has 1 and 4, 3 has 2."""
+    write_corpus(tmp_path / "text", files=FILES)
+    write_tokenizer(tmp_path / "tokenizer.model")
+    out = tmp_path / "out"
+    assert unbuilt_shards(out, 3) == [1, 2, 3]
+    build_corpus(out, tmp_path / "text")
+    assert unbuilt_shards(out, 3) == []
+    for unit, shard in ((4, 2), (0, 1)):
+        (out / "train" / f"part-{unit:05}-0.json").rename(tmp_path / "mark")
+        assert unbuilt_shards(out, 3) == [shard]
+        # 24 documents a file: two units have more than 60 to train on
+        assert unbuilt_shards(out, 3, Limits(max_documents=60)) == ([] if unit == 4 else [shard])
+        (tmp_path / "mark").rename(out / "train" / f"part-{unit:05}-0.json")
+    capsys.readouterr()
+    main(["--shards", "2", "--", *map(str, options(tmp_path, tmp_path, out)), "--max-tok", "9"])
+    assert capsys.readouterr().out == f"\0{out}\0{out}\0--max-tokens\x009\0"
+
+
+@pytest.mark.parametrize("words", [(), ("build",), ("shard", "2"), ("finish", "x")])
+def test_it_is_no_job_without_slurm(words: tuple[str, ...], tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if "SLURM" not in name}
+    done = script(*words, environ=environ, cwd=tmp_path)
+    assert done.returncode == 2 and "--local" in done.stderr, done
+
+
+def test_help_is_its_header(tmp_path: Path) -> None:
+    done = script("--help", environ=dict(os.environ), cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("Build token shards on many nodes")
+    assert "SBATCH" not in done.stdout and "set -euo" not in done.stdout

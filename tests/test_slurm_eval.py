@@ -1,0 +1,141 @@
+"""slurm/eval.sh on a real Slurm: one checkpoint, one suite, whatever happens to the job."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.leases import leases_of
+from eval.results import Unfinished, read_results
+from tests.eval_text_runs import TRAIN, text_run, write_text_data
+from tests.ranks import launch
+from tests.slurm_cluster import SlurmCluster
+from tests.slurm_jobs import Job, Jobs, processes_of
+from tests.support import ROOT
+
+pytestmark = pytest.mark.slurm
+SCRIPT = "slurm/eval.sh"
+
+
+@pytest.fixture
+def jobs(slurm: SlurmCluster, tmp_path: Path) -> Jobs:
+    return Jobs(slurm, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 12 steps that is DONE."""
+    base = tmp_path_factory.mktemp("trained")
+    write_text_data(base / "data")
+    launch("--config", TRAIN, *text_run(base / "data", base / "run"), output=base / "out")
+    return base / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, of one's own, in a folder that a shell would stumble over."""
+    folder = tmp_path / 'it\'s "a run"; $(touch HIT) %j'
+    shutil.copytree(trained, folder)
+    return folder
+
+
+def submit(jobs: Jobs, run: Path, *more: object, **variables: object) -> None:
+    """`python -m eval submit RUN`, as on a login node."""
+    site = f"{ROOT / 'tests' / 'slurm_eval_site'}:{ROOT}"
+    environ = jobs.environ({"PYTHONPATH": site, **variables})
+    command = [sys.executable, "-m", "eval", "submit", run, "--sbatch=--gpus-per-node=0", *more]
+    done = subprocess.run(
+        [*map(str, command)], cwd=jobs.folder, env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def only_job(jobs: Jobs, run: Path, step: int, suite: str) -> Job:
+    """The job that the work's lease names."""
+    lease = leases_of(run, step, suite).current()
+    assert lease is not None and lease.number == 1 and lease.job is not None
+    log = run / "evals" / f"step-{step}" / suite / f"slurm-{lease.job}.log"
+    return Job(jobs.cluster, lease.job, log)
+
+
+def write_pair(folder: Path) -> Path:
+    """A group of two tasks of the user's own."""
+    zen = ROOT / "eval" / "tasks" / "zen_of_python"
+    shutil.copy(zen / "utils.py", folder)
+    for name in ("zen_one", "zen_two"):
+        text = (zen / "zen_of_python.yaml").read_text()
+        (folder / f"{name}.yaml").write_text(text.replace("task: zen_of_python", f"task: {name}"))
+    (folder / "pair.yaml").write_text("group: pair\ntask:\n  - zen_one\n  - zen_two\n")
+    return folder / "pair.yaml"
+
+
+def test_the_time_limit_costs_the_running_task_at_most(
+    jobs: Jobs, run: Path, tmp_path: Path
+) -> None:
+    """Two ranks; USR1 when one task of two is answered: requeued, and it goes on after that one."""
+    jobs.set(RANKS_PER_NODE=2)
+    tasks, gate = tmp_path / "my tasks", tmp_path / "gate"
+    tasks.mkdir()
+    gate.touch()
+    submit(
+        jobs, run, "--suites", write_pair(tasks), "--every", 12, "--once", TEST_EVAL_GATE=gate
+    )  # fmt: skip
+    job = only_job(jobs, run, 12, "pair")
+    suite = run / "evals/step-12/pair"
+    job.until(lambda: [*suite.glob("*/unfinished/*.task.json")], "the first task's answers")
+
+    jobs.cluster.run("scancel", "--signal=USR1", "--batch", job.id)  # as --signal=B:USR1@60 does
+    job.until_requeued(1)
+    assert [line for line in processes_of(str(tmp_path)) if "eval run" in line] == []
+    gate.unlink()
+    assert job.until_ended() == "COMPLETED", job.text()
+    assert "going on after 1 tasks of an earlier call" in job.text()
+    (path,) = suite.glob("*/results.json")
+    results = read_results(path)
+    assert set(results.scores) == {"zen_one", "zen_two"}
+    assert Unfinished(path.parent, results.asked).read() == {}
+    assert not [*tmp_path.glob("**/HIT")] and not (ROOT / "HIT").exists()
+
+
+def test_a_job_that_another_has_overtaken_does_nothing(jobs: Jobs, run: Path) -> None:
+    """What a watcher submits that slept between its claim and sbatch."""
+    checkpoint = run / "checkpoint/step-12"
+    script = (SCRIPT, "--lease", "0123456789abcdef", checkpoint, "validation")
+    job = jobs.submit(*script, flags=("--gpus-per-node=0",))
+    assert job.until_ended() == "COMPLETED"
+    assert "another job has this work" in job.text()
+    assert not (run / "evals/step-12/validation").exists()
+
+
+def test_by_hand_and_scancel(jobs: Jobs, run: Path, tmp_path: Path) -> None:
+    """A job that a person submits, from elsewhere; and one that is cancelled leaves no process."""
+    work = (SCRIPT, run / "checkpoint/step-3", "validation", "--batch_tokens", 4096)
+    job = jobs.submit(*work, flags=("--gpus-per-node=0",))
+    assert job.until_ended() == "COMPLETED", job.text()
+    (path,) = (run / "evals/step-3/validation").glob("*/results.json")
+    assert read_results(path).asked["step"] == 3
+
+    job = jobs.submit(*work[:2], "no-such-suite", flags=("--gpus-per-node=0",))
+    assert job.until_ended() == "FAILED" and job.restarts == 0
+    assert "unknown suite 'no-such-suite'" in job.text()
+
+    job = jobs.submit(SCRIPT, run / "checkpoint/step-6", "validation", flags=("--gpus-per-node=0",))
+    job.until(
+        lambda: [p for p in processes_of(f"{run}/checkpoint/step-6") if "eval run" in p], "it"
+    )
+    job.cancel()
+    assert job.until_ended() == "CANCELLED"
+    gone = lambda: not processes_of(f"{run}/checkpoint/step-6")  # noqa: E731
+    job.until(gone, "the end of its processes")
+    assert not [*(run / "evals/step-6").glob("*/*/results.json")]
+
+
+@pytest.mark.parametrize("script", ["eval", "eval_report", "eval_watch"])
+def test_help_and_arguments(script: str, slurm: SlurmCluster) -> None:
+    path = ROOT / "slurm" / f"{script}.sh"
+    shown = subprocess.run(["bash", path, "--help"], capture_output=True, text=True, cwd="/")
+    assert shown.returncode == 0 and f"sbatch [sbatch flags] slurm/{script}.sh" in shown.stdout
+    refused = subprocess.run(["bash", path], capture_output=True, text=True, cwd="/")
+    assert refused.returncode == 2 and "this is a job script" in refused.stderr
