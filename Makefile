@@ -1,6 +1,8 @@
 # make quickstart   text -> shards -> a trained, stopped and resumed Canon model -> scores -> a report
 # make test         the test suite
 # make test-slow    the few tests that it leaves out, since it should end within ten minutes
+# make test-slurm   the Slurm scripts on a real Slurm of two nodes (root; Debian's slurm packages)
+# make slurm-demo   text to report by Slurm jobs, told step by step
 # make check        ruff, mypy and the contracts on imports
 #
 # Each makes .venv and installs into it once; a second call installs nothing.
@@ -40,7 +42,7 @@ DONE := $(RUN)/run/DONE
 
 # make deletes the target of an interrupted recipe, which here would be a checkpoint's heart
 .PRECIOUS: $(SHARDS) $(STOPPED) $(DONE)
-.PHONY: quickstart test test-slow check install clean-quickstart
+.PHONY: quickstart test test-slow test-slurm slurm-demo check install clean-quickstart
 
 quickstart: $(INSTALLED)
 	@$(MAKE) --no-print-directory $(DONE)
@@ -62,6 +64,12 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	python -m pytest -m slow
+
+test-slurm: $(INSTALLED)
+	python -m pytest -m slurm
+
+slurm-demo: $(INSTALLED)
+	python -m tests.slurm_demo
 
 check: $(INSTALLED)
 	ruff check .

@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -69,8 +70,10 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     """The table that a person reads."""
     console.print(heading(result), highlight=False, soft_wrap=True)
     clock = result["ratio_of"]
-    table = Table("case", "tokens", "ours s", "hf s", "batch", "faster", "spread", "goal")
-    table.columns[0].no_wrap = table.columns[-1].no_wrap = True
+    columns = ("case", "tokens", "ours s", "hf s", "batch", "faster", "spread", "goal")
+    table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        column.no_wrap = True
     for case in result["cases"]:
         table.add_row(
             case["case"],

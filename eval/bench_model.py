@@ -108,5 +108,6 @@ def load_theirs(folder: Path, device: torch.device, dtype: torch.dtype, scratch:
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         max_length=MAX_LENGTH,
+        max_position_embeddings=MAX_LENGTH,  # of the model, which may have seen shorter texts
         add_bos_token=False,
     )

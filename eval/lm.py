@@ -42,12 +42,15 @@ Result = TypeVar("Result")
 
 
 def request_cost(request: Instance) -> int:
-    """About how much work a request is, in characters that are read; at least 1."""
+    """About how much work a request is, in characters that are read; at least 1.
+
+    The choices of an item come with the same context mostly, which is then read once.
+    """
     context = len(request.args[0])
     if request.request_type == "generate_until":
         return context + NEW_TOKEN_COST * new_tokens(request.args[1]) + 1
     if request.request_type == "loglikelihood":
-        return context + len(request.args[1]) + 1
+        return (0 if request.idx else context) + len(request.args[1]) + 1
     return context + 1
 
 

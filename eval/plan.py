@@ -5,7 +5,7 @@ not load, a folder that can't be written. run.py then asks.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.files import sha256_file
 from eval.probe_sets import open_probes
 from eval.results import (
     RESULTS,
@@ -32,10 +33,12 @@ from eval.subject import Subject
 from eval.suites import (
     ALL,
     BIRTH_YEAR,
+    FOLDERS,
     SUITES,
     VALIDATION,
     TaskPlan,
     find_suite,
+    folder_of,
     is_birth_year,
     least_length,
     open_tasks,
@@ -65,8 +68,14 @@ def check_options(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: expected at least 1")
-    for name, suite in (("must_beat", VALIDATION), ("junk", BIRTH_YEAR)):
-        if getattr(arguments, name) is not None and arguments.suite not in (suite, ALL):
+    if arguments.suite == ALL:
+        return
+    _, path = find_suite(arguments.suite)
+    for name, suite, serves in (
+        ("must_beat", VALIDATION, path is None),
+        ("junk", BIRTH_YEAR, is_birth_year(path)),
+    ):
+        if getattr(arguments, name) is not None and not serves:
             raise UserError(f"--{name} is for --suite {suite}, not for {arguments.suite}")
 
 
@@ -87,7 +96,7 @@ def open_plans(
             "max_length": max_length,
             "dtype": str(dtype).removeprefix("torch."),
             "add_bos": arguments.add_bos,
-            **({"options": dict(arguments.option)} if arguments.option else {}),
+            **_options(path, arguments.option),
             "lm_eval": version("lm_eval"),
             "tasks": described or {VALIDATION: _validation_described()},
         }
@@ -102,6 +111,22 @@ def open_plans(
             folder.mkdir(parents=True, exist_ok=True)
         plans.append(Plan(name, asked, max_length, folder, tasks))
     return plans
+
+
+def _options(path: Path | None, given: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The options that the tasks of `path` may take: not those named after another suite of ours.
+
+    A file is named by what is in it, so that the same one elsewhere is the same question.
+    """
+    if path is None:
+        return {}
+    own = folder_of(path)
+    others = tuple(f"{name}_" for name in FOLDERS if name != own)
+    taken = {name: value for name, value in given if not (own and name.startswith(others))}
+    for name, value in taken.items():
+        if Path(value).suffix and Path(value).is_file():
+            taken[name] = f"file {sha256_file(Path(value))}"
+    return {"options": taken} if taken else {}
 
 
 def _validation_described() -> dict[str, Any]:
@@ -137,9 +162,22 @@ def _open(
         if name != BIRTH_YEAR:
             only = [name]
         if left_out:
-            fits = f"left out, not fitting max_length {max_length}: {', '.join(left_out)}"
-            console.print(fits, soft_wrap=True)
-    return open_tasks(name, path, metadata, arguments.limit, only)
+            words = f"left out at max_length {max_length}: {', '.join(left_out)}"
+            console.print(words, soft_wrap=True, highlight=False)
+    tasks = open_tasks(name, path, metadata, arguments.limit, only)
+    cut = [
+        f"{task} {counts['too_long']:,} of {counts['kept']:,}"
+        for task, plan in tasks.items()
+        if (counts := plan.described.get("counts", {})).get("too_long")
+    ]
+    if cut:
+        console.print(
+            f"prompts that lose their beginning at max_length {max_length} (--max_length): "
+            f"{', '.join(cut)}",
+            soft_wrap=True,
+            highlight=False,
+        )
+    return tasks
 
 
 def known_results(plan: Plan, foreign: bool) -> Results | None:
@@ -192,6 +230,6 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{folder} can't hold the results: {error.strerror}. What earlier calls wrote is kept; "
-            "the same command goes on from there"
+            f"{folder} can't hold the results: {error.strerror}. What earlier calls wrote is kept, "
+            "and the same command goes on from there; --out DIR writes elsewhere"
         ) from None

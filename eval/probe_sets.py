@@ -152,12 +152,19 @@ class FrozenSets:
             junk = self._sentences(self._corpus) if length else Junk((), self.tokenizer)
             if junk.num_tokens < length:
                 return f"the text to hide in has only {junk.num_tokens:,} tokens"
-            with _lock(self.folder):  # two checkpoints may be evaluated side by side
-                manifest = self._manifest()
-                if name not in manifest["sets"]:
-                    advance(name)
-                    manifest["sets"][name] = self._freeze(path, kind, length, junk)
-                    write_json(self.folder / MANIFEST, manifest)
+            try:
+                with _lock(self.folder):  # two checkpoints may be evaluated side by side
+                    manifest = self._manifest()
+                    if name not in manifest["sets"]:
+                        advance(name)
+                        manifest["sets"][name] = self._freeze(path, kind, length, junk)
+                        write_json(self.folder / MANIFEST, manifest)
+            except OSError as error:
+                raise UserError(
+                    f"the probes {name} can't be frozen in {self.folder}: {error.strerror}. Make "
+                    "room there, or choose another folder with --out (under lm_eval: the metadata "
+                    "`probes`)"
+                ) from None
         return ProbeSet(name, path, **manifest["sets"][name])
 
     def _freeze(self, path: Path, kind: Kind, length: int, junk: Junk) -> dict[str, Any]:

@@ -34,7 +34,11 @@ class Work:
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
         with Progress(*columns, TimeRemainingColumn(), console=self._console) as bar:
             row = bar.add_task("", total=self._total)
-            self._bar = bar, lambda name, done: bar.update(row, description=name, completed=done)
+
+            def move(name: str, done: int) -> None:
+                bar.update(row, description=name, completed=done, total=self._total)
+
+            self._bar = bar, move
             yield self
         self._bar = None
 
@@ -54,6 +58,10 @@ class Work:
         yield advance
         self._done = before + cost
         self._show(name, 1.0, ended=True)
+
+    def skip(self, name: str) -> None:
+        """A part is not worked on after all: somebody else did it. Nothing where none was due."""
+        self._total = max(1, self._total - self._costs.pop(name, 0))
 
     def _show(self, name: str, part: float, ended: bool = False) -> None:
         if self._bar is not None:

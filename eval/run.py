@@ -9,7 +9,9 @@ goes through the same tasks, and the batches of each are shared out (ranks.py).
 """
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
@@ -42,7 +44,13 @@ def run(arguments: argparse.Namespace) -> None:
     check_options(arguments)
     # an exception leaves without waiting for ranks that are busy
     with Ranks.from_environment() as ranks:
-        _run(arguments, ranks)
+        try:
+            _run(arguments, ranks)
+        except KeyboardInterrupt:
+            if ranks.rank == 0:
+                words = "interrupted: the tasks that ended are kept, the same command goes on"
+                print(words, file=sys.stderr)
+            raise
 
 
 def _run(arguments: argparse.Namespace, ranks: Ranks) -> None:
@@ -81,14 +89,48 @@ def _run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     with Work(console, costs).shown() as work:
         for plan in missing:
             lm.max_length = plan.max_length
-            answers = _answers(console, subject, plan, lm, work, done[plan.name], arguments)
-            results, samples = merged(plan, answers)
-            if ranks.rank == 0:
-                with writing(plan.folder):
-                    write_results(plan.folder, results, samples)
-                    plan.unfinished.remove()
-            ranks.barrier()
-            _report(console, subject, plan, results, "written to", arguments.must_beat)
+            with _alone(console, plan, ranks):
+                results, how = _ask(console, subject, plan, lm, work, arguments)
+            _report(console, subject, plan, results, how, arguments.must_beat)
+
+
+@contextmanager
+def _alone(console: Console, plan: Plan, ranks: Ranks) -> Iterator[None]:
+    """The first rank holds the question, for all; see Unfinished.hold."""
+    held = None
+    if ranks.rank == 0:
+        with writing(plan.folder):
+            held = plan.unfinished.hold(lambda line: console.print(line, soft_wrap=True))
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _ask(
+    console: Console,
+    subject: Subject,
+    plan: Plan,
+    lm: CanonLM,
+    work: Work,
+    arguments: argparse.Namespace,
+) -> tuple[Results, str]:
+    """The results of one suite, or those that another process has got meanwhile; and which."""
+    ranks = lm.ranks
+    known: Results | None = ranks.broadcast(known_results(plan, arguments.out is not None))
+    if known:
+        for name in plan.tasks or [VALIDATION]:
+            work.skip(_part(plan, name))
+        return known, "as found in"
+    done = ranks.broadcast(plan.unfinished.read())
+    results, samples = merged(plan, _answers(console, subject, plan, lm, work, done, arguments))
+    if ranks.rank == 0:
+        with writing(plan.folder):
+            write_results(plan.folder, results, samples)
+            plan.unfinished.remove()
+    ranks.barrier()
+    return results, "written to"
 
 
 def _costs(subject: Subject, plan: Plan, limit: int | None) -> dict[str, int]:
@@ -120,6 +162,7 @@ def _answers(
     answers = {}
     for name, task in plan.tasks.items():
         if name in done:
+            work.skip(_part(plan, name))
             answers[name] = done[name]
             continue
         with work.part(_part(plan, name)) as advance:

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -291,16 +291,19 @@ def to_words(given: dict[str, Any]) -> list[str]:
     return words
 
 
-def split_suites(given: str) -> list[str]:
-    """The suites of `--suites a,b`, of `all` the paper's. Raises UserError for an unknown one."""
+def split_suites(given: str, known: Collection[str] = ()) -> list[str]:
+    """The suites of `--suites a,b`, of `all` the paper's. Raises UserError for an unknown one.
+
+    `known` were found good before.
+    """
     names: list[str] = []
     for name in filter(None, given.split(",")):
-        if name != ALL and name not in SUITES:
+        path = os.path.abspath(name) if name.endswith((".yaml", ".yml")) else name
+        if name != ALL and path not in (*SUITES, *known):
             from eval.suites import find_suite  # imports lm_eval: seconds
 
             find_suite(name)
-            if name.endswith((".yaml", ".yml")):
-                name = os.path.abspath(name)
+        name = path
         names += SUITES if name == ALL else [name]
     if not names:
         raise UserError(f"--suites {given!r}: expected {ALL}, or names such as {SUITES[0]},jrt")
@@ -348,6 +351,13 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
         finally:
             remove(temporary)
     raise UserError(f"{path} comes and goes: look who writes it")
+
+
+def known_suites(run: Path) -> list[str]:
+    """The suites of schedule.json, where there is one. Raises UserError for what is no run."""
+    RunFolder(run).read_config()
+    request = _read_request(run / EVALS / "schedule.json")
+    return [] if request is None else request.suites
 
 
 def _read_request(path: Path) -> Request | None:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from canon_pretrain.errors import UserError
-from eval.cluster import NoQueue, Slurm
+from eval.cluster import SCRIPTS, NoQueue, Slurm
 from eval.run_command import add_how
 from eval.schedule import (
     ALL,
@@ -27,6 +27,7 @@ from eval.schedule import (
     RETRIES,
     Queue,
     Schedule,
+    known_suites,
     settle,
     split_suites,
     to_words,
@@ -116,10 +117,12 @@ def execute(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise UserError(f"--{name} {value}: expected at least {least}")
+    if not SCRIPTS.is_dir():
+        raise UserError(f"{SCRIPTS} is not there: install from the repository, with pip install -e")
     runs = [Path(os.path.abspath(run)) for run in arguments.runs]
     if len(set(runs)) < len(runs):
         raise UserError("a run is named twice")
-    given = _given(arguments)
+    given = _given(arguments, [suite for run in runs for suite in known_suites(run)])
     looks_only = arguments.status or arguments.json or arguments.is_finished
     schedules = [
         Schedule(
@@ -162,13 +165,13 @@ def _queue(*, needed: bool) -> Queue:
     return slurm
 
 
-def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a Request that the command line names."""
+def _given(arguments: argparse.Namespace, known: list[str]) -> dict[str, Any]:
+    """The fields of a Request that the command line names; `known`: see split_suites."""
     given: dict[str, Any] = {
         "every": arguments.every,
         "retries": arguments.retries,
         "sbatch": arguments.sbatch,
-        "suites": None if arguments.suites is None else split_suites(arguments.suites),
+        "suites": arguments.suites and split_suites(arguments.suites, known),
         "how": to_words(vars(arguments)) or None,
     }
     return {name: value for name, value in given.items() if value is not None}

@@ -33,6 +33,8 @@ LEAST_LENGTHS = {"babilong": 8192, "birth_year": 8192}
 what they hide among 4,096 tokens would else be cut off, or left out. The others fit the training
 length."""
 
+FOLDERS = (DISCRIMINATIVE, JRT, BABILONG, "birth_year")
+"""Of the suites' tasks; an option of a suite's tasks begins with its name."""
 TASKS = Path(__file__).parent / "tasks"
 HARNESS_TASKS = Path(lm_eval.tasks.__file__).parent
 HARNESS_FOLDERS = (
@@ -95,15 +97,15 @@ def find_suite(given: str) -> tuple[str, Path | None]:
 
 def least_length(path: Path | None) -> int:
     """See LEAST_LENGTHS; 0 for any other task file."""
-    return LEAST_LENGTHS.get(_folder(path), 0)
+    return LEAST_LENGTHS.get(folder_of(path), 0)
 
 
 def is_birth_year(path: Path | None) -> bool:
     """Whether the tasks of this file read frozen probes."""
-    return _folder(path) == "birth_year"
+    return folder_of(path) == "birth_year"
 
 
-def _folder(path: Path | None) -> str:
+def folder_of(path: Path | None) -> str:
     """The folder in eval/tasks that a task file lies in; empty for one of the user's."""
     ours = path is not None and path.resolve().is_relative_to(TASKS)
     return path.parent.name if path is not None and ours else ""

@@ -113,8 +113,8 @@ class Watcher:
                 in_flight += 1
                 if self.local:  # it took hours, and is over
                     return True
-            elif _num_in_flight(self.look()) >= self.max_in_flight:
-                return False
+            else:
+                in_flight = self._num_in_flight_now()
         return False
 
     def _work(self, schedule: Schedule, entry: Entry) -> Work:
@@ -166,9 +166,13 @@ class Watcher:
             return "another watcher has a later claim"
         if work.is_done():
             return "it is done"
-        if work.script == "eval.sh" and _num_in_flight(self.look()) > self.max_in_flight:
+        if work.script == "eval.sh" and self._num_in_flight_now() > self.max_in_flight:
             return f"{self.max_in_flight} are in flight"
         return None
+
+    def _num_in_flight_now(self) -> int:
+        self.queue.look()
+        return _num_in_flight(self.look())
 
     def _slurm(self) -> Slurm:
         assert isinstance(self.queue, Slurm)

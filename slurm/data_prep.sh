@@ -103,13 +103,24 @@ finish_build() {
 # parts_in: how many parts the folder has, of all shards
 parts_in() { { find "$OUT/train" -name 'part-*.json' 2>/dev/null || true; } | wc -l; }
 
+end_build() { # and all of its workers, so that none is left to hold a unit's lock
+    kill -TERM -- "-$BUILDER" 2>/dev/null || true
+    wait "$BUILDER" || true
+}
+
 on_near_limit() {
+    end_build
     if (($(parts_in) > PARTS)); then
         say "the time limit is near: requeued, to go on with the next unit"
-        requeue # Slurm ends the build; a unit that is not finished is begun again
+        requeue
     fi
     say "failed: no shard has finished a unit since this job began, and the time limit is near. Submit again with a longer --time"
     exit 1
+}
+
+on_end() {
+    end_build
+    exit 143
 }
 
 # shard_job N BUILD'S OPTIONS: one shard, inside an element of an array job
@@ -121,11 +132,14 @@ shard_job() {
     BUILD=("$@")
     plan_build
     PARTS=$(parts_in)
-    trap on_near_limit USR1
     say "job $SLURM_JOB_ID, shard $SLURM_ARRAY_TASK_ID/$SHARDS, restart ${SLURM_RESTART_COUNT:-0}, $(cores) cores"
-    # in the background, since a trap waits for a foreground command
+    # in the background, since a trap waits for a foreground command; in a process group of its own
+    set -m
     build_shard "$SLURM_ARRAY_TASK_ID/$SHARDS" "${BUILD[@]}" &
-    wait $! || code=$?
+    BUILDER=$!
+    trap on_near_limit USR1
+    trap on_end TERM
+    wait "$BUILDER" || code=$?
     exit "$code"
 }
 

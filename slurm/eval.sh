@@ -67,6 +67,13 @@ split_work() {
     OPTIONS=("$@")
 }
 
+# set_command: RUN_IT, all ranks of one node
+set_command() {
+    set_ranks
+    RUN_IT=(python -m torch.distributed.run --standalone --nproc-per-node="$RANKS" -m eval run)
+    RUN_IT+=(--checkpoint "$CHECKPOINT" --suite "$SUITE")
+}
+
 # is_ours JOB: ends the script where another job has this work, or ours gets nowhere
 is_ours() {
     local code=0
@@ -106,16 +113,17 @@ wait_for_ranks() {
 
 eval_job() {
     split_work "$@"
-    set_ranks
+    set_command
     trap on_eval_limit USR1
     trap on_eval_term TERM
-    NODES=1
-    mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    say "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on ${HOSTS[0]}, $RANKS rank(s): $SUITE of $CHECKPOINT"
+    say "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST, $RANKS rank(s): $SUITE of $CHECKPOINT"
     is_ours "$SLURM_JOB_ID"
     STEP_CODE=1
     if [[ $ASKED == none ]]; then
-        start_ranks 0 eval run --checkpoint "$CHECKPOINT" --suite "$SUITE" "${OPTIONS[@]}"
+        # unlike the trainer's, these ranks shall die of SIGTERM: what counts is on disk
+        srun --nodes=1 --ntasks=1 --cpu-bind=none --kill-on-bad-exit=1 "${SRUN_FLAGS[@]}" \
+            "${CONTAINER[@]}" "${RUN_IT[@]}" "${OPTIONS[@]}" &
+        STEP=$!
         wait_for_ranks
     fi
     ((STEP_CODE)) || exit 0
@@ -129,11 +137,10 @@ eval_job() {
 eval_local() {
     unset SLURM_JOB_ID SLURM_RESTART_COUNT # of an interactive job, which is not ours
     split_work "$@"
-    set_ranks
+    set_command
     is_ours "local-$(uname -n)-$$"
     trap on_eval_term INT TERM HUP
-    "${CONTAINER[@]}" python -m torch.distributed.run --standalone --nproc-per-node="$RANKS" \
-        -m eval run --checkpoint "$CHECKPOINT" --suite "$SUITE" "${OPTIONS[@]}" &
+    "${CONTAINER[@]}" "${RUN_IT[@]}" "${OPTIONS[@]}" &
     STEP=$!
     wait_for_ranks
     exit "$STEP_CODE"

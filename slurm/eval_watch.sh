@@ -68,7 +68,9 @@ next_look() {
         printf '%s' "$waiting"
         return
     fi
-    flags=(--parsable "--begin=now+$seconds" "--job-name=$NAME" --output=/dev/null)
+    # afterany: looks that take longer than WATCH_MINUTES don't pile up
+    flags=(--parsable "--begin=now+$seconds" "--dependency=afterany:$SLURM_JOB_ID")
+    flags+=("--job-name=$NAME" --output=/dev/null)
     flags+=("--partition=$SLURM_JOB_PARTITION")
     [[ -z ${SLURM_JOB_ACCOUNT:-} || $SLURM_JOB_ACCOUNT == '(null)' ]] || flags+=("--account=$SLURM_JOB_ACCOUNT")
     [[ -z ${SLURM_JOB_QOS:-} || $SLURM_JOB_QOS == '(null)' ]] || flags+=("--qos=$SLURM_JOB_QOS")
@@ -92,8 +94,9 @@ watch_job() {
     next=$(next_look "$@") || die "the next look could not be submitted: submit the watch again"
     say "job $SLURM_JOB_ID looks; the next is job $next"
     # not in a container: it needs the cluster's own commands
-    python -m eval submit "$@" --once || say "this look failed; the next one tries again"
-    if python -m eval submit "$@" --is_finished; then
+    if ! python -m eval submit "$@" --once; then
+        say "this look failed; the next one tries again"
+    elif python -m eval submit "$@" --is_finished; then
         say "all is evaluated and reported: the watch ends"
         scancel "$next"
     fi

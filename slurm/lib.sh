@@ -194,8 +194,8 @@ preflight() {
 
 # -- what comes after -----------------------------------------------------------------------------
 
-job_field() { # NAME: its value in scontrol's description of this job
-    scontrol show job -o "$JOB" 2>/dev/null | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1
+job_field() { # NAME: its value in scontrol's description of this job; empty where there is none
+    { scontrol show job -o "$JOB" 2>/dev/null || true; } | tr ' ' '\n' | sed -n "s/^$1=//p"
 }
 
 # requeue: this job goes back into the queue under its id; the script ends
@@ -214,16 +214,18 @@ requeue_without() {
     before=$(job_field ExcNodeList)
     [[ $before == '(null)' ]] && before=
     trap '' TERM USR1
-    if scontrol requeue "$JOB"; then
-        # only a job that waits lets its nodes be chosen; it waits for two minutes at least
-        for try in 1 2 3 4 5; do
-            if scontrol update "JobId=$JOB" "ExcNodeList=${before:+$before,}$1"; then
-                exit 0
-            fi
-            sleep "$try"
-        done
+    if ! scontrol requeue "$JOB"; then
+        say "Slurm does not requeue this job: submit it again with sbatch --exclude=$1"
+        exit 1
     fi
-    say "the job could not be requeued without $1: submit it again with sbatch --exclude=$1"
+    # only a job that waits lets its nodes be chosen; it waits for two minutes at least
+    for try in 1 2 3 4 5; do
+        if scontrol update "JobId=$JOB" "ExcNodeList=${before:+$before,}$1"; then
+            exit 0
+        fi
+        sleep "$try"
+    done
+    say "Slurm does not take $1 out of the job's nodes, and the next launch may meet it again: scancel, then submit again with sbatch --exclude=$1"
     exit 1
 }
 

@@ -3,25 +3,17 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canon_pretrain.files import write_json
-from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.status import Status
 from canon_pretrain.sweep.__main__ import main
 from canon_pretrain.sweep.grid import PLAN, make_sweep, read_sweep, run_name
-from canon_pretrain.sweep.table import look_at_sweep
 from canon_pretrain.titan.command_line import parse_job
-from tests.ranks import assert_same_run, launch, status
-from tests.report_runs import launch as launch_event
-from tests.report_runs import plant_run, step
-from tests.support import ROOT, debug_run
+from tests.support import ROOT
 
 NOW = datetime(2026, 11, 20, 12, 30, tzinfo=UTC)
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
@@ -273,70 +265,6 @@ def test_a_damaged_or_missing_plan_is_named(
     assert "plan with the same arguments again" in refused(capsys, "run", tmp_path, 1)
 
 
-# -- how it stands, and what is left
-
-
-def test_the_table_has_each_run_with_its_state(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan(tmp_path, *GRID)
-    sweep = read_sweep(tmp_path)
-    trains, failed, done, _ = (tmp_path / run.name for run in sweep.runs)
-    then = (NOW - timedelta(seconds=1)).isoformat()
-    running = Status("running", 20, 500, then, then, phase="training", seconds_per_step=2.0,
-                     job_id="41")  # fmt: skip
-    for folder, found in (
-        (trains, running),
-        (
-            failed,
-            replace(running, state="failed", phase="ended", reason="UserError: no", job_id="42"),
-        ),
-        (done, replace(running, state="done", phase="ended", step=500)),
-    ):
-        run = plant_run(folder, [launch_event("start"), step(20, 5.25)])
-        write_json(run.status_file, asdict(found))
-    RunFolder(done).write_done(500)
-    rows = look_at_sweep(sweep, tmp_path, NOW)
-    assert [(row.number, row.state, row.step, row.steps, row.job_id) for row in rows] == [
-        (1, "training", 20, 500, "41"), (2, "failed", 20, 500, "42"), (3, "done", 500, 500, "41"),
-        (4, "waiting", None, None, None),
-    ]  # fmt: skip
-    assert [row.loss for row in rows] == [5.25, 5.25, 5.25, None]
-    assert rows[1].reason == "UserError: no"
-    capsys.readouterr()
-    main(["table", str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6 and lines[-1].startswith("4 runs: ") and "1 waiting" in lines[-1]
-    assert lines[2].split() == [
-        "2", sweep.runs[1].name, "failed", "20/500", "5.2500", "42", "UserError:", "no",
-    ]  # fmt: skip
-    main(["table", str(tmp_path), "--json"])
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == [
-        run.name for run in sweep.runs
-    ]
-
-
-def test_what_is_left_is_what_is_not_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan(tmp_path / "s", "--configs", DEBUG, config(tmp_path / "b.toml"), "--seeds", *range(3))
-    for name in ("debug-seed0", "b-seed1"):
-        (tmp_path / "s" / name).mkdir()
-        RunFolder(tmp_path / "s" / name).write_done(12)
-
-    def todo(*words: str) -> list[str]:
-        capsys.readouterr()
-        main(["todo", str(tmp_path / "s"), *words])
-        return capsys.readouterr().out.split("\n")
-
-    assert todo() == ["2,3,4,6", "2 4", ""]
-    assert todo("--besides", "2,4") == ["3,6", "3 6", ""]
-    assert todo("--besides", "2,3,4,6") == ["", "", ""]
-    main(["run", str(tmp_path / "s"), "1", "--print0"])
-    said = capsys.readouterr()
-    assert said.out == "" and "debug-seed0: DONE" in said.err
-
-
 @pytest.mark.parametrize("number", [0, 5, -1])
 def test_a_number_that_is_none_is_refused(
     number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -346,23 +274,11 @@ def test_a_number_that_is_none_is_refused(
     assert "belong to `plan`" in refused(capsys, "run", tmp_path, 1, "--training.steps", 3)
 
 
-def test_run_trains_and_a_second_time_does_nothing(data_folder: Path, tmp_path: Path) -> None:
-    plan(tmp_path / "s", "--configs", DEBUG, "--seeds", "3", "--data.path", data_folder)
-    command = [sys.executable, "-m", "canon_pretrain.sweep", "run", str(tmp_path / "s"), "1"]
-
-    def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-    first = run()
-    assert first.returncode == 0, first
-    launch(
-        *debug_run(data_folder, tmp_path / "alone"), "--model.init_seed", 3, "--data.data_seed", 3,
-        ranks=1, output=tmp_path / "out",
-    )  # fmt: skip
-    assert_same_run(tmp_path / "s" / "debug-seed3", tmp_path / "alone", step=12)
-    again = run()
-    assert again.returncode == 0 and "debug-seed3: DONE, nothing to do" in again.stderr
-    assert status(tmp_path / "s" / "debug-seed3").launches == 1
+def test_a_file_where_the_sweep_should_be_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "s").touch()
+    assert f"{tmp_path / 's'}: " in refused(capsys, "plan", tmp_path / "s", *GRID)
 
 
 def test_planning_needs_no_torch() -> None:

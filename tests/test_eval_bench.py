@@ -23,7 +23,10 @@ from eval.bench_cases import CASES, Case, make_cases
 from eval.bench_model import parse_model, trained_tokenizer
 from eval.bench_run import Sides, agreement, best_batch_size, measure
 from eval.lm import CanonLM
+from tests.data_folders import plant_data, sentence
+from tests.hf_exports import plant_run
 from tests.support import ROOT
+from tests.variants import build, variant
 
 TINY = "debug,vocab_size=400"
 
@@ -100,6 +103,7 @@ def test_what_counts_as_the_same_answer() -> None:
     with pytest.raises(UserError):
         agreement(case("wikitext"), [-9000.0], [-9000.2], float32)
     assert agreement(case("jrt"), [" a b", "c"], ["a b", "c"], float32) == "2 of 2 texts"
+    assert agreement(case("jrt"), ["a\ufffd b"], ["a b"], float32) == "1 of 1 texts"
     with pytest.raises(UserError, match="1 of 2 texts"):
         agreement(case("jrt"), [" a b", "c"], ["a b", " c"], float32)
 
@@ -135,10 +139,10 @@ def test_theirs_get_their_best_batch_size(
             theirs.tried.append(theirs.batch_size_per_gpu)
         if clocks[theirs.batch_size_per_gpu] == float("inf"):
             raise torch.OutOfMemoryError
-        return [], {"clock": clocks[theirs.batch_size_per_gpu]}
+        return [], {"clock": 1.0, "CPU": clocks[theirs.batch_size_per_gpu]}
 
     monkeypatch.setattr(sides, "answer", answer)
-    assert best_batch_size(sides, case("piqa")) == best
+    assert best_batch_size(sides, case("piqa"), "CPU") == best
     assert theirs.tried == tried
 
 
@@ -197,9 +201,14 @@ def test_bad_input_is_one_message() -> None:
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_on_a_checkpoint(tmp_path: Path) -> None:
+    """Trained on texts shorter than those that are asked about."""
+    plant_data(tmp_path / "data", [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
+    model = build(replace(variant("rope ABCD k2 standard gqa"), vocab_size=300))
+    checkpoint = plant_run(tmp_path / "run", model, data=tmp_path / "data")
     out = tmp_path / "bench.json"
-    done = bench("--model", TINY, "--repeats", 1, "--scale", 0.2, "--json", out)
+    done = bench("--checkpoint", checkpoint, "--repeats", 1, "--scale", 0.2, "--json", out)
     assert done.returncode == 0, done.stderr
     assert "answers agree" in done.stdout and done.stderr == ""
-    assert len(json.loads(out.read_text())["cases"]) == len(CASES)
+    result = json.loads(out.read_text())
+    assert len(result["cases"]) == len(CASES) and result["model"] == str(checkpoint)

@@ -505,7 +505,7 @@ def test_each_filter_of_the_answers_is_compared_with_itself(tmp_path: Path) -> N
             for record in records({"match": right_or_wrong(400, part, generator())})
         ]
         scores = {"gsm": {f"match, {kind}": part for kind, part in shares.items()}}
-        plant_answers(run, 20, "jrt", {"gsm": items}, scores=scores, described=described)
+        plant_answers(run, 20, SUITE, {"gsm": items}, scores=scores, described=described)
     (row,) = content(tmp_path / "a", tmp_path / "b")["pairs"]
     assert (row["metric"], row["num_items"]) == ("match, strict", 400)
     assert (row["difference"], row["verdict"]) == (pytest.approx(0.6), "better")

@@ -48,6 +48,21 @@ def test_lines_say_how_much_of_all_is_left(clock: Clock) -> None:
     ]
 
 
+def test_what_others_did_is_no_part_of_the_work(clock: Clock) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with Work(console, {"first": 100, "second": 100}).shown() as work:
+        work.skip("first")
+        work.skip("never due")
+        with work.part("second") as advance:
+            clock.now = 10.0
+            advance(50)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "second: 50%; 50% of all, about 10 s left",
+        "second: 100%; took 10 s",
+    ]
+
+
 def test_a_terminal_has_a_bar_and_no_lines(clock: Clock) -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     with Work(console, {"first": 10}).shown() as work, work.part("first") as advance:

@@ -1,6 +1,10 @@
 """Results on disk: what is kept while a suite runs, and what damage does to it."""
 
+import errno
+import fcntl
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,43 @@ def test_what_ended_is_kept_and_read_again(tmp_path: Path) -> None:
     assert Unfinished(tmp_path, ASKED).read() == {"first": ANSWERS, "a/b": ANSWERS}
     Unfinished(tmp_path, ASKED).remove()
     assert Unfinished(tmp_path, ASKED).read() == {} and not [*tmp_path.iterdir()]
+
+
+def test_a_run_that_was_moved_goes_on(tmp_path: Path) -> None:
+    Unfinished(tmp_path, ASKED).add("first", ANSWERS)
+    moved = Unfinished(tmp_path, ASKED | {"checkpoint": "elsewhere"})
+    moved.add("second", ANSWERS)
+    assert list(moved.read()) == ["first", "second"]
+
+
+def test_who_comes_second_waits_and_says_so(tmp_path: Path) -> None:
+    kept, said = Unfinished(tmp_path, ASKED), []
+    first = kept.hold(said.append)
+
+    def second() -> None:
+        with kept.hold(said.append):
+            said.append("second")
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    while not said:
+        time.sleep(0.01)
+    assert said == [f"waits: another process asks the same question, in {tmp_path}"]
+    time.sleep(0.05)
+    said.append("first")
+    first.close()
+    thread.join()
+    assert said[1:] == ["first", "second"]
+
+
+def test_without_locks_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    said: list[str] = []
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    Unfinished(tmp_path, ASKED).hold(said.append).close()
+    assert "can't be locked here (Function not implemented); going on" in said[0]
 
 
 def test_answers_to_another_question_are_thrown_away(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`python -m eval run` on a run that has text: suites, files and every error."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -8,10 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lm_eval.utils import env as TEMPLATES
 
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.data.mixture import Mixture
@@ -27,6 +30,7 @@ from eval.lm import CanonLM
 from eval.model import load_model
 from eval.results import Results, read_results, write_results
 from eval.suites import SUITES, TASKS, open_tasks, task_files
+from tests.checkpoint_folders import small_disk
 from tests.support import ROOT
 
 WORDS = "the a one no river stone light house year born was in of and said went saw".split()
@@ -121,7 +125,7 @@ def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
     assert torch.equal(state[0], torch.get_rng_state())
     assert state[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
     assert "freezing the probes 1-hop-0 in" in printed
-    assert "left out, not fitting max_length 900" in printed
+    assert "left out at max_length 900" in printed
     assert "L = 1024, L = 2048, L = 4096" in printed
     path = only_result(run / "evals/step-3/birth-year")
     results = read_results(path)
@@ -262,6 +266,26 @@ def test_a_task_file_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
     assert "as found in" not in ask(str(task_file), of=copy)  # another question
 
 
+def test_a_template_is_compiled_once_not_for_each_item(
+    copy: Path, ask: Ask, task_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    compile_one = TEMPLATES.compile
+
+    def count(source: str, *words: Any) -> Any:
+        compiled.append(source)
+        return compile_one(source, *words)
+
+    monkeypatch.setattr(TEMPLATES, "compile", count)
+    before = TEMPLATES.from_string
+    task_file.with_name("colours.py").write_text(LOAD.replace("return", "rows *= 20; return"))
+    ask(str(task_file), of=copy)
+    assert TEMPLATES.from_string == before
+    # once to look at the task, once to plan it, once to ask it
+    assert {compiled.count(template) for template in compiled} <= {1, 2, 3}
+    assert "{{question}}" in compiled
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -318,6 +342,12 @@ def test_text_needs_the_tokenizer_of_the_data(copy: Path, ask: Ask) -> None:
     for suite in ("birth-year", "zen_of_python"):
         assert "tokenizer.model is missing" in ask(suite, *words, of=copy, code=2)
     assert "this checkpoint" in ask("validation", *words, of=copy)
+
+
+def test_a_full_disk_for_the_probes_is_one_message(ask: Ask, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "full", "size=64k"):
+        error = ask("birth-year", *SHORT, "--out", tmp_path / "full/out", code=2)
+    assert re.search(r"probes 1-hop-0 can't be frozen in .*: No space left .*--out", error)
 
 
 def test_a_changed_probe_is_refused(copy: Path, ask: Ask) -> None:
@@ -394,6 +424,43 @@ def test_a_group_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
     ask(str(path), of=copy)
     results = read_results(only_result(copy / "evals/step-3/many"))
     assert list(results.scores) == ["colours", "zen_of_python"]
+
+
+def test_a_run_that_was_moved_keeps_its_results(copy: Path, ask: Ask) -> None:
+    """A checkpoint that was written again does not."""
+    words = ("--data", copy.parent / "data")
+    ask("zen_of_python", *words, of=copy)
+    moved = copy.rename(copy.with_name("moved"))
+    assert "as found in" in ask("zen_of_python", *words, of=moved)
+    os.utime(moved / "checkpoint/step-3/.metadata")
+    assert "written to" in ask("zen_of_python", *words, of=moved)
+
+
+def test_an_option_is_part_of_the_question_it_is_for(
+    copy: Path, ask: Ask, task_file: Path, tmp_path: Path
+) -> None:
+    """A file by its content, wherever it lies; one of another suite's tasks not at all."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.toml").write_text("x = 1")
+
+    def asked(suite: object, option: str) -> bool:
+        return "written to" in ask(str(suite), "--option", option, of=copy)
+
+    assert asked(task_file, "jrt_tokens=7") and asked(task_file, "jrt_tokens=8")
+    assert asked(task_file, f"prompts={tmp_path}/a.toml")
+    assert not asked(task_file, f"prompts={tmp_path}/b.toml")
+    (tmp_path / "b.toml").write_text("x = 2")
+    assert asked(task_file, f"prompts={tmp_path}/b.toml")
+    assert asked("zen_of_python", "beauty=1") and asked("zen_of_python", "jrt_tokens=7")
+    assert not asked("zen_of_python", "jrt_tokens=8")
+    assert asked("validation", "jrt_tokens=7") and not asked("validation", "jrt_tokens=8")
+
+
+def test_junk_is_for_one_of_the_probes_too(ask: Ask, tmp_path: Path) -> None:
+    junk = tmp_path / "junk.txt"
+    junk.write_text(" ".join(f"Here is a marked line of {word}." for word in WORDS * 5))
+    words = ("--limit", 1, "--junk", junk, "--out", tmp_path / "out")
+    assert "1-hop-0" in ask("1-hop-0", *SHORT, *words)
 
 
 def test_a_folder_that_cannot_be_is_refused_before_asking(ask: Ask, tmp_path: Path) -> None:

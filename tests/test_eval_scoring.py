@@ -154,6 +154,11 @@ def test_requests_equal_the_rules_in_words(
     assert sum(told) == sum(map(request_cost, requests_of(asked) + rolling))
 
 
+def test_a_context_that_choices_share_is_work_once() -> None:
+    first, second = (Instance("loglikelihood", {}, ("c" * 1000, " choice"), idx) for idx in (0, 1))
+    assert request_cost(first) > 1000 and 1 <= request_cost(second) < 10
+
+
 def counted(
     model: Transformer, pairs: list[Pair], planner: Planner
 ) -> tuple[int, int, list[Answer]]:

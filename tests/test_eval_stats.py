@@ -38,9 +38,8 @@ def test_the_variance_of_a_mean_of_independent_items_is_the_textbook_one(
 def test_the_variance_is_the_cluster_robust_one_of_a_regression_on_a_constant(
     rng: np.random.Generator,
 ) -> None:
-    clusters = rng.integers(0, 40, 600)
-    clusters[:40] = np.arange(40)
-    weights = rng.uniform(0.5, 4, 600)
+    clusters = np.arange(600) % 40
+    weights = np.repeat(rng.uniform(0.5, 4, 15), 40)  # clusters alike, items not
     values = rng.normal(size=600) + rng.normal(size=40)[clusters]
     fit = WLS(values, np.ones((600, 1)), weights=weights).fit(
         cov_type="cluster", cov_kwds={"groups": clusters}
@@ -49,6 +48,36 @@ def test_the_variance_is_the_cluster_robust_one_of_a_regression_on_a_constant(
     assert ours.mean == pytest.approx(float(fit.params[0]))
     # statsmodels corrects by G / (G - 1) times (N - 1) / (N - 1)
     assert items.mean_variance(ours) == pytest.approx(float(fit.cov_params()[0, 0]))
+    assert items.degrees_of_freedom(ours) == pytest.approx(39)
+
+
+def test_the_variance_is_the_jackknife_that_leaves_out_one_cluster(
+    rng: np.random.Generator,
+) -> None:
+    clusters = rng.integers(0, 12, 90)
+    clusters[:12] = np.arange(12)
+    values, weights = rng.normal(size=90), rng.uniform(0.5, 4, 90)
+    without = np.array(
+        [np.average(values[clusters != g], weights=weights[clusters != g]) for g in range(12)]
+    )
+    by_hand = 11 / 12 * ((without - np.average(values, weights=weights)) ** 2).sum()
+    ours = Clusters.of(values, weights, clusters)
+    assert items.mean_variance(ours) == pytest.approx(by_hand)
+    assert 1 < items.degrees_of_freedom(ours) < 11
+
+
+def test_one_large_source_among_many_small_ones_is_no_certainty(
+    rng: np.random.Generator,
+) -> None:
+    """The usual cluster-robust variance is wrong 70 % of the time here, where 5 % are promised."""
+    clusters = np.array([0] * 700 + list(range(1, 301)))
+    wrong = 0
+    for _ in range(400):
+        values = rng.normal(size=1000) + 0.3 * rng.normal(size=301)[clusters]
+        grouped = Clusters.of(values, np.ones(1000), clusters)
+        variance, df = items.mean_variance(grouped), items.degrees_of_freedom(grouped)
+        wrong += float(decide.two_sided_p(grouped.mean, variance, df, 0.0, 1)) < 0.05
+    assert wrong <= stats.binom.ppf(0.999, 400, 0.05)
 
 
 def test_the_bootstrap_has_the_analytic_width_and_that_of_scipy(rng: np.random.Generator) -> None:
@@ -167,13 +196,58 @@ def test_where_the_seed_noise_comes_from() -> None:
 
 def test_the_published_spreads_are_those_of_the_paper() -> None:
     found = {
-        task: seeds.published_spread(task, discriminative=suite == "d")
+        task: seeds.published_spread(task, suite)
         for task, suite in [
-            ("lambada_openai", "d"), ("boolq", "d"), ("piqa", "d"), ("jrt_fda", "g"),
-            ("jrt_swde_twice", "g"), ("jrt_nq", "g"), ("1-hop-256", "g"),
+            ("lambada_openai", "discriminative"), ("boolq", "discriminative"),
+            ("piqa", "discriminative"), ("jrt_fda", "jrt"), ("jrt_swde_twice", "jrt_swde_twice"),
+            ("jrt_nq", "jrt"), ("babilong_qa1_4k", "babilong"),
         ]
     }  # fmt: skip
     assert list(found.values()) == [0.04, 0.03, 0.03, 0.09, 0.08, 0.05, 0.05]
+
+
+def test_what_the_paper_says_nothing_of_has_no_published_spread() -> None:
+    assert seeds.published_spread("1-hop-256", "birth-year") is None
+    assert seeds.published_spread("mmlu", "mmlu") is None
+
+
+def test_recipes_that_hardly_vary_do_not_make_others_surer() -> None:
+    saturated = [[1.0, 1.0, 1.0], [0.999, 1.0, 1.0], [0.0, 0.0, 0.0]]
+    groups = [[0.5, 0.6, 0.55], [0.4, 0.52, 0.45], *saturated]
+    ours = [True, True, False, False, False]
+    pooled = seeds.seed_noise(groups, own_only=True)
+    found = seeds.seed_noise(groups, own_only=True, compared=ours)
+    assert pooled is not None and found is not None
+    assert (pooled.df, found.df) == (10.0, 4.0)
+    assert found.variance == pytest.approx(np.var(groups[:2], axis=1, ddof=1).mean())
+    assert "left out" in found.words
+    # the other way round all count: the noise of the quiet ones is not known any better
+    turned = seeds.seed_noise(groups, own_only=True, compared=[not x for x in ours])
+    assert turned == pooled
+    # nor where both vary alike, or the compared have no second seed
+    alike = [[0.5, 0.6, 0.55], [0.4, 0.52, 0.45], [0.1, 0.2, 0.15], [0.7, 0.8, 0.78]]
+    assert seeds.seed_noise(alike, compared=[True, True, False, False]) == seeds.seed_noise(alike)
+    single = [[0.5], [0.6], *saturated]
+    assert seeds.seed_noise(single, compared=ours) == seeds.seed_noise(single)
+
+
+def test_seeds_are_pooled_over_unlike_architectures_with_care() -> None:
+    """One pair three times as noisy as the rest, 3 seeds of 4: 15 tasks, seeds the only noise."""
+    generator = np.random.default_rng(4)
+    scores = generator.normal(size=(200, 15, 4, 3)) * np.array([2.0, 2.0, 0.3, 0.3])[:, None]
+    alarms = {}
+    for compared in (None, [True, True, False, False]):
+        p = np.ones((200, 15))
+        for k, j in np.ndindex(p.shape):
+            noise = seeds.seed_noise(scores[k, j].tolist(), compared=compared)
+            assert noise is not None
+            difference = scores[k, j, 1].mean() - scores[k, j, 0].mean()
+            p[k, j] = 2 * stats.t.sf(abs(difference) / math.sqrt(2 / 3 * noise.variance), noise.df)
+        alarms[compared is not None] = (
+            (simulate.holm_rows(np.asarray(p)) <= 0.05).any(axis=1).mean()
+        )
+    assert alarms[False] > 0.2
+    assert alarms[True] < 0.5 * alarms[False]
 
 
 # -- deciding -------------------------------------------------------------------------------------
@@ -356,6 +430,20 @@ def test_every_item_twice_in_its_own_cluster_is_no_further_evidence(
     assert other.noise.parts == pytest.approx(one.noise.parts, rel=1e-5, abs=1e-9)
 
 
+def test_one_source_with_most_items_stays_a_noise_with_several_seeds(
+    rng: np.random.Generator,
+) -> None:
+    """What runs answer on their own is not taken off a variance that one source makes."""
+    clusters = np.array([0] * 700 + list(range(1, 301)))
+    known = seeds.SeedNoise(1e-6, math.inf, "given", "")
+    for _ in range(50):
+        a, b = (rng.random((3, 1000)) < 0.5).astype(float), (rng.random((3, 1000)) < 0.5) * 1.0
+        found = pair.paired(a, b, np.ones(1000), clusters, known)
+        alone = items.difference_variance(found.clusters, bounded=True)
+        assert found.noise.item_variance == alone > 0
+        assert found.noise.item_df < 2
+
+
 def test_seeds_are_not_counted_twice() -> None:
     """Over items and seeds drawn anew, the estimated variance is that of the difference."""
     generator = np.random.default_rng(5)
@@ -409,6 +497,23 @@ def test_verdicts_are_rarely_wrong_with_a_published_range_and_with_three_seeds(k
     assert outcome.found[0.1] > 0.4
 
 
+def by_words(words: str) -> simulate.Scenario:
+    (found,) = [scenario for scenario in simulate.BREACHES if words in scenario.words]
+    return found
+
+
+@pytest.mark.parametrize("words", ["3 seeds, own noise, heavy tails", "seeds shared"])
+def test_heavy_tails_and_shared_seeds_do_not_break_the_promise(words: str) -> None:
+    outcome = simulate.simulate(by_words(words), 200, np.random.default_rng(14), ())
+    assert at_most_5_percent(outcome.false_alarms, 200), outcome
+
+
+def test_a_noise_that_is_stated_too_small_breaks_it() -> None:
+    """What the figures must not hide: the simulation sees it where the prior is wrong."""
+    outcome = simulate.simulate(by_words("noise twice that"), 200, np.random.default_rng(15), ())
+    assert 0.05 < outcome.false_alarms < 0.3, outcome
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("k", range(1, len(simulate.SCENARIOS)))
 def test_verdicts_are_rarely_wrong_in_a_thousand_experiments(k: int) -> None:
@@ -437,10 +542,11 @@ def test_the_papers_rule_is_wrong_in_half_of_all_comparisons() -> None:
 
 
 def test_the_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    simulate.main(["--experiments", "20"])
+    simulate.main(["--experiments", "10"])
     printed = capsys.readouterr().out
     for words in (
         "false alarm",
+        "does not hold",
         "beyond the spread of 8 seeds",
         "best of 2 equally good runs",
         "0.564",

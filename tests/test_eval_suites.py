@@ -52,7 +52,7 @@ def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*torchrun, "-m", "eval", *command(base, "all", tmp_path / "two", *words)],
-        cwd=ROOT.parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
     )
@@ -117,7 +117,7 @@ def test_kill_9_loses_the_running_task_at_most(
     words = command(base, "jrt", tmp_path / "killed", "--max_length", 1000)
     process = subprocess.Popen(
         [sys.executable, "-m", "eval", *words],
-        cwd=ROOT.parent,
+        cwd=ROOT,
         stdout=subprocess.DEVNULL,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )

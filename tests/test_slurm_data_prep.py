@@ -25,7 +25,7 @@ FILES = 9
 def script(*words: object, environ: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", SCRIPT, *map(str, words)],
-        cwd=cwd, env=environ, capture_output=True, text=True, timeout=240,
+        cwd=cwd, env=environ, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -127,8 +128,9 @@ def test_by_hand_and_scancel(jobs: Jobs, run: Path, tmp_path: Path) -> None:
     )
     job.cancel()
     assert job.until_ended() == "CANCELLED"
-    gone = lambda: not processes_of(f"{run}/checkpoint/step-6")  # noqa: E731
-    job.until(gone, "the end of its processes")
+    began = time.monotonic()
+    job.until(lambda: not processes_of(f"{run}/checkpoint/step-6"), "the end of its processes")
+    assert time.monotonic() - began < 20, "SIGTERM was not obeyed; KillWait is 25 s"
     assert not [*(run / "evals/step-6").glob("*/*/results.json")]
 
 

@@ -56,6 +56,8 @@ def main(argv: list[str] | None = None) -> None:
             print_todo(arguments.sweep, {int(n) for n in arguments.besides.split(",") if n})
     except UserError as error:
         exit_with(error)
+    except OSError as error:
+        exit_with(UserError(": ".join(map(str, filter(None, (error.filename, error.strerror))))))
     except KeyboardInterrupt:
         raise SystemExit(EXIT_INTERRUPTED) from None
 

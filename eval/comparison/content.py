@@ -11,7 +11,13 @@ from typing import Any
 from canon_pretrain.errors import UserError, nearest
 from eval.comparison.architectures import Architecture, Choice, architectures, choose
 from eval.comparison.measure import Measure, Options, Side
-from eval.comparison.tables import BEST_OF_WORDS, best_of, chosen, every_run
+from eval.comparison.tables import (
+    BEST_OF_WORDS,
+    best_of,
+    chosen,
+    differing_steps,
+    every_run,
+)
 from eval.comparison.verdicts import NOT_JUDGED, verdicts
 from eval.report.runs import Run
 from eval.stats.decide import ALPHA, POWER
@@ -64,7 +70,11 @@ def comparison_content(
         "best_of": best_of(found, measure),
         "best_of_words": BEST_OF_WORDS,
         "chosen": chosen(found, choices, measure),
-        "notes": [*_notes(runs, found, base), *notes],
+        "notes": [
+            *_notes(runs, found, base),
+            *differing_steps([run for each in found for run in each.runs], measure),
+            *notes,
+        ],
     }
     return finite(content)
 
@@ -172,7 +182,17 @@ def _selection_words(found: Sequence[Architecture], choices: Mapping[str, Choice
     if not several:
         return "Every architecture has one learning rate: nothing was chosen."
     each_words = "; ".join(f"{each.label}: {choices[each.label].words}" for each in several)
-    return f"One learning rate an architecture, never chosen by the scores compared. {each_words}."
+    tried = sorted({len(each.recipes) for each in found})
+    more = ""
+    if len(tried) > 1:
+        more = (
+            f" Architectures were tried at {tried[0]} to {tried[-1]} learning rates: the best of "
+            "more of them is better by luck alone where lucky seeds have lower losses too."
+        )
+    return (
+        f"One learning rate an architecture, never chosen by the scores compared. {each_words}."
+        + more
+    )
 
 
 def _notes(

@@ -24,8 +24,8 @@ from eval.comparison.standing import (
 )
 from eval.report.runs import Run
 from eval.stats import decide
-from eval.stats.items import Clusters, bootstrap_interval, mcnemar_test, mean_variance
-from eval.stats.pair import Paired, paired
+from eval.stats.items import Clusters, bootstrap_interval, mcnemar_test
+from eval.stats.pair import Paired, one_side, paired
 from eval.stats.seeds import SeedNoise, published_spread, seed_noise
 
 
@@ -58,11 +58,12 @@ class Refused(Exception):
 
 @dataclass
 class Measured:
-    """One row before the family is known."""
+    """One row before the family is known; `bounded`: the metric lies between 0 and 1."""
 
     row: dict[str, Any]
     found: Paired | None
     scale: Scale
+    bounded: bool
     baseline_value: float
 
 
@@ -74,10 +75,18 @@ class Measure:
     options: Options
     records: Records = field(default_factory=Records)
 
-    def noise(self, question: Question, *, bounded: bool) -> SeedNoise | None:
-        """The seed noise of one task, on the scale that is averaged."""
+    def noise(
+        self, question: Question, *, bounded: bool, of: Sequence[Sequence[Standing]] = ()
+    ) -> SeedNoise | None:
+        """The seed noise of one task, on the scale that is averaged; `of` the sides compared.
+
+        Recipes whose seeds all score 0, or all 1, vary no more for that reason: they tell nothing
+        of others. Of the sides they count where both have several seeds.
+        """
         scale = Scale.of(question.metric)
-        groups = []
+        compared_runs = [standing.run for side in of for standing in side]
+        each_tells = bool(of) and all(len(side) > 1 for side in of)
+        groups, compared = [], []
         for recipe in self.recipes:
             standings = [by_step(run, question.suite, self.options.step) for run in recipe.runs]
             steps = [at for found in standings for at in found]
@@ -85,16 +94,25 @@ class Measure:
             if several:
                 here = [found[max(several)] for found in standings if max(several) in found]
                 scores = [s for x in here if (s := score_of(x, question)) is not None]
-                groups.append([scale.mean(s) for s in scores])
-        groups = [group for group in groups if np.isfinite(group).all()]
+                group = [scale.mean(s) for s in scores]
+                is_of = any(run in compared_runs for run in recipe.runs)
+                at_bound = bounded and (max(group) <= 0 or min(group) >= 1)
+                if np.isfinite(group).all() and (not at_bound or (is_of and each_tells)):
+                    groups.append(group)
+                    compared.append(is_of)
         given = self.options.seed_sigma.get(f"{question.task}:{question.metric}")
         if given is None and not scale.is_log:
             given = self.options.seed_sigma.get(question.task)
         spread = None
         if bounded and not self.options.own_noise_only:
-            discriminative = question.suite == "discriminative"
-            spread = published_spread(question.task, discriminative=discriminative)
-        return seed_noise(groups, spread=spread, given=given)
+            spread = published_spread(question.task, question.suite)
+        return seed_noise(
+            groups,
+            spread=spread,
+            given=given,
+            own_only=self.options.own_noise_only,
+            compared=compared if of else None,
+        )
 
     def pair(
         self,
@@ -133,7 +151,7 @@ class Measure:
             **_items_alone(a_RN, b_RN, weights_N, coarse.clusters_N, scale, baseline_value),
         }
         bounded = not scale.is_log and all(((x >= 0) & (x <= 1)).all() for x in (a_RN, b_RN))
-        noise = self.noise(question, bounded=bounded)
+        noise = self.noise(question, bounded=bounded, of=[ours, theirs])
         guess = chance(ours[0].results, question)
         judged = noise if coarse.num_clusters > 1 else None
         row["chance"] = guess
@@ -144,7 +162,18 @@ class Measure:
                 _is_at(guess, x, weights_N, coarse.clusters_N, judged) for x in (a_RN, b_RN)
             )
         found = paired(a_RN, b_RN, weights_N, coarse.clusters_N, judged) if judged else None
-        return Measured(row, found, scale, baseline_value)
+        return Measured(row, found, scale, bounded, baseline_value)
+
+    def stderr(
+        self, question: Question, standings: Sequence[Standing], noise: SeedNoise
+    ) -> float | None:
+        """The standard error of one side's mean, on the scale that is averaged; None if unknown."""
+        try:
+            values_RN, weights_N, items = self._answers(question, standings)
+        except Refused:
+            return None
+        found = one_side(values_RN, weights_N, items.clusters_N, noise)[1].stderr
+        return found if math.isfinite(found) else None
 
     def _answers(
         self, question: Question, standings: Sequence[Standing]
@@ -225,11 +254,5 @@ def _is_at(
     noise: SeedNoise,
 ) -> bool:
     """Whether guessing is within the 95 % interval of one side's score."""
-    clusters = Clusters.of(values_RN.mean(axis=0), weights_N, clusters_N)
-    parts = (
-        mean_variance(clusters),
-        float(clusters.sums_G.size - 1),
-        noise.variance / len(values_RN),
-        noise.df,
-    )
-    return abs(clusters.mean - guess) <= decide.critical_value(decide.ALPHA, *parts)
+    mean, found = one_side(values_RN, weights_N, clusters_N, noise)
+    return abs(mean - guess) <= decide.critical_value(decide.ALPHA, *found.parts)

@@ -113,6 +113,10 @@ class Records:
         if any("doc_hash" not in r or "prompt_hash" not in r for r in records):
             return None
         names = [f"{r['doc_hash']} {r['prompt_hash']}" for r in records]
+        # an item that the data hold twice gets the same answer twice: one draw
+        clusters = [
+            str(r.get("source", f"item {name}")) for r, name in zip(records, names, strict=True)
+        ]
         if len(set(names)) < len(names):  # a data set may hold an item twice
             times: Counter[str] = Counter()
             for k, name in enumerate(names):
@@ -122,8 +126,7 @@ class Records:
         ordered = [records[k] for k in order]
         keys = tuple(names[k] for k in order)
         digest = hashlib.sha256("\n".join(keys).encode()).digest()
-        sources = [str(record.get("source", f"item {k}")) for k, record in enumerate(ordered)]
-        codes = np.unique(sources, return_inverse=True)[1]
+        codes = np.unique([clusters[k] for k in order], return_inverse=True)[1]
         return Items(self._keys.setdefault(digest, keys), codes, _values(ordered))
 
 

@@ -14,6 +14,7 @@ from eval.comparison.standing import (
     VALIDATION,
     Question,
     Standing,
+    by_step,
     higher_is_better,
     latest,
     questions,
@@ -21,12 +22,12 @@ from eval.comparison.standing import (
     suites_of,
 )
 from eval.report.runs import Run
-from eval.stats.seeds import expected_maximum
+from eval.stats.seeds import SeedNoise, expected_maximum
 
 BEST_OF_WORDS = (
     "As in the paper: the best run of each architecture, over learning rates and seeds, task by "
     "task. The best of N equally good runs is too good by 0.56 sigma of the seed noise for N = 2, "
-    "0.85 for 3, 1.03 for 4; `bias` is that. No verdict rests on this table."
+    "0.85 for 3, 1.03 for 4, as said in small print. No verdict rests on this table."
 )
 
 
@@ -63,10 +64,10 @@ def best_of(architectures: Sequence[Architecture], measure: Measure) -> list[dic
     owner = {run.label: each.label for each in architectures for run in each.runs}
     runs = [run for each in architectures for run in each.runs]
     rows = []
-    for question, standings in _asked(runs, measure):
+    for question, standings in _asked(runs, measure, one_step=True):
         if question.suite == VALIDATION:
             continue
-        sigma = _sigma(question, standings, measure)
+        noise = _noise(question, standings, measure)
         head = _head(question, standings)
         cells = []
         for each in architectures:
@@ -77,8 +78,8 @@ def best_of(architectures: Sequence[Architecture], measure: Measure) -> list[dic
             pick = max if head["higher_is_better"] else min
             value, standing = pick(scores, key=lambda pair: pair[0])
             bias = None
-            if sigma is not None:
-                expected = expected_maximum(len(scores)) * sigma
+            if noise is not None:
+                expected = expected_maximum(len(scores)) * noise.sigma
                 bias = value * expected if Scale.of(question.metric).is_log else expected
             cells.append(
                 {
@@ -97,32 +98,37 @@ def best_of(architectures: Sequence[Architecture], measure: Measure) -> list[dic
 def chosen(
     architectures: Sequence[Architecture], choices: Mapping[str, Choice], measure: Measure
 ) -> list[dict[str, Any]]:
-    """The mean over the seeds of each architecture's chosen learning rate."""
+    """The mean over the seeds of each architecture's chosen learning rate.
+
+    `stderr`: over seeds and items; None where one of the two is not known.
+    """
     recipes = {
         each.label: recipe for each in architectures if (recipe := choices[each.label].recipe)
     }
     runs = [run for recipe in recipes.values() for run in recipe.runs]
     rows = []
-    for question, standings in _asked(runs, measure):
+    for question, standings in _asked(runs, measure, one_step=True):
         if question.suite == VALIDATION:
             continue
-        sigma = _sigma(question, standings, measure)
+        noise = _noise(question, standings, measure)
         scale = Scale.of(question.metric)
         cells = []
         for label, recipe in recipes.items():
             ours = [s for s in standings if s.run in recipe.runs]
-            means = [scale.mean(x) for s in ours if math.isfinite(x := _score(s, question))]
-            if not means:
+            ours = [s for s in ours if math.isfinite(_score(s, question))]
+            if not ours:
                 continue
+            means = [scale.mean(_score(s, question)) for s in ours]
             value = scale.score(math.fsum(means) / len(means))
-            stderr = None
-            if sigma is not None:
-                stderr = sigma / math.sqrt(len(means)) * (value if scale.is_log else 1)
+            stderr = measure.stderr(question, ours, noise) if noise else None
+            if stderr is not None and scale.is_log:
+                stderr *= value
             cells.append(
                 {
                     "architecture": label,
                     "learning_rate": recipe.learning_rate,
                     "value": value,
+                    "step": max(s.results.asked["step"] for s in ours),
                     "num_runs": len(means),
                     "stderr": stderr,
                 }
@@ -131,14 +137,50 @@ def chosen(
     return rows
 
 
+def differing_steps(runs: Sequence[Run], measure: Measure) -> list[str]:
+    """Where the tables by architecture do not show each run's last step alone, a sentence each."""
+    found = []
+    for suite in suites_of(runs, measure.options.suites):
+        shown = [_step(s) for s in _at_one_step(runs, suite, measure)]
+        last = [_step(s) for run in runs if (s := latest(run, suite, measure.options.step))]
+        steps = sorted(set(shown))
+        if suite == VALIDATION or shown == last == [steps[0]] * len(last):
+            continue
+        if len(steps) == 1:
+            found.append(
+                f"{suite}: the tables by architecture show step {steps[0]}, the last that all runs "
+                f"were evaluated at; some were at {max(last)} too."
+            )
+        else:
+            found.append(
+                f"{suite}: no step at which all runs were evaluated, so the tables by architecture "
+                f"show each at its last: {', '.join(map(str, steps))}."
+            )
+    return found
+
+
+def _step(standing: Standing) -> int:
+    return int(standing.results.asked["step"])
+
+
+def _at_one_step(runs: Sequence[Run], suite: str, measure: Measure) -> list[Standing]:
+    """The answers of the runs at the last step that all of them have; else each one's last."""
+    by_run = [found for run in runs if (found := by_step(run, suite, measure.options.step))]
+    common = set.intersection(*(set(found) for found in by_run)) if by_run else set()
+    return [found[max(common or found)] for found in by_run]
+
+
 def _asked(
-    runs: Sequence[Run], measure: Measure, *, every_metric: bool = False
+    runs: Sequence[Run], measure: Measure, *, every_metric: bool = False, one_step: bool = False
 ) -> list[tuple[Question, list[Standing]]]:
     """Each question with the last whole answers of the runs that have one."""
     found = []
     for suite in suites_of(runs, measure.options.suites):
-        answers = [latest(run, suite, measure.options.step) for run in runs]
-        standings = [answer for answer in answers if answer is not None]
+        if one_step:
+            standings = _at_one_step(runs, suite, measure)
+        else:
+            answers = [latest(run, suite, measure.options.step) for run in runs]
+            standings = [answer for answer in answers if answer is not None]
         for question in questions(standings, suite, every_metric=every_metric):
             here = [s for s in standings if score_of(s, question) is not None]
             found.append((question, here))
@@ -155,9 +197,8 @@ def _score(standing: Standing, question: Question) -> float:
     return math.nan if score is None else score
 
 
-def _sigma(question: Question, standings: Sequence[Standing], measure: Measure) -> float | None:
+def _noise(question: Question, standings: Sequence[Standing], measure: Measure) -> SeedNoise | None:
     """The seed noise of one run on the scale that is averaged."""
     scores = [_score(standing, question) for standing in standings]
     is_accuracy = not Scale.of(question.metric).is_log and all(0 <= x <= 1 for x in scores)
-    noise = measure.noise(question, bounded=is_accuracy and not question.metric.startswith("bits"))
-    return None if noise is None else noise.sigma
+    return measure.noise(question, bounded=is_accuracy and not question.metric.startswith("bits"))

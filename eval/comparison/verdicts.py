@@ -79,7 +79,9 @@ def _not_judged(each: Measured) -> dict[str, Any]:
     why = (
         "its items are of one source, so their noise is unknown"
         if row["num_clusters"] < 2
-        else "no seed noise known: give a second seed, or "
+        else "no seed noise known"
+        + (" (of seeds that all score 0, or all 1, none is learnt)" * each.bounded)
+        + ": give a second seed, or "
         f"--seed_sigma {row['task']}:{row['metric']}=SIGMA"
         + (" (of the logarithm)" if each.scale.is_log else "")
     )
@@ -95,6 +97,10 @@ def _judged(each: Measured, found: Paired, p: float, p_holm: float, tests: int) 
     def shown(x: float) -> float:
         return scale.change(x, each.baseline_value)
 
+    def possible(x: float) -> float | None:
+        """What could be shown; None where it is more than there can be."""
+        return None if each.bounded and x > 1 else shown(x)
+
     levels = decide.ALPHA, decide.ALPHA / tests
     alone, family = (decide.detectable(level, *noise.parts) for level in levels)
     is_up = (size > 0) == row["higher_is_better"]
@@ -109,8 +115,8 @@ def _judged(each: Measured, found: Paired, p: float, p_holm: float, tests: int) 
         "p": p,
         "p_holm": p_holm,
         "verdict": verdict,
-        "detectable": shown(family),
-        "detectable_alone": shown(alone),
+        "detectable": possible(family),
+        "detectable_alone": possible(alone),
         "seeds_needed": decide.seeds_needed(
             size, found.lasting, found.shrinking, decide.ALPHA / tests
         ),
@@ -126,7 +132,9 @@ def _words(row: Mapping[str, Any], is_up: bool) -> str:
         found = f"{direction} by {abs(row['difference']):.4g}"
     if row["verdict"] != WITHIN:
         return f"{found}, beyond noise (Holm p {row['p_holm']:.2g})"
-    ends = f"; at least {row['detectable']:.4g} could have been shown"
+    ends = "; no difference at all could have been shown"
+    if row["detectable"] is not None:
+        ends = f"; at least {row['detectable']:.4g} could have been shown"
     if row["difference"] and row["seeds_needed"] is not None:
         ends += f", this one with {row['seeds_needed']} seeds each or more"
     elif row["difference"]:

@@ -81,14 +81,28 @@ def _tally(
 
 
 def _seed_noise(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Where the seed noise of the judged tasks comes from: source -> tasks, as told by the rows."""
+    """Where the seed noise of the judged tasks comes from: source -> tasks, as told by the rows.
+
+    A task's noise may come from elsewhere in one pair than in another; that is said.
+    """
     found: dict[str, dict[str, None]] = {}
     for pair in pairs:
         if pair["verdict"] != "not judged":
             noise = pair["seed_noise"]
             source = noise["source"] if noise else "none"
             found.setdefault(source, {})[pair["task"]] = None
-    return [{"source": source, "tasks": list(tasks)} for source, tasks in found.items()]
+    several = {task for task in set().union(*found.values()) if _times(task, found) > 1}
+    return [
+        {
+            "source": source,
+            "tasks": [f"{task} (some pairs)" if task in several else task for task in tasks],
+        }
+        for source, tasks in found.items()
+    ]
+
+
+def _times(task: str, found: Mapping[str, Mapping[str, None]]) -> int:
+    return sum(task in tasks for tasks in found.values())
 
 
 def _refused(refused: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

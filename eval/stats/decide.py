@@ -22,7 +22,7 @@ KNOWN_FROM = 5000
 CELLS = 1 << 22
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _variance_nodes(df: float, finer: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Nodes and weights of (true variance / estimate) = df / chi-squared(df).
 
@@ -113,8 +113,12 @@ def detectable(
     if noise == 0 or not math.isfinite(critical):
         return critical
     # powers change within little where the critical value is many standard errors
-    item_ratio, item_weight = _variance_nodes(float(item_df) if item_df < 30 else math.inf, 8)
-    seed_ratio, seed_weight = _variance_nodes(float(seed_df), 8)
+    item_ratio, item_weight = _variance_nodes(
+        float(item_df) if item_df < 30 else math.inf, 8 if item_variance > seed_variance else 1
+    )
+    seed_ratio, seed_weight = _variance_nodes(
+        float(seed_df), 1 if item_variance > seed_variance and item_df < 30 else 8
+    )
     # the critical value of another estimate is in proportion to its standard error, very nearly
     estimated = np.sqrt(item_variance / item_ratio[:, None] + seed_variance / seed_ratio[None, :])
     criticals = critical / noise * estimated

@@ -40,17 +40,27 @@ class Clusters:
 
 
 def mean_variance(clusters: Clusters) -> float:
-    """The variance of the mean over clusters drawn at random, by linearising the ratio.
+    """The variance of the mean over clusters drawn at random, by the jackknife over clusters.
 
-    G / (G - 1) sum (s_g - mean w_g)^2 / (sum w)^2: the cluster-robust variance (CR1) of a weighted
-    mean. G = 1 says nothing: infinite.
+    (G - 1) / G sum (mean without g - mean)^2: the cluster-robust variance CR3 of a weighted mean.
+    Where clusters are alike it is the usual one (CR1), which comes out near nil where one cluster
+    has most of the weight, as the mean follows that one. G = 1 says nothing: infinite.
     """
     count = clusters.sums_G.size
     if count < 2:
         return float("inf")
     residuals_G = clusters.sums_G - clusters.mean * clusters.weights_G
-    total = float(clusters.weights_G.sum())
-    return float(count / (count - 1) * (residuals_G**2).sum() / total**2)
+    others_G = float(clusters.weights_G.sum()) - clusters.weights_G
+    return float((count - 1) / count * ((residuals_G / others_G) ** 2).sum())
+
+
+def degrees_of_freedom(clusters: Clusters) -> float:
+    """What `mean_variance` is worth: (sum w)^2 / (sum w^2) - 1, which is G - 1 for equal clusters.
+
+    The number of equal clusters that would say as much, by Kish's formula; at least 1.
+    """
+    weights_G = clusters.weights_G
+    return max(float(weights_G.sum() ** 2 / (weights_G**2).sum()) - 1, 1.0)
 
 
 def difference_variance(clusters: Clusters, *, bounded: bool) -> float:

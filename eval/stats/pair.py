@@ -4,6 +4,7 @@ Between the arrays of answers and `decide.py`. Letters: R runs of one architectu
 functions; no torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,9 @@ import numpy as np
 from eval.stats import items
 from eval.stats.items import Clusters
 from eval.stats.seeds import SeedNoise
+
+FEW_CLUSTERS = 20
+"""Degrees of freedom of the items from which what is in both noises is counted once."""
 
 
 @dataclass(frozen=True)
@@ -62,33 +66,64 @@ def paired(
 
     The variance of the mean difference is that over items (of differences averaged over the runs)
     plus that over seeds, less what is in both (`items.interaction_variance`, known where one side
-    has several runs; else it is counted twice, which errs towards "within noise").
+    has several runs; else it is counted twice, which errs towards "within noise"). Runs of both
+    sides that share a seed count as independent: so far as they move together, that errs alike.
     """
     difference_N = a_RN.mean(axis=0) - b_RN.mean(axis=0)
     clusters = Clusters.of(difference_N, weights_N, clusters_N)
     both = np.concatenate([a_RN, b_RN])
     bounded = bool((both >= 0).all() and (both <= 1).all() and (weights_N == 1).all())
     over_items = items.difference_variance(clusters, bounded=bounded)
-    several = [values_RN for values_RN in (a_RN, b_RN) if len(values_RN) > 1]
-    df = sum(len(values_RN) - 1 for values_RN in several)
-    own_answers = (
-        sum(
-            (len(values_RN) - 1) * items.interaction_variance(values_RN, weights_N, clusters_N)
-            for values_RN in several
-        )
-        / df
-        if df
-        else 0.0
-    )
+    sides = (a_RN, b_RN)
+    own_answers = _own_answers(sides, weights_N, clusters_N)
     # a run's score cannot vary less than its answers of its own make it
     one_run = max(seeds.variance, own_answers)
     runs = 1 / len(a_RN) + 1 / len(b_RN)
     noise = Noise(
-        max(over_items - runs * own_answers, 0.0),
-        float(max(clusters.sums_G.size - 1, 1)),
+        _beyond(over_items, runs * own_answers, clusters),
+        items.degrees_of_freedom(clusters),
         runs * one_run,
         seeds.df,
     )
-    if several:
+    if any(len(values_RN) > 1 for values_RN in sides):
         return Paired(clusters.mean, noise, one_run, noise.item_variance, clusters)
     return Paired(clusters.mean, noise, max(one_run, over_items / runs), 0.0, clusters)
+
+
+def one_side(
+    values_RN: np.ndarray, weights_N: np.ndarray, clusters_N: np.ndarray, seeds: SeedNoise
+) -> tuple[float, Noise]:
+    """The mean score of the runs of one architecture, and its noise over items and seeds."""
+    clusters = Clusters.of(values_RN.mean(axis=0), weights_N, clusters_N)
+    own_answers = _own_answers([values_RN], weights_N, clusters_N)
+    runs = len(values_RN)
+    noise = Noise(
+        _beyond(items.mean_variance(clusters), own_answers / runs, clusters),
+        items.degrees_of_freedom(clusters),
+        max(seeds.variance, own_answers) / runs,
+        seeds.df,
+    )
+    return clusters.mean, noise
+
+
+def _beyond(over_items: float, own_answers: float, clusters: Clusters) -> float:
+    """The items' variance without what the runs' own answers are of it.
+
+    Few clusters know either too badly: the remainder could come out nil by chance.
+    """
+    if items.degrees_of_freedom(clusters) < FEW_CLUSTERS:
+        return over_items
+    return max(over_items - own_answers, 0.0)
+
+
+def _own_answers(
+    sides: Sequence[np.ndarray], weights_N: np.ndarray, clusters_N: np.ndarray
+) -> float:
+    """`items.interaction_variance` pooled over the sides with several runs; 0 without any."""
+    several = [values_RN for values_RN in sides if len(values_RN) > 1]
+    df = sum(len(values_RN) - 1 for values_RN in several)
+    squares = sum(
+        (len(values_RN) - 1) * items.interaction_variance(values_RN, weights_N, clusters_N)
+        for values_RN in several
+    )
+    return squares / df if df else 0.0

@@ -1,0 +1,156 @@
+"""Comparisons where something is odd: seeds that score alike, items twice, runs at other steps; and
+that the simulated verdicts are the ones that a report gives."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eval.comparison.content import comparison_content
+from eval.report.runs import read_runs
+from eval.stats import simulate
+from tests.eval_simulation import plant_answers, planted_run, records, right_or_wrong, validations
+from tests.report_runs import plant_run
+
+ACC = {"primary": ["acc"], "higher_is_better": {"acc": True}, "chance": 0.5}
+SUITE = "discriminative"
+
+
+def plant(
+    folder: Path,
+    seed: int,
+    answers: Sequence[float],
+    canon: str = "",
+    at: int = 20,
+    **identity: float,
+) -> Path:
+    run = planted_run(folder, seed, model__canon_set=canon, **identity)
+    items = {"boolq": records({"acc": answers})}
+    plant_answers(run, at, SUITE, items, described={"boolq": ACC})
+    return folder
+
+
+def test_simulated_verdicts_are_those_of_a_report(tmp_path: Path) -> None:
+    """The same answers, once through files, joins and tables, once through the simulation."""
+    scenario = simulate.Scenario("", 3, 2, "own")
+    kinds = list(simulate.SPREADS)
+    drawn: list[np.ndarray] = []
+    answers = simulate.answers
+
+    def kept(*given: object) -> np.ndarray:
+        drawn.append(answers(*given))  # type: ignore[arg-type]
+        return drawn[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulate, "answers", kept)
+        simulated = simulate.compare_all(scenario, 0.03, np.random.default_rng(1))
+    p = simulate.p_values([pair for pair, _ in simulated])
+    adjusted = simulate.holm_rows(p)
+    sources = [f"source {k // simulate.PER_SOURCE}" for k in range(simulate.NUM_ITEMS)]
+    paths = []
+    for recipe, canon in enumerate(("", "A", "AB")):
+        for seed in range(2):
+            run = planted_run(tmp_path / f"{recipe}-{seed}", seed, model__canon_set=canon)
+            items = {
+                task: records({"acc": runs[recipe, seed].tolist()}, sources=sources)
+                for task, runs in zip(kinds, drawn, strict=True)
+            }
+            plant_answers(run, 20, SUITE, items, described=dict.fromkeys(kinds, ACC))
+            paths.append(run.path)
+    found = comparison_content(read_runs(paths), own_noise_only=True)
+    assert found["family"]["tests"] == len(simulated) == 30
+    rows = {(row["task"], row["architecture"]): row for row in found["pairs"]}
+    labels = [pair[0] for pair in found["family"]["pairs"]]
+    expected = [(task, label) for task in kinds for label in labels]
+    for key, (pair, _), own, family in zip(expected, simulated, p, adjusted, strict=True):
+        row = rows[key]
+        assert row["difference"] == pytest.approx(pair.difference, abs=1e-12)
+        assert row["stderr"] == pytest.approx(pair.noise.stderr)
+        assert (row["p"], row["p_holm"]) == (pytest.approx(own), pytest.approx(family))
+
+
+def test_seeds_that_all_score_one_do_not_judge_a_single_run(tmp_path: Path) -> None:
+    sure = [plant(tmp_path / f"a{k}", k, [1.0] * 400) for k in range(3)]
+    other = plant(tmp_path / "b", 7, right_or_wrong(400, 0.97, np.random.default_rng(0)), "A")
+    (row,) = comparison_content(read_runs([*sure, other]))["pairs"]
+    assert row["seed_noise"]["source"] == "paper"
+    assert row["verdict"] == "within noise"
+    (row,) = comparison_content(read_runs([*sure, other]), own_noise_only=True)["pairs"]
+    assert row["verdict"] == "not judged"
+    # where the other side has seeds of its own, both sides tell
+    second = plant(tmp_path / "c", 8, right_or_wrong(400, 0.975, np.random.default_rng(1)), "A")
+    (row,) = comparison_content(read_runs([*sure, other, second]))["pairs"]
+    assert row["seed_noise"]["source"] == "own and paper"
+    assert "5 runs of 2 recipes" in row["seed_noise"]["words"]
+
+
+def test_an_item_that_the_data_hold_twice_is_one_draw(tmp_path: Path) -> None:
+    names = [f"{k // 2}" for k in range(400)]
+    rng = np.random.default_rng(0)
+    for folder, canon in (("a", ""), ("b", "A")):
+        run = planted_run(tmp_path / folder, model__canon_set=canon)
+        answers = np.repeat(right_or_wrong(200, 0.5, rng), 2).tolist()
+        items = {"boolq": records({"acc": answers}, names=names)}
+        plant_answers(run, 20, SUITE, items, described={"boolq": ACC})
+    (row,) = comparison_content(read_runs([tmp_path / "a", tmp_path / "b"]))["pairs"]
+    assert (row["num_items"], row["num_clusters"]) == (400, 200)
+
+
+def test_what_no_accuracy_can_differ_by_could_not_have_been_shown(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    paths = [
+        plant(tmp_path / f"{canon}{k}", k, right_or_wrong(100, share, rng), canon)
+        for canon, share in (("A", 0.4), ("B", 0.5))
+        for k, share in enumerate((share, share + 0.1))
+    ]
+    one = [paths[0], paths[2], paths[3]]  # one degree of freedom
+    (row,) = comparison_content(read_runs(one), own_noise_only=True)["pairs"]
+    assert row["detectable"] is None and "no difference at all" in row["words"]
+
+
+def test_scores_by_architecture_are_of_one_step(tmp_path: Path) -> None:
+    """A seed that is evaluated further than the other would else be averaged with it."""
+    rng = np.random.default_rng(0)
+    first = plant(tmp_path / "a", 1, right_or_wrong(400, 0.5, rng))
+    second = plant(tmp_path / "b", 2, right_or_wrong(400, 0.52, rng))
+    later = right_or_wrong(400, 0.9, rng)
+    plant_answers(
+        read_runs([second])[0].folder,
+        40,
+        SUITE,
+        {"boolq": records({"acc": later})},
+        described={"boolq": ACC},
+    )
+    found = comparison_content(read_runs([first, second]))
+    for name in ("chosen", "best_of"):
+        (cell,) = found[name][0]["cells"]
+        assert cell["step"] == 20 and cell["value"] <= 0.52
+    assert any("show step 20" in note and "40" in note for note in found["notes"])
+    (row,) = found["every_run"]
+    assert [cell["step"] for cell in row["cells"]] == [20, 40]
+
+
+def test_no_step_in_common_is_told(tmp_path: Path) -> None:
+    first = plant(tmp_path / "a", 1, [0.0, 1.0] * 50, at=20)
+    second = plant(tmp_path / "b", 2, [0.0, 1.0] * 50, at=40)
+    found = comparison_content(read_runs([first, second]))
+    assert any("each at its last: 20, 40" in note for note in found["notes"])
+
+
+def test_the_error_of_a_chosen_score_is_of_items_and_seeds(tmp_path: Path) -> None:
+    run = plant(tmp_path / "a", 1, [0.0, 1.0] * 200)
+    (cell,) = comparison_content(read_runs([run]), seed_sigma={"boolq": 0.02})["chosen"][0]["cells"]
+    assert cell["stderr"] == pytest.approx(np.hypot(0.02, np.sqrt(0.25 / 399)))
+
+
+def test_more_learning_rates_for_one_architecture_are_told(tmp_path: Path) -> None:
+    paths = []
+    for name, canon, rate, loss in (("a", "", 1, 3.0), ("b", "A", 1, 3.0), ("c", "A", 2, 2.9)):
+        run = plant_run(
+            tmp_path / name, validations({20: loss}), model__canon_set=canon, optimizer__lr=rate
+        )
+        paths.append(run.path)
+    found = comparison_content(read_runs(paths))
+    assert "1 to 2 learning rates" in found["selection_words"]
+    assert "by luck" not in comparison_content(read_runs(paths[:2]))["selection_words"]

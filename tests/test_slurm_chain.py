@@ -1,0 +1,121 @@
+"""From training to the report on a real Slurm: the watch over a live run, with all that may happen.
+
+Two watches and two impatient people at login nodes give out the same work; one of its jobs is
+killed. Training keeps two checkpoints only, so what waits to be evaluated has to be held.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.manifest import Manifest
+from eval.leases import leases_of
+from eval.results import read_results
+from tests.eval_text_runs import TRAIN, text_run, write_text_data
+from tests.slurm_cluster import SlurmCluster
+from tests.slurm_jobs import ENDED, Jobs, processes_of
+from tests.support import ROOT
+
+pytestmark = pytest.mark.slurm
+STEPS, SUITES = (6, 12), ("validation", "zen_of_python")
+
+
+def all_jobs(cluster: SlurmCluster) -> dict[str, tuple[str, str]]:
+    """Name and state of every job that the cluster knows, by id."""
+    shown = cluster.run("squeue", "--noheader", "--states=all", "--format=%i|%j|%T").stdout
+    rows = [line.split("|") for line in shown.splitlines()]
+    return {number: (name, state) for number, name, state in rows}
+
+
+def test_a_run_is_trained_watched_and_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
+    write_text_data(tmp_path / "data")
+    run, pace = tmp_path / "chain's run", tmp_path / "pace"
+    pace.write_text("2")
+    jobs = Jobs(slurm, tmp_path)
+    site = f"{ROOT / 'tests' / 'slurm_eval_site'}:{ROOT}"
+    cpus = ("--gpus-per-node=0",)
+    before = {*all_jobs(slurm)}
+
+    watched = (
+        run, "--suites", ",".join(SUITES), "--every", 6, "--max_in_flight", 2,
+        "--sbatch=--gpus-per-node=0",
+    )  # fmt: skip
+    environment = {"WATCH_MINUTES": 0.05, "PYTHONPATH": site}
+    # before there is a run: it looks again
+    first = jobs.submit("slurm/eval_watch.sh", *watched, **environment)
+    assert first.until_ended() == "COMPLETED", first.text()
+    training = jobs.submit(
+        "slurm/pretrain_1b3.sh", TRAIN, *text_run(tmp_path / "data", run),
+        "--checkpoint.keep_latest_k", 2, flags=cpus, TEST_PACE=pace, PYTHONPATH=site,
+    )  # fmt: skip
+    training.until(lambda: (run / "config.json").exists(), "the run's begin")
+    jobs.submit("slurm/eval_watch.sh", *watched, **environment)
+    command = [sys.executable, "-m", "eval", "submit", *map(str, watched), "--interval_s", "2"]
+    environ = jobs.environ({"PYTHONPATH": site})
+    with contextlib.ExitStack() as stack:
+        people = []
+        for k in range(2):
+            out = stack.enter_context(open(tmp_path / f"person-{k}.txt", "w"))
+            person = subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=out, stderr=out)
+            stack.callback(person.kill)
+            people.append(person)
+        # as soon as somebody has looked, step 6 is held; now let training run ahead
+        slurm.until((run / "evals/holds/step-6.submit").exists, "a hold", 240)
+        assert not (run / "checkpoint/step-9").exists()
+        pace.write_text("0")
+        _kill_one(jobs, run)
+        codes = [person.wait(400) for person in people]
+    said = [(tmp_path / f"person-{k}.txt").read_text() for k in range(2)]
+    log = (run / "evals/watch.log").read_text()
+    assert codes == [0, 0], said
+    assert training.until_ended() == "COMPLETED" and (run / "DONE").exists()
+
+    def ours() -> dict[str, tuple[str, str]]:
+        return {job: row for job, row in all_jobs(slurm).items() if job not in before}
+
+    training.until(lambda: all(state in ENDED for _, state in ours().values()), "the watch's end")
+    log = (run / "evals/watch.log").read_text()
+    assert "all is evaluated and reported: the watch ends" in log
+
+    # each piece of work was done once, by one job; the killed one was given out again
+    done = [name for name, state in ours().values() if state == "COMPLETED"]
+    given_out = [name for name, _ in ours().values() if "step-" in name]
+    for step in STEPS:
+        for suite in SUITES:
+            name = f"step-{step}-{suite}-"
+            killed = (step, suite) == (6, "validation")
+            assert sum(name in other for other in done) == 1, (done, log, said)
+            assert sum(name in other for other in given_out) == 1 + killed, (given_out, log, said)
+            (path,) = (run / "evals" / f"step-{step}" / suite).glob("*/results.json")
+            assert read_results(path).asked["step"] == step
+    assert len(leases_of(run, 6, "validation").all()) >= 2
+    assert sum("eval-report" in name for name, _ in ours().values()) == 1
+    assert (run / "report/index.html").exists()
+    reported = json.loads((run / "report/report.json").read_text())
+    assert {suite["suite"] for suite in reported["suites"]} == set(SUITES)
+
+    folder = CheckpointFolder(run / "checkpoint")
+    assert folder.steps() == [6, 9, 12], "two are kept, and step 6 was waited for"
+    assert Manifest.read(folder.step_path(6)).kind == "weights"
+    assert [*(run / "evals/holds").iterdir()] == [], "nothing is held any more"
+    status = subprocess.run(
+        [sys.executable, "-m", "eval", "submit", run, "--json"],
+        env=jobs.environ({"PYTHONPATH": site}), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    shown = json.loads(status.stdout)
+    assert shown["finished"] and shown["report"] == "done"
+
+
+def _kill_one(jobs: Jobs, run: Path) -> None:
+    """Kill the job of step 6's validation, scripts and ranks, as soon as its ranks are there."""
+    leases = leases_of(run, 6, "validation")
+    work = f"eval run --checkpoint {run}/checkpoint/step-6 --suite validation"
+    jobs.cluster.until(lambda: processes_of(work), "ranks at work", 240)
+    lease = next(each for each in leases.all() if each.job is not None)
+    assert lease.job is not None
+    jobs.cluster.run("scancel", "--signal=KILL", "--full", lease.job)

@@ -1,0 +1,205 @@
+"""slurm/sweep.sh: a sweep as an array job, whatever happens to its elements, and without Slurm."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.sweep.__main__ import main
+from canon_pretrain.sweep.grid import read_sweep
+from canon_pretrain.sweep.table import look_at_sweep
+from tests.fault_runs import steps
+from tests.ranks import assert_same_run, launch, logged_step, status
+from tests.slurm_cluster import SlurmCluster
+from tests.slurm_jobs import Job, Jobs, log_of
+from tests.support import ROOT, debug_run
+
+SCRIPT = str(ROOT / "slurm" / "sweep.sh")
+CONFIG = ROOT / "train_configs" / "debug.toml"
+STEPS = 12
+RUNS = ["debug-lr3e-3-seed0", "debug-lr3e-3-seed1", "debug-lr1e-3-seed0", "debug-lr1e-3-seed1"]
+
+
+def script(
+    *words: object, environ: dict[str, str], cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", SCRIPT, *map(str, words)],
+        cwd=cwd, env=environ, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+
+
+def plan(
+    sweep: Path, data: Path, *words: object, rates: tuple[str, ...] = ("3e-3", "1e-3")
+) -> None:
+    main([
+        "plan", str(sweep), "--configs", str(CONFIG), "--lr", *rates, "--seeds", "0", "1",
+        "--data.path", str(data), "--checkpoint.interval", "1000", "--run.heartbeat_s", "0.5",
+        *map(str, words),
+    ])  # fmt: skip
+
+
+def states(sweep: Path) -> list[str]:
+    return [row.state for row in look_at_sweep(read_sweep(sweep), sweep, datetime.now(UTC))]
+
+
+def alone(data: Path, folder: Path, rate: str, seed: int) -> Path:
+    """The run of a grid's point by itself, without sweep or Slurm."""
+    launch(
+        *debug_run(data, folder / "run"), "--optimizer.lr", rate, "--model.init_seed", seed,
+        "--data.data_seed", seed, "--checkpoint.interval", 1000, ranks=1, output=folder / "out",
+    )  # fmt: skip
+    return folder / "run"
+
+
+@pytest.mark.slurm
+def test_a_sweep_of_four_two_at_a_time_one_killed_one_cancelled(
+    slurm: SlurmCluster, data_folder: Path, tmp_path: Path
+) -> None:
+    """What is cancelled waits for the next submission, what is killed comes back by itself, alone;
+    each run is bitwise the one that was trained by itself."""
+    sweep, pace = tmp_path / 'it\'s "a sweep"; $(touch HIT) 100%d', tmp_path / "pace"
+    pace.write_text('{"training": 0.5}')
+    odd = 'it\'s "one"; $(touch HIT)'
+    plan(sweep, data_folder, "--job.description", odd)
+    environ = Jobs(slurm, tmp_path).environ({"TEST_PACE": pace})
+
+    wrong = script("submit", sweep, "--nodes=5", environ=environ)
+    assert wrong.returncode == 2 and "Numbers of nodes that can: 1, 2, 3, 4, 6" in wrong.stderr
+    first = script("submit", sweep, "--throttle", 2, environ=environ)
+    assert first.returncode == 0, first
+    array = re.findall(r"^Submitted batch job (\d+)$", first.stdout, re.M)[0]
+    jobs = [Job(slurm, f"{array}_{i}", tmp_path) for i in range(1, 5)]
+    runs = [sweep / name for name in RUNS]
+    jobs[0].until_step(runs[0], 2)
+    assert [job.state for job in jobs] == ["RUNNING", "RUNNING", "PENDING", "PENDING"]
+    twice = script("submit", sweep, environ=environ)
+    assert twice.returncode == 0 and "nothing to submit" in twice.stdout, twice
+    jobs[0].cancel()
+    jobs[0].until(lambda: "slurm: leave" in log_of(runs[0]), "the script's end")
+    saved = steps(runs[0])[-1]
+
+    # the element that starts last has the array's own number, by which scontrol would requeue all
+    jobs[3].until_step(runs[3], 2)
+    assert jobs[3].field("JobId") == array == status(runs[3]).job_id
+    os.kill(status(runs[3]).pid, signal.SIGKILL)
+    jobs[3].until_requeued(1)
+    assert "requeue: the launch failed: it was killed" in log_of(runs[3])
+    pace.write_text("{}")
+    assert [job.until_ended() for job in jobs] == ["CANCELLED", *["COMPLETED"] * 3]
+    assert [job.restarts for job in jobs] == [0, 0, 0, 1]
+    assert states(sweep) == ["stopped", "done", "done", "done"]
+
+    again = script("submit", sweep, environ=environ)
+    array = re.findall(r"^Submitted batch job (\d+)$", again.stdout, re.M)[0]
+    shown = slurm.run("scontrol", "show", "job", "-o", array).stdout
+    assert len(shown.splitlines()) == 1 and "ArrayTaskId=1 " in shown
+    assert Job(slurm, f"{array}_1", tmp_path).until_ended() == "COMPLETED"
+    assert states(sweep) == ["done"] * 4
+    assert status(runs[0]).launches == 2 and logged_step(runs[0]) == STEPS > saved
+    assert [status(run).launches for run in runs[1:]] == [1, 1, 2]
+    assert_same_run(runs[0], alone(data_folder, tmp_path / "one", "3e-3", 0), step=STEPS)
+    assert_same_run(runs[3], alone(data_folder, tmp_path / "four", "1e-3", 1), step=STEPS)
+
+    # an array of one's own making, over all of them: nothing is trained, since all are DONE
+    own = Jobs(slurm, tmp_path).submit(SCRIPT, sweep, flags=("--array=2-3",))
+    for number in (2, 3):
+        assert Job(slurm, f"{own.id}_{number}", tmp_path).until_ended() == "COMPLETED"
+    assert [status(run).launches for run in runs] == [2, 1, 1, 2]
+    assert "nothing to submit" in script("submit", sweep, environ=environ).stdout
+    assert not [*tmp_path.rglob("HIT")] and not (ROOT / "HIT").exists()
+
+
+@pytest.mark.slow
+def test_locally_one_after_the_other_and_stopped_in_between(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """SIGTERM to the script: the run that trains saves, the next one does not begin."""
+    sweep, pace = tmp_path / "a sweep", tmp_path / "pace"
+    plan(sweep, data_folder, rates=("3e-3",))
+    settings = {"VENV": sys.prefix, "CANON_CPU": 1, "RANKS_PER_NODE": 1}
+    (tmp_path / "cluster.env").write_text(
+        "".join(f"export {name}='{value}'\n" for name, value in settings.items())
+    )
+    pace.write_text('{"training": 0.5}')
+    environ = os.environ | {
+        "CANON_CLUSTER_ENV": str(tmp_path / "cluster.env"),
+        "PYTHONPATH": str(ROOT / "tests" / "slurm_site"),
+        "TEST_PACE": str(pace),
+    }
+    with open(tmp_path / "out", "wb") as out:
+        command = ["bash", SCRIPT, "--local", str(sweep)]
+        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=out, stderr=out)
+        one, two = (sweep / name for name in RUNS[:2])
+        end = time.monotonic() + 300
+        while logged_step(one) < 3:
+            assert process.poll() is None and time.monotonic() < end, (tmp_path / "out").read_text()
+            time.sleep(0.1)
+        process.terminate()
+        process.wait(300)
+    said = (tmp_path / "out").read_text()
+    assert "asked to stop: the same command goes on" in said
+    assert states(sweep) == ["stopped", "waiting"] and not two.exists()
+    assert steps(one)[-1] == logged_step(one) < STEPS
+
+    pace.write_text("{}")
+    done = script("--local", sweep, environ=environ)
+    assert done.returncode == 0 and "2 runs: 2 done" in done.stdout, done
+    assert_same_run(one, alone(data_folder, tmp_path / "alone", "3e-3", 0), step=STEPS)
+    assert "run 1" not in script("--local", sweep, environ=environ).stdout
+
+
+@pytest.mark.slow
+def test_locally_a_run_that_fails_does_not_stop_the_rest(data_folder: Path, tmp_path: Path) -> None:
+    sweep = tmp_path / "s"
+    plan(sweep, data_folder, rates=("3e-3",))
+    (sweep / RUNS[0]).mkdir(parents=True)
+    (sweep / RUNS[0] / "checkpoint").write_text("a file where checkpoints go")
+    (tmp_path / "cluster.env").write_text(
+        f"VENV='{sys.prefix}'\n"
+        "export CANON_CPU=1 RANKS_PER_NODE=1 MAX_RESTARTS_WITHOUT_PROGRESS=1\n"
+    )
+    environ = os.environ | {"CANON_CLUSTER_ENV": str(tmp_path / "cluster.env")}
+    done = script("--local", sweep, environ=environ)
+    assert done.returncode == 2 and "1 run(s) failed" in done.stderr, done
+    assert states(sweep)[1] == "done" and not (sweep / RUNS[0] / "DONE").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "which sweep?"),
+        (("submit",), "which sweep?"),
+        (("--local",), "which sweep?"),
+        (("submit", "none"), "none: there is no such folder"),
+        (("submit", ".", "--throttle", "0"), "--throttle 0: expected a whole number above 0"),
+        (("submit", "."), "is not a sweep"),
+        (("--local", "."), "is not a sweep"),
+        (("--local", ".", "--training.steps"), "options of its runs belong to its plan"),
+        (("."), "or --local SWEEP; this way it is a job script"),
+    ],
+)
+def test_wrong_words_are_refused(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.env").write_text(f"VENV='{sys.prefix}'\n")
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text("#!/bin/sh\n")
+    squeue.chmod(0o755)
+    environ = {name: value for name, value in os.environ.items() if "SLURM" not in name} | {
+        "CANON_CLUSTER_ENV": str(tmp_path / "cluster.env"),
+        "PATH": f"{squeue.parent}:{os.environ['PATH']}",
+    }
+    done = script(*words, environ=environ, cwd=tmp_path)
+    assert done.returncode == 2 and says in done.stderr, done
+
+
+def test_help_is_its_header(tmp_path: Path) -> None:
+    done = script("--help", environ=dict(os.environ), cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("Train the runs of a sweep")
+    assert "SBATCH" not in done.stdout and "set -euo" not in done.stdout
