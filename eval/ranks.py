@@ -11,6 +11,7 @@ A rank that raises, or dies, ends the others with an error: nobody waits for it.
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -197,10 +198,11 @@ class Ranks:
             dist.all_gather_object(shares, (kind, value))
         except (RuntimeError, ValueError) as error:
             # gloo: a connection was closed, or WORK_TIMEOUT is over
-            reason = str(error).strip().splitlines()[0]
+            # without the place in gloo's source, and its advice
+            reason = re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0])
             raise RankFailed(
                 f"rank {self.rank} of {self.world_size} lost another rank, whose own output says "
-                f"why ({reason})"
+                f"why, unless it was killed ({reason.partition('. This is')[0]})"
             ) from None
         kinds = [kind for kind, _ in shares]
         if len(set(kinds)) > 1:

@@ -62,7 +62,10 @@ def add_how(parser: argparse.ArgumentParser) -> None:
         "elsewhere)",
     )
     parser.add_argument(
-        "--add_bos", action="store_true", help="begin each context with BOS (training saw none)"
+        "--add_bos",
+        action="store_true",
+        help="begin each text with EOS, as `lm_eval --model hf` does on an export with "
+        "add_bos_token=True (training saw no BOS)",
     )
     parser.add_argument(
         "--batch_tokens",

@@ -20,18 +20,9 @@ from rich.console import Console
 
 from canon_pretrain.errors import UserError
 from eval.cluster import SCRIPTS, NoQueue, Slurm
+from eval.request import ALL, RETRIES, known_suites, settle, split_suites, to_words
 from eval.run_command import add_how
-from eval.schedule import (
-    ALL,
-    CLAIM_EXPIRY_S,
-    RETRIES,
-    Queue,
-    Schedule,
-    known_suites,
-    settle,
-    split_suites,
-    to_words,
-)
+from eval.schedule import CLAIM_EXPIRY_S, Queue, Schedule
 from eval.show_schedule import show_status
 from eval.watcher import Watcher
 

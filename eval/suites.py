@@ -17,6 +17,7 @@ from typing import Any
 import lm_eval.tasks
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import handle_non_serializable
 
 from canon_pretrain.errors import UserError, nearest
@@ -123,10 +124,11 @@ def open_tasks(
         try:
             manager = _manager(path, metadata)
             group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
-            spec = group[1] if group else str(path)  # a group is found by its name only
+            spec: str | dict[str, Any] = str(path)
+            if group:
+                # a group is found by its name only; one member, as the group makes it
+                spec = group[1] if name == group[1] else _with_one_member(path, name)
             tasks = _load(manager, spec, only)
-            if group and name in tasks:
-                tasks = {name: tasks[name]}  # one member, as the group makes it
         except UserError:
             raise
         except Exception as error:
@@ -152,7 +154,16 @@ def _manager(path: Path, metadata: Mapping[str, Any]) -> TaskManager:
     )
 
 
-def _load(manager: TaskManager, spec: str, only: list[str] | None) -> dict[str, Task]:
+def _with_one_member(path: Path, name: str) -> str | dict[str, Any]:
+    """The group of a file with one of its members; the file's own name where it has no such."""
+    group: dict[str, Any] = load_yaml(path)
+    members = [task for task in group["task"] if isinstance(task, dict) and task["task"] == name]
+    return {**group, "task": members} if members else str(group["group"])
+
+
+def _load(
+    manager: TaskManager, spec: str | dict[str, Any], only: list[str] | None
+) -> dict[str, Task]:
     if only is None:
         return dict(manager.load([spec])["tasks"])
     return dict(manager.load(only)["tasks"])

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from canon_pretrain.errors import UserError
 from eval.cluster import SCRIPTS, NoAnswer, Slurm
-from eval.leases import BEAT_S, LEASES, LOCAL, Lease, Leases
+from eval.leases import BEAT_S, LEASES, LOCAL, Lease, Leases, suite_name
+from eval.request import words_for
 from eval.schedule import (
     IN_FLIGHT,
     Entry,
@@ -26,8 +27,6 @@ from eval.schedule import (
     Schedule,
     claim,
     judge,
-    suite_name,
-    words_for,
 )
 from eval.show_schedule import summary
 

@@ -8,6 +8,7 @@ Takes about five minutes on two cores. Root and Debian's slurm packages are need
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -109,11 +110,16 @@ def tell(story: Story) -> None:
     print(refused.stderr.strip().splitlines()[-1])
 
     story.say("train on two nodes; a watch evaluates checkpoints as they come")
-    sent = story.run("bash", "slurm/submit.sh", "--nodes", 2, "slurm/pretrain_1b3.sh", *TRAIN)
+    # evaluations are to run beside it, on these two nodes
+    sent = story.run(
+        "bash", "slurm/submit.sh", "--nodes", 2, "--exclusive=user", "--cpus-per-task=4",
+        "slurm/pretrain_1b3.sh", *TRAIN,
+    )  # fmt: skip
     job = re.findall(r"Submitted batch job (\d+)", sent)[0]
     story.run(
         "bash", "slurm/submit.sh", "slurm/eval_watch.sh", RUN, "--suites",
         "validation,zen_of_python", "--every", EVERY, "--sbatch=--gpus-per-node=0",
+        "--sbatch=--exclusive=user", "--sbatch=--cpus-per-task=4",
     )  # fmt: skip
     log = RUN / "log.jsonl"
     story.until(lambda: log.exists() and '"step": 20,' in log.read_text(), "step 20")
@@ -145,6 +151,7 @@ def main() -> None:
     if why := missing():
         sys.exit(f"no Slurm can be started here: {why}")
     os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # no jobs are left over
     if DEMO.exists():
         sys.exit(f"{DEMO} is there from an earlier time: remove it first")
     DEMO.mkdir(parents=True)

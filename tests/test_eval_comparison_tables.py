@@ -9,6 +9,7 @@ import pytest
 
 from eval.comparison.content import comparison_content
 from eval.report.runs import read_runs
+from eval.report.verdicts import verdict_summary
 from eval.stats import simulate
 from tests.eval_simulation import plant_answers, planted_run, records, right_or_wrong, validations
 from tests.report_runs import plant_run
@@ -154,3 +155,28 @@ def test_more_learning_rates_for_one_architecture_are_told(tmp_path: Path) -> No
     found = comparison_content(read_runs(paths))
     assert "1 to 2 learning rates" in found["selection_words"]
     assert "by luck" not in comparison_content(read_runs(paths[:2]))["selection_words"]
+
+
+def test_a_validation_of_an_early_step_does_not_choose_for_a_late_one(tmp_path: Path) -> None:
+    paths = []
+    for name, rate, early, late in (("slow", 1, 5.0, 2.0), ("fast", 2, 4.0, 3.0)):
+        run = plant_run(tmp_path / name, validations({5: early, 500: late}), optimizer__lr=rate)
+        empty = {"validation": records({"x": [1.0]})}
+        scores = {"validation": {"nats_per_token": early}}
+        plant_answers(run, 5, "validation", empty, scores=scores)
+        paths.append(run.path)
+    (selected,) = [x for x in comparison_content(read_runs(paths))["selection"] if x["chosen"]]
+    assert (selected["runs"], selected["step"], selected["loss"]) == (["slow"], 500, 2.0)
+
+
+def test_a_noise_that_comes_from_elsewhere_in_some_pairs_is_said_so() -> None:
+    def pair(architecture: str, task: str, source: str) -> dict[str, object]:
+        row = {"architecture": architecture, "baseline": "a", "task": task, "metric": "acc"}
+        more = {"detectable": None, "log_difference": None, "at_chance": False}
+        return row | more | {"verdict": "within noise", "seed_noise": {"source": source}}
+
+    pairs = [pair("b", "boolq", "own"), pair("b", "piqa", "own"), pair("c", "boolq", "paper")]
+    assert verdict_summary({"pairs": pairs, "refused": []})["seed_noise"] == [
+        {"source": "own", "tasks": ["boolq (some pairs)", "piqa"]},
+        {"source": "paper", "tasks": ["boolq (some pairs)"]},
+    ]

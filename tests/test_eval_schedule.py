@@ -25,9 +25,10 @@ from eval.__main__ import main
 from eval.cluster import NoAnswer, NoQueue, Slurm
 from eval.leases import LOCAL, Leases, begin, leases_of, new_lease
 from eval.leases import main as leases_main
+from eval.request import Request, settle, split_suites, to_words, words_for
 from eval.results import Results, Score, write_results
 from eval.run_command import add_how
-from eval.schedule import Request, Schedule, settle, split_suites, to_words, words_for
+from eval.schedule import Schedule, claim
 from eval.watcher import Watcher
 from tests.fake_slurm import FakeSlurm
 from tests.support import ROOT
@@ -284,6 +285,31 @@ def test_a_watcher_that_slept_through_a_takeover_cancels_its_job(
     assert current is not None and current.job == "77"
     lease = leases.all()[0]
     assert begin(leases, "1", lease.id, 3)[0] == 3, "and if it runs after all, it does nothing"
+
+
+@pytest.mark.parametrize("happens", ["another claims the rest", "it is answered"])
+def test_what_happens_between_a_look_and_a_claim(
+    slurm: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch, happens: str
+) -> None:
+    watch = watcher(run, suites=["jrt"], cap=1)
+
+    def late(*words: Any) -> Any:
+        if happens == "it is answered":
+            answer(run, 10, "jrt")
+        else:
+            assert leases_of(run, 20, "jrt").claim(new_lease(1))
+        monkeypatch.undo()
+        monkeypatch.setenv("PATH", slurm.environ["PATH"])
+        return claim(*words)
+
+    monkeypatch.setattr("eval.watcher.claim", late)
+    watch.one_pass()
+    lease = leases_of(run, 10, "jrt").current()
+    assert lease is not None and lease.job is None and lease.ended is not None
+    why = {"it is answered": "it is done"}.get(happens, "1 are in flight")
+    assert lease.ended == f"given back: {why}"
+    names = ["eval-run-step-20-jrt"] if happens == "it is answered" else []
+    assert slurm.names == names
 
 
 def test_what_sbatch_refuses_is_no_attempt(slurm: FakeSlurm, run: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eval.__main__ import main
-from eval.results import RESULTS, Results, read_results, read_samples
+from eval.results import RESULTS, Results, Unfinished, read_results, read_samples
 from eval.suites import SUITES
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import rows_of, stage_fixtures
@@ -89,7 +89,9 @@ def test_a_suite_complete(base: Path, tmp_path: Path, suite: str) -> None:
 
 
 def test_one_task_of_the_harness_alone_is_as_in_its_suite(base: Path, tmp_path: Path) -> None:
-    main(command(base, "boolq", tmp_path / "alone"))
+    """It needs no data but its own."""
+    shutil.copytree(base / "staged/boolq", tmp_path / "staged/boolq")
+    main(command(base, "boolq", tmp_path / "alone", "--staged", tmp_path / "staged"))
     main(command(base, "discriminative", tmp_path / "suite"))
     alone, suite = (read_results(tmp_path / name / RESULTS) for name in ("alone", "suite"))
     assert alone.scores == {"boolq": suite.scores["boolq"]}
@@ -141,6 +143,35 @@ def test_kill_9_loses_the_running_task_at_most(
     assert read_results(tmp_path / "killed" / RESULTS) == read_results(tmp_path / "whole" / RESULTS)
     assert read_samples(tmp_path / "killed") == read_samples(tmp_path / "whole")
     assert not kept.exists()
+
+
+def test_two_at_once_do_the_work_once(base: Path, tmp_path: Path) -> None:
+    """The second waits, and answers from what the first has written."""
+    first, both = tmp_path / "first", tmp_path / "both"
+    main(command(base, "jrt_fda", first))
+    held = Unfinished(both, {}).hold(print)
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "eval", *command(base, "jrt_fda", both)],
+        cwd=ROOT.parent,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        lines = iter(process.stdout.readline, "")
+        assert f"waits: another process asks the same question, in {both}\n" in lines
+        for path in first.iterdir():
+            shutil.copy(path, both)
+        held.close()
+        printed = "".join(lines)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert "as found in" in printed and "written to" not in printed
+    assert "jrt_fda: 100%" not in printed
 
 
 def test_a_full_disk_keeps_what_was_written(

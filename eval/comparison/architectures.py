@@ -154,16 +154,18 @@ def _word(name: str, value: Any) -> str:
 def choose(architecture: Architecture) -> Choice:
     """The learning rate with the lowest held-out loss, at the last step that all of them have.
 
-    By the suite `validation` where every run was asked it, else by the log; never by the scores
-    that are to be compared. A loss that is no number is worse than any.
+    By the suite `validation`, or by the log where that goes further; never by the scores that are
+    to be compared. A loss that is no number is worse than any.
     """
     recipes = architecture.recipes
+    found = []
     for words, losses_of in ((BY_SUITE, _suite_losses), (BY_LOG, _logged_losses)):
         by_run = [[losses_of(run) for run in recipe.runs] for recipe in recipes]
         steps = set.intersection(*(set(losses) for group in by_run for losses in group))
-        if not steps:
-            continue
-        step = max(steps)
+        if steps:
+            found.append((max(steps), words, by_run))
+    if found:
+        step, words, by_run = max(found, key=lambda each: each[0])  # the suite, of equal steps
         means = [math.fsum(losses[step] for losses in group) / len(group) for group in by_run]
         losses = [x if math.isfinite(x) else None for x in means]
         if len(recipes) == 1:
