@@ -22,12 +22,15 @@ from canon_pretrain.errors import UserError, exit_with
 EXIT_INTERRUPTED = 130
 
 COMMANDS = {
-    "stage": ("eval.stage", "download the suites' data once, where there is a network"),
+    "stage": ("eval.staging.stage", "download the suites' data once, where there is a network"),
     "run": ("eval.run_command", "evaluate one checkpoint on one suite, or on all"),
-    "submit": ("eval.submit", "evaluate runs' checkpoints as they come, by Slurm jobs or here"),
+    "submit": (
+        "eval.schedule.submit",
+        "evaluate checkpoints as they come, by Slurm jobs or here",
+    ),
     "report": ("eval.report.command", "curves, scores and verdicts of runs as one HTML page"),
     "compare": ("eval.compare", "what differs between two runs, beyond noise"),
-    "bench": ("eval.bench", "our runner beside lm_eval's own, on the same export"),
+    "bench": ("eval.bench.command", "our runner beside lm_eval's own, on the same export"),
 }
 """Name -> the module that adds its arguments and carries it out, and what it does.
 

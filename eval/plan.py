@@ -17,7 +17,7 @@ from rich.console import Console
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import sha256_file
-from eval.probe_sets import open_probes
+from eval.model.subject import Subject
 from eval.results import (
     RESULTS,
     Answers,
@@ -28,8 +28,7 @@ from eval.results import (
     read_results,
     results_folder,
 )
-from eval.staged import staged_folder
-from eval.subject import Subject
+from eval.staging.staged import staged_folder
 from eval.suites import (
     ALL,
     BIRTH_YEAR,
@@ -43,6 +42,7 @@ from eval.suites import (
     least_length,
     open_tasks,
 )
+from eval.tasks.birth_year.frozen import open_probes
 
 VALIDATION_VERSION = 2
 

@@ -17,13 +17,14 @@ from rich.console import Console
 
 from canon_pretrain.data.held_out import HeldOutLoss, windows
 from canon_pretrain.errors import UserError
-from eval.budget import batch_tokens_for
 from eval.harness import ask
-from eval.lm import CanonLM
-from eval.model import dtype_for
+from eval.model.budget import batch_tokens_for
+from eval.model.lm import CanonLM
+from eval.model.load import dtype_for
+from eval.model.ranks import Ranks
+from eval.model.subject import Subject
 from eval.plan import Plan, check_options, known_results, merged, open_plans, writing
 from eval.progress import Work
-from eval.ranks import Ranks
 from eval.results import (
     RESULTS,
     Answers,
@@ -32,7 +33,6 @@ from eval.results import (
     write_results,
 )
 from eval.show_results import print_results
-from eval.subject import Subject
 from eval.suites import (
     VALIDATION,
 )

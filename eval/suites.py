@@ -22,7 +22,7 @@ from lm_eval.utils import handle_non_serializable
 
 from canon_pretrain.errors import UserError, nearest
 from eval.harness import harness, requests_of
-from eval.lm import request_cost
+from eval.model.lm import request_cost
 
 DISCRIMINATIVE, JRT, BABILONG = "discriminative", "jrt", "babilong"
 BIRTH_YEAR, VALIDATION = "birth-year", "validation"

@@ -18,8 +18,8 @@ from typing import Any
 import datasets
 from datasets import ClassLabel, Features, Sequence, Value
 
-from eval.catalogue import BABILONG, CATALOGUE
-from eval.staged import write_staged
+from eval.staging.catalogue import BABILONG, CATALOGUE
+from eval.staging.staged import write_staged
 
 Rows = list[dict[str, Any]]
 REVISION = "f" * 40

@@ -24,8 +24,8 @@ from lm_eval.api.instance import Instance
 
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
-from eval.lm import CanonLM
-from eval.ranks import Ranks
+from eval.model.lm import CanonLM
+from eval.model.ranks import Ranks
 from eval.validation import model_loss
 from tests.support import write_data
 from tests.variants import VARIANTS, build

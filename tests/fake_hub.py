@@ -173,8 +173,8 @@ CLIENT = """
 import argparse, dataclasses, json, sys
 import datasets, huggingface_hub
 from canon_pretrain.errors import UserError
-from eval import catalogue
-from eval.stage import add_arguments, execute
+from eval.staging import catalogue
+from eval.staging.stage import add_arguments, execute
 
 real = dict(catalogue.CATALOGUE)
 for line in sys.stdin:

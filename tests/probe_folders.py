@@ -5,9 +5,9 @@ from pathlib import Path
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from eval.birth_year import KINDS, LENGTHS, Junk
 from eval.harness import harness
-from eval.probe_sets import Corpus, FrozenSets
+from eval.tasks.birth_year.frozen import Corpus, FrozenSets
+from eval.tasks.birth_year.probes import KINDS, LENGTHS, Junk
 from tests import data_folders
 from tests.support import ROOT
 

@@ -30,8 +30,8 @@ from canon_pretrain.titan.validation import (
     settle_validation,
     stands_in_log,
 )
-from eval.lm import CanonLM
-from eval.model import load_model
+from eval.model.lm import CanonLM
+from eval.model.load import load_model
 from eval.validation import model_loss
 from tests.fault_runs import flip
 from tests.ranks import assert_same_run, events, launch

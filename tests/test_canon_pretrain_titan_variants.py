@@ -18,7 +18,7 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import build_dataloader, open_shards
-from eval.model import load_model
+from eval.model.load import load_model
 from tests.ranks import assert_same_run, events, launch, whole_state
 from tests.sharded import Steps, assert_equal_steps, on_ranks, sharded_steps, whole_steps
 from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, token_documents

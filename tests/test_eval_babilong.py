@@ -15,9 +15,9 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from canon_pretrain.errors import UserError
-from eval.catalogue import BABILONG_LENGTHS, BABILONG_TASKS
 from eval.harness import harness
-from eval.staged import write_staged
+from eval.staging.catalogue import BABILONG_LENGTHS, BABILONG_TASKS
+from eval.staging.staged import write_staged
 from eval.suites import HARNESS_TASKS
 from eval.tasks.babilong.prompts import OWN_PROMPTS, read_prompts
 from eval.tasks.babilong.score import LABELS, is_right

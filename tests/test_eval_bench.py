@@ -18,11 +18,11 @@ from rich.console import Console
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import flavor
-from eval.bench import print_result
-from eval.bench_cases import CASES, Case, make_cases
-from eval.bench_model import parse_model, trained_tokenizer
-from eval.bench_run import Sides, agreement, best_batch_size, measure
-from eval.lm import CanonLM
+from eval.bench.cases import CASES, Case, make_cases
+from eval.bench.command import print_result
+from eval.bench.model import parse_model, trained_tokenizer
+from eval.bench.run import Sides, agreement, best_batch_size, measure
+from eval.model.lm import CanonLM
 from tests.data_folders import plant_data, sentence
 from tests.hf_exports import plant_run
 from tests.support import ROOT

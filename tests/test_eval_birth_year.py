@@ -17,8 +17,9 @@ from lm_eval.evaluator import evaluate
 
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.train_tokenizer import train_tokenizer
-from eval import birth_year
-from eval.birth_year import (
+from eval.harness import harness
+from eval.tasks.birth_year import probes as birth_year
+from eval.tasks.birth_year.probes import (
     FIRST_NAMES,
     KINDS,
     LAST_NAMES,
@@ -30,7 +31,6 @@ from eval.birth_year import (
     make_probe,
     split_sentences,
 )
-from eval.harness import harness
 from eval.tasks.birth_year.task import exact, without_space
 from tests.probe_folders import JUNK, NAMES, SENTENCES, Words, freeze_all, load_tasks
 

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 
 from canon_pretrain.errors import UserError
-from eval import budget
-from eval.budget import FILE, Budget, batch_tokens_for, fastest, find_budget, largest
-from eval.lm import CanonLM
+from eval.model import budget
+from eval.model.budget import FILE, Budget, batch_tokens_for, fastest, find_budget, largest
+from eval.model.lm import CanonLM
 from tests.variants import VARIANTS, build
 
 ARGS = VARIANTS["nope ABCD"]

@@ -26,7 +26,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from canon_pretrain.errors import UserError
-from eval.catalogue import CATALOGUE, DISCRIMINATIVE, of_suites
+from eval.staging.catalogue import CATALOGUE, DISCRIMINATIVE, of_suites
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
 from tests.support import ROOT
 

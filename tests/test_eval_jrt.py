@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon_pretrain.errors import UserError
-from eval.staged import write_staged
+from eval.staging.staged import write_staged
 from eval.tasks.jrt.documents import LOG, load, read_counts
 from eval.tasks.jrt.prompts import without_trailing
 from tests.data_folders import tokenizer

@@ -9,11 +9,11 @@ import torch
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.positions import rope_tables
-from eval import fast_linear
-from eval.fast_linear import FastLinear, is_faster, use_fast_linear
-from eval.lm import CanonLM
-from eval.model import dtype_for, load_model
-from eval.score_plan import Pair
+from eval.model import fast_linear
+from eval.model.fast_linear import FastLinear, is_faster, use_fast_linear
+from eval.model.lm import CanonLM
+from eval.model.load import dtype_for, load_model
+from eval.model.score_plan import Pair
 from tests.hf_exports import export_model, plant_run
 from tests.variants import VARIANTS, build, every_variant, random_tokens
 

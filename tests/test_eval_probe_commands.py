@@ -16,9 +16,9 @@ import torch
 
 from canon_pretrain.hf.export import export
 from canon_pretrain.model.transformer import Transformer
-from eval.birth_year import KINDS
-from eval.probe_sets import Corpus, FrozenSets
 from eval.tasks.babilong.score import is_right
+from eval.tasks.birth_year.frozen import Corpus, FrozenSets
+from eval.tasks.birth_year.probes import KINDS
 from tests.data_folders import plant_data, sentence, tokenizer
 from tests.eval_fixtures import stage_fixtures
 from tests.hf_exports import hub_environment, plant_run

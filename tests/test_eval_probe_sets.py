@@ -14,8 +14,8 @@ from rich.console import Console
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from data_prep.train_tokenizer import train_tokenizer
-from eval.birth_year import KINDS, NUM_ITEMS, make_probe
-from eval.probe_sets import Corpus, open_probes
+from eval.tasks.birth_year.frozen import Corpus, open_probes
+from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, make_probe
 from eval.tasks.birth_year.task import load
 from tests import data_folders
 from tests.probe_folders import JUNK, NAMES, SENTENCES, few, freeze_all, load_tasks

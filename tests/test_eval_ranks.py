@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.errors import UserError
-from eval.ranks import Ranks
+from eval.model.ranks import Ranks
 from tests.support import ROOT
 
 Ended = list[dict[str, Any]]
@@ -148,7 +148,7 @@ def test_no_rank_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is started alone with the variables of several says so, after a while."""
     from datetime import timedelta
 
-    from eval import ranks
+    from eval.model import ranks
 
     monkeypatch.setattr(ranks, "START_TIMEOUT", timedelta(seconds=1))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():

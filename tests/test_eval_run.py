@@ -26,8 +26,8 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from data_prep.train_tokenizer import train_tokenizer
 from eval.__main__ import main
-from eval.lm import CanonLM
-from eval.model import load_model
+from eval.model.lm import CanonLM
+from eval.model.load import load_model
 from eval.results import Results, read_results, write_results
 from eval.suites import SUITES, TASKS, open_tasks, task_files
 from tests.checkpoint_folders import small_disk

@@ -22,14 +22,14 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.files import sha256_file
 from canon_pretrain.run.folder import RunFolder
 from eval.__main__ import main
-from eval.cluster import NoAnswer, NoQueue, Slurm
-from eval.leases import LOCAL, Leases, begin, leases_of, new_lease
-from eval.leases import main as leases_main
-from eval.request import Request, settle, split_suites, to_words, words_for
 from eval.results import Results, Score, write_results
 from eval.run_command import add_how
-from eval.schedule import Schedule, claim
-from eval.watcher import Watcher
+from eval.schedule.cluster import NoAnswer, NoQueue, Slurm
+from eval.schedule.leases import LOCAL, Leases, begin, leases_of, new_lease
+from eval.schedule.leases import main as leases_main
+from eval.schedule.request import Request, settle, split_suites, to_words, words_for
+from eval.schedule.schedule import Schedule, claim
+from eval.schedule.watcher import Watcher
 from tests.fake_slurm import FakeSlurm
 from tests.support import ROOT
 
@@ -302,7 +302,7 @@ def test_what_happens_between_a_look_and_a_claim(
         monkeypatch.setenv("PATH", slurm.environ["PATH"])
         return claim(*words)
 
-    monkeypatch.setattr("eval.watcher.claim", late)
+    monkeypatch.setattr("eval.schedule.watcher.claim", late)
     watch.one_pass()
     lease = leases_of(run, 10, "jrt").current()
     assert lease is not None and lease.job is None and lease.ended is not None
@@ -529,7 +529,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     scripts.mkdir()
     (scripts / "eval.sh").write_text('printf "%s\\n" "$*" >>"$NOTES"; [[ $5 != jrt ]]\n')
     (scripts / "eval_report.sh").write_text('printf "%s\\n" "$*" >>"$NOTES"; touch "$3"\n')
-    monkeypatch.setattr("eval.watcher.SCRIPTS", scripts)
+    monkeypatch.setattr("eval.schedule.watcher.SCRIPTS", scripts)
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     fake = FakeSlurm(tmp_path / "fake")
     fake.break_down("squeue")
@@ -574,7 +574,7 @@ def test_without_slurm_the_work_is_done_here(here: Path, run: Path, capsys: Any)
 
 def test_a_process_that_died_here_leaves_its_work_to_others(run: Path) -> None:
     leases = leases_of(run, 20, "jrt")
-    code = "from eval.leases import *; import sys; from pathlib import Path\n"
+    code = "from eval.schedule.leases import *; import sys; from pathlib import Path\n"
     code += "assert Leases(Path(sys.argv[1])).claim(new_lease(1, job=LOCAL))"
     subprocess.run([sys.executable, "-c", code, leases.folder], cwd=ROOT, check=True)
     schedule = Schedule(run, Request(["jrt"], 20))

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from canon_pretrain.errors import UserError
-from eval import stage
 from eval.__main__ import main
-from eval.catalogue import CATALOGUE, REVISIONS
-from eval.pins import Pins
-from eval.staged import load_staged
+from eval.staging import stage
+from eval.staging.catalogue import CATALOGUE, REVISIONS
+from eval.staging.pins import Pins
+from eval.staging.staged import load_staged
 from tests.checkpoint_folders import fill, small_disk
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
 from tests.fake_hub import Client, FakeHub, dataset_files
@@ -295,7 +295,7 @@ def test_pins_are_one_a_repository(tmp_path: Path) -> None:
 
 
 def test_help_and_typing_errors_need_no_heavy_imports() -> None:
-    code = "import sys, eval.stage; print([m for m in ('torch', 'datasets', 'pyarrow', "
+    code = "import sys, eval.staging.stage; print([m for m in ('torch', 'datasets', 'pyarrow', "
     code += "'huggingface_hub') if m in sys.modules])"
     began = time.monotonic()
     done = subprocess.run(

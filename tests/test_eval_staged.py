@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from canon_pretrain.errors import UserError
-from eval import staged
-from eval.catalogue import CATALOGUE, REVISIONS, SUITES, of_suites
-from eval.staged import load, load_staged, staged_folder, staged_sha256, write_staged
+from eval.staging import staged
+from eval.staging.catalogue import CATALOGUE, REVISIONS, SUITES, of_suites
+from eval.staging.staged import load, load_staged, staged_folder, staged_sha256, write_staged
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import REVISION, fixture, rows_of, stage_fixtures
 

@@ -14,8 +14,8 @@ from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.errors import UserError
 from canon_pretrain.hf.export import export
 from canon_pretrain.run.folder import RunFolder
-from eval.lm import CanonLM
-from eval.subject import Subject
+from eval.model.lm import CanonLM
+from eval.model.subject import Subject
 from eval.validation import model_loss
 from tests.data_folders import plant_data, sentence
 from tests.hf_exports import identity_of

@@ -15,8 +15,8 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.model.args import FLAVORS
 from canon_pretrain.model.transformer import Transformer
 from eval.__main__ import main
-from eval.lm import CanonLM
-from eval.model import load_model
+from eval.model.lm import CanonLM
+from eval.model.load import load_model
 from eval.validation import CountModels, baseline_losses, model_loss, windows
 from tests.support import Runs
 

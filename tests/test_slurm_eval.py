@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.leases import leases_of
 from eval.results import Unfinished, read_results
+from eval.schedule.leases import leases_of
 from tests.eval_text_runs import TRAIN, text_run, write_text_data
 from tests.ranks import launch
 from tests.slurm_cluster import SlurmCluster

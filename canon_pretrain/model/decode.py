@@ -1,7 +1,7 @@
 """Text generation as tokens: many prompts, read and continued together with a `Cache`.
 
-The call between a model and whoever wants its words: eval/lm.py asks for greedy answers. The tokens
-are those that a full pass over the whole sequence at every step would give.
+The call between a model and whoever wants its words: eval/model/ asks for greedy answers. The
+tokens are those that a full pass over the whole sequence at every step would give.
 
 Prompts are answered in batches. In a batch all rows end at the same place: shorter ones have
 padding on their left, which no token sees. The prompts are read many tokens at a time, the answers

@@ -18,7 +18,7 @@ BABILONG = re.compile(r"babilong_(qa[1-5])_(\d+)k")
 MEAN = "mean of qa1 to qa5"
 
 CHANCE = {("1-hop", "rank"): 1 / 5, ("1-hop-random", "rank"): 1 / 5, ("2-hop", "rank"): 1 / 3}
-"""Of ranking the years that stand in the context, see eval/birth_year.py."""
+"""Of ranking the years that stand in the context, see eval/tasks/birth_year/probes.py."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.errors import UserError, nearest
-from eval.catalogue import BABILONG_TASKS
+from eval.staging.catalogue import BABILONG_TASKS
 
 OWN_PROMPTS = Path(__file__).with_name("prompts.toml")
 PARTS = ("instruction", "answer_format", "examples")

@@ -1,6 +1,6 @@
 """The Babilong tasks' documents and score, for the YAML files beside it (spec/eval.md section 3).
 
-Staged rows (eval/staged.py) and prompts (prompts.py) become documents; score.py judges answers.
+Staged rows (eval/staging) and prompts (prompts.py) become documents; score.py judges answers.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 
 from canon_pretrain.errors import UserError
-from eval.staged import load_staged
+from eval.staging.staged import load_staged
 from eval.task_length import check_fit
 from eval.tasks.babilong.prompts import read_prompts
 from eval.tasks.babilong.score import LABELS, is_right

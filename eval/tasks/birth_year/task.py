@@ -1,6 +1,6 @@
 """The birth-year tasks' documents and scores, for the YAML files here (spec/eval.md section 4).
 
-The documents are frozen probes (eval/probe_sets.py). Each set is asked twice: `exact`, the primary
+The documents are frozen probes (frozen.py). Each set is asked twice: `exact`, the primary
 score, lets the model answer; `rank`, the secondary one, ranks the years that the context names.
 """
 
@@ -12,11 +12,11 @@ import datasets
 import numpy as np
 
 from canon_pretrain.errors import UserError
-from eval.birth_year import ANSWER_TOKENS, KINDS, LENGTHS, set_name
-from eval.probe_sets import Corpus, FrozenSets
-from eval.staged import staged_folder
+from eval.staging.staged import staged_folder
 from eval.task_length import known_max_length, too_long
 from eval.task_tokenizer import task_tokenizer
+from eval.tasks.birth_year.frozen import Corpus, FrozenSets
+from eval.tasks.birth_year.probes import ANSWER_TOKENS, KINDS, LENGTHS, set_name
 
 
 def load(

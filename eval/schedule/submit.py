@@ -19,12 +19,12 @@ from typing import Any
 from rich.console import Console
 
 from canon_pretrain.errors import UserError
-from eval.cluster import SCRIPTS, NoQueue, Slurm
-from eval.request import ALL, RETRIES, known_suites, settle, split_suites, to_words
 from eval.run_command import add_how
-from eval.schedule import CLAIM_EXPIRY_S, Queue, Schedule
-from eval.show_schedule import show_status
-from eval.watcher import Watcher
+from eval.schedule.cluster import SCRIPTS, NoQueue, Slurm
+from eval.schedule.request import ALL, RETRIES, known_suites, settle, split_suites, to_words
+from eval.schedule.schedule import CLAIM_EXPIRY_S, Queue, Schedule
+from eval.schedule.show import show_status
+from eval.schedule.watcher import Watcher
 
 MAX_IN_FLIGHT = 8
 INTERVAL_S = 60.0

@@ -49,7 +49,7 @@ def execute(arguments: argparse.Namespace) -> None:
             f"--repeats {arguments.repeats} --scale {arguments.scale}: expected at least 1, and "
             "more than 0"
         )
-    from eval.bench_run import measure  # behind the parser: torch takes seconds
+    from eval.bench.run import measure  # behind the parser: torch takes seconds
 
     console = Console()
     result = measure(

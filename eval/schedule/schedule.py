@@ -18,10 +18,10 @@ from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find
 from canon_pretrain.checkpoint.retention import held_steps, hold, release
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
-from eval.cluster import Verdict
-from eval.leases import LOCAL, Lease, Leases, leases_of, new_lease, suite_name
-from eval.request import Request, answers
 from eval.results import RESULTS, read_results
+from eval.schedule.cluster import Verdict
+from eval.schedule.leases import LOCAL, Lease, Leases, leases_of, new_lease, suite_name
+from eval.schedule.request import Request, answers
 
 HOLD = "submit"
 """The name of our holds: RUN/evals/holds/step-N.submit."""
@@ -38,7 +38,7 @@ FINAL = ("done", "failed", "missing")
 
 
 class Queue(Protocol):
-    """What is asked about jobs: eval.cluster.Slurm."""
+    """What is asked about jobs: eval.schedule.cluster.Slurm."""
 
     @property
     def name(self) -> str | None: ...

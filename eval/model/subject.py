@@ -24,7 +24,7 @@ from canon_pretrain.hf.export import RECORD
 from canon_pretrain.hf.reading import CONFIG, INDEX, ONE_FILE, is_folder
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
-from eval.model import load_model, model_args
+from eval.model.load import load_model, model_args
 
 WITHOUT_TEXT = "validation"
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 
 from canon_pretrain.errors import UserError
-from eval.ranks import Ranks
+from eval.model.ranks import Ranks
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")

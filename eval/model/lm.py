@@ -21,11 +21,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.decode import batches
 from canon_pretrain.model.transformer import Transformer
-from eval.batches import Workload, run_batches
-from eval.generation import Question, TextTokenizer, Writer, new_tokens, question
-from eval.ranks import Ranks
-from eval.score_plan import Batch, Pair, Planner, one_pass
-from eval.scoring import Answer, score_batch
+from eval.model.batches import Workload, run_batches
+from eval.model.generation import Question, TextTokenizer, Writer, new_tokens, question
+from eval.model.ranks import Ranks
+from eval.model.score_plan import Batch, Pair, Planner, one_pass
+from eval.model.scoring import Answer, score_batch
 
 BATCH_TOKENS = 8192
 """Tokens of a batch: at 32,000 pieces the float32 logits of all of them are 1 GB, and keys and

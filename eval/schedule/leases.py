@@ -4,7 +4,7 @@
     RUN/evals/step-N/SUITE/leases/restarts.json    how often the job began again, and what it gained
 
 `eval submit` claims work and records the job that it then submits; the job asks, before it begins,
-whether the work is still its own (`python -m eval.leases begin`, called by slurm/eval.sh). Only
+whether the work is still its own (`python -m eval.schedule.leases begin`, by slurm/eval.sh). Only
 what NFS and Lustre keep atomic is relied on: a name is made once, by a link, and a rename replaces
 it. A claim is a name of its own, so of many that claim only one wins; the highest number counts. It
 is never deleted: whoever finds its job gone makes the next number. No torch here.
@@ -191,8 +191,8 @@ def _num_answered(suite: Path) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`python -m eval.leases begin CHECKPOINT SUITE --job ID [--lease ID] [--restarts K]`."""
-    parser = argparse.ArgumentParser(prog="python -m eval.leases")
+    """`... begin CHECKPOINT SUITE --job ID [--lease ID] [--restarts K]`, for slurm/eval.sh."""
+    parser = argparse.ArgumentParser(prog="python -m eval.schedule.leases")
     parser.add_argument("command", choices=("begin",))
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("suite")

@@ -23,9 +23,9 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_atomic
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
-from eval.lm import READ_TOKENS, CanonLM
-from eval.score_plan import Pair, Planner, one_pass
-from eval.scoring import score_batch
+from eval.model.lm import READ_TOKENS, CanonLM
+from eval.model.score_plan import Pair, Planner, one_pass
+from eval.model.scoring import score_batch
 
 FILE = "batch_tokens.json"
 VERSION = 1

@@ -7,7 +7,7 @@
 
 Tasks name it in their YAML, with a key of catalogue.py:
 
-    custom_dataset: !function eval.staged.load
+    custom_dataset: !function eval.staging.staged.load
     dataset_kwargs: {dataset: piqa}
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from canon_pretrain.errors import UserError, nearest
 from canon_pretrain.files import fsync_folder, publish, write_json
-from eval.catalogue import CATALOGUE, DataSet
+from eval.staging.catalogue import CATALOGUE, DataSet
 
 if TYPE_CHECKING:
     import datasets

@@ -24,12 +24,12 @@ from rich.console import Console
 from canon_pretrain.errors import UserError, nearest
 from canon_pretrain.hf.export import export
 from canon_pretrain.model.args import num_parameters
-from eval.bench_cases import CASES, GENERATION, MAX_LENGTH, Case, make_cases
-from eval.bench_model import describe, load_theirs, parse_model, write_random_export
-from eval.budget import batch_tokens_for
-from eval.lm import CanonLM
-from eval.model import dtype_for
-from eval.subject import Subject
+from eval.bench.cases import CASES, GENERATION, MAX_LENGTH, Case, make_cases
+from eval.bench.model import describe, load_theirs, parse_model, write_random_export
+from eval.model.budget import batch_tokens_for
+from eval.model.lm import CanonLM
+from eval.model.load import dtype_for
+from eval.model.subject import Subject
 
 TOLERANCE = 1e-3
 """Nats that log-likelihoods of the two may be apart in float32: sums of rounding."""

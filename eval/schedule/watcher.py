@@ -17,10 +17,10 @@ from pathlib import Path
 from rich.console import Console
 
 from canon_pretrain.errors import UserError
-from eval.cluster import SCRIPTS, NoAnswer, Slurm
-from eval.leases import BEAT_S, LEASES, LOCAL, Lease, Leases, suite_name
-from eval.request import words_for
-from eval.schedule import (
+from eval.schedule.cluster import SCRIPTS, NoAnswer, Slurm
+from eval.schedule.leases import BEAT_S, LEASES, LOCAL, Lease, Leases, suite_name
+from eval.schedule.request import words_for
+from eval.schedule.schedule import (
     IN_FLIGHT,
     Entry,
     Queue,
@@ -28,7 +28,7 @@ from eval.schedule import (
     claim,
     judge,
 )
-from eval.show_schedule import summary
+from eval.schedule.show import summary
 
 DONE = "done"
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canon_pretrain.errors import UserError, nearest
-from eval.catalogue import SUITES, DataSet, of_suites
-from eval.hub import StagingEnds, fetch, find_commit
-from eval.pins import PINS, Pins
-from eval.staged import (
+from eval.staging.catalogue import SUITES, DataSet, of_suites
+from eval.staging.hub import StagingEnds, fetch, find_commit
+from eval.staging.pins import PINS, Pins
+from eval.staging.staged import (
     DEFAULT_FOLDER,
     FOLDER_VARIABLE,
     data_set,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_json
-from eval.catalogue import DataSet
-from eval.hub import COMMIT
-from eval.staged import data_set
+from eval.staging.catalogue import DataSet
+from eval.staging.hub import COMMIT
+from eval.staging.staged import data_set
 
 PINS = "pins.json"
 

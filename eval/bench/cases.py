@@ -13,7 +13,7 @@ from pathlib import Path
 from lm_eval.api.instance import Instance
 
 from canon_pretrain.data.tokenizer import Tokenizer
-from eval.bench import TARGETS
+from eval.bench.command import TARGETS
 
 SEED = 0
 MAX_LENGTH = 2048

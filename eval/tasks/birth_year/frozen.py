@@ -21,7 +21,8 @@ from rich.console import Console
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import sha256_file, write_atomic, write_json
-from eval.birth_year import (
+from eval.staging.staged import staged_folder
+from eval.tasks.birth_year.probes import (
     ANSWER_TOKENS,
     KINDS,
     LENGTHS,
@@ -38,10 +39,9 @@ from eval.birth_year import (
     split_sentences,
     task_names,
 )
-from eval.staged import staged_folder
 
 if TYPE_CHECKING:
-    from eval.subject import Subject
+    from eval.model.subject import Subject
 
 MANIFEST = "sets.json"
 

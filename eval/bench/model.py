@@ -20,7 +20,7 @@ from canon_pretrain.hf.export import export
 from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
-from eval.bench_cases import MAX_LENGTH, library_texts
+from eval.bench.cases import MAX_LENGTH, library_texts
 
 NO_TEXT = 3 + 256
 """The ids of control pieces and bytes in a tokenizer that SentencePiece has just trained."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
-from eval.score_plan import Batch, Pair, Planner, Row, widest
+from eval.model.score_plan import Batch, Pair, Planner, Row, widest
 
 SOFTMAX_ROWS = 128
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from canon_pretrain.errors import UserError
-from eval.catalogue import DataSet
+from eval.staging.catalogue import DataSet
 
 if TYPE_CHECKING:
     import datasets

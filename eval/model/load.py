@@ -17,7 +17,7 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.hf.reading import folder_args, folder_weights, is_folder
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
-from eval.fast_linear import is_faster, use_fast_linear
+from eval.model.fast_linear import is_faster, use_fast_linear
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTO = "auto"

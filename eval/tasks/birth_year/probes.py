@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from canon_pretrain.data.shards import TokenShards
-from eval.names import FIRST_NAMES, LAST_NAMES, MIDDLE_NAMES
+from eval.tasks.birth_year.names import FIRST_NAMES, LAST_NAMES, MIDDLE_NAMES
 
 VERSION = 1
 SEED = 0

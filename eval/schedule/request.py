@@ -20,9 +20,9 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.files import fsync_folder
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.lock_files import link, remove
-from eval.leases import suite_name
 from eval.report.runs import SUITES
 from eval.run_command import add_how
+from eval.schedule.leases import suite_name
 
 ALL = "all"
 SCHEDULE = "schedule.json"
