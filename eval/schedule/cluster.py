@@ -20,7 +20,7 @@ DEAD = (
 )  # fmt: skip
 """States from which a job does not come back; one that is requeued is PENDING."""
 TIMEOUT_S = 120.0
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "slurm"
 
 
