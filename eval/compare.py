@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite", action="append", help="this suite only (may be repeated): a smaller family"
     )
+    add_noise_arguments(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+
+
+def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `eval compare` and `eval report` are told of the noise between seeds."""
     parser.add_argument(
         "--seed_sigma",
         action="append",
@@ -47,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="take the seed noise from these runs alone, never from what the paper publishes",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
 
 
 def execute(arguments: argparse.Namespace) -> None:

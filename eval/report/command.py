@@ -7,6 +7,8 @@ take a while.
 import argparse
 from pathlib import Path
 
+from eval.compare import add_noise_arguments, seed_sigmas
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `eval report`."""
@@ -17,25 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the architecture that the others are compared with, by its label in the report or "
         "that of one of its runs (default: that of the first run)",
     )
-    parser.add_argument(
-        "--seed_sigma",
-        action="append",
-        default=[],
-        metavar="TASK=SIGMA",
-        help="the standard deviation of the score over seeds, taken as known; also "
-        "TASK:METRIC=SIGMA, of the logarithm for a perplexity",
-    )
-    parser.add_argument(
-        "--own_noise_only",
-        action="store_true",
-        help="take the seed noise from these runs alone, never from what the paper publishes",
-    )
+    add_noise_arguments(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the page is written")
 
 
 def execute(arguments: argparse.Namespace) -> None:
     """Write the report of `arguments.runs`."""
-    from eval.compare import seed_sigmas
     from eval.report.write import report
 
     report(
