@@ -12,7 +12,9 @@ it runs while a node's time is paid for.
 import argparse
 import dataclasses
 import json
+import os
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -21,10 +23,15 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.errors import UserError, exit_with
 from canon_pretrain.files import write_json
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
+from canon_pretrain.run.holder import Holder, process_lives
+from canon_pretrain.run.lock import live_holder
+from canon_pretrain.run.lock_files import look
 from canon_pretrain.run.status import Status, read_status
 
 RESTARTS = 3
 """Restarts without a new checkpoint after which a chain stops."""
+WAIT_S = 30.0
+"""Three heartbeats, and Slurm's default KillWait: a launch that is cancelled has ended by then."""
 
 Asked = Literal["none", "limit", "preempted", "term"]
 """Who asked the launch to stop, as far as the job script knows: nobody; the script itself, since
@@ -72,11 +79,21 @@ def newest_checkpoint(run: RunFolder) -> int:
     return max(CheckpointFolder(run.path / name).steps(), default=0)
 
 
-def begin(run: RunFolder, job: str, *, restarts: int = RESTARTS) -> Decision | None:
+def begin(
+    run: RunFolder,
+    job: str,
+    *,
+    restarts: int = RESTARTS,
+    wait_s: float = WAIT_S,
+) -> Decision | None:
     """Record that a link of `job` begins; a Decision where it must not.
 
-    That is where the links before it, killed with their scripts, have used up `restarts`.
+    That is where another job's launch lives in the folder, whose own count this would spoil; and
+    where the links before it, killed with their scripts, have used up `restarts`. Waits for up to
+    `wait_s` while another job has the folder.
     """
+    if (other := _live_other(run, job, wait_s)) is not None:
+        return Decision("failed", _in_use(other))
     before, newest = _read_link(run), newest_checkpoint(run)
     status = _read_status(run)
     link = Link(job, status.launches if status else 0, newest)
@@ -100,14 +117,25 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
     """
     link, status, newest = _read_link(run), _read_status(run), newest_checkpoint(run)
     if link is None or link.job != job:
+        if link is not None and (decision := _end_beside(status, job, asked)) is not None:
+            return decision
         raise UserError(f"{restarts_file(run)} knows no link of job {job}: call `begin` before")
     own = status if status is not None and status.launches > link.launches else None
+    if own is not None and own.job_id not in (None, job):
+        own = None
+    if own is None and asked == "none":
+        other = live_holder(run.lock_file)
+        if other is not None and other.job_id not in (None, job):
+            _write_link(run, dataclasses.replace(link, ended="failed"))
+            return Decision("failed", _in_use(other))
     futile = 0 if newest > link.checkpoint else link.futile
     decision = _asked_for(own, asked)
-    if decision is None:
+    idle = decision is not None and decision.next == "requeue" and newest <= link.checkpoint
+    if decision is None or (idle and asked != "preempted"):
+        # a limit that comes before a first new step would be met again, and for ever
         futile = _futile_after(link, newest)
-        what = _last_words(own, asked)
-        decision = Decision("requeue", f"the launch failed: {what}")
+        what = _last_words(own, asked) if decision is None else decision.why
+        decision = decision or Decision("requeue", f"the launch failed: {what}")
         if futile >= restarts:
             decision = Decision("failed", _out_of_restarts(futile, newest, what))
     _write_link(run, dataclasses.replace(link, futile=futile, ended=decision.next))
@@ -116,6 +144,45 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
         failed = dataclasses.replace(own, state="failed", phase="ended", reason=decision.why)
         write_json(run.status_file, asdict(failed))
     return decision
+
+
+def _end_beside(status: Status | None, job: str, asked: Asked) -> Decision | None:
+    """The decision for `job` where another job has begun in its folder meanwhile.
+
+    Of two that begin at once one gets the lock, and goes on as ever; the count is the other's. None
+    where nothing says that this one had it.
+    """
+    restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    if status is None or (status.job_id, status.restart_count) != (job, restart):
+        return None
+    return _asked_for(status, asked)
+
+
+def _live_other(run: RunFolder, job: str, wait_s: float) -> Holder | None:
+    """The launch of another job that has the folder's lock and shows life; None without one.
+
+    Waits for up to `wait_s`, as it may be about to end: cancelled a moment ago, and still saving.
+    """
+    first, alive = look(run.lock_file), False
+    end_s = time.monotonic() + wait_s
+    while True:
+        sight = look(run.lock_file)
+        if first is None or sight is None or sight.holder.job_id == job:
+            return None
+        lives = process_lives(sight.holder)
+        if lives is False:
+            return None
+        alive = alive or bool(lives) or sight != first
+        if time.monotonic() > end_s:
+            return sight.holder if alive else None  # the trainer watches a silent one for longer
+        time.sleep(min(1.0, wait_s / 10))
+
+
+def _in_use(holder: Holder) -> str:
+    return (
+        f"the run folder is in use by another launch ({holder}). Wait for its end, scancel one of "
+        "the two, or choose another folder with --job.dump_folder"
+    )
 
 
 def _asked_for(own: Status | None, asked: Asked) -> Decision | None:

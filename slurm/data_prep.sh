@@ -144,7 +144,7 @@ shard_job() {
 }
 
 submit_build() {
-    local mark queued array='' flags
+    local mark queued array='' last flags
     take_options "$@"
     [[ -n $SHARDS ]] || die "--shards N is missing: into how many jobs is the build to be split?"
     plan_build
@@ -154,7 +154,7 @@ submit_build() {
     done)
     [[ -z $queued ]] || die "jobs are at work on $OUT already:$queued. Wait for them, or scancel$queued"
     mkdir -p "$OUT.logs"
-    flags=(--parsable "--comment=$mark" "${FLAGS[@]}")
+    flags=(--parsable "${FLAGS[@]}" "--comment=$mark")
     if [[ -n $LEFT ]]; then
         array=$(bash "$CANON_REPO/slurm/submit.sh" --array="$LEFT${THROTTLE:+%$THROTTLE}" \
             --output="${OUT//%/%%}.logs/%A_%a.log" "${flags[@]}" \
@@ -165,9 +165,10 @@ submit_build() {
     else
         printf 'all units are built\n'
     fi
-    printf 'job %s: finish and verify%s\n' "$(bash "$CANON_REPO/slurm/submit.sh" \
+    last=$(bash "$CANON_REPO/slurm/submit.sh" \
         --job-name=canon-data-finish --output="${OUT//%/%%}.logs/%j-finish.log" "${flags[@]}" \
-        "$CANON_REPO/slurm/data_prep.sh" finish "${FINISH[@]}")" \
+        "$CANON_REPO/slurm/data_prep.sh" finish "${FINISH[@]}")
+    printf 'job %s: finish and verify%s\n' "${last%%;*}" \
         "${array:+, when they have ended well; cancelled if one of them fails: then submit again}"
 }
 

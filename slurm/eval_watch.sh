@@ -94,11 +94,18 @@ watch_job() {
     next=$(next_look "$@") || die "the next look could not be submitted: submit the watch again"
     say "job $SLURM_JOB_ID looks; the next is job $next"
     # not in a container: it needs the cluster's own commands
-    if ! python -m eval submit "$@" --once; then
-        say "this look failed; the next one tries again"
-    elif python -m eval submit "$@" --is_finished; then
-        say "all is evaluated and reported: the watch ends"
+    local code=0
+    python -m eval submit "$@" --once || code=$?
+    # not by that code: it is 1 as well where all is over and some evaluations failed for good
+    if python -m eval submit "$@" --is_finished; then
+        if ((code)); then
+            say "nothing is left to do, and some of it failed (--status): the watch ends"
+        else
+            say "all is evaluated and reported: the watch ends"
+        fi
         scancel "$next"
+    elif ((code)); then
+        say "this look failed; the next one tries again"
     fi
 }
 

@@ -8,11 +8,14 @@ MAX_RESTARTS_WITHOUT_PROGRESS=${MAX_RESTARTS_WITHOUT_PROGRESS:-3}
 PREFLIGHT_TIMEOUT_S=${PREFLIGHT_TIMEOUT_S:-600}
 export PYTHONPATH=$CANON_REPO${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
+# of sbatch --export: by it srun would keep from the ranks what cluster.env sets
+unset SLURM_EXPORT_ENV
 
 STEP=0        # pid of the srun or torchrun in the background
 STEP_CODE=0   # its exit code
 ASKED=none    # who asked the launch to stop: see Asked in canon_pretrain/chain.py
 RUN=
+OURS=0       # 1 once the launch has begun: before, RUN may be another job's
 # What scontrol is told: the last element of an array to start has the array's own number as its
 # SLURM_JOB_ID, by which scontrol would requeue all elements
 JOB=${SLURM_JOB_ID:-}
@@ -120,7 +123,7 @@ on_term() { # TERM: the job is cancelled or requeued, or a person signals this s
 }
 
 ask_to_stop() {
-    if [[ -d $RUN && ! -e $RUN/STOP ]]; then : >"$RUN/STOP" || true; fi
+    if ((OURS)) && [[ ! -e $RUN/STOP ]]; then : >"$RUN/STOP" || true; fi
 }
 
 # wait_for_step: until STEP has ended; sets STEP_CODE. A trap runs at once, since bash waits here
@@ -198,10 +201,24 @@ job_field() { # NAME: its value in scontrol's description of this job; empty whe
     { scontrol show job -o "$JOB" 2>/dev/null || true; } | tr ' ' '\n' | sed -n "s/^$1=//p"
 }
 
-# requeue: this job goes back into the queue under its id; the script ends
-requeue() {
+# put_back: this job goes back into the queue under its id; 1 where Slurm refuses. A controller that
+# does not answer is asked again: a restart of it must not end a chain of days.
+put_back() {
+    local words try
     trap '' TERM USR1 # Slurm now ends this script
-    if scontrol requeue "$JOB"; then
+    for ((try = 1; try <= ${REQUEUE_TRIES:-20}; try++)); do
+        words=$(scontrol requeue "$JOB" 2>&1) && return 0
+        say "scontrol requeue $JOB: $words"
+        [[ $words =~ contact|timed\ out|Zero\ Bytes|ommunication|onnection|temporarily|standby ]] ||
+            return 1
+        sleep "${REQUEUE_PAUSE_S:-15}"
+    done
+    return 1
+}
+
+# requeue: put_back; the script ends
+requeue() {
+    if put_back; then
         exit 0
     fi
     say "Slurm does not requeue this job (sbatch --requeue is overruled here). To go on, submit it again"
@@ -213,8 +230,7 @@ requeue_without() {
     local before try
     before=$(job_field ExcNodeList)
     [[ $before == '(null)' ]] && before=
-    trap '' TERM USR1
-    if ! scontrol requeue "$JOB"; then
+    if ! put_back; then
         say "Slurm does not requeue this job: submit it again with sbatch --exclude=$1"
         exit 1
     fi
@@ -259,6 +275,7 @@ may_begin() {
         say "${answer/$'\n'/: }"
         exit 1
     fi
+    OURS=1
 }
 
 # pretrain_job [CONFIG] [--section.key value ...]: one link of a training run, inside a Slurm job

@@ -15,6 +15,7 @@ source "$CANON_REPO/slurm/lib.sh"
 
 flags=()
 nodes=1
+gpus=''
 while (($#)) && [[ $1 != *.sh ]]; do
     case $1 in
         -h | --help)
@@ -24,7 +25,8 @@ while (($#)) && [[ $1 != *.sh ]]; do
         --nodes=*) nodes=${1#*=} ;;
         -N[0-9]*) nodes=${1#-N} ;;
         --nodes | -N) nodes=${2:-} ;;
-        --gpus-per-node=*) GPUS_PER_NODE=${GPUS_PER_NODE:-${1#*=}} ;;
+        --gpus-per-node=*) gpus=${1#*=} ;;
+        --gpus-per-node) gpus=${2:-} ;;
     esac
     flags+=("$1")
     shift
@@ -38,7 +40,7 @@ SBATCH_FLAGS=()
 load_cluster
 if [[ ${script##*/} == pretrain_1b3.sh ]]; then
     [[ $nodes =~ ^[1-9][0-9]*$ ]] || die "--nodes $nodes: expected one whole number, which must divide the global batch"
-    GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+    GPUS_PER_NODE=${GPUS_PER_NODE:-${gpus:-${SBATCH_GPUS_PER_NODE:-8}}}
     set_ranks
     split_arguments "$@"
     plan_job "$nodes"

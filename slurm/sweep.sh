@@ -79,7 +79,7 @@ sweep_element() {
 
 # sweep_submit [--throttle K] [sbatch flags]
 sweep_submit() {
-    local throttle='' mark index comment queued='' number flags=()
+    local throttle='' mark index comment queue queued='' number flags=()
     while (($#)); do
         case $1 in
             --throttle) throttle=${2:-} && shift ;;
@@ -91,9 +91,11 @@ sweep_submit() {
     [[ -z $throttle || $throttle =~ ^[1-9][0-9]*$ ]] ||
         die "--throttle $throttle: expected a whole number above 0"
     mark="canon-sweep:$(cd "$SWEEP" && pwd -P)" || exit 2
+    queue=$(squeue --me --noheader --array --format='%K %k') ||
+        die "squeue failed, and a run that is in the queue already must not be submitted twice: nothing was submitted"
     while read -r index comment; do
         if [[ $comment == "$mark" ]]; then queued+="${queued:+,}$index"; fi
-    done < <(squeue --me --noheader --array --format='%K %k')
+    done <<<"$queue"
     [[ -z $queued ]] || printf 'in the queue already, and left out: %s\n' "$queued"
     todo --besides "$queued"
     if [[ -z $LEFT ]]; then
@@ -108,7 +110,7 @@ sweep_submit() {
     done
     mkdir -p "$SWEEP/logs"
     exec bash "$CANON_REPO/slurm/submit.sh" --array="$LEFT${throttle:+%$throttle}" \
-        --comment="$mark" --output="${SWEEP//%/%%}/logs/%A_%a.log" "${flags[@]}" \
+        --output="${SWEEP//%/%%}/logs/%A_%a.log" "${flags[@]}" --comment="$mark" \
         "$CANON_REPO/slurm/sweep.sh" "$SWEEP"
 }
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from canon_pretrain.chain import Asked, Next, begin, end, main, restarts_file
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_json
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.holder import Holder
+from canon_pretrain.run.lock import RunLock
 from canon_pretrain.run.status import Status, read_status
 
 TIME = "2026-01-01T00:00:00+00:00"
@@ -154,3 +157,78 @@ def test_the_command_prints_two_lines_and_needs_no_torch(
         main(["begin", str(run.path), "--job", "7", "--restarts", "0"])
     code = "import canon_pretrain.chain, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("asked", ["limit", "none"])
+def test_limits_that_come_before_a_new_step_end_the_chain(run: RunFolder, asked: Asked) -> None:
+    """--time shorter than the start takes: each link would stop well, and get nowhere for ever."""
+    reason = "the file STOP" if asked == "limit" else "SIGUSR1"
+    found = []
+    for _ in range(4):
+        assert begin(run, "7", restarts=2) is None
+        launch(run, "stopped", 6, reason, saved=6)
+        found.append(end(run, "7", asked, restarts=2))
+        if found[-1].next != "requeue":
+            break
+    assert [each.next for each in found] == ["requeue", "requeue", "failed"], "step 6 was new once"
+    assert "2 restart(s) in a row from step 6" in found[-1].why
+
+
+def test_a_second_job_on_the_folder_leaves_the_first_ones_chain_alone(run: RunFolder) -> None:
+    """Submitted twice by mistake: the second ends, and the first is requeued at its limit."""
+    begin(run, "7")
+    before = restarts_file(run).read_bytes()
+    first = RunLock.acquire(
+        run.lock_file, heartbeat_s=0.1, holder=replace(Holder.of_this_process(), job_id="7")
+    )
+    try:
+        refused = begin(run, "8", wait_s=0.3)
+        assert refused is not None and refused.next == "failed" and "job 7" in refused.why
+        assert restarts_file(run).read_bytes() == before
+        assert begin(run, "7") is None, "its own earlier launch is the trainer's to replace"
+    finally:
+        first.release()
+    assert begin(run, "8") is None
+
+
+def test_a_job_waits_for_one_that_was_cancelled_and_still_saves(run: RunFolder) -> None:
+    begin(run, "7")
+    first = RunLock.acquire(
+        run.lock_file, heartbeat_s=0.1, holder=replace(Holder.of_this_process(), job_id="7")
+    )
+    timer = threading.Timer(0.5, first.release)
+    timer.start()
+    assert begin(run, "8", wait_s=20) is None
+    timer.join()
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_another_jobs_lock_of_another_node_counts_while_it_beats(
+    run: RunFolder, beats: bool
+) -> None:
+    elsewhere = replace(Holder.of_this_process(), job_id="7", host="elsewhere")
+    lock = RunLock.acquire(run.lock_file, heartbeat_s=0.1 if beats else 60, holder=elsewhere)
+    try:
+        decision = begin(run, "8", wait_s=1.0)
+        assert (decision is not None) == beats
+    finally:
+        lock.release()
+
+
+def test_of_two_jobs_that_begin_at_once_the_one_with_the_lock_goes_on(run: RunFolder) -> None:
+    begin(run, "7")
+    begin(run, "8")  # neither has the lock so far; then 7 gets it
+    lock = RunLock.acquire(
+        run.lock_file, heartbeat_s=0.1, holder=replace(Holder.of_this_process(), job_id="7")
+    )
+    launch(run, "running", 3)
+    status = json.loads(run.status_file.read_text()) | {"job_id": "7"}
+    write_json(run.status_file, status)
+    try:
+        refused = end(run, "8", "none")
+        assert refused.next == "failed" and "in use by another launch" in refused.why
+    finally:
+        lock.release()
+    assert json.loads(run.status_file.read_text()) == status, "it is the other one's"
+    write_json(run.status_file, status | {"state": "stopped", "reason": "the file STOP"})
+    assert end(run, "7", "limit").next == "requeue"

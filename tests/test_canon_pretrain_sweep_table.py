@@ -91,6 +91,7 @@ def test_what_is_left_is_what_is_not_done(
     assert said.out == "" and "debug-seed0: DONE" in said.err
 
 
+@pytest.mark.slow
 def test_run_trains_and_a_second_time_does_nothing(data_folder: Path, tmp_path: Path) -> None:
     plan(tmp_path / "s", "--configs", DEBUG, "--seeds", "3", "--data.path", data_folder)
     command = [sys.executable, "-m", "canon_pretrain.sweep", "run", str(tmp_path / "s"), "1"]

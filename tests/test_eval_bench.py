@@ -50,6 +50,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"dtype": "auto", "repeats": 2, "scale": 0.1, "say": lambda line: None}
 
 
+@pytest.mark.slow
 def test_every_case_is_measured_and_agrees(tiny: dict[str, Any], tmp_path: Path) -> None:
     result = measure(TINY, None, only=None, **tiny)
     json.dumps(result)

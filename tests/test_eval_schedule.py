@@ -618,3 +618,31 @@ def test_what_a_person_sees(slurm: FakeSlurm, run: Path, capsys: Any) -> None:
         with pytest.raises(SystemExit) as left:
             main(["submit", str(run), *words, "--once"])
         assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_runs_that_begin_later_keep_no_other_waiting(
+    slurm: FakeSlurm, run: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """A sweep with a throttle: the first runs would be pruned before the last ones begin."""
+    later = tmp_path / "later"
+    words = ["--suites", "jrt", "--every", "20"]
+    both = ["submit", str(run), str(later)]
+    main([*both, *words, "--once", "--report", str(tmp_path / "report")])
+    assert slurm.names == ["eval-run-step-20-jrt"]
+    assert f"{later}: it has not begun" in capsys.readouterr().out.replace("\n", "")
+    assert held_steps(run) == {20, 40}
+    save(run, 40)
+    for step in (20, 40):
+        answer(run, step, "jrt")
+    RunFolder(run).done_file.touch()
+    with pytest.raises(SystemExit) as left:
+        main([*both, "--is_finished"])
+    assert left.value.code == 1, "the other run is still to come"
+    main([*both, *words, "--once", "--report", str(tmp_path / "report")])
+    assert not any("report" in name for name in slurm.names)
+    write_run(later, 20)
+    main([*both, *words, "--once", "--report", str(tmp_path / "report")])
+    assert slurm.names[-1] == "eval-later-step-20-jrt"
+    with pytest.raises(SystemExit) as left:
+        main(["submit", str(tmp_path / "a"), str(tmp_path / "b"), "--once"])
+    assert left.value.code == 2 and "is not a run folder" in capsys.readouterr().err

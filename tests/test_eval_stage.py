@@ -70,6 +70,7 @@ def without_catalogue_pin(key: str) -> str:
     return path
 
 
+@pytest.mark.slow
 def test_all_suites_once_then_nothing_more(hub: FakeHub, client: Client, tmp_path: Path) -> None:
     out = client.run("--to", tmp_path, counts=COUNTS)
     assert out.endswith(f"staged in {tmp_path}: 35 of 35 data sets\n"), out

@@ -42,6 +42,7 @@ def results_in(out: Path) -> dict[str, Results]:
     return {path.parent.name: read_results(path) for path in sorted(out.glob(f"*/{RESULTS}"))}
 
 
+@pytest.mark.slow
 def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

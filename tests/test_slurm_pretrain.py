@@ -167,10 +167,22 @@ def test_usr1_to_the_steps_requeues_and_scancel_does_not(
 
 
 def test_a_persons_stop_ends_the_job(jobs: Jobs, data_folder: Path, tmp_path: Path) -> None:
+    """A second job on the folder does not, nor does an environment that sbatch was not to take."""
     run, pace = tmp_path / "run", tmp_path / "pace"
     set_pace(pace, **SLOW)
-    job = jobs.submit(SCRIPT, *train(data_folder, run, *LONG), TEST_PACE=pace)
+    jobs.set(TEST_PACE=pace)
+    taken = "--export=CANON_CLUSTER_ENV,PYTHONPATH,OMP_NUM_THREADS,SLURM_CONF"
+    job = jobs.submit(SCRIPT, *train(data_folder, run, *LONG), flags=(taken,))
     job.until_step(run, 2)
+    # the same submitted again, by mistake: it ends, and neither stops nor spoils the first one
+    twin = jobs.submit(SCRIPT, *train(data_folder, run, *LONG))
+    assert twin.until_ended() == "FAILED" and twin.restarts == 0
+    assert (
+        f"in use by another launch (host n1, pid {status(run).pid}, Slurm job {job.id}"
+        in log_of(run)
+    )
+    assert job.state == "RUNNING" and not (run / "STOP").exists()
+    assert json.loads((run / "restarts.json").read_text())["job"] == job.id
     (run / "STOP").touch()
     assert job.until_ended() == "COMPLETED" and job.restarts == 0
     assert "stop: stopped at step" in log_of(run) and not (run / "DONE").exists()

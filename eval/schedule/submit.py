@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.run.folder import RunFolder
 from eval.run_command import add_how
 from eval.schedule.cluster import SCRIPTS, NoQueue, Slurm
 from eval.schedule.request import ALL, RETRIES, known_suites, settle, split_suites, to_words
@@ -113,6 +114,10 @@ def execute(arguments: argparse.Namespace) -> None:
     runs = [Path(os.path.abspath(run)) for run in arguments.runs]
     if len(set(runs)) < len(runs):
         raise UserError("a run is named twice")
+    # of a throttled sweep some runs begin days after others, whose checkpoints do not wait for them
+    absent = [run for run in runs if not RunFolder(run).config_file.exists()]
+    if len(absent) < len(runs):
+        runs = [run for run in runs if run not in absent]
     given = _given(arguments, [suite for run in runs for suite in known_suites(run)])
     looks_only = arguments.status or arguments.json or arguments.is_finished
     schedules = [
@@ -124,7 +129,8 @@ def execute(arguments: argparse.Namespace) -> None:
         for run in runs
     ]
     queue = _queue(needed=not (arguments.local or looks_only))
-    out = arguments.report or (runs[0] / "report" if len(runs) == 1 else Path("report"))
+    several = len(arguments.runs) > 1
+    out = arguments.report or (Path("report") if several else runs[0] / "report")
     watcher = Watcher(
         schedules,
         queue,
@@ -132,6 +138,7 @@ def execute(arguments: argparse.Namespace) -> None:
         max_in_flight=arguments.max_in_flight or (1 if arguments.local else MAX_IN_FLIGHT),
         local=arguments.local,
         console=Console(),
+        absent=absent,
     )
     if looks_only:
         _show(watcher, arguments)
@@ -175,11 +182,15 @@ def _show(watcher: Watcher, arguments: argparse.Namespace) -> None:
         raise SystemExit(0 if finished else EXIT_NOT_FINISHED)
     reported = watcher.report_state()
     show_status(overview, finished, reported, watcher.console, as_json=arguments.json)
+    if not arguments.json:
+        watcher.say_absent()
 
 
 def _watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
     """Pass after pass; exit code 1 where some evaluations failed for good."""
     while True:
+        if any(RunFolder(run).config_file.exists() for run in watcher.absent):
+            return execute(arguments)  # a run has begun: its own schedule joins the others
         try:
             overview = watcher.one_pass()
         except UserError as error:

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,8 @@ class Work:
 
 
 class Watcher:
-    """Gives out the work of several runs; `out` is the report's folder."""
+    """Gives out the work of several runs; `out` is the report's folder, `absent` are runs that
+    have not begun: without them nothing is finished."""
 
     def __init__(
         self,
@@ -59,12 +60,18 @@ class Watcher:
         max_in_flight: int,
         local: bool,
         console: Console,
+        absent: Sequence[Path] = (),
     ) -> None:
+        self.absent = absent
         self.schedules, self.queue, self.out = schedules, queue, out
         self.max_in_flight, self.local, self.console = max_in_flight, local, console
 
     def say(self, line: str) -> None:
         self.console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True, markup=False)
+
+    def say_absent(self) -> None:
+        for run in self.absent:
+            self.say(f"{run}: it has not begun, or is no run folder")
 
     def look(self) -> Overview:
         return [(schedule, schedule.look(self.queue)) for schedule in self.schedules]
@@ -83,15 +90,18 @@ class Watcher:
             started = self._start_next(overview)
             if not started:
                 break
-        if all(schedule.is_finished(found) for schedule, found in overview):
+        if self._is_evaluated(overview):
             self._report()
+        self.say_absent()
         self.say(summary(overview))
         return overview
 
     def is_finished(self, overview: Overview) -> bool:
         """Whether nothing is left to do, the report included."""
-        whole = all(schedule.is_finished(found) for schedule, found in overview)
-        return whole and self.report_state()[0] in ("done", "failed")
+        return self._is_evaluated(overview) and self.report_state()[0] in ("done", "failed")
+
+    def _is_evaluated(self, overview: Overview) -> bool:
+        return not self.absent and all(s.is_finished(found) for s, found in overview)
 
     # ---- giving out
 
