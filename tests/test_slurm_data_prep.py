@@ -40,15 +40,20 @@ def options(corpus: Path, tokenizer: Path, out: object) -> list[object]:
             "--holdout", 0.1, "--workers", 1]  # fmt: skip
 
 
-def build_processes(shard: str) -> list[int]:
-    """The ids of the processes that build this shard, workers aside."""
+def build_processes(shard: str, folder: Path) -> list[int]:
+    """The ids of the processes that build this shard from `folder`, workers aside."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
+            place = path.with_name("cwd").resolve()
         except OSError:
             continue
-        if b"data_prep" in words and words[-3:-1] == [b"--shard", shard.encode()]:
+        if (
+            place == folder.resolve()
+            and b"data_prep" in words
+            and words[-3:-1] == [b"--shard", shard.encode()]
+        ):
             found.append(int(path.parent.name))
     return found
 
@@ -105,7 +110,7 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(
     assert shards[2].until_ended() == "FAILED" and shards[2].restarts == 1
     assert "no shard has finished a unit since this job began" in log(3)
 
-    killed = build_processes("2/3")
+    killed = build_processes("2/3", tmp_path)
     assert len(killed) == 1 and shards[1].state == "RUNNING"
     os.kill(killed[0], signal.SIGKILL)
     assert shards[1].until_ended() == "FAILED"
