@@ -50,7 +50,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _launch(environ: Mapping[str, str]) -> dict[str, str | int]:
     run = environ.get("TORCHELASTIC_RUN_ID", "")
     if run == "none":  # torchrun without --rdzv_id: its process names the command, then
-        run = f"agent {boot_of(os.getppid())}"
+        # two processes may start within one tick of the clock: by number and start
+        run = f"agent {os.getppid()} {boot_of(os.getppid())}"
     return {
         "job": environ.get("SLURM_JOB_ID", ""),
         "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
