@@ -25,17 +25,9 @@ from eval.model.ranks import Ranks
 from eval.model.subject import Subject
 from eval.plan import Plan, check_options, known_results, merged, open_plans, writing
 from eval.progress import Work
-from eval.results import (
-    RESULTS,
-    Answers,
-    Results,
-    Score,
-    write_results,
-)
+from eval.results import RESULTS, Answers, Results, Score, write_results
 from eval.show_results import print_results
-from eval.suites import (
-    VALIDATION,
-)
+from eval.suites import VALIDATION
 from eval.validation import baseline_losses, model_loss
 
 
