@@ -29,6 +29,21 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
 
 
+def suggestion(given: str, choices: Iterable[str]) -> str:
+    """The end of a message that names the nearest choice; empty where none is near."""
+    near = nearest(given, choices)
+    return f' Did you mean "{near}"?' if near else ""
+
+
+def check_choice(name: str, given: str, choices: Iterable[str]) -> None:
+    """Raise UserError, with the nearest choice, unless `given` is one of `choices`."""
+    if given not in choices:
+        raise UserError(
+            f'{name} = "{given}" is not known; expected one of {", ".join(choices)}.'
+            f"{suggestion(given, choices)}"
+        )
+
+
 def exit_with(error: UserError, *, quiet: bool = False) -> NoReturn:
     """Print `error` to stderr (unless `quiet`: the ranks above 0) and exit with code 2."""
     if not quiet:

@@ -159,12 +159,12 @@ def test_a_token_sees_itself_and_all_before_it_in_its_document_and_nothing_else(
 
 @pytest.mark.parametrize("name", ["rope ABCD", "alibi AC documents"])
 def test_the_causality_test_notices_a_canon_that_looks_ahead(monkeypatch, name):
-    forward_in_time = canon_module.canon_reference
+    forward_in_time = canon_module.canon
 
     def backward_in_time(x, weight, **options):
         return forward_in_time(x.flip(1), weight, **options).flip(1)
 
-    monkeypatch.setattr(canon_module, "canon_reference", backward_in_time)
+    monkeypatch.setattr(canon_module, "canon", backward_in_time)
     influence = _influence(build(variant(name)), torch.tensor(TOKENS))
     assert (influence.triu(1) > 0).any()
 

@@ -9,11 +9,11 @@ tokens.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from canon_pretrain.errors import UserError, nearest
+from canon_pretrain.errors import UserError, check_choice, suggestion
 
 POSITIONS = (
     "rope", "nope", "alibi", "h_alibi", "partial_rope_a", "partial_rope_b", "partial_rope_c"
@@ -186,20 +186,6 @@ def _check_ranges(args: ModelArgs) -> None:
         )
 
 
-def check_choice(name: str, given: str, choices: Iterable[str]) -> None:
-    """Raise UserError, with the nearest choice, unless `given` is one of `choices`."""
-    if given not in choices:
-        raise UserError(
-            f'{name} = "{given}" is not known; expected one of {", ".join(choices)}.'
-            f"{_suggestion(given, choices)}"
-        )
-
-
-def _suggestion(given: str, choices: Iterable[str]) -> str:
-    near = nearest(given, choices)
-    return f' Did you mean "{near}"?' if near else ""
-
-
 def _check_heads(args: ModelArgs) -> None:
     """Raise UserError unless the heads divide the width and rotated dims come in pairs."""
     if args.dim % args.num_heads:
@@ -323,6 +309,6 @@ def flavor(name: str) -> ModelArgs:
     if name not in FLAVORS:
         raise UserError(
             f'model flavor "{name}" is not known; expected one of {", ".join(FLAVORS)}.'
-            f"{_suggestion(name, FLAVORS)}"
+            f"{suggestion(name, FLAVORS)}"
         )
     return FLAVORS[name]

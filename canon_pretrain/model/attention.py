@@ -5,13 +5,12 @@ The first half of a `TransformerBlock`; the order of its parts is the paper's (s
 Shapes: B batch, T tokens, S tokens seen, D hidden, H heads, G key-value heads, K head dim.
 """
 
-import torch
 from torch import Tensor, nn
 
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.cache import LayerCache
-from canon_pretrain.model.canon import canon_at
+from canon_pretrain.model.canon import canon_of_parts_at
 from canon_pretrain.model.positions import Rope
 
 
@@ -20,13 +19,14 @@ class Attention(nn.Module):
 
     QK-norm per head stands after the split into heads instead (seed 001).
     `rope` is the model's one `Rope`, or None where positions are not rotary; `attend` its one
-    `Attend`.
+    `Attend`; `canon_backend` as in `kernels/backends.py`.
     """
 
-    def __init__(self, args: ModelArgs, rope: Rope | None, attend: Attend) -> None:
+    def __init__(
+        self, args: ModelArgs, rope: Rope | None, attend: Attend, canon_backend: str = "auto"
+    ) -> None:
         super().__init__()
         self.head_dim = args.head_dim
-        self.qkv_dims = args.qkv_dims
         q_dim, k_dim, v_dim = args.qkv_dims
         self.wq = nn.Linear(args.dim, q_dim, bias=False)
         self.wk = nn.Linear(args.dim, k_dim, bias=False)
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         has_norm = args.qk_norm != "none"
         self.q_norm = nn.RMSNorm(q_width, eps=args.norm_eps) if has_norm else None
         self.k_norm = nn.RMSNorm(k_width, eps=args.norm_eps) if has_norm else None
-        self.canon_b = canon_at("B", args)
+        self.canon_b = canon_of_parts_at("B", args, canon_backend)
         self.rope, self.attend = rope, attend
 
     def forward(
@@ -51,8 +51,7 @@ class Attention(nn.Module):
         q, k, v = self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD)
         q, k = self._norm("full", q, k)
         if self.canon_b is not None:
-            qkv = self.canon_b(torch.cat((q, k, v), dim=-1), near_BN, cache)
-            q, k, v = qkv.split(self.qkv_dims, dim=-1)
+            q, k, v = self.canon_b((q, k, v), near_BN, cache)
         q_BTHK, k_BTGK, v_BTGK = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         q_BTHK, k_BTGK = self._norm("per_head", q_BTHK, k_BTGK)
         if self.rope is not None:

@@ -3,13 +3,12 @@
 Shapes: B batch, T tokens, D hidden, F ffn dim.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import LayerCache
-from canon_pretrain.model.canon import canon_at
+from canon_pretrain.model.canon import Canon, canon_at, canon_of_parts_at
 
 
 class FeedForward(nn.Module):
@@ -17,16 +16,21 @@ class FeedForward(nn.Module):
 
     The standard MLP ("GPT2(RoPE)", Figure 20) has no up: w2(act(Canon-D(w1 x))). Canon-D acts
     before the non-linearity, as one weight for all channels. act is silu, or relu squared (R2).
+    `canon_backend` as in `kernels/backends.py`.
     """
 
-    def __init__(self, args: ModelArgs) -> None:
+    def __init__(self, args: ModelArgs, canon_backend: str = "auto") -> None:
         super().__init__()
         self.w1 = nn.Linear(args.dim, args.ffn_dim, bias=False)
         self.w2 = nn.Linear(args.ffn_dim, args.dim, bias=False)
         gated = args.ffn == "gated"
         self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False) if gated else None
         self.relu2 = args.ffn_activation == "relu2"
-        self.canon_d = canon_at("D", args)
+        self.canon_d: Canon | None
+        if gated:
+            self.canon_d = canon_of_parts_at("D", args, canon_backend)
+        else:
+            self.canon_d = canon_at("D", args, canon_backend)
 
     def forward(
         self, x_BTD: Tensor, near_BN: Tensor | None = None, cache: LayerCache | None = None
@@ -39,8 +43,7 @@ class FeedForward(nn.Module):
             return self.w2(self._activate(inner))
         gate_BTF, up_BTF = inner, self.w3(x_BTD)
         if self.canon_d is not None:
-            gate_up = self.canon_d(torch.cat((gate_BTF, up_BTF), dim=-1), near_BN, cache)
-            gate_BTF, up_BTF = gate_up.chunk(2, dim=-1)
+            gate_BTF, up_BTF = self.canon_d((gate_BTF, up_BTF), near_BN, cache)
         return self.w2(self._activate(gate_BTF) * up_BTF)
 
     def _activate(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.kernels.backends import check_canon_backend
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Attention
@@ -31,17 +32,19 @@ class TransformerBlock(nn.Module):
     """h += Attention(Canon-A(RMSNorm(h))), then h += FeedForward(Canon-C(RMSNorm(h))).
 
     `rope` is the model's one `Rope`, or None where positions are not rotary; `attend` its one
-    `Attend`.
+    `Attend`; `canon_backend` as in `kernels/backends.py`.
     """
 
-    def __init__(self, args: ModelArgs, rope: Rope | None, attend: Attend) -> None:
+    def __init__(
+        self, args: ModelArgs, rope: Rope | None, attend: Attend, canon_backend: str = "auto"
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.canon_a = canon_at("A", args)
-        self.attention = Attention(args, rope, attend)
+        self.canon_a = canon_at("A", args, canon_backend)
+        self.attention = Attention(args, rope, attend, canon_backend)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.canon_c = canon_at("C", args)
-        self.feed_forward = FeedForward(args)
+        self.canon_c = canon_at("C", args, canon_backend)
+        self.feed_forward = FeedForward(args, canon_backend)
 
     def forward(
         self,
@@ -68,18 +71,25 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """A Llama, or GPT with rotary or no positions, with any of the variants of `ModelArgs`.
 
-    Not usable before `init_weights` (or a loaded checkpoint). `attention_backend`: see `Attend`.
+    Not usable before `init_weights` (or a loaded checkpoint). `attention_backend`: see `Attend`;
+    `canon_backend`: see `kernels/backends.py`. Raises UserError for one that can't be had.
     """
 
-    def __init__(self, args: ModelArgs, *, attention_backend: str = "auto") -> None:
+    def __init__(
+        self, args: ModelArgs, *, attention_backend: str = "auto", canon_backend: str = "auto"
+    ) -> None:
         super().__init__()
+        check_canon_backend(canon_backend)
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.rope = Rope(args) if args.rope_dim else None
         self.attend = Attend(args, attention_backend)
         # a ModuleDict: torchtitan's compile and FSDP helpers go through layers.named_children()
         self.layers = nn.ModuleDict(
-            {str(i): TransformerBlock(args, self.rope, self.attend) for i in range(args.num_layers)}
+            {
+                str(i): TransformerBlock(args, self.rope, self.attend, canon_backend)
+                for i in range(args.num_layers)
+            }
         )
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         tied = args.tie_embeddings

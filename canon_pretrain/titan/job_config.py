@@ -61,6 +61,8 @@ class Model(titan.Model):
     """Seed of the initial weights alone; they are the same at every world size."""
     attention_backend: Literal["auto", "sdpa", "flex", "flash_attn"] = "auto"
     """How attention is computed; no part of what the run is."""
+    canon_backend: Literal["auto", "reference", "compiled", "causal_conv1d", "triton"] = "auto"
+    """How Canon layers are computed; no part of what the run is."""
 
 
 @dataclass

@@ -23,8 +23,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile
 from torchtitan.tools.utils import device_type
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.model.args import check_choice
+from canon_pretrain.errors import UserError, check_choice
 from canon_pretrain.model.init import InitialValue
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig

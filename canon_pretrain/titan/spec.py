@@ -26,10 +26,12 @@ class TitanModelArgs(BaseModelArgs):
 
     args: ModelArgs = field(default_factory=ModelArgs)
     attention_backend: str = "auto"
+    canon_backend: str = "auto"
 
     def update_from_config(self, job_config: CanonJobConfig, **kwargs: object) -> None:
         self.args = job_config.model_args
         self.attention_backend = job_config.model.attention_backend
+        self.canon_backend = job_config.model.canon_backend
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         return num_parameters(self.args), flops_per_token(self.args, seq_len)
@@ -52,7 +54,11 @@ class TitanTransformer(Transformer):
     """The model as the Trainer builds it: from the box, with weights written shard by shard."""
 
     def __init__(self, model_args: TitanModelArgs) -> None:
-        super().__init__(model_args.args, attention_backend=model_args.attention_backend)
+        super().__init__(
+            model_args.args,
+            attention_backend=model_args.attention_backend,
+            canon_backend=model_args.canon_backend,
+        )
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         super().init_weights(write=write_shard, buffer_device=buffer_device)
