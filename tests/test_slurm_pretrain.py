@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -295,6 +296,7 @@ def test_local_is_the_same_without_slurm(
     set_pace(pace, **SLOW)
     environ = os.environ | {
         "CANON_CPU": "1", "TEST_PACE": str(pace), "PYTHONPATH": str(ROOT / "tests" / "slurm_site"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }  # fmt: skip
     command = ["bash", str(ROOT / SCRIPT), "--local", *map(str, train(data_folder, run, *LONG))]
 
