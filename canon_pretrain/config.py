@@ -39,6 +39,9 @@ class Data:
     data_seed: int = 0
     """Seed of the sample order alone: window i of a run is a function of (data_seed, i)."""
 
+    read_ahead: int = 8
+    """Micro-batches that a thread of each rank reads ahead of the step; 0: read when needed."""
+
     @property
     def folders(self) -> list[str]:
         """All folders, in order; none where no data is named."""
@@ -96,6 +99,10 @@ class Loss:
     squared_loss: float = 0.0
     """Adds this times the token's own cross-entropy squared: what the released Part 4.2 models call
     z-loss (1e-4)."""
+
+    chunk_tokens: int = 4096
+    """Tokens whose logits stand at a time; 0: those of the whole micro-batch. No part of what the
+    run is: it changes nothing but rounding."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -73,13 +73,14 @@ def sharded_steps(
     """Take the steps on this rank's rows, in `rounds` micro-batches; `model` is sharded.
 
     The arithmetic is the trainer's: sums over tokens, divided by the tokens of the global batch.
+    `loss` has the model's head compute it, in chunks of tokens or whole.
     """
     from torchtitan.distributed.utils import clip_grad_norm_
 
     from canon_pretrain.model.init import plain_name
-    from canon_pretrain.titan.loss import loss_function
+    from canon_pretrain.titan.loss import head_loss
 
-    out, function = Steps(), loss_function(loss)
+    out, function = Steps(), head_loss(loss)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **ADAMW, fused=True)
     out.optimized = len(trained)
@@ -88,10 +89,12 @@ def sharded_steps(
         own = batch.chunk(world_size)[rank]
         sums = torch.zeros(2)
         for micro_batch in own.chunk(rounds):
-            both = function(model(micro_batch[:, :-1]), micro_batch[:, 1:])
-            value, objective = (each / (ROWS * NUM_TOKENS) for each in both)
-            objective.backward()
-            sums += torch.stack([value.detach(), objective.detach()])
+            nats, objective = model(
+                micro_batch[:, :-1], labels_BT=micro_batch[:, 1:], loss=function
+            )
+            both = torch.stack([nats.sum(), objective]) / (ROWS * NUM_TOKENS)
+            both[1].backward()
+            sums += both.detach()
         norm = clip_grad_norm_(list(model.parameters()), MAX_NORM, foreach=True)
         if not out.first_gradients:
             out.first_gradients = {

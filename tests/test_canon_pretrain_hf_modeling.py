@@ -255,8 +255,9 @@ class Doubled(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor, *more: Any) -> Tensor:
-        return 2 * self.inner(x, *more)
+    def forward(self, x: Any, *more: Any) -> Any:
+        y = self.inner(x, *more)
+        return tuple(2 * part for part in y) if isinstance(y, tuple) else 2 * y
 
 
 @pytest.mark.parametrize("place", ["self_attn.q_proj", "self_attn.canonB", "mlp.down_proj"])
@@ -296,7 +297,8 @@ def test_copies_and_casts_keep_the_rotation() -> None:
     low = copy.deepcopy(model).to(torch.bfloat16)
     assert low.core.rope is not None and low.core.rope.cos_TR.dtype == torch.float32
     expected = copy.deepcopy(ours).to(torch.bfloat16)(ids)
-    torch.testing.assert_close(low(ids).logits, expected)
+    # with a cache Canon-D is rounded before the gate: the last bits of bfloat16 differ
+    torch.testing.assert_close(low(ids, use_cache=False).logits, expected)
     torch.testing.assert_close(model(ids).logits, ours(ids))  # the original is as it was
     with torch.device("meta"):
         hollow = LlamaCanonForCausalLM(model.config)

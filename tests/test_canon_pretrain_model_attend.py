@@ -127,7 +127,7 @@ def test_a_model_reads_the_same_by_flex_over_more_than_one_block(name):
     torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "cudnn", "flash", "flex"])
 @pytest.mark.parametrize("position", ["nope", "alibi", "h_alibi"])
 def test_the_last_queries_read_what_they_read_among_all(position, backend):
     args = _args(position, kv_heads=2)
@@ -239,7 +239,11 @@ def test_flash_attn_that_is_not_installed_is_refused_with_the_command(monkeypatc
 def test_an_unknown_backend_is_refused_with_the_nearest():
     with pytest.raises(UserError) as error:
         Attend(BASE, "flash_atn")
-    for part in ('attention_backend = "flash_atn"', "auto, sdpa, flex, flash_attn", "Did you mean"):
+    for part in (
+        'attention_backend = "flash_atn"',
+        "auto, sdpa, cudnn, flash, flex",
+        "Did you mean",
+    ):
         assert part in str(error.value)
 
 
@@ -250,6 +254,15 @@ def test_the_log_says_where_flex_was_asked_for_and_is_of_no_use():
     assert Attend(variant("rope"), "flex").describe("cuda").endswith("documents)")
     assert Attend(variant("alibi"), "flex").describe("cuda") == "flex"
     assert Attend(variant("rope"), "auto").describe("cpu") == "sdpa"
+    for backend, order in (
+        ("auto", "cudnn, flash, efficient, math"),
+        ("cudnn", "cudnn, flash, efficient, math"),
+        ("flash", "flash, cudnn, efficient, math"),
+    ):
+        said = Attend(variant("rope"), backend).describe("cuda")
+        assert said == f"sdpa (the first that fits of {order})"
+        for words in ("alibi", "h_alibi", "rope documents"):  # a mask, which some kernels take
+            assert Attend(variant(words), backend).way("cpu", masked=True) == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -273,18 +286,22 @@ def test_the_way_of_a_training_step(flash_attn, name, backend, on_cpu, on_cuda):
     assert attend.describe("cpu").split()[0] == on_cpu
     assert attend.describe("cuda").split()[0] == on_cuda
     if on_cuda == "sdpa":  # which kernel is the library's choice: the log says from what
-        assert "cuDNN" in attend.describe("cuda")
+        assert "cudnn" in attend.describe("cuda")
 
 
-def test_the_order_of_kernels_on_a_gpu_is_traced_without_a_graph_break():
+@pytest.mark.parametrize("backend", ["auto", "flash"])
+def test_the_order_of_kernels_on_a_gpu_is_traced_without_a_graph_break(backend):
     # the CPU path goes around this context, so the compile tests do not see it
+    attend = Attend(BASE, backend)
+
     @torch.compile(backend="eager", fullgraph=True)
     def read(q):
-        with sdpa_kernel(attend_module._SDPA_ORDER, set_priority=True):
+        with sdpa_kernel(attend._sdpa_order, set_priority=True):
             return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
 
     q = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
     expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     torch.testing.assert_close(read(q), expected)
-    assert attend_module._SDPA_ORDER[0] == SDPBackend.CUDNN_ATTENTION
-    assert SDPBackend.MATH in attend_module._SDPA_ORDER
+    first = {"auto": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    assert attend._sdpa_order[0] == first[backend]
+    assert SDPBackend.MATH in attend._sdpa_order

@@ -170,8 +170,8 @@ def test_a_chunk_that_forgets_what_was_read_is_noticed(name):
     expected, cache = model(tokens)[:, 5:], Cache(model.args.num_layers)
     model(tokens[:, :5], cache=cache)
     for layer in cache.layers:
-        if layer._canon:
-            layer._canon.clear()
+        if layer.canon:
+            layer.canon.clear()
         else:
             layer._keys.zero_()
     assert (model(tokens[:, 5:], cache=cache) - expected).abs().max() > 1e-2

@@ -90,11 +90,11 @@ def test_every_way_of_attention_equals_the_reference(name, backend):
 
 
 @pytest.mark.parametrize("name", ["rope", "nope gqa"])
-@pytest.mark.parametrize("kernel", attend_module._SDPA_ORDER, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", attend_module._SDPA_KERNELS.values(), ids=lambda k: k.name)
 def test_every_sdpa_kernel_equals_the_reference(monkeypatch, kernel, name):
     if kernel == SDPBackend.EFFICIENT_ATTENTION and "gqa" in name:
         pytest.skip("this kernel has no grouped heads")
-    monkeypatch.setattr(attend_module, "_SDPA_ORDER", [kernel])
+    monkeypatch.setattr(attend_module, "_SDPA_KERNELS", {"the one": kernel})
     args = _wide(variant(name))
     _assert_equals_the_reference(args, _on_gpu(args))
 

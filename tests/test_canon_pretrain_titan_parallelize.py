@@ -40,7 +40,7 @@ ARGS = [
 TIED = replace(
     UNEVEN, init="lingua", tie_embeddings=True, document_mask=True, num_kv_heads=2, position="alibi"
 )
-Z_LOSS = Loss(z_loss=0.01)
+Z_LOSS = Loss(z_loss=0.01, chunk_tokens=20)
 # how torchtitan's options treat the same model
 PLANS: dict[str, dict[str, dict[str, object]]] = {
     "plain": {},

@@ -194,10 +194,8 @@ def test_a_mixture_by_source_against_float64(
     assert whole.bits_per_byte == pytest.approx((nats_a + nats_b) / math.log(2) / num_bytes)
     assert validators[0].names == [data_folder.name, "other"]
     turns = iter(validators[0]._sources)
-    model.register_forward_hook(  # not finite for the second source alone
-        lambda _, given, logits_BTV: logits_BTV.masked_fill(
-            (next(turns) == 1)[:, None, None], math.nan
-        )
+    model.norm.register_forward_hook(  # not finite for the second source alone
+        lambda _, given, h_BTD: h_BTD.masked_fill((next(turns) == 1)[:, None, None], math.nan)
     )
     good, bad = validators[0].measure(model)
     assert good == shares[0][0] and math.isnan(bad[0]), "one source's NaN is in another's loss"
@@ -249,6 +247,7 @@ def test_training_is_bitwise_the_same_whatever_is_validated_and_stopped(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_blocks_are_compiled_for_one_shape_and_once_more(
     data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,13 @@ from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, token_documents
 from tests.variants import VARIANTS
 
 RANKS = 2
-LOSSES = [Loss(), Loss(z_loss=0.01), Loss(squared_loss=0.01)]
+# in one chunk, in several, and of whole logits
+LOSSES = [
+    Loss(),
+    Loss(z_loss=0.01, chunk_tokens=20),
+    Loss(squared_loss=0.01, chunk_tokens=16),
+    Loss(chunk_tokens=0),
+]
 
 
 def loss_of(name: str) -> Loss:

@@ -1,223 +1,294 @@
-"""The trainer's step against a bare PyTorch loop, and what a save costs the step.
+"""Canon's price in a training step: each set and backend beside the same model without Canon.
 
-The bare loop has the same model, sharded and compiled alike, the same fused AdamW and clipping, and
-batches that lie in memory already: no data loader, log, guards, schedule or checkpoints. The two
-take turns in blocks, so that whatever else the machine does meets both; the ratio is the median
-over pairs of neighbouring blocks.
+`--unit model` is the whole step (bare.py: forward, loss, backward, clipping, fused AdamW, blocks
+compiled as the trainer does, FSDP2 at one rank); `--unit block` forward and backward of one
+compiled block. Two models stand in memory at a time: the one without Canon, and one other.
 """
 
-import platform
+import argparse
+import dataclasses
+import gc
 import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from torchtitan.distributed import utils as dist_utils
 
-from canon_pretrain.checkpoint.manifest import Manifest
-from canon_pretrain.config import Data
-from canon_pretrain.data.shard_writer import write_shards
-from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.bench import targets, variants
+from canon_pretrain.bench.bare import bare_step, job_of, one_rank
+from canon_pretrain.bench.limits import block_flops_per_token, fused, one_kernel_a_site
+from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.memory_plan import fitting_micro_batch
+from canon_pretrain.bench.step_table import print_result as print_result
+from canon_pretrain.bench.timing import Step, compare_steps, seconds_of
+from canon_pretrain.bench.variants import NONE, Variant
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.session import Session
-from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.environment import stand_alone
-from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.parallelize import parallelize
-from canon_pretrain.titan.spec import TitanModelArgs, TitanTransformer, register
-from canon_pretrain.titan.trainer import CanonTrainer
+from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token
+from canon_pretrain.model.attend import BACKENDS as ATTENTION
+from canon_pretrain.model.attend import Attend
+from canon_pretrain.model.positions import Rope
+from canon_pretrain.model.transformer import TransformerBlock
 
-TARGET = 0.03
-"""The most that our step may take beyond the bare one."""
-WARM_UP = 3
-SAVES = 3
+UNITS = ("block", "model")
+CPU_TOKENS, CPU_MICRO_BATCH = 1024, 2
+MANY_COMPILATIONS = 256
+"""All variants of a block share the code that torch.compile counts recompilations of."""
 
 
-def measure(config: Path, overrides: list[str], *, repeats: int, steps: int) -> dict[str, Any]:
-    """The figures of one run, as JSON can hold them; seconds and bytes. Raises UserError."""
-    if repeats < 1 or steps < 1:
-        raise UserError(f"--repeats {repeats} --steps {steps}: expected at least 1 each")
-    with tempfile.TemporaryDirectory(prefix="canon-bench-") as folder:
-        job = _job(config, overrides, Path(folder), total=(repeats + 2) * steps + WARM_UP + SAVES)
-        with _one_rank(), _trainer(job, Path(folder)) as trainer:
-            data = trainer.batch_generator(trainer.dataloader)
-            ours = lambda: trainer.advance(data)  # noqa: E731
-            bare = _bare_step(job, trainer)
-            for step in (ours, bare):
-                _block(step, WARM_UP)
-            pairs = [(_block(ours, steps), _block(bare, steps)) for _ in range(repeats)]
-            saves = [_save(trainer, data) for _ in range(SAVES)]
-    ratios = sorted(own / other for own, other in pairs)
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all variants of one run have in common."""
+
+    args: ModelArgs
+    unit: str
+    num_tokens: int
+    micro_batch: int
+    dtype: torch.dtype
+    attention_backend: str
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batch * self.num_tokens
+
+    def facts(self, machine: Machine) -> dict[str, Any]:
+        """All of it, for the JSON."""
+        attend = Attend(self.args, self.attention_backend)
+        return {
+            "unit": self.unit,
+            "model": variants.describe(self.args),
+            "args": dataclasses.asdict(self.args),
+            "num_tokens": self.num_tokens,
+            "micro_batch": self.micro_batch,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attention": attend.describe(machine.device.type),
+        }
+
+    def args_of(self, variant: Variant) -> ModelArgs:
+        return variants.with_canon(self.args, variant.canon_set)
+
+    def flops_per_token(self, variant: Variant) -> int:
+        count = block_flops_per_token if self.unit == "block" else flops_per_token
+        return count(self.args_of(variant), self.num_tokens)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `step`."""
+    add = parser.add_argument
+    variants.add_model_arguments(parser)
+    add("--unit", choices=UNITS, help="(default: model on a GPU, block on a CPU)")
+    add("--tokens", type=int, metavar="T", help="(default: the flavor's on a GPU, 1024 on a CPU)")
+    add("--micro-batch", type=int, metavar="B", help="sequences (default: what fits, 2 on a CPU)")
+    add("--attention", default="auto", choices=ATTENTION, help="(default: %(default)s)")
+    variants.add_variant_arguments(parser)
+    variants.add_timing_arguments(parser, pairs=15, block_s=0.5)
+
+
+def measure(
+    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The figures of one run, as JSON can hold them; seconds, bytes, FLOPs. Raises UserError."""
+    setting = _setting(arguments, machine)
+    backends, missing = variants.available(arguments.backends, machine.device, setting.dtype)
+    chosen = variants.variants(arguments.sets, arguments.backends, backends)
+    peaks = machine.peaks(setting.dtype)
+    context = one_rank() if setting.unit == "model" else nullcontext()
+    rows = []
+    with context, many_compilations():
+        base = _built(setting, NONE, machine)
+        if isinstance(base, str):
+            raise UserError(f"{base}: give a smaller --micro-batch, or fewer --layers")
+        for variant in chosen:
+            found = compare(setting, variant, base, arguments, machine)
+            if isinstance(found, str):
+                missing[variant.name] = found
+                continue
+            rows.append(found)
+            say(f"{variant.name}: {found['ratio'] - 1:+.1%}")
+    if not rows:
+        raise UserError("no variant could be measured: give a smaller --micro-batch")
+    base_s = statistics.median(row["base_s"] for row in rows)
     return {
         "bench": "step",
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
-        "torch": torch.__version__,
-        "config": str(config),
-        "overrides": overrides,
-        "tokens_per_step": trainer.tokens_per_step,
-        "ours_s": statistics.median(own for own, _ in pairs) / steps,
-        "bare_s": statistics.median(other for _, other in pairs) / steps,
-        "ratio": statistics.median(ratios),
-        "ratio_low": ratios[len(ratios) // 10],
-        "ratio_high": ratios[-1 - len(ratios) // 10],
-        "blocks": repeats,
-        "steps_a_block": steps,
-        "saves": saves,
+        **machine.facts(),
+        **setting.facts(machine),
+        "flops_formula": FLOPS_FORMULA,
+        "peaks": peaks,
+        "unavailable": missing,
+        "base": {
+            "variant": NONE.name,
+            "compile_s": base.compile_s,
+            "peak_bytes": base.peak_bytes,
+            "s": base_s,
+            **speed(setting, NONE, base_s, peaks),
+        },
+        "rows": rows,
+        "targets": asked_of(setting, machine),
     }
 
 
-def _cpu() -> str:
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A step of one variant, the seconds of its first one, and its peak of a GPU's memory."""
+
+    step: Step
+    compile_s: float
+    peak_bytes: int | None
 
 
-def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJobConfig:
-    """The job on random shards in `folder`, saving only when told to and logging at the end."""
-    job = parse_job(["--config", str(config), *overrides])
-    job.training.steps = total
-    job.lr_scheduler.warmup_steps = min(job.lr_scheduler.warmup_steps, total)
-    job.job.dump_folder, job.checkpoint.folder = str(folder / "run"), "checkpoint"
-    job.checkpoint.interval = job.metrics.log_freq = total + 1
-    job.data = Data(path=str(folder / "data"), data_seed=job.data.data_seed)
-    tokens = np.random.default_rng(0).integers(
-        3, job.model_args.vocab_size, size=(64, 4 * job.training.seq_len + 1)
+def _built(setting: Setting, variant: Variant, machine: Machine) -> Built | str:
+    """`variant` after its first step, most of which is compilation; or why it can't be."""
+    gc.collect()  # the variant before this one
+    before = 0
+    if machine.on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    try:
+        step = build(setting, variant, machine.device)
+        compile_s = seconds_of(step)
+    except torch.OutOfMemoryError:
+        return (
+            f"a micro-batch of {setting.micro_batch} does not fit in this GPU's memory, where two "
+            "models stand"
+        )
+    except Exception as why:
+        if variant.backend not in variants.PROBLEMS:
+            raise
+        return variants.failure(why)
+    peak = torch.cuda.max_memory_allocated() - before if machine.on_gpu else None
+    return Built(step, compile_s, peak)
+
+
+def compare(
+    setting: Setting,
+    variant: Variant,
+    base: Built,
+    arguments: argparse.Namespace,
+    machine: Machine,
+) -> dict[str, Any] | str:
+    """The row of `variant` beside the base, or why there is none; its model is gone afterwards."""
+    other = _built(setting, variant, machine)
+    if isinstance(other, str):
+        return other
+    found = compare_steps(
+        base.step, other.step, pairs=arguments.pairs, block_s=arguments.block_seconds
     )
-    write_shards(
-        folder / "data" / "train",
-        [row.astype(np.int64) for row in tokens],
-        vocab_size=job.model_args.vocab_size,
-        eos_id=2,
-        num_bytes=[3 * len(row) for row in tokens],
+    return {
+        "variant": variant.name,
+        "canon_set": variant.canon_set,
+        "backend": variant.backend,
+        "compile_s": other.compile_s,
+        "peak_bytes": other.peak_bytes,
+        **dataclasses.asdict(found),
+        **speed(setting, variant, found.other_s, machine.peaks(setting.dtype)),
+        "limits": limits(setting, variant, found.base_s, machine),
+    }
+
+
+def _setting(arguments: argparse.Namespace, machine: Machine) -> Setting:
+    """The options as what they mean on this machine."""
+    variants.check_at_least(
+        1, tokens=arguments.tokens, micro_batch=arguments.micro_batch, pairs=arguments.pairs
     )
-    return job
-
-
-@contextmanager
-def _one_rank() -> Iterator[None]:
-    """The environment of a single rank, and no process group left behind."""
-    with stand_alone():
-        try:
-            yield
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-
-@contextmanager
-def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[CanonTrainer]:
-    with TokenShards.open(folder / "data" / "train") as shards:
-        fingerprint = shards.fingerprint
-    register()
-    run = RunFolder(folder / "run")
-    with Session(run, rank=0, world_size=1, steps=job.training.steps) as session:
-        trainer = CanonTrainer(job, world_size=1, fingerprint=fingerprint, session=session)
-        trainer.metrics_processor.begin(0)
-        try:
-            yield trainer
-        finally:
-            trainer.close()
-
-
-def _bare_step(job: CanonJobConfig, trainer: CanonTrainer) -> Callable[[], None]:
-    """A function that takes one step of the bare loop, over a second copy of the model."""
-    box = TitanModelArgs(args=job.model_args)
-    with torch.device("meta"):
-        model = TitanTransformer(box)
-    parallelize(model, trainer.parallel_dims, job)
-    model.to_empty(device=trainer.device)
-    with torch.no_grad():
-        model.init_weights()
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=job.optimizer.lr,
-        betas=(job.optimizer.beta1, job.optimizer.beta2),
-        eps=job.optimizer.eps,
-        weight_decay=job.optimizer.weight_decay,
-        fused=True,
+    variants.check_at_least(0, block_seconds=arguments.block_seconds)
+    num_tokens = arguments.tokens or (4096 if machine.on_gpu else CPU_TOKENS)
+    setting = Setting(
+        args=variants.model_args(arguments, on_gpu=machine.on_gpu, num_tokens=num_tokens),
+        unit=arguments.unit or ("model" if machine.on_gpu else "block"),
+        num_tokens=num_tokens,
+        micro_batch=arguments.micro_batch or CPU_MICRO_BATCH,
+        dtype=variants.dtype_of(arguments, on_gpu=machine.on_gpu),
+        attention_backend=arguments.attention,
     )
-    rounds = trainer.gradient_accumulation_steps
-    shape = (rounds, job.training.local_batch_size, job.training.seq_len + 1)
-    batches = torch.randint(3, job.model_args.vocab_size, shape).to(trainer.device)
+    if machine.on_gpu and not arguments.micro_batch:
+        size = fitting_micro_batch(
+            variants.with_canon(setting.args, "ABCD"),
+            num_tokens,
+            setting.dtype,
+            room=torch.cuda.mem_get_info()[0],
+            models=2,
+        )
+        setting = dataclasses.replace(setting, micro_batch=size)
+    return setting
+
+
+def build(setting: Setting, variant: Variant, device: torch.device) -> Step:
+    """A step of `variant`, whose first call compiles it."""
+    args = setting.args_of(variant)
+    if setting.unit == "block":
+        return block_step(setting, args, variant.backend, device)
+    job = job_of(
+        args,
+        num_tokens=setting.num_tokens,
+        micro_batch=setting.micro_batch,
+        dtype=setting.dtype,
+        canon_backend=variant.backend,
+        attention_backend=setting.attention_backend,
+    )
+    return bare_step(job, device)
+
+
+def block_step(setting: Setting, args: ModelArgs, backend: str, device: torch.device) -> Step:
+    """Forward and backward of one compiled block, from and to the residual stream."""
+    rope = Rope(args) if args.rope_dim else None
+    block = TransformerBlock(args, rope, Attend(args, setting.attention_backend), backend)
+    block.to(device, setting.dtype)
+    if rope is not None:
+        rope.reset(device)
+    compiled = torch.compile(block, fullgraph=True)
+    shape = (setting.micro_batch, setting.num_tokens, args.dim)
+    h_BTD = torch.randn(shape, device=device).to(setting.dtype).requires_grad_()
+    grad_BTD = torch.randn_like(h_BTD)
 
     def step() -> None:
-        optimizer.zero_grad()
-        for batch in batches:
-            logits = model(batch[:, :-1])
-            _, objective = trainer.loss_fn(logits, batch[:, 1:])
-            del logits
-            (objective / trainer.tokens_per_step).backward()
-        dist_utils.clip_grad_norm_(list(model.parameters()), job.training.max_norm, foreach=True)
-        optimizer.step()
+        block.zero_grad()
+        h_BTD.grad = None
+        compiled(h_BTD).backward(grad_BTD)
 
     return step
 
 
-def _block(step: Callable[[], Any], count: int) -> float:
-    """Seconds of `count` steps, begun and ended with an idle device."""
-    _synchronize()
-    begin = time.perf_counter()
-    for _ in range(count):
-        step()
-    _synchronize()
-    return time.perf_counter() - begin
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
-    """One step and one save of its state: how long it stalled, and until it was whole."""
-    trainer.advance(data)
-    _synchronize()
-    manager = trainer.checkpointer
-    begin = time.perf_counter()
-    manager.begin_save(trainer.step)
-    stall = time.perf_counter() - begin
-    manager.wait()
-    path = manager.folder.step_path(trainer.step)
+def speed(
+    setting: Setting, variant: Variant, seconds: float, peaks: dict[str, float | None]
+) -> dict[str, float | None]:
+    """Tokens a second, and the share of both peaks that their FLOPs are."""
+    per_second = setting.tokens_per_step / seconds
+    flops = setting.flops_per_token(variant) * per_second
+    measured, stated = peaks["matmul_flops"], peaks["stated_flops"]
     return {
-        "stall_s": stall,
-        "whole_s": time.perf_counter() - begin,
-        "bytes": Manifest.read(path).total_bytes,
+        "tokens_per_second": per_second,
+        "mfu_of_measured": flops / measured if measured else None,
+        "mfu_of_stated": flops / stated if stated else None,
     }
 
 
-def print_result(result: dict[str, Any], console: Console) -> None:
-    """The table that a person reads."""
-    console.print(
-        f"{result['device']}, torch {result['torch']}, {result['config']} "
-        f"{' '.join(result['overrides'])}, {result['tokens_per_step']:,} tokens a step"
-    )
-    table = Table("step", "ms", "tokens/s")
-    for name, key in (("ours", "ours_s"), ("bare PyTorch loop", "bare_s")):
-        seconds = result[key]
-        table.add_row(name, f"{1000 * seconds:.2f}", f"{result['tokens_per_step'] / seconds:,.0f}")
-    console.print(table)
-    over, target = result["ratio"] - 1, "met" if result["ratio"] <= 1 + TARGET else "MISSED"
-    console.print(
-        f"ours takes {over:+.1%} ({result['ratio_low'] - 1:+.1%} to "
-        f"{result['ratio_high'] - 1:+.1%}, {result['blocks']} pairs of blocks of "
-        f"{result['steps_a_block']} steps); target at most {TARGET:+.0%}: {target}"
-    )
-    table = Table("save", "bytes", "stall ms", "whole after ms", "GB/s")
-    for number, save in enumerate(result["saves"], 1):
-        table.add_row(
-            str(number),
-            f"{save['bytes']:,}",
-            f"{1000 * save['stall_s']:.1f}",
-            f"{1000 * save['whole_s']:.1f}",
-            f"{save['bytes'] / save['whole_s'] / 1e9:.2f}",
-        )
-    console.print(table)
+def limits(setting: Setting, variant: Variant, base_s: float, machine: Machine) -> dict[str, float]:
+    """What Canon's bytes alone would add at the copy bandwidth, as a share of the base."""
+    args = setting.args_of(variant)
+    layers = args.num_layers if setting.unit == "model" else 1
+    per_byte = layers * setting.tokens_per_step / machine.copy_bandwidth / base_s
+    forms = {"one_kernel_a_site": one_kernel_a_site, "fused": fused}
+    return {
+        name: count(args, setting.dtype.itemsize).total * per_byte for name, count in forms.items()
+    }
+
+
+def asked_of(setting: Setting, machine: Machine) -> dict[str, dict[str, Any]]:
+    """The targets that speak of this setting, by Canon set."""
+    args = setting.args
+    known: Mapping[str, targets.Target] = {}
+    if machine.on_gpu and setting.unit == "model" and args.dim == 2048:
+        known = targets.STEP
+    elif not machine.on_gpu and setting.unit == "block" and setting.dtype == torch.float32:
+        known = targets.CPU_BLOCK if (args.dim, args.ffn_dim) == (512, 1368) else {}
+    return {canon_set: dataclasses.asdict(target) for canon_set, target in known.items()}
+
+
+@contextmanager
+def many_compilations() -> Iterator[None]:
+    """Let the variants of a block be compiled side by side, each for its own shapes."""
+    with torch._dynamo.config.patch(
+        recompile_limit=MANY_COMPILATIONS, accumulated_recompile_limit=MANY_COMPILATIONS
+    ):
+        yield

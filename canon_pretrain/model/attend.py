@@ -22,23 +22,25 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from canon_pretrain.errors import UserError, check_choice
 from canon_pretrain.model.args import ModelArgs
 
-BACKENDS = ("auto", "sdpa", "flex", "flash_attn")
+BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flex", "flash_attn")
 Mask = Tensor | BlockMask | None
 
 # cuDNN's kernel is the fastest on Hopper; each takes the shapes and dtypes that those before refuse
-_SDPA_ORDER = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+_SDPA_KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 class Attend(nn.Module):
     """The attention of one model, without parameters; `backend` is one of BACKENDS.
 
     `auto`: SDPA where a token sees all before it, or where there is no GPU; flex on a GPU for
-    ALiBi, H-ALiBi and segments; `flex` takes it for those on a CPU too, forward only. A sequence
+    ALiBi, H-ALiBi and segments; `flex` takes it for those on a CPU too, forward only. `cudnn` and
+    `flash` are SDPA with that one of its GPU kernels first (`auto`: cuDNN's, see
+    `python -m canon_pretrain.bench attention` for what is fastest on this GPU). A sequence
     that is read in parts (decoding) takes SDPA with a mask instead of flex. Raises UserError for a
     backend that this model can't have.
     """
@@ -47,6 +49,7 @@ class Attend(nn.Module):
         super().__init__()
         check_backend(args, backend)
         self.args, self.backend = args, backend
+        self._sdpa_order = [_SDPA_KERNELS[name] for name in _sdpa_names(backend)]
 
     def way(self, device_type: str, *, masked: bool) -> str:
         """ "sdpa", "flex" or "flash_attn": what takes a batch, `masked` where it has segments."""
@@ -63,7 +66,7 @@ class Attend(nn.Module):
             return way
         notes = []
         if device_type == "cuda":
-            notes.append("the first that fits of cuDNN, flash, efficient, math")
+            notes.append(f"the first that fits of {', '.join(_sdpa_names(self.backend))}")
         if self.backend == "flex":
             notes.append("flex is for ALiBi, H-ALiBi and documents")
         return f"sdpa ({'; '.join(notes)})" if notes else way
@@ -142,7 +145,7 @@ class Attend(nn.Module):
         if self.args.kv_heads != self.args.num_heads:
             options["enable_gqa"] = True
         if q.device.type == "cuda":
-            with sdpa_kernel(_SDPA_ORDER, set_priority=True):
+            with sdpa_kernel(self._sdpa_order, set_priority=True):
                 y = F.scaled_dot_product_attention(q, k, v, **options)
         else:
             y = F.scaled_dot_product_attention(q, k, v, **options)
@@ -171,6 +174,11 @@ class Attend(nn.Module):
         if self.args.position == "alibi":
             slopes_H = alibi_slopes(self.args.num_heads, q_BTHK.device)
         return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, causal=True, alibi_slopes=slopes_H)
+
+
+def _sdpa_names(backend: str) -> list[str]:
+    """SDPA's kernels on a GPU, in the order in which they are asked."""
+    return sorted(_SDPA_KERNELS, key=lambda name: name != backend)  # sorted: the others stay
 
 
 def check_backend(args: ModelArgs, backend: str) -> None:

@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, k_dim, bias=False)
         self.wv = nn.Linear(args.dim, v_dim, bias=False)
         self.wo = nn.Linear(q_dim, args.dim, bias=False)
-        self.qk_norm = args.qk_norm
+        self.qk_norm, self.norm_eps = args.qk_norm, args.norm_eps
         q_width, k_width = {"full": (q_dim, k_dim)}.get(args.qk_norm, (args.head_dim,) * 2)
         has_norm = args.qk_norm != "none"
         self.q_norm = nn.RMSNorm(q_width, eps=args.norm_eps) if has_norm else None
@@ -49,6 +49,18 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
         q, k, v = self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD)
+        heads = self._heads_at_once(q, k, v, near_BN) if cache is None else None
+        q_BTHK, k_BTGK, v_BTGK = heads or self._heads(q, k, v, near_BN, cache)
+        if cache is None:
+            k_BSGK, v_BSGK = k_BTGK, v_BTGK
+        else:
+            k_BSGK, v_BSGK = cache.append(k_BTGK, v_BTGK)
+        return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, mask).flatten(-2))
+
+    def _heads(
+        self, q: Tensor, k: Tensor, v: Tensor, near_BN: Tensor | None, cache: LayerCache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q_BTHK, k_BTGK and v_BTGK as attention takes them, from the projections [B, T, ..]."""
         q, k = self._norm("full", q, k)
         if self.canon_b is not None:
             q, k, v = self.canon_b((q, k, v), near_BN, cache)
@@ -57,11 +69,36 @@ class Attention(nn.Module):
         if self.rope is not None:
             start = cache.start if cache is not None else 0
             q_BTHK, k_BTGK = self.rope(q_BTHK, start), self.rope(k_BTGK, start)
-        if cache is None:
-            k_BSGK, v_BSGK = k_BTGK, v_BTGK
-        else:
-            k_BSGK, v_BSGK = cache.append(k_BTGK, v_BTGK)
-        return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, mask).flatten(-2))
+        return q_BTHK, k_BTGK, v_BTGK
+
+    def _heads_at_once(
+        self, q: Tensor, k: Tensor, v: Tensor, near_BN: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`_heads` by one kernel; None where the backend has none."""
+        if self.canon_b is None:
+            return None
+        cos_TR = sin_TR = None
+        rope_heads = (0, 0)
+        if self.rope is not None:
+            cos_TR, sin_TR = (t[: q.shape[1]] for t in (self.rope.cos_TR, self.rope.sin_TR))
+            share = self.rope.args.rope_share
+            rope_heads = (
+                q.shape[2] // self.head_dim // share,
+                k.shape[2] // self.head_dim // share,
+            )
+        return self.canon_b.heads(
+            (q, k, v),
+            near_BN,
+            head_dim=self.head_dim,
+            qk_norm=self.qk_norm,
+            q_gain=None if self.q_norm is None else self.q_norm.weight,
+            k_gain=None if self.k_norm is None else self.k_norm.weight,
+            eps=self.norm_eps,
+            cos_TR=cos_TR,
+            sin_TR=sin_TR,
+            rope_heads_q=rope_heads[0],
+            rope_heads_k=rope_heads[1],
+        )
 
     def _norm(self, scope: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """QK-norm, where `scope` is this model's place for it."""

@@ -1,7 +1,8 @@
-"""What a model remembers of the tokens that it has read: keys, values and Canon's last inputs.
+"""What a model remembers of the tokens that it has read: keys, values and Canon's memory.
 
-`Transformer.forward` takes a `Cache` and adds to it; decode.py drives it. Canon needs its own: the
-last K - 1 inputs of every site, or a prompt read in parts would differ from one read whole.
+`Transformer.forward` takes a `Cache` and adds to it; decode.py drives it. Canon needs its own: what
+the last K - 1 inputs of every site add to the next outputs (kernels/decode_step.py), or a prompt
+read in parts would differ from one read whole.
 
 Shapes: B rows, T new tokens, S tokens so far, G key-value heads, K head dim, C channels, P the
 places before a token that Canon reaches.
@@ -12,6 +13,7 @@ import copy
 import torch
 from torch import Tensor
 
+from canon_pretrain.kernels.decode_step import CanonMemory
 from canon_pretrain.model.documents import NOWHERE
 
 FIRST_CAPACITY = 64
@@ -25,7 +27,8 @@ class LayerCache:
         # [B, G, capacity, K], as the next: a head's keys one after the other are read twice as fast
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
-        self._canon: dict[str, Tensor] = {}
+        self.canon: dict[str, CanonMemory] = {}
+        """Of each Canon site that has read a token."""
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Add the new keys and values; gives all so far, [B, S, G, K] each."""
@@ -36,24 +39,11 @@ class LayerCache:
         self._values[:, :, self.start : stop] = v_BTGK.transpose(1, 2)
         return self._keys[:, :, :stop].transpose(1, 2), self._values[:, :, :stop].transpose(1, 2)
 
-    def before(self, site: str, x_BTC: Tensor, reach: int) -> Tensor:
-        """The `reach` inputs of a Canon site before `x_BTC` (zeros before the first), [B, P, C].
-
-        From here on the last inputs of `x_BTC` are those before the next ones.
-        """
-        known = self._canon.get(site)
-        if known is None:
-            known = x_BTC.new_zeros(x_BTC.shape[0], reach, x_BTC.shape[2])
-        if reach:
-            last = (known[:, x_BTC.shape[1] :], x_BTC[:, -reach:])
-            self._canon[site] = torch.cat(last, dim=1)
-        return known
-
     def take(self, rows_N: Tensor) -> None:
         """Keep the rows of these indices, in this order; one may come several times."""
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys[rows_N], self._values[rows_N]
-        self._canon = {site: inputs[rows_N] for site, inputs in self._canon.items()}
+        self.canon = {site: memory.take(rows_N) for site, memory in self.canon.items()}
 
 
 class Cache:
@@ -66,12 +56,16 @@ class Cache:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self.length = 0
         self._segments: Tensor | None = None  # int32 [B, length]; None: all in one
+        self._were_given = self._go_on = False  # about the last tokens
         self.next_document: Tensor | None = None  # int32 [B]
 
     def append_segments(self, segments_BT: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
         """Add the new tokens' segments (None: the only one); gives all so far, or None for one."""
         if segments_BT is None and self._segments is None:
             return None
+        # what follows padding that was marked is of another segment; else all are 0
+        self._go_on = segments_BT is None and not self._were_given
+        self._were_given = segments_BT is not None
         if segments_BT is None:
             segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
         if self._segments is None:
@@ -79,6 +73,18 @@ class Cache:
             self._segments = segments_BT.new_zeros(shape)
         self._segments = torch.cat((self._segments, segments_BT), dim=1)
         return self._segments
+
+    def near(self, num_tokens: int, reach: int) -> Tensor | None:
+        """`near_segments` of the last tokens; None where they all go on with one segment.
+
+        Canon's memory holds nothing of earlier segments, so it needs no more than that. A single
+        token is looked at: one wait for the device, and less work in every layer.
+        """
+        if self._segments is None or self._go_on:
+            return None
+        near_BN = near_segments(self._segments, num_tokens, reach)
+        is_one = num_tokens == 1 and reach > 0 and not torch.compiler.is_compiling()
+        return None if is_one and torch.equal(near_BN[:, -1], near_BN[:, -2]) else near_BN
 
     def begin(self) -> None:
         """The next tokens are about to be read by all layers."""

@@ -6,10 +6,13 @@ D on its inner projections (paper, section 4).
 Shapes: B batch, T tokens, C channels, K taps of the kernel, N = K - 1 + T.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from canon_pretrain.kernels.backends import canon
+from canon_pretrain.kernels.backends import canon, canon_gate, choose, triton_kernels
+from canon_pretrain.kernels.decode_step import CanonMemory
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import LayerCache
 
@@ -36,29 +39,54 @@ class Canon(nn.Module):
         """Return y_BTC of equation 4.1, in the dtype of x.
 
         `near_BN` (int32): the segments of the tokens and of the K - 1 places before them, where a
-        row has several. `cache`: this block's memory, whose last inputs come before x.
+        row has several. `cache`: this block's memory of the tokens before x; it is added to.
         """
-        before = None
         if cache is not None:
-            before = cache.before(self.site, x_BTC, self.weight.shape[2] - 1)
-        return self._apply_to(x_BTC, self.weight, near_BN, before)
+            return self._read((x_BTC,), near_BN, cache)[0]
+        return self._apply_to(x_BTC, self.weight, near_BN)
 
-    def _apply_to(
+    def _read(
+        self, parts: tuple[Tensor, ...], near_BN: Tensor | None, cache: LayerCache
+    ) -> tuple[Tensor, ...]:
+        memory = cache.canon.get(self.site)
+        if memory is None:
+            options = {"residual": self.residual, "activation": self.activation}
+            memory = cache.canon[self.site] = CanonMemory(parts[0], self.weight, **options)
+        return memory.read(parts, self.weight, near_BN, self.backend)
+
+    def after_norm(
         self,
-        x_BTC: Tensor,
-        weight_C1K: Tensor,
-        near_BN: Tensor | None,
-        before_BPC: Tensor | None = None,
-    ) -> Tensor:
-        return canon(
-            x_BTC,
-            weight_C1K,
-            residual=self.residual,
-            activation=self.activation,
-            before_BPC=before_BPC,
-            segments_BN=near_BN,
-            backend=self.backend,
+        norm: nn.RMSNorm,
+        h_BTD: Tensor,
+        near_BN: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return h and Canon(norm(h)), [B, T, D]: the block goes on with both.
+
+        In one kernel, where the backend has one; it adds up their gradients, too.
+        """
+        fused = triton_kernels(self.backend, h_BTD) if cache is None else None
+        if fused is None:
+            return h_BTD, self(norm(h_BTD), near_BN, cache)
+        both: tuple[Tensor, Tensor] = fused.norm_canon_stream_triton(
+            h_BTD, norm.weight, self.weight, eps=norm.eps, **self._options(near_BN)
         )
+        return both
+
+    def _options(self, near_BN: Tensor | None) -> dict[str, Any]:
+        if near_BN is not None and choose(self.backend) == "compiled":
+            # Only whether two are equal counts. A comparison that all sites of a block share would
+            # be far from some of them, and for those torch's partitioner saves every shifted
+            # product of it (float32, one a tap) instead of making it anew in backward.
+            near_BN = near_BN + ord(self.site) if torch.compiler.is_compiling() else near_BN
+        return {
+            "residual": self.residual,
+            "activation": self.activation,
+            "segments_BN": near_BN,
+        }
+
+    def _apply_to(self, x_BTC: Tensor, weight_C1K: Tensor, near_BN: Tensor | None) -> Tensor:
+        return canon(x_BTC, weight_C1K, **self._options(near_BN), backend=self.backend)
 
 
 class CanonOfParts(Canon):
@@ -75,14 +103,41 @@ class CanonOfParts(Canon):
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, ...]:
         """Return y_BTC of each part; see `Canon.forward`."""
-        sizes = [part.shape[-1] for part in parts]
-        if cache is not None:  # few tokens: fewer calls count for more than a small copy
-            return super().forward(torch.cat(parts, dim=-1), near_BN, cache).split(sizes, dim=-1)
-        weights = self.weight.split(sizes)
+        if cache is not None:
+            return self._read(parts, near_BN, cache)
+        weights = self.weight.split([part.shape[-1] for part in parts])
         return tuple(
             self._apply_to(part, weight, near_BN)
             for part, weight in zip(parts, weights, strict=True)
         )
+
+    def gate(
+        self,
+        gate_BTF: Tensor,
+        up_BTF: Tensor,
+        relu2: bool,
+        near_BN: Tensor | None = None,
+    ) -> Tensor:
+        """Return act(Canon(gate)) * Canon(up), [B, T, F]; act is silu, or relu squared."""
+        options = self._options(near_BN)
+        return canon_gate(
+            gate_BTF, up_BTF, self.weight, relu2=relu2, **options, backend=self.backend
+        )
+
+    def heads(
+        self, parts: tuple[Tensor, Tensor, Tensor], near_BN: Tensor | None, **neighbours: Any
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return q_BTHK, k_BTGK and v_BTGK with their `neighbours`, QK-norm and rotation, in one.
+
+        None where the backend has no such kernel. `neighbours`: as `canon_qkv_triton` names them.
+        """
+        fused = triton_kernels(self.backend, parts[0])
+        if fused is None:
+            return None
+        mixed: tuple[Tensor, Tensor, Tensor] = fused.canon_qkv_triton(
+            *parts, self.weight, **self._options(near_BN), **neighbours
+        )
+        return mixed
 
 
 def canon_at(site: str, args: ModelArgs, backend: str = "auto") -> Canon | None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import LayerCache
-from canon_pretrain.model.canon import Canon, canon_at, canon_of_parts_at
+from canon_pretrain.model.canon import Canon, CanonOfParts, canon_at, canon_of_parts_at
 
 
 class FeedForward(nn.Module):
@@ -26,11 +26,8 @@ class FeedForward(nn.Module):
         gated = args.ffn == "gated"
         self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False) if gated else None
         self.relu2 = args.ffn_activation == "relu2"
-        self.canon_d: Canon | None
-        if gated:
-            self.canon_d = canon_of_parts_at("D", args, canon_backend)
-        else:
-            self.canon_d = canon_at("D", args, canon_backend)
+        canon_d = canon_of_parts_at if gated else canon_at
+        self.canon_d: Canon | None = canon_d("D", args, canon_backend)
 
     def forward(
         self, x_BTD: Tensor, near_BN: Tensor | None = None, cache: LayerCache | None = None
@@ -42,7 +39,9 @@ class FeedForward(nn.Module):
                 inner = self.canon_d(inner, near_BN, cache)
             return self.w2(self._activate(inner))
         gate_BTF, up_BTF = inner, self.w3(x_BTD)
-        if self.canon_d is not None:
+        if isinstance(self.canon_d, CanonOfParts):
+            if cache is None:
+                return self.w2(self.canon_d.gate(gate_BTF, up_BTF, self.relu2, near_BN))
             gate_BTF, up_BTF = self.canon_d((gate_BTF, up_BTF), near_BN, cache)
         return self.w2(self._activate(gate_BTF) * up_BTF)
 

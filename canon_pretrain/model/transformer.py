@@ -10,7 +10,6 @@ Canon reaches before them, M chosen places.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.errors import UserError
@@ -22,6 +21,7 @@ from canon_pretrain.model.cache import Cache, LayerCache, near_segments
 from canon_pretrain.model.canon import canon_at
 from canon_pretrain.model.documents import PADDING, document_numbers, documents_after
 from canon_pretrain.model.feed_forward import FeedForward
+from canon_pretrain.model.head import Head, HeadLoss, head_output
 from canon_pretrain.model.init import InitialValue, initial_value
 from canon_pretrain.model.positions import Rope
 
@@ -58,13 +58,15 @@ class TransformerBlock(nn.Module):
         `mask`: what each token sees, from `Attend.mask`. `near_BN`: the segments that Canon stops
         at, None for one. `cache`: what this block remembers of earlier tokens; it is added to.
         """
-        x_BTD = self.attention_norm(h_BTD)
-        if self.canon_a is not None:
-            x_BTD = self.canon_a(x_BTD, near_BN, cache)
+        if self.canon_a is None:
+            x_BTD = self.attention_norm(h_BTD)
+        else:
+            h_BTD, x_BTD = self.canon_a.after_norm(self.attention_norm, h_BTD, near_BN, cache)
         h_BTD = h_BTD + self.attention(x_BTD, mask, near_BN, cache)
-        x_BTD = self.ffn_norm(h_BTD)
-        if self.canon_c is not None:
-            x_BTD = self.canon_c(x_BTD, near_BN, cache)
+        if self.canon_c is None:
+            x_BTD = self.ffn_norm(h_BTD)
+        else:
+            h_BTD, x_BTD = self.canon_c.after_norm(self.ffn_norm, h_BTD, near_BN, cache)
         return h_BTD + self.feed_forward(x_BTD, near_BN, cache)
 
 
@@ -92,8 +94,9 @@ class Transformer(nn.Module):
             }
         )
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        tied = args.tie_embeddings
-        self.output = None if tied else nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.output: nn.Linear | None = None
+        if not args.tie_embeddings:
+            self.output = Head(args.dim, args.vocab_size)
 
     def forward(
         self,
@@ -103,15 +106,19 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
         logits_at_M: Tensor | None = None,
-    ) -> Tensor:
-        """Return logits_BTV for int64 token ids.
+        labels_BT: Tensor | None = None,
+        loss: HeadLoss | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits_BTV for int64 token ids; with `labels_BT`, what `loss` makes of them.
 
         `is_real_BT` (bool): false for padding, which no token sees, on either side of a row but not
         between two real tokens, where Canon would count it; None where there is none. `cache`: what
         was read before these tokens, at any number of them at a time; it is added to, and the
         logits are those of one pass over all. `logits_to_keep`: only for the last so many tokens, 0
         for all. `logits_at_M` (int64): only for the tokens at these places of the B * T, row after
-        row; the result is logits_MV then. Raises UserError past max_seq_len tokens.
+        row; the result is logits_MV then. `labels_BT` (int64, one for each of the tokens) and
+        `loss`: the result is (nats_BT, the sum that is minimised), and logits need not stand
+        whole. Raises UserError past max_seq_len tokens.
         """
         num_tokens = tokens_BT.shape[1]
         start = cache.length if cache is not None else 0
@@ -128,7 +135,11 @@ class Transformer(nn.Module):
         mask = self.attend.mask(num_tokens, segments_BS, start + num_tokens, tokens_BT.device)
         near_BN = None
         if segments_BS is not None and self.args.canon_set:
-            near_BN = near_segments(segments_BS, num_tokens, self.args.canon_kernel - 1)
+            reach = self.args.canon_kernel - 1
+            if cache is None:
+                near_BN = near_segments(segments_BS, num_tokens, reach)
+            else:
+                near_BN = cache.near(num_tokens, reach)
         h_BTD = self.tok_embeddings(tokens_BT)
         for i, block in enumerate(self.layers.values()):
             if cache is None:
@@ -143,8 +154,9 @@ class Transformer(nn.Module):
             h_BTD = h_BTD[:, -logits_to_keep:]
         h_BTD = self.norm(h_BTD)
         if self.output is None:
-            return F.linear(h_BTD, self.tok_embeddings.weight)
-        return self.output(h_BTD)
+            return head_output(h_BTD, self.tok_embeddings.weight, labels_BT, loss)
+        # eval puts a linear layer that knows no labels here
+        return self.output(h_BTD) if labels_BT is None else self.output(h_BTD, labels_BT, loss)
 
     def _segments(
         self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None

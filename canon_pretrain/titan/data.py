@@ -1,18 +1,26 @@
-"""Our numpy loader behind torchtitan's dataloader interface."""
+"""Our numpy loader behind torchtitan's dataloader interface, read ahead by a thread of its own.
+
+The state that it gives away is that of the batches that were taken from it, whatever is read ahead.
+"""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.tools.logging import logger
 
 from canon_pretrain.config import Data
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.errors import UserError
+from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.read_ahead import ReadAhead
 
 STATE_FIELDS = {
     "data_fingerprint": "fingerprint",
@@ -24,30 +32,86 @@ STATE_FIELDS = {
 """What of a run's identity stands in the loader's state, and under which name."""
 
 
+CLOSE_S = 10.0
+"""How long the end of a run waits for a thread that is still reading."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A micro-batch, and what is known of it once it was taken."""
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    digest: int
+    begins_step: bool
+    state: dict[str, Any]
+    """The loader's, with this batch behind it."""
+
+
 class CanonDataLoader(BaseDataLoader):
     """Endless micro-batches of this rank; its state is the same on every rank.
 
-    Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead of the input.
+    Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead of the input; in
+    pinned memory where there is a GPU. With `read_ahead` above 0, a thread reads so many of them
+    ahead, from the first one asked for until the iterator is closed, or `close`.
     """
 
-    def __init__(self, loader: BatchLoader) -> None:
+    def __init__(self, loader: BatchLoader, read_ahead: int = 0) -> None:
         self.loader = loader
+        self._depth = read_ahead
+        self._ahead: ReadAhead[_Batch] | None = None
+        self._state = loader.state_dict()
+        self._device = torch.cuda.current_device() if has_accelerator() else None
         self._allowed: set[str] = set()
         self._digests: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        while True:
-            if self.loader.at_step_start:
-                self._digests.append(0)
-            batch = self.loader.next_batch()
-            self._digests[-1] = (self._digests[-1] + samples_digest(batch)) % (1 << 64)
-            window = torch.from_numpy(batch)
-            yield {"input": window[:, :-1].contiguous()}, window[:, 1:].contiguous()
+        try:
+            while True:
+                batch = self._take()
+                if batch.begins_step:
+                    self._digests.append(0)
+                self._digests[-1] = (self._digests[-1] + batch.digest) % (1 << 64)
+                self._state = batch.state
+                yield {"input": batch.inputs}, batch.labels
+        finally:
+            self.close()
+
+    def _take(self) -> _Batch:
+        if not self._depth:
+            return self._read()
+        if self._ahead is None:
+            self._ahead = ReadAhead(self._read, self._depth)
+        return self._ahead.take()
+
+    def _read(self) -> _Batch:
+        begins_step = self.loader.at_step_start
+        samples = self.loader.next_batch()
+        # copied by numpy: torch would start threads of its own for a large one, in this thread too
+        inputs, labels = (
+            torch.from_numpy(np.ascontiguousarray(part))
+            for part in (samples[:, :-1], samples[:, 1:])
+        )
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a new thread is at the first GPU
+            inputs, labels = inputs.pin_memory(), labels.pin_memory()
+        digest = samples_digest(samples)
+        return _Batch(inputs, labels, digest, begins_step, self.loader.state_dict())
+
+    def close(self, timeout_s: float | None = CLOSE_S) -> None:
+        """End the thread; what it has read and nobody took will be read again."""
+        if self._ahead is None:
+            return
+        if not self._ahead.close(timeout_s):
+            logger.warning(f"the data could not be let go: a read takes more than {timeout_s} s")
+            return
+        self._ahead = None
+        self.loader.load_state_dict(self._state)
 
     @property
     def source_tokens(self) -> dict[str, int]:
         """Tokens that each folder of the data has given to all ranks so far, by its name."""
-        return dict(zip(self.loader.source_names, self.loader.source_tokens, strict=True))
+        return dict(zip(self.loader.source_names, self._state["source_tokens"], strict=True))
 
     def take_digests(self) -> list[int]:
         """The digest of this rank's samples of each step since the last call, oldest first."""
@@ -59,10 +123,12 @@ class CanonDataLoader(BaseDataLoader):
         self._allowed = {STATE_FIELDS[name] for name in names if name in STATE_FIELDS}
 
     def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
+        return self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.close(timeout_s=None)
         self.loader.load_state_dict(state_dict, self._allowed)
+        self._state = self.loader.state_dict()
 
 
 def build_dataloader(
@@ -80,7 +146,7 @@ def build_dataloader(
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
     )
-    return CanonDataLoader(loader)
+    return CanonDataLoader(loader, job_config.data.read_ahead)
 
 
 def absolute_folders(data: Data) -> dict[str, Any]:

@@ -31,11 +31,12 @@ from canon_pretrain.model.args import (
 )
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.cache import near_segments
+from canon_pretrain.model.head import Head
 from canon_pretrain.model.positions import Rope
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
 from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes
-from canon_pretrain.titan.loss import loss_function
+from canon_pretrain.titan.loss import head_loss
 
 GIB = 2**30
 WEEK_S = 7 * 86_400
@@ -133,6 +134,7 @@ def make_plan(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Pla
             param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
             loss=job.loss,
             recompute=job.activation_checkpoint.mode == "full",
+            keep_gathered=job.parallelism.fsdp_reshard_after_forward == "never",
         ),
         checkpoint_bytes=(parameters + 2 * trained) * TORCH_DTYPE_MAP[training.dtype].itemsize,
         checkpoints_kept=keep,
@@ -151,6 +153,7 @@ def memory_by_part(
     param_dtype: torch.dtype,
     loss: Loss | None = None,
     recompute: bool = False,
+    keep_gathered: bool = False,
 ) -> dict[str, int]:
     """Bytes on one GPU by part; `model` may be on the meta device.
 
@@ -159,15 +162,17 @@ def memory_by_part(
     Activations are an upper bound: what eager PyTorch keeps on a CPU, whose RMSNorm holds float32
     copies that a GPU's fused one does not; torch.compile keeps fewer still. With `recompute` (full
     activation checkpointing) they are the blocks' inputs, and one block's at a time. FSDP2's own
-    buffers are the gathered weights of two blocks (one computes, one is prefetched), of the
-    embedding and the head, and one block's gradient in float32 for the reduction. The loss's peak
-    is what forward keeps and two float32 gradients of the logits that backward holds at once.
+    buffers are the gathered weights of two blocks (one computes, one is prefetched; of all with
+    `keep_gathered`), of the embedding and the head, and one block's gradient in float32 for the
+    reduction. The loss's peak: see `loss_bytes`.
     """
     parameters, trained = _count(model)
     block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
     ends = parameters - args.num_layers * block
+    gathered = parameters if keep_gathered else 2 * block + ends
     weights, shard = (-(-count // world_size) * dtype.itemsize for count in (parameters, trained))
-    saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype, loss or Loss())
+    loss = loss or Loss()
+    saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype, loss)
     tokens = micro_batch * args.max_seq_len
     activations = args.num_layers * saved_block
     if recompute:
@@ -176,10 +181,23 @@ def memory_by_part(
         "weights": weights,
         "gradients": shard,
         "optimizer (two moments)": 2 * shard,
-        "gathered by FSDP2": (2 * block + ends) * param_dtype.itemsize + 4 * block,
+        "gathered by FSDP2": gathered * param_dtype.itemsize + 4 * block,
         "activations": activations,
-        "logits and loss": saved_head + 2 * tokens * args.vocab_size * 4,
+        "logits and loss": saved_head + loss_bytes(args, tokens, param_dtype, loss),
     }
+
+
+def loss_bytes(args: ModelArgs, tokens: int, dtype: torch.dtype, loss: Loss) -> int:
+    """The most that stands of the logits of `tokens` tokens at once, beside what backward needs.
+
+    Of whole logits, two float32 gradients in backward. Of a chunk, in forward: the logits in
+    `dtype`, in float32 and as log-softmax. (Compiled, it is the first and a gradient of its size.)
+    """
+    if not loss.chunk_tokens:
+        return 2 * tokens * args.vocab_size * 4
+    chunks = -(-tokens // loss.chunk_tokens)
+    each = 4 if dtype == torch.float32 else dtype.itemsize + 4
+    return -(-tokens // chunks) * args.vocab_size * (each + 4)
 
 
 def saved_bytes(
@@ -200,7 +218,7 @@ def saved_bytes(
             rope = Rope(plain) if plain.rope_dim else None
             block = TransformerBlock(plain, rope, Attend(plain))
             norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-            output = nn.Linear(args.dim, args.vocab_size, bias=False)
+            output = Head(args.dim, args.vocab_size)
         finally:
             torch.set_default_dtype(before)
         h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
@@ -208,11 +226,11 @@ def saved_bytes(
         near_BN = None
         if args.document_mask and args.canon_set:
             near_BN = near_segments(labels_BT.int(), args.max_seq_len, args.canon_kernel - 1)
-        function = loss_function(loss)
+        function = head_loss(loss)
         modules = nn.ModuleList([block, norm, output])
         return (
             count_saved(lambda: block(h_BTD, None, near_BN), modules),
-            count_saved(lambda: function(output(norm(h_BTD)), labels_BT)[1], modules),
+            count_saved(lambda: output(norm(h_BTD), labels_BT, function)[1], modules),
         )
 
 

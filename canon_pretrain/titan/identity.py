@@ -14,6 +14,9 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH
 from canon_pretrain.titan.job_config import CanonJobConfig
 
+LOSS_TERMS = ("z_loss", "squared_loss")
+"""What of `[loss]` a run is; how many tokens' logits stand at a time is no part of it."""
+
 
 def run_identity(job: CanonJobConfig, fingerprint: str) -> dict[str, Any]:
     """All that a run may not change between its launches unless told to; by dotted name.
@@ -35,7 +38,7 @@ def run_identity(job: CanonJobConfig, fingerprint: str) -> dict[str, Any]:
         "training.dtype": training.dtype,
         "training.mixed_precision_param": training.mixed_precision_param,
         "training.mixed_precision_reduce": training.mixed_precision_reduce,
-        **{f"loss.{name}": value for name, value in asdict(job.loss).items()},
+        **{f"loss.{name}": getattr(job.loss, name) for name in LOSS_TERMS},
         "guards.outlier_sigma": job.guards.outlier_sigma,
         "guards.outlier_window": job.guards.outlier_window,
     }
@@ -78,8 +81,8 @@ def check_identity(
 
 def _defaults() -> dict[str, Any]:
     """What a part of the identity was before there was a name for it."""
-    sections = {"model": ModelArgs, "loss": Loss}
-    return {f"{name}.{f.name}": f.default for name, cls in sections.items() for f in fields(cls)}
+    known = {f"model.{f.name}": f.default for f in fields(ModelArgs)}
+    return known | {f"loss.{name}": getattr(Loss(), name) for name in LOSS_TERMS}
 
 
 def config_changes(folder: RunFolder, config: dict[str, Any]) -> dict[str, list[Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 from canon_pretrain import config as experiment
 from canon_pretrain.data.mixture import check_order, exact_weight
 from canon_pretrain.errors import UserError
+from canon_pretrain.kernels.backends import check_canon_backend_fits
 from canon_pretrain.model.attend import check_backend_fits
 from canon_pretrain.titan.job_config import CanonJobConfig
 
@@ -20,6 +21,7 @@ def check_job(job: CanonJobConfig) -> None:
         raise UserError(f"model.name = '{job.model.name}': this trainer trains 'canon' only")
     # ModelArgs checks itself
     check_backend_fits(job.model_args, job.model.attention_backend)
+    check_canon_backend_fits(job.model.canon_backend)
     training = job.training
     if training.global_batch_size < 1:
         raise UserError(
@@ -170,6 +172,11 @@ def _check_loss(loss: experiment.Loss) -> None:
     for name, value in (("z_loss", loss.z_loss), ("squared_loss", loss.squared_loss)):
         if not (math.isfinite(value) and value >= 0):
             raise UserError(f"loss.{name} = {value}: expected a finite number of at least 0")
+    if loss.chunk_tokens < 0:
+        raise UserError(
+            f"loss.chunk_tokens = {loss.chunk_tokens}: expected a number of tokens such as 4096, "
+            "or 0 for the logits of a whole micro-batch at once"
+        )
     if loss.z_loss and loss.squared_loss:
         raise UserError(
             f"loss.z_loss = {loss.z_loss} and loss.squared_loss = {loss.squared_loss} are two "
@@ -204,6 +211,8 @@ def _check_data(data: experiment.Data) -> None:
     """Raise UserError for data options that contradict each other; no file is looked at."""
     if not 0 <= data.data_seed < 1 << 64:
         raise UserError(f"data.data_seed = {data.data_seed}: expected 0 to 2**64 - 1")
+    if data.read_ahead < 0:
+        raise UserError(f"data.read_ahead = {data.read_ahead}: expected 0 or more micro-batches")
     if data.path and data.paths:
         raise UserError(
             f"data.path = {data.path!r} and data.paths = {data.paths!r}: give one of the two "

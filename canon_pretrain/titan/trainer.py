@@ -22,6 +22,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.kernels.backends import describe as describe_canon
 from canon_pretrain.run.once import FRESH, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord
 from canon_pretrain.run.redaction import publishable
@@ -107,6 +108,12 @@ class CanonTrainer(torchtitan.train.Trainer):
                 f"of {world_size} ranks make the global batch of {job.training.global_batch_size}"
             )
 
+    def close(self) -> None:
+        """End what runs beside the steps; called however the run ends."""
+        if isinstance(data := getattr(self, "dataloader", None), CanonDataLoader):
+            data.close()
+        super().close()
+
     # -- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,6 +167,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.checkpointer.check_room()
         launch.announce(self)
         logger.info(f"attention by {self.model_parts[0].attend.describe(self.device.type)}")
+        if self.model_parts[0].args.canon_set:
+            logger.info(f"Canon by {describe_canon(job.model.canon_backend)}")
         self._validate(if_missed=True)
         stop = self._loop()
         if stop and LOST_LOCK in stop:
@@ -281,12 +290,12 @@ class CanonTrainer(torchtitan.train.Trainer):
         In the place of torchtitan's, which knows one loss only.
         """
         with self.train_context():
-            logits = self.model_parts[0](input_dict["input"])
-            sums = self.loss_fn(logits, labels)
-            del logits  # backward needs the room
-            loss, objective = (each / global_valid_tokens for each in sums)
+            nats_BT, objective = self.model_parts[0](
+                input_dict["input"], labels_BT=labels, loss=self.loss_fn
+            )
+            objective = objective / global_valid_tokens
             objective.backward()
-        return torch.stack([loss.detach(), objective.detach()])
+        return torch.stack([nats_BT.sum() / global_valid_tokens, objective.detach()])
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         """A copy that the host does not wait for: out of pinned memory, where there is a GPU."""

@@ -39,6 +39,7 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.run.log import drop_superseded, json_value, parse_events
 from canon_pretrain.run.trace import VALIDATION
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.loss import head_loss
 
 STEPS_A_BATCH = 100
 """A global batch of windows for so many steps between two validations: see `num_windows`."""
@@ -156,6 +157,7 @@ class CanonValidator(BaseValidator):
     def __init__(self, job: CanonJobConfig, *, rank: int, world_size: int) -> None:
         super().__init__(job)
         self._last_step = job.training.steps
+        self._loss = head_loss(job.loss)
         chosen = _choose(job)
         self.names, self._bytes_per_token = chosen.names, chosen.bytes_per_token
         self.num_windows = len(chosen.places)
@@ -184,22 +186,17 @@ class CanonValidator(BaseValidator):
     def measure(self, model: nn.Module) -> list[tuple[float, int]]:
         """(summed nats, tokens predicted) of each source, over all ranks.
 
-        `model` gives logits_BTV for tokens_BT; it stays in the mode it is in, since Canon models
-        have no dropout and compiled blocks would be compiled anew for another mode.
+        `model` is a Transformer; it stays in the mode it is in, since Canon models have no dropout
+        and compiled blocks would be compiled anew for another mode.
         """
         shape = (2, len(self.names))
         sums = torch.zeros(shape, dtype=torch.float64, device=device_type)  # nats, tokens
         for windows_BT, source_B in zip(self._windows, self._sources, strict=True):
             windows_BT = windows_BT.to(device_type).long()
             labels_BT = windows_BT[:, 1:].contiguous()
-            logits_BTV = model(windows_BT[:, :-1].clamp(min=0))
-            nats_BT = F.cross_entropy(
-                logits_BTV.flatten(0, 1).float(),
-                labels_BT.flatten(),
-                reduction="none",
-                ignore_index=IGNORE_INDEX,
-            ).view(labels_BT.shape)
-            del logits_BTV
+            nats_BT, _ = model(
+                windows_BT[:, :-1].clamp(min=0), labels_BT=labels_BT, loss=self._loss
+            )
             is_predicted_BT = labels_BT != IGNORE_INDEX
             rows_2B = torch.stack([nats_BT.double().sum(1), is_predicted_BT.double().sum(1)])
             is_of_BS = F.one_hot(source_B, shape[1]).bool().to(device_type)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from canon_pretrain.model.head import Head
 from canon_pretrain.model.transformer import Transformer
 
 
@@ -30,7 +31,7 @@ def use_fast_linear(model: Transformer) -> None:
     """Let every linear layer of `model`, and its output, be a FastLinear of the same weights."""
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is nn.Linear and child.bias is None:
+            if type(child) in (nn.Linear, Head) and child.bias is None:
                 setattr(module, name, _of(child.weight))
     if model.output is None:  # tied to the embedding
         model.output = _of(model.tok_embeddings.weight)

@@ -1,0 +1,247 @@
+"""The ways of causal attention one against another, so that the choice is made by measurement.
+
+Every kernel of scaled_dot_product_attention, the package flash_attn and flex attention, where they
+can be had, forward and backward, on the shapes of a training step. `model.attention_backend` takes
+what is the fastest on this machine.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from canon_pretrain.bench import variants
+from canon_pretrain.bench.machine import Machine, heading, peaks_line
+from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lines
+from canon_pretrain.bench.timing import compare_steps
+from canon_pretrain.errors import UserError, check_choice
+from canon_pretrain.model.args import ModelArgs
+
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+WAYS = (*KERNELS, "flex", "flash_attn")
+DIRECTIONS = {"forward": 1.0, "backward": 2.5}
+"""The passes, and the FLOPs of each as a multiple of forward's: five products instead of two."""
+WORST_ERROR = 3e-2
+"""Of the largest value; bfloat16 products, summed in float32."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `attention`."""
+    add = parser.add_argument
+    variants.add_model_arguments(parser)
+    add("--tokens", type=int, metavar="T", help="(default: 4096 on a GPU, 1024 on a CPU)")
+    add("--micro-batch", type=int, metavar="B", help="(default: 6 on a GPU, 2 on a CPU)")
+    add("--ways", nargs="+", metavar="WAY", help=f"of {', '.join(WAYS)} (default: all here)")
+    variants.add_timing_arguments(parser, pairs=11, block_s=0.1)
+
+
+def measure(
+    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The figures of one run, as JSON can hold them; seconds, FLOPs. Raises UserError."""
+    variants.check_at_least(
+        1, tokens=arguments.tokens, micro_batch=arguments.micro_batch, pairs=arguments.pairs
+    )
+    for name in arguments.ways or ():
+        check_choice("--ways", name, WAYS)
+    num_tokens = arguments.tokens or (4096 if machine.on_gpu else 1024)
+    batch = arguments.micro_batch or (6 if machine.on_gpu else 2)
+    args = variants.model_args(arguments, on_gpu=machine.on_gpu, num_tokens=num_tokens)
+    dtype = variants.dtype_of(arguments, on_gpu=machine.on_gpu)
+    tensors = make_tensors(args, batch, num_tokens, dtype, machine.device)
+    # math makes all scores, which at 4,096 tokens are more than most GPUs hold
+    names = arguments.ways or [name for name in WAYS if name != "math" or not machine.on_gpu]
+    usable, missing, errors = find_ways(names, tensors, machine)
+    base = next(iter(usable))
+    peak = machine.matmul_flops(dtype)
+    rows = []
+    for name, way in usable.items():
+        for direction, times in DIRECTIONS.items():
+            found = compare_steps(
+                make_step(usable[base], tensors, direction),
+                make_step(way, tensors, direction),
+                pairs=arguments.pairs,
+                block_s=arguments.block_seconds,
+            )
+            flops = round(causal_flops(args, batch, num_tokens) * times)
+            rows.append(
+                {
+                    "way": name,
+                    "direction": direction,
+                    **dataclasses.asdict(found),
+                    "flops": flops,
+                    "flops_per_second": flops / found.other_s,
+                    "of_matmul": flops / found.other_s / peak,
+                    "max_error": errors[name],
+                }
+            )
+        took = [f"{row['direction']} {1000 * row['other_s']:.3f} ms" for row in rows[-2:]]
+        say(f"{name}: {', '.join(took)}")
+    both = {name: sum(row["other_s"] for row in rows if row["way"] == name) for name in usable}
+    return {
+        "bench": "attention",
+        **machine.facts(),
+        "model": variants.describe(args),
+        "heads": [args.num_heads, args.kv_heads, args.head_dim],
+        "micro_batch": batch,
+        "num_tokens": num_tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        "peaks": machine.peaks(dtype),
+        "base": base,
+        "unavailable": missing,
+        "rows": rows,
+        "fastest": min(both, key=both.__getitem__),
+    }
+
+
+def find_ways(
+    names: Sequence[str], tensors: list[Tensor], machine: Machine
+) -> tuple[dict[str, Way], dict[str, str], dict[str, float]]:
+    """Those of `names` that can be had, why the others can't, and the usable ones' errors.
+
+    Raises UserError where none is left, or one is wrong.
+    """
+    usable: dict[str, Way] = {}
+    missing: dict[str, str] = {}
+    errors: dict[str, float] = {}
+    for name in names:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch tells there why it refuses a kernel
+                way = make_way(name, machine, tensors[0].shape[1])
+                errors[name] = check(name, way, tensors)
+            usable[name] = way
+        except (RuntimeError, ImportError) as why:
+            missing[name] = (str(why).strip() or type(why).__name__).splitlines()[0]
+    if not usable:
+        told = "; ".join(f"{name}: {why}" for name, why in missing.items())
+        raise UserError(f"--ways {' '.join(names)}: none can be had here. {told}")
+    return usable, missing, errors
+
+
+def make_tensors(
+    args: ModelArgs, batch: int, num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """q, k and v, [B, T, heads, K], laid out as the block's projections leave them."""
+    return [
+        torch.randn(batch, num_tokens, heads, args.head_dim, device=device)
+        .to(dtype)
+        .requires_grad_()
+        for heads in (args.num_heads, args.kv_heads, args.kv_heads)
+    ]
+
+
+def make_way(name: str, machine: Machine, num_tokens: int) -> Way:
+    """The function of q_BTHK, k_BTGK and v_BTGK called `name`; gives y_BTHK.
+
+    Raises RuntimeError or ImportError, here or when it is first called, where it can't be had.
+    """
+    if name == "flash_attn":
+        if importlib.util.find_spec("flash_attn") is None:
+            raise ImportError("the package flash-attn is not installed")
+        function = importlib.import_module("flash_attn").flash_attn_func
+        return lambda q, k, v: function(q, k, v, causal=True)
+    if name == "flex":
+        if not machine.on_gpu:
+            raise RuntimeError("flex attention has no backward pass on a CPU")
+        causal = lambda b, h, q, s: q >= s  # noqa: E731
+        mask = create_block_mask(causal, None, None, num_tokens, num_tokens, device="cuda")
+        compiled = torch.compile(flex_attention, dynamic=False)
+
+        def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            y: Any = compiled(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
+            return y.transpose(1, 2)
+
+        return flex
+    if name in ("cudnn", "efficient") and not machine.on_gpu:
+        raise RuntimeError("needs a GPU")
+    return lambda q, k, v: _sdpa(KERNELS[name], q, k, v)
+
+
+def _sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
+    with sdpa_kernel(kernel):
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
+    return y.transpose(1, 2)
+
+
+def check(name: str, way: Way, tensors: list[Tensor]) -> float:
+    """The largest error of the first head's values in float64, of the largest of them.
+
+    Raises UserError where it is more than rounding.
+    """
+    with torch.no_grad():
+        y_TK = way(*tensors)[0, :, 0].double()
+        q, k, v = (part[0, :, 0].double() for part in tensors)
+        scores = q @ k.T * q.shape[1] ** -0.5
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        true_TK = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        error = ((y_TK - true_TK).abs().max() / true_TK.abs().max()).item()
+    if not error <= WORST_ERROR:
+        raise UserError(f"attention by {name} is {error:.2g} away from softmax(q k^T) v")
+    return error
+
+
+def make_step(way: Way, tensors: list[Tensor], direction: str) -> Callable[[], Any]:
+    """Forward, or backward from what one forward pass has kept, as a step."""
+    if direction == "forward":
+        return lambda: way(*tensors)
+    y_BTHK = way(*tensors)
+    grad_BTHK = torch.randn_like(y_BTHK)
+    return lambda: torch.autograd.grad(y_BTHK, tensors, grad_BTHK, retain_graph=True)
+
+
+def causal_flops(args: ModelArgs, batch: int, num_tokens: int) -> int:
+    """FLOPs of the two products forward, of the half of the scores that causality leaves."""
+    return 2 * batch * args.num_heads * num_tokens**2 * args.head_dim
+
+
+def print_result(result: dict[str, Any], console: Console) -> None:
+    """The table that a person reads."""
+    heads, kv_heads, head_dim = result["heads"]
+    print_lines(console, heading(result))
+    print_lines(
+        console,
+        f"{result['micro_batch']} x {result['num_tokens']:,} tokens, {heads} heads (k and v: "
+        f"{kv_heads}) of {head_dim}, {result['dtype']}, causal",
+    )
+    table = make_table(
+        *("way", "pass", "ms", f"over {result['base']}", "spread"),
+        *("TFLOP/s", "of matmul", "max error"),
+    )
+    for row in result["rows"]:
+        table.add_row(
+            row["way"],
+            row["direction"],
+            f"{1000 * row['other_s']:.3f}",
+            f"{row['ratio']:.2f}x",
+            f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}",
+            f"{row['flops_per_second'] / 1e12:,.2f}",
+            f"{row['of_matmul']:.0%}",
+            f"{row['max_error']:.0e}",
+        )
+    console.print(table)
+    print_lines(
+        console,
+        f"{peaks_line(result['peaks'])}; FLOPs of the half of the scores that causality leaves, "
+        f"backward 2.5 times forward's. The fastest for both passes: {result['fastest']}",
+    )
+    print_lines(console, *unavailable_lines(result["unavailable"]))

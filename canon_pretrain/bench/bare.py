@@ -1,0 +1,129 @@
+"""A training step with nothing around it: forward, loss, backward, clipping, fused AdamW.
+
+The model, its sharding, its compilation and its loss are the trainer's own, the batches lie in
+memory already: no data loader, log, guards, schedule or checkpoints. The benches time it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+
+from canon_pretrain.bench.timing import Step
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.titan.environment import stand_alone
+from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.loss import build_loss
+from canon_pretrain.titan.parallelize import parallelize
+from canon_pretrain.titan.spec import TitanModelArgs, TitanTransformer
+
+ONE_RANK = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1}
+
+
+@contextmanager
+def one_rank(*, start: bool = True) -> Iterator[None]:
+    """The environment of a single rank, and no process group left behind.
+
+    `start`: with a process group; else whoever runs inside starts one.
+    """
+    with stand_alone():
+        try:
+            if start:
+                on_gpu = torch.cuda.is_available()
+                if on_gpu:
+                    torch.cuda.set_device(0)
+                dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def job_of(
+    args: ModelArgs,
+    *,
+    num_tokens: int,
+    micro_batch: int,
+    dtype: torch.dtype,
+    canon_backend: str = "auto",
+    attention_backend: str = "auto",
+) -> CanonJobConfig:
+    """A job whose step is one micro-batch of `args`, compiled, with the paper's optimizer."""
+    job = CanonJobConfig()
+    known = vars(job.model)
+    job.model.flavor = "1b3"
+    for name, value in vars(args).items():
+        if name in known:
+            setattr(job.model, name, value)
+    job.model.canon_backend = canon_backend  # type: ignore[assignment]
+    job.model.attention_backend = attention_backend  # type: ignore[assignment]
+    training = job.training
+    training.seq_len = num_tokens
+    training.global_batch_size = training.local_batch_size = micro_batch
+    training.mixed_precision_param = str(dtype).removeprefix("torch.")
+    job.compile.enable = True
+    return job
+
+
+@torch.no_grad()
+def fill(model: Transformer) -> None:
+    """Give a model values of the usual size, drawn on its own device.
+
+    `init_weights` draws the same bits on every machine, which takes a 1.3B model half a minute.
+    """
+    for name, parameter in model.named_parameters():
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if name.endswith("norm.weight"):
+            own.fill_(1.0)
+        else:
+            own.normal_(std=0.02)
+    if model.rope is not None:
+        model.rope.reset(model.tok_embeddings.weight.device)
+
+
+def bare_step(
+    job: CanonJobConfig,
+    device: torch.device,
+    *,
+    parallel_dims: ParallelDims | None = None,
+    rounds: int = 1,
+) -> Step:
+    """A function that takes one step of `rounds` micro-batches; a process group must stand.
+
+    All ranks but this one are left out: `parallel_dims` of a single rank by default.
+    """
+    args = job.model_args
+    box = TitanModelArgs(args=args)
+    box.update_from_config(job)
+    with torch.device("meta"):
+        model = TitanTransformer(box)
+    parallelize(model, parallel_dims or ParallelDims(**ONE_RANK, world_size=1), job)
+    model.to_empty(device=device)
+    fill(model)
+    loss = build_loss(job)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=job.optimizer.lr,
+        betas=(job.optimizer.beta1, job.optimizer.beta2),
+        eps=job.optimizer.eps,
+        weight_decay=job.optimizer.weight_decay,
+        fused=True,
+    )
+    shape = (rounds, job.training.local_batch_size, job.training.seq_len + 1)
+    batches = torch.randint(3, args.vocab_size, shape).to(device)
+    num_tokens = batches[:, :, 1:].numel()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for batch in batches:
+            _, objective = model(batch[:, :-1], labels_BT=batch[:, 1:], loss=loss)
+            (objective / num_tokens).backward()
+        dist_utils.clip_grad_norm_(list(model.parameters()), job.training.max_norm, foreach=True)
+        optimizer.step()
+
+    return step

@@ -1,0 +1,248 @@
+"""Each kernel by itself: seconds against the reference's, and bytes against the copy bandwidth.
+
+Every form of forms.py by every backend, compiled as a block is. Before anything is timed its values
+and gradients are compared with the formula in float64.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from canon_pretrain.bench import variants
+from canon_pretrain.bench.forms import Form, forms
+from canon_pretrain.bench.machine import Machine, heading, peaks_line
+from canon_pretrain.bench.step import many_compilations
+from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lines
+from canon_pretrain.bench.timing import Step, compare_steps
+from canon_pretrain.bench.tune import print_sweep, sweep
+from canon_pretrain.errors import UserError
+
+REFERENCE = "reference"
+CPU_SHAPE, GPU_SHAPE = (4, 1024), (16, 4096)
+CHECKED_TOKENS = 128
+WORST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Of the largest value of the same tensor; sums over all checked tokens in the weight gradient."""
+
+
+class WrongKernel(Exception):
+    """A kernel that computes something else than the formula; it is not timed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `canon`."""
+    add = parser.add_argument
+    variants.add_model_arguments(parser)
+    parser.set_defaults(position="rope")  # B's neighbour is the rotation
+    add("--tokens", type=int, metavar="T", help="(default: 4096 on a GPU, 1024 on a CPU)")
+    add("--micro-batch", type=int, metavar="B", help="(default: 16 on a GPU, 4 on a CPU)")
+    add("--backends", nargs="+", metavar="B", help="(default: all that can be had here)")
+    add("--tune", action="store_true", help="try other cuts of the Triton kernels' work too")
+    variants.add_timing_arguments(parser, pairs=11, block_s=0.05)
+
+
+def measure(
+    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The figures of one run, as JSON can hold them; seconds, bytes. Raises UserError."""
+    variants.check_at_least(
+        1, tokens=arguments.tokens, micro_batch=arguments.micro_batch, pairs=arguments.pairs
+    )
+    rows_default, tokens_default = GPU_SHAPE if machine.on_gpu else CPU_SHAPE
+    batch = arguments.micro_batch or rows_default
+    num_tokens = arguments.tokens or tokens_default
+    args = variants.model_args(arguments, on_gpu=machine.on_gpu, num_tokens=num_tokens)
+    dtype = variants.dtype_of(arguments, on_gpu=machine.on_gpu)
+    backends, missing = variants.available(arguments.backends, machine.device, dtype)
+    if arguments.tune and "triton" not in backends:
+        raise UserError(f"--tune is about triton, which {missing.get('triton', 'was left out')}")
+    peaks = machine.peaks(dtype)
+    rows: list[dict[str, Any]] = []
+    tuned: list[dict[str, Any]] = []
+    with ExitStack() as patches:
+        patches.enter_context(many_compilations())
+        # a backward pass is timed again and again on what one forward pass has kept
+        patches.enter_context(torch._functorch.config.patch(donated_buffer=False))
+        for form in forms(args):
+            inputs = make_inputs(form, (batch, num_tokens), dtype, machine.device)
+            base = Timed(form, REFERENCE, inputs)
+            for backend in backends:
+                timed = base if backend == REFERENCE else Timed(form, backend, inputs)
+                try:
+                    rows += measure_form(form, backend, base, timed, arguments, machine)
+                except WrongKernel as why:
+                    missing[f"{form.name} by {backend}"] = str(why)
+                    continue
+                except Exception as why:
+                    if backend not in variants.PROBLEMS:
+                        raise
+                    missing[f"{form.name} by {backend}"] = variants.failure(why)
+                    continue
+                say(f"{form.name}, {backend}: {rows[-2]['ratio']:.2f}, {rows[-1]['ratio']:.2f}")
+                if arguments.tune and backend == "triton":
+                    tuned += tune_form(form, timed, arguments)
+    return {
+        "bench": "canon",
+        **machine.facts(),
+        "model": variants.describe(args),
+        "args": dataclasses.asdict(args),
+        "micro_batch": batch,
+        "num_tokens": num_tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        "peaks": peaks,
+        "unavailable": missing,
+        "rows": rows,
+        "tune": tuned,
+    }
+
+
+def tune_form(form: Form, timed: "Timed", arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Other cuts of the Triton kernel of `form`."""
+    passes = {"forward": timed.forward, "backward": timed.backward}
+    rows = sweep(passes, pairs=arguments.pairs, block_s=arguments.block_seconds)
+    return [{"form": form.name, **row} for row in rows]
+
+
+def measure_form(
+    form: Form,
+    backend: str,
+    base: "Timed",
+    timed: "Timed",
+    arguments: argparse.Namespace,
+    machine: Machine,
+) -> list[dict[str, Any]]:
+    """Forward and backward of a form by `backend`, beside the reference's; checked first."""
+    error = check(timed)
+    rows = []
+    for direction, moved in zip(("forward", "backward"), form.moved, strict=True):
+        found = compare_steps(
+            getattr(base, direction)(),
+            getattr(timed, direction)(),
+            pairs=arguments.pairs,
+            block_s=arguments.block_seconds,
+        )
+        x_BTC = timed.inputs[0]
+        least = moved * x_BTC.shape[0] * x_BTC.shape[1] * x_BTC.dtype.itemsize
+        rows.append(
+            {
+                "form": form.name,
+                "backend": backend,
+                "direction": direction,
+                **dataclasses.asdict(found),
+                "least_bytes": least,
+                "bandwidth": least / found.other_s,
+                "of_copy": least / found.other_s / machine.copy_bandwidth,
+                "max_error": error,
+            }
+        )
+    return rows
+
+
+class Timed:
+    """A form's module, compiled, its inputs, and the two passes as steps."""
+
+    def __init__(self, form: Form, backend: str, inputs: Sequence[Tensor]) -> None:
+        self.form, self.inputs = form, inputs
+        x_BTC = inputs[0]
+        self.module = form.make(backend).to(x_BTC.device, x_BTC.dtype)
+        self.compiled = torch.compile(self.module, fullgraph=True, dynamic=False)
+        self.differentiated = (*inputs, *self.module.parameters())
+
+    def forward(self) -> Step:
+        """The pass that keeps what backward needs, as in training."""
+        return lambda: self.compiled(*self.inputs)
+
+    def backward(self) -> Step:
+        """Gradients of every input and weight, from one forward pass."""
+        outputs = self.compiled(*self.inputs)
+        grads = [torch.randn_like(y) for y in outputs]
+        return lambda: torch.autograd.grad(outputs, self.differentiated, grads, retain_graph=True)
+
+
+def make_inputs(
+    form: Form, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Random activations that ask for gradients."""
+    return [
+        torch.randn(*shape, width, device=device).to(dtype).requires_grad_()
+        for width in form.widths
+    ]
+
+
+def check(timed: Timed) -> float:
+    """The largest error of values and gradients, of the largest value of the same tensor.
+
+    Against the formula in float64, on the first tokens of the first row: the others' outputs get no
+    gradient. Raises WrongKernel where it is more than rounding.
+    """
+    inputs = timed.inputs
+    count = min(CHECKED_TOKENS, inputs[0].shape[1])
+    outputs = timed.compiled(*inputs)
+    grads = [torch.zeros_like(y) for y in outputs]
+    for grad in grads:
+        grad[0, :count] = torch.randn_like(grad[0, :count])
+    own_grads = torch.autograd.grad(outputs, timed.differentiated, grads)
+    found = [t[:1, :count] for t in (*outputs, *own_grads[: len(inputs)])]
+    found += own_grads[len(inputs) :]
+    exact = timed.form.make(REFERENCE).to(inputs[0].device)
+    exact.load_state_dict(timed.module.state_dict())
+    exact = exact.double()
+    exact_inputs = [t[:1, :count].detach().double().requires_grad_() for t in inputs]
+    truth = exact(*exact_inputs)
+    truth_grads = torch.autograd.grad(
+        truth,
+        (*exact_inputs, *exact.parameters()),
+        [grad[:1, :count].double() for grad in grads],
+    )
+    errors = [
+        ((own.double() - true).abs().max() / true.abs().max()).item()
+        for own, true in zip(found, (*truth, *truth_grads), strict=True)
+    ]
+    worst = max(errors)
+    if not worst <= WORST_ERROR[inputs[0].dtype]:
+        raise WrongKernel(
+            f"it is {worst:.2g} away from the formula, more than rounding in {inputs[0].dtype}: "
+            "its time would mean nothing"
+        )
+    return worst
+
+
+def print_result(result: dict[str, Any], console: Console) -> None:
+    """The table that a person reads."""
+    print_lines(console, heading(result))
+    print_lines(
+        console,
+        f"widths of {result['model']}, {result['micro_batch']} x {result['num_tokens']:,} tokens, "
+        f"{result['dtype']}, each compiled",
+    )
+    table = make_table(
+        *("kernel", "backend", "pass", "ms", "over reference", "spread"),
+        *("MB at least", "GB/s", "of copy", "max error"),
+    )
+    for row in result["rows"]:
+        table.add_row(
+            row["form"],
+            row["backend"],
+            row["direction"],
+            f"{1000 * row['other_s']:.3f}",
+            f"{row['ratio']:.2f}x",
+            f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}",
+            f"{row['least_bytes'] / 1e6:,.2f}",
+            f"{row['bandwidth'] / 1e9:,.1f}",
+            f"{row['of_copy']:.0%}",
+            f"{row['max_error']:.0e}",
+        )
+    console.print(table)
+    if result["tune"]:
+        print_sweep(result["tune"], console)
+    print_lines(
+        console,
+        f"{peaks_line(result['peaks'])}; the limit is that every operand is read or written once, "
+        "at the copy bandwidth: 100 % of copy",
+    )
+    print_lines(console, *unavailable_lines(result["unavailable"]))

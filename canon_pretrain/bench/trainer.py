@@ -1,0 +1,166 @@
+"""The trainer's step against a bare PyTorch loop, and what a save costs the step.
+
+The bare loop (bare.py) has the same model, sharded and compiled alike, the same loss, fused AdamW
+and clipping. The two take turns in blocks.
+"""
+
+import argparse
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from canon_pretrain.bench.bare import bare_step, one_rank
+from canon_pretrain.bench.machine import Machine, heading
+from canon_pretrain.bench.tables import make_table
+from canon_pretrain.bench.targets import TRAINER
+from canon_pretrain.bench.timing import STEP, block_of, paired, seconds_of, synchronize
+from canon_pretrain.bench.variants import check_at_least
+from canon_pretrain.checkpoint.manifest import Manifest
+from canon_pretrain.config import Data
+from canon_pretrain.data.shard_writer import write_shards
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.session import Session
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.spec import register
+from canon_pretrain.titan.trainer import CanonTrainer
+
+WARM_UP = 3
+SAVES = 3
+EPILOG = "Any --section.key value goes on top of the config, as for training."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `trainer`."""
+    add = parser.add_argument
+    parser.epilog = EPILOG
+    add("--config", type=Path, default=Path("train_configs/quickstart.toml"))
+    add("--repeats", type=int, default=30, help="blocks of steps of each (default: %(default)s)")
+    add("--steps", type=int, default=3, help="steps in a block (default: %(default)s)")
+
+
+def measure(
+    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The figures of one run, as JSON can hold them; seconds and bytes. Raises UserError."""
+    repeats, steps = arguments.repeats, arguments.steps
+    check_at_least(1, repeats=repeats, steps=steps)
+    with tempfile.TemporaryDirectory(prefix="canon-bench-") as scratch:
+        folder = Path(scratch)
+        total = (repeats + 2) * steps + WARM_UP + SAVES
+        job = _job(arguments.config, arguments.overrides, folder, total)
+        with one_rank(start=False), _trainer(job, folder) as trainer:
+            data = trainer.batch_generator(trainer.dataloader)
+            ours = lambda: trainer.advance(data)  # noqa: E731
+            bare = bare_step(
+                job,
+                trainer.device,
+                parallel_dims=trainer.parallel_dims,
+                rounds=trainer.gradient_accumulation_steps,
+            )
+            for step in (ours, bare):
+                seconds_of(step, WARM_UP)
+            found = paired(block_of(bare, steps), block_of(ours, steps), repeats)[STEP]
+            saves = [_save(trainer, data) for _ in range(SAVES)]
+    return {
+        "bench": "trainer",
+        **machine.facts(),
+        "config": str(arguments.config),
+        "overrides": arguments.overrides,
+        "tokens_per_step": trainer.tokens_per_step,
+        **dataclasses.asdict(found),
+        "steps_a_block": steps,
+        "target": TRAINER,
+        "saves": saves,
+    }
+
+
+def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJobConfig:
+    """The job on random shards in `folder`, saving only when told to and logging at the end."""
+    job = parse_job(["--config", str(config), *overrides])
+    job.training.steps = total
+    job.lr_scheduler.warmup_steps = min(job.lr_scheduler.warmup_steps, total)
+    job.job.dump_folder, job.checkpoint.folder = str(folder / "run"), "checkpoint"
+    job.checkpoint.interval = job.metrics.log_freq = total + 1
+    job.data = Data(path=str(folder / "data"), data_seed=job.data.data_seed)
+    tokens = np.random.default_rng(0).integers(
+        3, job.model_args.vocab_size, size=(64, 4 * job.training.seq_len + 1)
+    )
+    write_shards(
+        folder / "data" / "train",
+        [row.astype(np.int64) for row in tokens],
+        vocab_size=job.model_args.vocab_size,
+        eos_id=2,
+        num_bytes=[3 * len(row) for row in tokens],
+    )
+    return job
+
+
+@contextmanager
+def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[CanonTrainer]:
+    with TokenShards.open(folder / "data" / "train") as shards:
+        fingerprint = shards.fingerprint
+    register()
+    run = RunFolder(folder / "run")
+    with Session(run, rank=0, world_size=1, steps=job.training.steps) as session:
+        trainer = CanonTrainer(job, world_size=1, fingerprint=fingerprint, session=session)
+        trainer.metrics_processor.begin(0)
+        try:
+            yield trainer
+        finally:
+            trainer.close()
+
+
+def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
+    """One step and one save of its state: how long it stalled, and until it was whole."""
+    trainer.advance(data)
+    synchronize()
+    manager = trainer.checkpointer
+    begin = time.perf_counter()
+    manager.begin_save(trainer.step)
+    stall = time.perf_counter() - begin
+    manager.wait()
+    path = manager.folder.step_path(trainer.step)
+    return {
+        "stall_s": stall,
+        "whole_s": time.perf_counter() - begin,
+        "bytes": Manifest.read(path).total_bytes,
+    }
+
+
+def print_result(result: dict[str, Any], console: Console) -> None:
+    """The tables that a person reads."""
+    console.print(
+        f"{heading(result)}\n{result['config']} {' '.join(result['overrides'])}, "
+        f"{result['tokens_per_step']:,} tokens a step"
+    )
+    table = make_table("step", "ms", "tokens/s")
+    for name, key in (("ours", "other_s"), ("bare PyTorch loop", "base_s")):
+        seconds = result[key]
+        table.add_row(name, f"{1000 * seconds:.2f}", f"{result['tokens_per_step'] / seconds:,.0f}")
+    console.print(table)
+    over, target = result["ratio"] - 1, result["target"]
+    console.print(
+        f"ours takes {over:+.1%} ({result['ratio_low'] - 1:+.1%} to "
+        f"{result['ratio_high'] - 1:+.1%}, {result['pairs']} pairs of blocks of "
+        f"{result['steps_a_block']} steps); target at most {target:+.0%}: "
+        f"{'met' if over <= target else 'MISSED'}"
+    )
+    table = make_table("save", "bytes", "stall ms", "whole after ms", "GB/s")
+    for number, save in enumerate(result["saves"], 1):
+        table.add_row(
+            str(number),
+            f"{save['bytes']:,}",
+            f"{1000 * save['stall_s']:.1f}",
+            f"{1000 * save['whole_s']:.1f}",
+            f"{save['bytes'] / save['whole_s'] / 1e9:.2f}",
+        )
+    console.print(table)

@@ -1,0 +1,160 @@
+"""What the benches compare: Canon sets by backends, at sizes that fit the machine.
+
+Which backends can be had here, and why the others can't, is asked of the kernels themselves.
+"""
+
+import argparse
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from canon_pretrain.errors import UserError, check_choice
+from canon_pretrain.kernels.backends import BACKENDS, choose
+from canon_pretrain.model.args import POSITIONS, ModelArgs, flavor
+
+SETS = ("A", "AC", "ABCD")
+MEASURED = tuple(name for name in BACKENDS if name != "auto")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROBLEMS = {
+    "causal_conv1d": ("canon_pretrain.kernels.causal_conv1d", "causal_conv1d_problem"),
+    "triton": ("canon_pretrain.kernels.triton.problem", "triton_problem"),
+}
+"""Backend -> who knows why it can't be had; looked for at run time, as the kernels are.
+
+Where such a kernel fails all the same, the others are measured and the failure is told.
+"""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A Canon set and what computes it; no set is the model without Canon."""
+
+    canon_set: str
+    backend: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.canon_set} {self.backend}" if self.canon_set else "no Canon"
+
+
+NONE = Variant("", "auto")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say which model."""
+    add = parser.add_argument
+    add("--flavor", help="size of the model (default: 1b3 on a GPU, 8L512D on a CPU)")
+    add("--position", default="nope", choices=POSITIONS, help="(default: %(default)s)")
+    add("--layers", type=int, help="so many layers instead of the flavor's")
+    add("--dtype", choices=tuple(DTYPES), help="(default: bfloat16 on a GPU, float32 on a CPU)")
+
+
+def add_variant_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is compared with no Canon."""
+    add = parser.add_argument
+    add("--sets", nargs="+", default=list(SETS), metavar="SET", help="Canon sets, as AC")
+    add("--backends", nargs="+", metavar="B", help=f"of {', '.join(MEASURED)}, for all sets")
+
+
+def add_timing_arguments(parser: argparse.ArgumentParser, *, pairs: int, block_s: float) -> None:
+    """The options that say how long."""
+    add = parser.add_argument
+    add("--pairs", type=int, default=pairs, help="pairs of blocks (default: %(default)s)")
+    add(
+        "--block-seconds",
+        type=float,
+        default=block_s,
+        metavar="S",
+        help="a block's length, in whole steps (default: %(default)s)",
+    )
+
+
+def check_at_least(least: float, **given: float | None) -> None:
+    """Raise UserError unless each option is `least` or more, or was not given."""
+    for name, value in given.items():
+        if value is not None and value < least:
+            option = "--" + name.replace("_", "-")
+            raise UserError(f"{option} {value:g}: expected at least {least:g}")
+
+
+def model_args(arguments: argparse.Namespace, *, on_gpu: bool, num_tokens: int) -> ModelArgs:
+    """The model that the options describe, without Canon. Raises UserError."""
+    check_at_least(1, layers=arguments.layers)
+    base = flavor(arguments.flavor or ("1b3" if on_gpu else "8L512D"))
+    return dataclasses.replace(
+        base,
+        position=arguments.position,
+        num_layers=arguments.layers or base.num_layers,
+        max_seq_len=max(base.max_seq_len, num_tokens),
+    )
+
+
+def dtype_of(arguments: argparse.Namespace, *, on_gpu: bool) -> torch.dtype:
+    """The dtype that was asked for, or the device's usual one."""
+    return DTYPES[arguments.dtype or ("bfloat16" if on_gpu else "float32")]
+
+
+def describe(args: ModelArgs) -> str:
+    """A model's size in a few words; what its Canon layers are stands elsewhere."""
+    return f"{args.num_layers}L{args.dim}D, F {args.ffn_dim}, {args.position}"
+
+
+def with_canon(args: ModelArgs, canon_set: str) -> ModelArgs:
+    """`args` with these Canon sites."""
+    return dataclasses.replace(args, canon_set=canon_set)
+
+
+def available(
+    asked: Sequence[str] | None, device: torch.device, dtype: torch.dtype
+) -> tuple[list[str], dict[str, str]]:
+    """The backends to measure, and why others are not among them.
+
+    Of `asked`, or of all there are. Raises UserError for an unknown one, or if none is left.
+    """
+    for name in asked or ():
+        check_choice("--backends", name, MEASURED)
+    reasons = {name: backend_problem(name, device, dtype) for name in asked or MEASURED}
+    usable = [name for name, reason in reasons.items() if reason is None]
+    missing = {name: reason for name, reason in reasons.items() if reason is not None}
+    if not usable:
+        told = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+        raise UserError(f"--backends {' '.join(asked or ())}: none can be had here. {told}")
+    return usable, missing
+
+
+def backend_problem(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why `backend` can't be measured here; None where it can."""
+    if backend not in PROBLEMS:
+        return None
+    if device.type == "cpu":  # triton's interpreter would say nothing about speed
+        return "needs a GPU"
+    module_name, function = PROBLEMS[backend]
+    problem = getattr(importlib.import_module(module_name), function)
+    reason: str | None = problem(device.type, dtype) if backend == "triton" else problem()
+    return reason
+
+
+def failure(why: Exception) -> str:
+    """An exception in one line."""
+    first = next(iter(str(why).strip().splitlines()), "")
+    return f"{type(why).__name__}: {first}" if first else type(why).__name__
+
+
+def variants(
+    canon_sets: Sequence[str], asked: Sequence[str] | None, usable: Sequence[str]
+) -> list[Variant]:
+    """Every set by every backend that was `asked` for and is usable.
+
+    Where none was asked for: every set by what `auto` stands for, and the last set by the others.
+    Raises UserError for a set that can't be.
+    """
+    sets = [with_canon(ModelArgs(), canon_set).canon_set for canon_set in canon_sets]
+    if "" in sets:
+        raise UserError('--sets "": no Canon is what the others are compared with')
+    usual = list(usable) if asked else [choose("auto")]
+    others = [Variant(sets[-1], backend) for backend in usable if backend not in usual]
+    found = [Variant(canon_set, backend) for canon_set in sets for backend in usual]
+    return list(dict.fromkeys([*found, *others]))

@@ -1,0 +1,174 @@
+"""The head's matrix product and the cross-entropy after it, a few thousand tokens at a time.
+
+Whole logits of a vocabulary of 32,000 take 128 KB of float32 for each token, more than a layer
+keeps of it. Here they stand for one chunk of tokens: where gradients are asked, a chunk's gradient
+is made at once and multiplied into those of the head's input and weight, and the logits are let go.
+titan/loss.py binds the terms and hands the function to the model's head (model/head.py).
+
+Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE_INDEX = -100
+
+
+def linear_cross_entropy(
+    h_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    chunk_tokens: int,
+    z_loss: float = 0.0,
+    squared_loss: float = 0.0,
+    compile_backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy of each token, detached, and the sum of what is minimised.
+
+    Cross-entropy l of the logits h W^T, in nats [N], 0 where the label is IGNORE_INDEX. The sum is
+    over l + z_loss (logsumexp of the logits)^2 + squared_loss l^2 of the other tokens. Logits are
+    of the inputs' dtype, as a linear layer's; all after them is float32 (float64 for float64), and
+    so are the gradients until they are handed back. `compile_backend`: torch.compile's, for what
+    is computed between the matrix products of a chunk; None: not compiled.
+    """
+    terms = (z_loss, squared_loss)
+    if torch.is_grad_enabled() and (h_ND.requires_grad or weight_VD.requires_grad):
+        each: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(
+            h_ND, weight_VD, labels_N, terms, chunk_tokens, compile_backend
+        )
+        return each
+    parts = [
+        _score(h_CD @ weight_VD.T, labels_C, terms)
+        for h_CD, labels_C in _chunks(h_ND, labels_N, chunk_tokens)
+    ]
+    nats_N, added_N = (_joined(column) for column in zip(*parts, strict=True))
+    return nats_N, (nats_N + added_N).sum()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        terms: tuple[float, float],
+        chunk_tokens: int,
+        compile_backend: str | None,
+    ) -> tuple[Tensor, Tensor]:
+        needs_h, needs_weight, *_ = ctx.needs_input_grad
+        differentiate = _compiled(compile_backend) if compile_backend else _differentiate
+        wide_weight_VD = _wide(weight_VD) if needs_h else None
+        nats, added, h_grads = [], [], []
+        weight_grad_VD: Tensor | None = None
+        for h_CD, labels_C in _chunks(h_ND, labels_N, chunk_tokens):
+            nats_C, added_C, grad_CV = differentiate(h_CD @ weight_VD.T, labels_C, terms)
+            nats.append(nats_C)
+            added.append(added_C)
+            grad_CV = _wide(grad_CV)
+            if wide_weight_VD is not None:
+                h_grads.append(_matmul(grad_CV, wide_weight_VD))
+            if needs_weight:
+                weight_grad_VD = _matmul(grad_CV.T, _wide(h_CD), onto=weight_grad_VD)
+            del grad_CV  # before the next chunk's logits
+        nats_N = _joined(nats)
+        ctx.save_for_backward(_joined(h_grads) if needs_h else None, weight_grad_VD)
+        ctx.dtypes = h_ND.dtype, weight_VD.dtype
+        ctx.mark_non_differentiable(nats_N)
+        return nats_N, (nats_N + _joined(added)).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [
+            # rounded once, after the factor, which is 1 / tokens of a global batch
+            None
+            if saved is None
+            else torch.mul(saved, grads[1], out=torch.empty_like(saved, dtype=dtype))
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None, None, None
+
+
+def _chunks(h_ND: Tensor, labels_N: Tensor, chunk_tokens: int) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of at most `chunk_tokens` tokens, as even as can be."""
+    count = max(1, math.ceil(len(labels_N) / chunk_tokens))
+    size = max(1, math.ceil(len(labels_N) / count))
+    return list(zip(h_ND.split(size), labels_N.split(size), strict=True))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _score(
+    logits_CV: Tensor, labels_C: Tensor, terms: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of each token and what is minimised beside it, [C] each."""
+    z_loss, squared_loss = terms
+    values_CV = logits_CV.to(_sum_dtype(logits_CV))
+    nats_C = F.cross_entropy(values_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
+    added_C = squared_loss * nats_C.square()
+    if z_loss:
+        z_C = nats_C + _at(values_CV, labels_C)
+        added_C = z_loss * z_C.square() * (labels_C != IGNORE_INDEX)
+    return nats_C, added_C
+
+
+def _differentiate(
+    logits_CV: Tensor, labels_C: Tensor, terms: tuple[float, float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_score`, and the derivative of the two's sum by the logits, in their dtype."""
+    z_loss, squared_loss = terms
+    log_p_CV = F.log_softmax(logits_CV.to(_sum_dtype(logits_CV)), dim=-1)
+    nats_C = F.nll_loss(log_p_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
+    is_real_C = labels_C != IGNORE_INDEX
+    added_C = squared_loss * nats_C.square()
+    by_nats_C = is_real_C * (1 + 2 * squared_loss * nats_C)  # of the sum, by l
+    by_z_C = by_nats_C  # and by logsumexp: l holds it too
+    if z_loss:
+        z_C = nats_C + _at(logits_CV, labels_C)
+        added_C = z_loss * z_C.square() * is_real_C
+        by_z_C = by_nats_C + 2 * z_loss * z_C * is_real_C
+    # softmax times the one, less the other at the label
+    label_C1 = labels_C.clamp(min=0)[:, None]
+    at_label_C1 = log_p_CV.gather(1, label_C1).exp() * by_z_C[:, None] - by_nats_C[:, None]
+    grad_CV = log_p_CV.exp_().mul_(by_z_C[:, None]).to(logits_CV.dtype)
+    return nats_C, added_C, grad_CV.scatter_(1, label_C1, at_label_C1.to(grad_CV.dtype))
+
+
+def _at(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    """The label's own logit, [C]; any where there is no label."""
+    return logits_CV.gather(1, labels_C.clamp(min=0)[:, None])[:, 0].to(_sum_dtype(logits_CV))
+
+
+def _matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
+    """a @ b of `_wide` factors in `_sum_dtype`; added to `onto` in place where there is one."""
+    dtype = _sum_dtype(a)
+    if a.dtype == dtype:
+        return a @ b if onto is None else onto.addmm_(a, b)
+    if onto is None:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.addmm(onto, a, b, out_dtype=dtype, out=onto)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """A factor of `_matmul`: in `_sum_dtype`, unless the product itself can make that of halves."""
+    return x if x.device.type == "cuda" else x.to(_sum_dtype(x))
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@functools.cache
+def _compiled(backend: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    return torch.compile(_differentiate, backend=backend)

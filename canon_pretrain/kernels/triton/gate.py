@@ -1,0 +1,273 @@
+# mypy: disallow-untyped-defs=False
+"""Canon-D and the gated activation in one kernel: act(canon(gate)) * canon(up).
+
+Called by `fused.py`; how a program walks its tokens is in `window.py`. Kept for backward are gate
+and up, which a feed-forward without Canon keeps as well. Both mixed parts are made anew there from
+the window of rows that is read for the weight's gradient anyway.
+
+Shapes: B batch, T tokens, F channels of gate and of up, K taps, P programs along B and T.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from canon_pretrain.kernels.triton.blocks import choose_blocks, on_device
+from canon_pretrain.kernels.triton.sums import weight_gradient
+from canon_pretrain.kernels.triton.window import (
+    REACH,
+    add_products,
+    load_row,
+    load_segment,
+    load_taps,
+    mix,
+    silu,
+    silu_slope,
+    store_products,
+    store_row,
+)
+
+
+@triton.jit
+def canon_gate_forward_kernel(
+    gate, up, weight, segments, inner, num_tokens, width, run,
+    taps: tl.constexpr, residual: tl.constexpr, activation: tl.constexpr, seg: tl.constexpr,
+    relu2: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
+    channels = tl.program_id(0) * block + tl.arange(0, block)
+    first = tl.program_id(1) * run
+    low, high = -first, num_tokens - first
+    length = tl.minimum(run, high)
+    row = tl.program_id(2).to(tl.int64)
+    start = row * num_tokens + first
+    gate += start * width
+    up += start * width
+    inner += start * width
+    segments += row * (num_tokens + taps - 1) + first
+    mask = channels < width
+    w0, w1, w2, w3 = load_taps(weight, channels, mask, taps)
+    weight += width * taps
+    v0, v1, v2, v3 = load_taps(weight, channels, mask, taps)
+    zeros = tl.zeros([block], tl.float32)
+    a1, a2, a3 = zeros, zeros, zeros
+    b1, b2, b3 = zeros, zeros, zeros
+    g1 = load_segment(segments, -REACH - 1, low, high, taps, seg)
+    g2, g3 = g1, g1
+    for i in tl.range(0, length + REACH, num_stages=stages):
+        t = i - REACH
+        a0 = load_row(gate, t, low, high, width, channels)
+        b0 = load_row(up, t, low, high, width, channels)
+        g0 = load_segment(segments, t, low, high, taps, seg)
+        a = mix(a0, a1, a2, a3, w0, w1, w2, w3, g0, g1, g2, g3, taps, seg)
+        b = mix(b0, b1, b2, b3, v0, v1, v2, v3, g0, g1, g2, g3, taps, seg)
+        if activation:
+            a, b = silu(a), silu(b)
+        if residual:
+            a, b = a0 + a, b0 + b
+        if relu2:
+            positive = tl.maximum(a, 0.0)
+            z = positive * positive * b
+        else:
+            z = silu(a) * b
+        store_row(inner, t, 0, length, width, channels, z)
+        a3, a2, a1 = a2, a1, a0
+        b3, b2, b1 = b2, b1, b0
+        g3, g2, g1 = g2, g1, g0
+
+
+@triton.jit
+def canon_gate_backward_kernel(
+    dinner, gate, up, weight, segments, dgate, dup, sums, num_tokens, width, run,
+    taps: tl.constexpr, residual: tl.constexpr, activation: tl.constexpr, seg: tl.constexpr,
+    relu2: tl.constexpr, want_sums: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
+    channels = tl.program_id(0) * block + tl.arange(0, block)
+    first = tl.program_id(1) * run
+    low, high = -first, num_tokens - first
+    length = tl.minimum(run, high)
+    row = tl.program_id(2).to(tl.int64)
+    start = row * num_tokens + first
+    dinner += start * width
+    gate += start * width
+    up += start * width
+    dgate += start * width
+    dup += start * width
+    segments += row * (num_tokens + taps - 1) + first
+    mask = channels < width
+    w0, w1, w2, w3 = load_taps(weight, channels, mask, taps)
+    weight += width * taps
+    v0, v1, v2, v3 = load_taps(weight, channels, mask, taps)
+    zeros = tl.zeros([block], tl.float32)
+    a1, a2, a3, b1, b2, b3 = zeros, zeros, zeros, zeros, zeros, zeros  # gate and up before t
+    c1, c2, c3, d1, d2, d3 = zeros, zeros, zeros, zeros, zeros, zeros  # to their convolutions
+    e1, e2, e3, f1, f2, f3 = zeros, zeros, zeros, zeros, zeros, zeros  # to their residuals
+    p0, p1, p2, p3, q0, q1, q2, q3 = zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros
+    g1 = load_segment(segments, -REACH - 1, low, high, taps, seg)
+    g2, g3 = g1, g1
+    for i in tl.range(0, length + 2 * REACH, num_stages=stages):
+        t = i - REACH
+        s = t - REACH  # the token whose gradients are complete with t's
+        a0 = load_row(gate, t, low, high, width, channels)
+        b0 = load_row(up, t, low, high, width, channels)
+        dz = load_row(dinner, t, 0, high, width, channels)
+        g0 = load_segment(segments, t, low, high, taps, seg)
+        a_sum = mix(a0, a1, a2, a3, w0, w1, w2, w3, g0, g1, g2, g3, taps, seg)
+        b_sum = mix(b0, b1, b2, b3, v0, v1, v2, v3, g0, g1, g2, g3, taps, seg)
+        a, b = a_sum, b_sum
+        if activation:
+            a, b = silu(a_sum), silu(b_sum)
+        if residual:
+            a, b = a0 + a, b0 + b
+        if relu2:
+            positive = tl.maximum(a, 0.0)
+            e0 = dz * b * 2.0 * positive
+            f0 = dz * positive * positive
+        else:
+            e0 = dz * b * silu_slope(a)
+            f0 = dz * silu(a)
+        c0, d0 = e0, f0
+        if activation:
+            c0, d0 = e0 * silu_slope(a_sum), f0 * silu_slope(b_sum)
+        da = mix(c3, c2, c1, c0, w0, w1, w2, w3, g3, g2, g1, g0, taps, seg)
+        db = mix(d3, d2, d1, d0, v0, v1, v2, v3, g3, g2, g1, g0, taps, seg)
+        if residual:
+            da, db = e3 + da, f3 + db
+        store_row(dgate, s, 0, length, width, channels, da)
+        store_row(dup, s, 0, length, width, channels, db)
+        if want_sums:
+            a_at_s = tl.where(s >= 0, a3, 0.0)
+            b_at_s = tl.where(s >= 0, b3, 0.0)
+            p0, p1, p2, p3 = add_products(
+                p0, p1, p2, p3, a_at_s, c3, c2, c1, c0, g3, g2, g1, g0, taps, seg
+            )
+            q0, q1, q2, q3 = add_products(
+                q0, q1, q2, q3, b_at_s, d3, d2, d1, d0, g3, g2, g1, g0, taps, seg
+            )
+        a3, a2, a1, b3, b2, b1 = a2, a1, a0, b2, b1, b0
+        c3, c2, c1, d3, d2, d1 = c2, c1, c0, d2, d1, d0
+        e3, e2, e1, f3, f2, f1 = e2, e1, e0, f2, f1, f0
+        g3, g2, g1 = g2, g1, g0
+    if want_sums:
+        program = row * tl.num_programs(1) + tl.program_id(1)
+        sums += program * taps * 2 * width
+        store_products(sums, channels, mask, 2 * width, p0, p1, p2, p3, taps)
+        store_products(sums + width, channels, mask, 2 * width, q0, q1, q2, q3, taps)
+
+
+@torch.library.custom_op("canon_pretrain::canon_gate", mutates_args=())
+def canon_gate(
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    weight_C1K: Tensor,
+    segments_BN: Tensor | None,
+    residual: bool,
+    activation: bool,
+    relu2: bool,
+) -> Tensor:
+    """Return act(canon(gate)) * canon(up), [B, T, F]; the weight's first F rows are gate's."""
+    gate, up, weight = gate_BTF.contiguous(), up_BTF.contiguous(), weight_C1K.contiguous()
+    num_rows, num_tokens, width = gate.shape
+    blocks = choose_blocks("gate forward", num_rows, num_tokens, width)
+    inner = torch.empty_like(gate)
+    if not inner.numel():
+        return inner
+    grid = (triton.cdiv(width, blocks.block), triton.cdiv(num_tokens, blocks.run), num_rows)
+    with on_device(gate):
+        canon_gate_forward_kernel[grid](
+            gate, up, weight, segments_BN.contiguous() if segments_BN is not None else gate,
+            inner, num_tokens, width, blocks.run,
+            taps=weight.shape[2], residual=residual, activation=activation,
+            seg=segments_BN is not None, relu2=relu2, block=blocks.block, stages=blocks.stages,
+            num_warps=blocks.warps,
+        )  # fmt: skip
+    return inner
+
+
+@canon_gate.register_fake
+def _canon_gate_like(
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    weight_C1K: Tensor,
+    segments_BN: Tensor | None,
+    residual: bool,
+    activation: bool,
+    relu2: bool,
+) -> Tensor:
+    return gate_BTF.new_empty(gate_BTF.shape)
+
+
+@torch.library.custom_op("canon_pretrain::canon_gate_backward", mutates_args=())
+def canon_gate_backward(
+    dinner_BTF: Tensor,
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    weight_C1K: Tensor,
+    segments_BN: Tensor | None,
+    residual: bool,
+    activation: bool,
+    relu2: bool,
+    want_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of gate, up and the weight (empty without `want_sums`)."""
+    dinner, weight = dinner_BTF.contiguous(), weight_C1K.contiguous()
+    gate, up = gate_BTF.contiguous(), up_BTF.contiguous()
+    num_rows, num_tokens, width = gate.shape
+    taps = weight.shape[2]
+    blocks = choose_blocks("gate backward", num_rows, num_tokens, width)
+    runs = triton.cdiv(num_tokens, blocks.run)
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    shape = (num_rows * runs, taps, 2 * width) if want_sums else (0,)
+    sums_PKC = gate.new_empty(shape, dtype=torch.float32)
+    if gate.numel():
+        with on_device(gate):
+            canon_gate_backward_kernel[(triton.cdiv(width, blocks.block), runs, num_rows)](
+                dinner, gate, up, weight,
+                segments_BN.contiguous() if segments_BN is not None else gate,
+                dgate, dup, sums_PKC, num_tokens, width, blocks.run,
+                taps=taps, residual=residual, activation=activation,
+                seg=segments_BN is not None, relu2=relu2, want_sums=want_sums,
+                block=blocks.block, stages=blocks.stages, num_warps=blocks.warps,
+            )  # fmt: skip
+    if not want_sums:
+        return dgate, dup, weight.new_empty(0)
+    return dgate, dup, weight_gradient(sums_PKC, weight, None, residual=residual)[0]
+
+
+@canon_gate_backward.register_fake
+def _canon_gate_backward_like(
+    dinner_BTF: Tensor,
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    weight_C1K: Tensor,
+    segments_BN: Tensor | None,
+    residual: bool,
+    activation: bool,
+    relu2: bool,
+    want_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dweight = weight_C1K.new_empty(weight_C1K.shape if want_sums else (0,))
+    return gate_BTF.new_empty(gate_BTF.shape), up_BTF.new_empty(up_BTF.shape), dweight
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, weight, segments, *ctx.options = inputs
+    ctx.save_for_backward(gate, up, weight, segments)
+
+
+def _gradients(ctx: Any, dinner_BTF: Tensor) -> tuple[Tensor | None, ...]:
+    need_gate, need_up, need_weight = ctx.needs_input_grad[:3]
+    dgate, dup, dweight = canon_gate_backward(
+        dinner_BTF, *ctx.saved_tensors, *ctx.options, need_weight
+    )
+    return (
+        dgate if need_gate else None,
+        dup if need_up else None,
+        dweight if need_weight else None,
+        *(None,) * 4,
+    )
+
+
+canon_gate.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,292 @@
+"""Canon's memory: any way to cut a sequence, against the formula over the whole of it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from canon_pretrain.kernels import decode_step
+from canon_pretrain.kernels.decode_step import FEWEST_SPARE, SPARE, CanonMemory
+from canon_pretrain.kernels.reference import canon_reference
+from canon_pretrain.model.documents import NOWHERE, PADDING
+
+KINDS = [(True, False), (False, False), (True, True), (False, True)]
+every_kind = pytest.mark.parametrize(("residual", "activation"), KINDS)
+WIDTHS = [5, 2, 4]  # of the parts
+
+
+@pytest.fixture
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+without_gradients = pytest.mark.usefixtures("_no_gradients")
+
+
+def _inputs(
+    num_tokens: int, width: int = 4, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """x_BTC of three rows, and a weight_C1K."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(3, num_tokens, sum(WIDTHS), generator=generator, dtype=torch.float64)
+    weight = torch.randn(sum(WIDTHS), 1, width, generator=generator, dtype=torch.float64)
+    return x.to(dtype), weight.to(dtype)
+
+
+def _segments(num_tokens: int, reach: int, every: int = 4) -> Tensor:
+    """A row of documents of `every` tokens, one with padding before it, and one document."""
+    tokens = torch.arange(num_tokens)
+    padded = torch.where(tokens < num_tokens // 3, PADDING, 0)
+    rows = torch.stack((tokens // every, padded, torch.zeros_like(tokens))).int()
+    return F.pad(rows, (reach, 0), value=NOWHERE)
+
+
+def _read(
+    x: Tensor,
+    weight: Tensor,
+    sizes: list[int],
+    segments: Tensor | None = None,
+    memory: CanonMemory | None = None,
+    start: int = 0,
+    **kind: Any,
+) -> Tensor:
+    """y_BTC of the tokens from `start` on, read in parts of these sizes."""
+    reach = weight.shape[2] - 1
+    parts = x.split(WIDTHS, dim=-1)
+    memory = memory or CanonMemory(parts[0], weight, **kind)
+    outputs = []
+    for size in sizes:
+        stop = start + size
+        near = None if segments is None else segments[:, start : stop + reach]
+        given = tuple(part[:, start:stop] for part in parts)
+        outputs.append(torch.cat(memory.read(given, weight, near), dim=-1))
+        start = stop
+    return torch.cat(outputs, dim=1)
+
+
+CUTS = [
+    [12],
+    [1] * 12,
+    [2] * 6,
+    [3, 1, 8],
+    [1, 11],
+    [5, 1, 1, 5],
+    [4, 0, 4, 1, 3],
+    [10, 2],
+]
+
+
+@without_gradients
+@every_kind
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("every", [0, 1, 2, 5])
+def test_parts_of_any_size_are_the_whole(
+    width: int, every: int, residual: bool, activation: bool
+) -> None:
+    x, weight = _inputs(12, width)
+    segments = _segments(12, width - 1, every) if every else None
+    kind = {"residual": residual, "activation": activation}
+    expected = canon_reference(x, weight, **kind, segments_BN=segments)
+    for sizes in CUTS:
+        found = _read(x, weight, sizes, segments, **kind)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=40),
+    width=st.integers(2, 4),
+    every=st.integers(1, 9),
+)
+def test_any_cut_of_any_documents(sizes: list[int], width: int, every: int) -> None:
+    num_tokens = max(1, sum(sizes))
+    x, weight = _inputs(num_tokens, width)
+    segments = _segments(num_tokens, width - 1, every)
+    kind = {"residual": True, "activation": False}
+    expected = canon_reference(x, weight, **kind, segments_BN=segments)[:, : sum(sizes)]
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            found = _read(x, weight, sizes, segments, **kind)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@without_gradients
+@every_kind
+def test_segments_are_wanted_only_where_one_begins(residual: bool, activation: bool) -> None:
+    """Between them the memory may be read as if there were none."""
+    x, weight = _inputs(20)
+    segments = _segments(20, 3, every=7)
+    begins = (segments[:, 3:] != segments[:, 2:-1]).any(0).tolist()
+    kind: dict[str, Any] = {"residual": residual, "activation": activation}
+    expected = canon_reference(x, weight, **kind, segments_BN=segments)
+    memory = CanonMemory(x, weight, **kind)
+    for t in range(20):
+        near = segments[:, t : t + 4] if begins[t] else None
+        (y,) = memory.read((x[:, t : t + 1],), weight, near)
+        torch.testing.assert_close(y, expected[:, t : t + 1], rtol=1e-12, atol=1e-12)
+    assert 0 < sum(begins) < 8
+
+
+@without_gradients
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_kind
+def test_sums_are_float32_and_rounded_once(
+    dtype: torch.dtype, residual: bool, activation: bool
+) -> None:
+    x, weight = _inputs(200, dtype=dtype)
+    kind = {"residual": residual, "activation": activation}
+    truth = canon_reference(x.double(), weight.double(), **kind)
+    theirs = (canon_reference(x, weight, **kind).double() - truth).norm()
+    for sizes in ([1] * 200, [150] + [1] * 50, [2] * 100, [50] * 4):
+        found = _read(x, weight, sizes, **kind)
+        assert found.dtype == dtype
+        assert (found.double() - truth).norm() <= 1.001 * theirs
+
+
+@without_gradients
+def test_rows_are_taken_into_memory_of_their_own() -> None:
+    """Both go on, in turns, and neither sees what the other writes."""
+    x, weight = _inputs(40)
+    kind = {"residual": True, "activation": False}
+    expected = canon_reference(x, weight, **kind)
+    rows = torch.tensor([2, 0, 0, 1])
+    for read in (1, 2, 5, SPARE, SPARE + 1):
+        trunk = CanonMemory(x, weight, **kind)
+        _read(x, weight, [1] * read, memory=trunk)
+        branch = trunk.take(rows)
+        for t in range(read, 40):
+            found = branch.read((x[rows, t : t + 1],), weight)[0]
+            torch.testing.assert_close(found, expected[rows, t : t + 1], rtol=1e-12, atol=1e-12)
+            if t % 3 == 0:  # a branch of a branch, left behind
+                branch.take(torch.tensor([3, 3])).read((x[:2, :1] * 100,), weight)
+            found = trunk.read((x[:, t : t + 1],), weight)[0]
+            torch.testing.assert_close(found, expected[:, t : t + 1], rtol=1e-12, atol=1e-12)
+
+
+@without_gradients
+def test_outputs_stay_as_they_were_given() -> None:
+    """They are views of the memory's own numbers."""
+    x, weight = _inputs(3 * SPARE)
+    memory = CanonMemory(x, weight, residual=True, activation=False)
+    steps = [memory.read((x[:, t : t + 1],), weight)[0] for t in range(x.shape[1])]
+    kept = [step.clone() for step in steps]
+    _read(x, weight, [1] * SPARE + [20], memory=memory)
+    assert all(torch.equal(step, copy) for step, copy in zip(steps, kept, strict=True))
+
+
+@without_gradients
+def test_many_rows_get_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = _inputs(40)
+    kind = {"residual": True, "activation": False}
+    expected = canon_reference(x, weight, **kind)
+    numbers_a_token = x[:, 0].numel()
+    for affordable, room in ((0, FEWEST_SPARE), (7, 7), (99, SPARE)):
+        monkeypatch.setattr(decode_step, "SPARE_NUMBERS", affordable * numbers_a_token)
+        for sizes in ([1] * 40, [35] + [1] * 5):
+            memory = CanonMemory(x, weight, **kind)
+            found = _read(x, weight, sizes, memory=memory)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            assert len(memory._sums_RB1C) == 3 + room
+
+
+@every_kind
+@pytest.mark.parametrize("sizes", [[9], [1] * 9, [2, 1, 6], [5, 4], [1, 8]], ids=str)
+@pytest.mark.parametrize("every", [0, 4])
+def test_gradients_reach_earlier_parts(
+    sizes: list[int], every: int, residual: bool, activation: bool
+) -> None:
+    x, weight = (tensor.requires_grad_() for tensor in _inputs(9))
+    segments = _segments(9, 3, every) if every else None
+    kind = {"residual": residual, "activation": activation}
+    dy = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1))
+    whole = canon_reference(x, weight, **kind, segments_BN=segments)
+    expected = torch.autograd.grad(whole, (x, weight), dy)
+    found = torch.autograd.grad(_read(x, weight, sizes, segments, **kind), (x, weight), dy)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+def test_gradients_and_none_in_turns() -> None:
+    """A prompt read without gradients is a constant of what follows; the weight's is of its own."""
+    x, weight = _inputs(12)
+    weight.requires_grad_()
+    kind = {"residual": True, "activation": False}
+    expected = canon_reference(x, weight, **kind)
+    memory = CanonMemory(x, weight, **kind)
+    with torch.no_grad():
+        found = [_read(x, weight, [1, 1, 1], memory=memory)]
+    found.append(_read(x, weight, [1], memory=memory, start=3))
+    with torch.no_grad():
+        found.append(_read(x, weight, [1, 4], memory=memory, start=4))
+    found.append(_read(x, weight, [3], memory=memory, start=9))
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-12, atol=1e-12)
+    (alone,) = torch.autograd.grad(found[1].sum(), weight)
+    own_tap = x[:, 3].sum(0)
+    torch.testing.assert_close(alone[:, 0, 3], own_tap)
+    assert not alone[:, 0, :3].any()
+
+
+class Kernels(TorchDispatchMode):
+    """The operators that compute something: neither views nor memory for results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and "empty" not in func.__name__:
+            self.names.append(func.__name__.split(".")[0])
+        return result
+
+
+@without_gradients
+@pytest.mark.parametrize(
+    ("dtype", "parts", "expected"),
+    [
+        (torch.float32, 1, ["addcmul_"]),
+        (torch.float32, 3, ["cat", "addcmul_"]),
+        (torch.bfloat16, 1, ["addcmul_", "_to_copy"]),
+        (torch.bfloat16, 3, ["cat", "addcmul_", "_to_copy"]),
+    ],
+)
+def test_a_token_is_one_kernel(dtype: torch.dtype, parts: int, expected: list[str]) -> None:
+    """And one more to join parts, and one more to round; new room comes once in SPARE tokens."""
+    x, weight = _inputs(1, dtype=dtype)
+    given = (x,) if parts == 1 else tuple(x.split(WIDTHS, dim=-1))
+    memory = CanonMemory(given[0], weight, residual=True, activation=False)
+    counts = []
+    for _ in range(3 * SPARE):
+        with Kernels() as seen:
+            memory.read(given, weight)
+        counts.append(seen.names == expected)
+        assert len(seen.names) <= len(expected) + 2
+    assert counts.count(False) == 3 and not counts[0]
+
+
+@without_gradients
+def test_a_compiled_step_is_compiled_twice_at_most() -> None:
+    """After what was read in place, and after itself."""
+    x, weight = _inputs(3 * SPARE)
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def step(memory: CanonMemory, x_B1C: Tensor) -> Tensor:
+        return memory.read((x_B1C,), weight)[0]
+
+    kind = {"residual": True, "activation": False}
+    memory = CanonMemory(x, weight, **kind)
+    expected = canon_reference(x, weight, **kind)
+    found = [memory.read((x[:, :10],), weight)[0]]
+    found += [step(memory, x[:, t : t + 1].clone()) for t in range(10, x.shape[1])]
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-12, atol=1e-12)
+    assert counter.frame_count <= 2
+    torch._dynamo.reset()

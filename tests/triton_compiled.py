@@ -1,0 +1,112 @@
+"""Every kernel of `kernels/triton/` compiled for a GPU that is not there: `python -m
+tests.triton_compiled OUT.json [COMPUTE_CAPABILITY]`.
+
+The interpreter takes programs that the compiler refuses (types that change in a loop, reads of
+memory of the wrong kind). Run by test_canon_pretrain_kernels_triton_compiled.py, in a process
+without TRITON_INTERPRET.
+"""
+
+import importlib
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+FOLDER = "canon_pretrain.kernels.triton"
+SIZES = ("num_tokens", "width", "run", "num_heads", "rope_pairs", "rope_heads", "num_programs")
+FLOATS = ("rstd", "cos", "sin", "sums", "gain_sums")
+
+
+def variants() -> list[tuple[str, str, dict[str, Any], int]]:
+    """(module, kernel, its constants, warps), of the ways that models of 1.3B take and more."""
+    common = {"taps": 4, "residual": True, "stages": 3, "want_sums": True}
+    found = []
+    for way, (activation, seg) in itertools.product(
+        ("forward", "backward"), ((False, False), (True, True))
+    ):
+        some = common | {"activation": activation, "seg": seg}
+        for norm, block, warps in ((False, 256, 1), (True, 2048, 8), (True, 4096, 16)):
+            constants = some | {"norm": norm, "block": block, "adds": norm}
+            found.append(("rows", f"canon_rows_{way}_kernel", constants, warps))
+        constants = some | {"relu2": seg, "block": 256}
+        found.append(("gate", f"canon_gate_{way}_kernel", constants, 1 if way == "forward" else 2))
+        for norm, heads in ((0, 4), (1, 32), (2, 4)):
+            constants = some | {"norm": norm, "rope": norm != 2 or seg, "head_dim": 64}
+            constants |= {"heads": heads, "dims": 64}
+            found.append(("heads", f"canon_heads_{way}_kernel", constants, 8 if norm == 1 else 1))
+    found += [
+        (module, kernel, constants | {"taps": 2} | ones(module), warps)
+        for module, kernel, constants, warps in found
+        if constants.get("block") != 4096
+    ]
+    for norm, num_sums in ((False, 4), (True, 4), (True, 5)):
+        constants = common | {"norm": norm, "num_sums": num_sums, "block": 32, "programs": 32}
+        found.append(("sums", "canon_sums_kernel", constants, 4))
+    return found
+
+
+def ones(module: str) -> dict[str, int]:
+    """Sizes that Triton takes for constants, as it does whatever is 1."""
+    heads = ("num_heads", "rope_pairs", "rope_heads")
+    return dict.fromkeys(("num_tokens", *(heads if module == "heads" else ("width",))), 1)
+
+
+def compiled(
+    module: str, kernel: str, constants: dict[str, Any], warps: int, dtype: str, capability: int
+) -> Any:
+    """The compiled kernel, its pointers and sizes multiples of 16 as a model's are."""
+    triton = importlib.import_module("triton")
+    backends = importlib.import_module("triton.backends.compiler")
+    function = getattr(importlib.import_module(f"{FOLDER}.{module}"), kernel)
+    signature, attributes = {}, {}
+    for i, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name == "eps":
+            signature[name] = "fp32"
+        elif name in SIZES:
+            signature[name] = "i32"
+        else:
+            kind = "i32" if name == "segments" else "fp32" if name in FLOATS else dtype
+            signature[name] = f"*{kind}"
+        if name in SIZES[:2] or signature[name].startswith("*"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    known = {name: constants[name] for name in function.arg_names if name in constants}
+    source = triton.compiler.ASTSource(
+        function, signature=signature, constexprs=known, attrs=attributes
+    )
+    target = backends.GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": warps})
+
+
+def resources(cubin: bytes) -> str:
+    """The line of NVIDIA's tool, as "REG:40 STACK:0 .."; empty where Triton came without it."""
+    tool = Path(importlib.import_module("triton").__file__ or "").parent
+    tool = tool / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return next(line.strip() for line in lines.splitlines() if "STACK:" in line)
+
+
+def main() -> None:
+    """Write {variant: [its PTX, its resources]} to argv[1]; what does not compile ends it."""
+    capability = int(sys.argv[2]) if len(sys.argv) > 2 else 90
+    result = {}
+    for i, (module, kernel, constants, warps) in enumerate(variants()):
+        dtype = ("bf16", "fp32", "bf16", "fp16")[i % 4]
+        made = compiled(module, kernel, constants, warps, dtype, capability)
+        name = f"{kernel} {dtype} {constants}"
+        result[name] = (made.asm["ptx"], resources(made.asm["cubin"]))
+    Path(sys.argv[1]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
