@@ -277,6 +277,40 @@ def test_replaced_parts_are_computed_with(place: str) -> None:
     torch.testing.assert_close(changed, ours(ids), atol=1e-5, rtol=0)
 
 
+class Wrapped(nn.Module):
+    """A layer that somebody else calls: it has a forward of its own, and nothing else of it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, *given: Any) -> Any:
+        self.calls += 1
+        return self.inner(*given)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("name", ["nope ABCD", "nope ABCD k2 no_res act standard documents"])
+@torch.no_grad()
+def test_every_part_of_a_layer_may_be_replaced_and_is_called_once(
+    name: str, use_cache: bool
+) -> None:
+    model, ours = face(name)
+    ids = random_tokens(ours.args, rows=1, num_tokens=12)
+    places = [
+        place.removesuffix(".weight") for place, _ in model.model.layers[1].named_parameters()
+    ]
+    assert {"canonA", "canonC", "self_attn.canonB", "mlp.canonD"} <= set(places)
+    wrapped = []
+    for place in places:
+        folder, _, part = place.rpartition(".")
+        owner = model.model.layers[1].get_submodule(folder)
+        wrapped.append(Wrapped(getattr(owner, part)))
+        setattr(owner, part, wrapped[-1])
+    torch.testing.assert_close(model(ids, use_cache=use_cache).logits, ours(ids))
+    assert [each.calls for each in wrapped] == [1] * len(places)
+
+
 @pytest.mark.parametrize("name", ["nope ABCD", "nope qk_full gqa tied"])
 @torch.no_grad()
 def test_a_larger_vocabulary(name: str) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -94,11 +95,12 @@ def test_what_a_backend_can_not_take_goes_to_compiled(monkeypatch, backend, dtyp
 @pytest.mark.parametrize(
     "name", ["nope ABCD k2 no_res act standard documents", "rope BD k2 no_res gqa tied"]
 )
-def test_a_model_may_be_copied_and_gives_the_references_logits(name):
+def test_a_model_may_be_copied_and_pickled_and_gives_the_references_logits(name):
     args = variant(name)
     expected, model = build(args, canon_backend="reference"), build(args)
     tokens = random_tokens(args, rows=2, num_tokens=13)
     torch.testing.assert_close(copy.deepcopy(model)(tokens), expected(tokens))
+    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), model(tokens))
 
 
 def test_every_triton_kernel_gives_the_references_model_in_the_interpreter():

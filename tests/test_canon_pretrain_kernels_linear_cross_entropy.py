@@ -105,6 +105,22 @@ def test_half_precision_is_no_further_from_the_truth(
         assert ours <= 1.02 * plain
 
 
+@every_chunk
+def test_a_loss_whose_square_overflows_is_still_a_number(chunk_tokens: int) -> None:
+    """Without a term that squares it: a factor of 0 makes no NaN of an infinite square."""
+    h, weight, labels = problem(torch.float32)
+    h = (h.detach() * 1e22).requires_grad_()
+    found = linear_cross_entropy(h, weight, labels, chunk_tokens=chunk_tokens)
+    expected = whole(h, weight, labels)
+    assert expected[1].isfinite()
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        asked = linear_cross_entropy(h, weight, labels, chunk_tokens=chunk_tokens)
+    torch.testing.assert_close(asked, expected)
+    for grad in grads_of(found[1], h, weight):
+        assert grad.isfinite().all()
+
+
 def test_it_is_repeatable_to_the_bit() -> None:
     h, weight, labels = problem(torch.float32, num_tokens=300, dim=32, vocab=400)
     runs = []

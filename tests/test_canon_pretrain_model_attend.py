@@ -296,12 +296,12 @@ def test_the_order_of_kernels_on_a_gpu_is_traced_without_a_graph_break(backend):
 
     @torch.compile(backend="eager", fullgraph=True)
     def read(q):
-        with sdpa_kernel(attend._sdpa_order, set_priority=True):
+        with sdpa_kernel(attend_module._SDPA_ORDERS[attend.backend], set_priority=True):
             return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
 
     q = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
     expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     torch.testing.assert_close(read(q), expected)
     first = {"auto": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-    assert attend._sdpa_order[0] == first[backend]
-    assert SDPBackend.MATH in attend._sdpa_order
+    order = attend_module._SDPA_ORDERS[backend]
+    assert order[0] == first[backend] and len(order) == len(set(order)) == 4

@@ -218,3 +218,21 @@ def test_places_before_the_first_token_are_in_no_segment():
     assert near_segments(segments, 1, 3).tolist() == [[0, 0, 1, 1]]
     assert near_segments(segments, 2, 1).tolist() == [[0, 1, 1]]
     assert len({NOWHERE, PADDING, 0}) == 3
+
+
+def test_a_cache_that_an_error_left_half_read_is_refused():
+    """Some layers' Canon memories hold the tokens then, others' do not."""
+    model = build(variant("nope ABCD"))
+    tokens = random_tokens(model.args, rows=1, num_tokens=7)
+    cache = Cache(model.args.num_layers)
+    model(tokens[:, :5], cache=cache)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.layers["1"].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens[:, 5:6], cache=cache)
+    hook.remove()
+    with pytest.raises(UserError, match="after 5 tokens: an error .* into a new cache"):
+        model(tokens[:, 5:6], cache=cache)

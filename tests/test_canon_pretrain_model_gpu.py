@@ -94,7 +94,7 @@ def test_every_way_of_attention_equals_the_reference(name, backend):
 def test_every_sdpa_kernel_equals_the_reference(monkeypatch, kernel, name):
     if kernel == SDPBackend.EFFICIENT_ATTENTION and "gqa" in name:
         pytest.skip("this kernel has no grouped heads")
-    monkeypatch.setattr(attend_module, "_SDPA_KERNELS", {"the one": kernel})
+    monkeypatch.setattr(attend_module, "_SDPA_ORDERS", {"auto": [kernel]})
     args = _wide(variant(name))
     _assert_equals_the_reference(args, _on_gpu(args))
 

@@ -16,15 +16,13 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import (
-    count_saved,
     default_world_size,
     describe_duration,
     make_plan,
-    memory_by_part,
-    saved_bytes,
 )
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.loss import head_loss
+from canon_pretrain.titan.memory import count_saved, memory_by_part, saved_bytes
 from canon_pretrain.train import main
 from tests.support import ROOT, debug_run, train
 

@@ -14,7 +14,7 @@ from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.data import CanonDataLoader, build_dataloader
+from canon_pretrain.titan.data import CLOSE_S, CanonDataLoader, build_dataloader
 from canon_pretrain.titan.read_ahead import ReadAhead
 from tests.support import EOS_ID, ROOT, VOCAB_SIZE, token_documents
 
@@ -242,6 +242,48 @@ def test_a_job_reads_ahead_as_its_file_says(data: Path) -> None:
         assert not threads()
     with pytest.raises(UserError, match="data.read_ahead = -1: expected 0 or more"):
         parse_job([*words, "--data.read_ahead", "-1"])
+
+
+def test_a_read_that_hangs_holds_up_neither_the_last_checkpoint_nor_the_end_twice(
+    data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = loader(data, 3)
+    free, read = threading.Event(), batches.loader.next_batch
+    calls = iter(range(100))
+
+    def hang_at_the_third() -> Any:
+        if next(calls) == 2:
+            free.wait()
+        return read()
+
+    monkeypatch.setattr(batches.loader, "next_batch", hang_at_the_third)
+    steps = iter(batches)
+    for _ in range(2):
+        take(steps)
+    state = batches.state_dict()
+    begin = time.monotonic()
+    steps.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - begin < CLOSE_S / 2
+    assert not caplog.records
+    batches.close(timeout_s=0.01)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the data could not be let go: a read takes more than 0.01 s"
+    ]
+    assert batches.state_dict() == state
+    free.set()
+    batches.close()
+    assert batches.loader.state_dict() == state
+
+
+def test_a_state_that_was_given_away_is_written_into_without_effect(data: Path) -> None:
+    """As torch's distributed checkpoint does in loading, before the loader could refuse it."""
+    batches = loader(data, 2)
+    before = batches.state_dict()
+    given = batches.state_dict()
+    given["next_sample"] = 6
+    given["source_tokens"][0] = 5
+    assert batches.state_dict() == before
+    assert set(batches.source_tokens.values()) == {0}
 
 
 def test_windows_do_not_share_memory_with_what_is_read_next(data: Path) -> None:

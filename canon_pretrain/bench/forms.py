@@ -15,7 +15,7 @@ from canon_pretrain.kernels.backends import check_canon_backend
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Attention
-from canon_pretrain.model.canon import Canon, CanonOfParts
+from canon_pretrain.model.canon import Canon, CanonGate, CanonOfParts
 from canon_pretrain.model.positions import Rope
 
 
@@ -96,8 +96,7 @@ class _Heads(Attention):
 class _Gate(nn.Module):
     def __init__(self, args: ModelArgs, backend: str) -> None:
         super().__init__()
-        self.canon = CanonOfParts(args, "D", backend)
-        self.relu2 = args.ffn_activation == "relu2"
+        self.canon = CanonGate(args, backend)
 
     def forward(self, gate_BTF: Tensor, up_BTF: Tensor) -> tuple[Tensor, ...]:
-        return (self.canon.gate(gate_BTF, up_BTF, self.relu2),)
+        return (self.canon((gate_BTF, up_BTF)),)

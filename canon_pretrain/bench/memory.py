@@ -25,7 +25,8 @@ from canon_pretrain.model.args import CANON_SITES, ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.positions import Rope
 from canon_pretrain.model.transformer import TransformerBlock
-from canon_pretrain.titan.dry_run import GIB, GPUS, count_saved
+from canon_pretrain.titan.dry_run import GIB, GPUS
+from canon_pretrain.titan.memory import count_saved
 
 CPU_TOKENS = 512
 PLANNED = ("h100", "h200")

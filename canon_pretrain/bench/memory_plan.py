@@ -1,7 +1,7 @@
 """From bytes a token to what fits on a GPU: computed, for `bench memory` and a step's default size.
 
 What stands whatever the micro-batch is (states, gathered weights) and what grows with its tokens
-are those of titan/dry_run.py; activations are an upper bound there, or what was counted of the
+are those of titan/memory.py; activations are an upper bound there, or what was counted of the
 compiled block.
 """
 
@@ -13,7 +13,7 @@ import torch
 from canon_pretrain.bench.targets import SAVED_BYTES
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.titan.dry_run import memory_by_part
+from canon_pretrain.titan.memory import memory_by_part
 
 ROOM = 0.92
 """The share of a GPU's memory that is planned with; fragments and workspaces take the rest."""

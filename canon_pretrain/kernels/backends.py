@@ -125,7 +125,12 @@ def canon_gate(
     options |= {"activation": activation, "backend": backend}
     gate_BTF = canon(gate_BTF, gate_weight, **options)
     up_BTF = canon(up_BTF, up_weight, **options)
-    return (F.relu(gate_BTF).square() if relu2 else F.silu(gate_BTF)) * up_BTF
+    return ffn_activation(gate_BTF, relu2) * up_BTF
+
+
+def ffn_activation(x: Tensor, relu2: bool) -> Tensor:
+    """The feed-forward's own activation: silu, or relu squared."""
+    return F.relu(x).square() if relu2 else F.silu(x)
 
 
 def triton_kernels(backend: str, x: Tensor) -> Any:

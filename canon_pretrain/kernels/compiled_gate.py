@@ -31,11 +31,11 @@ def canon_gate_compiled(
     as in `canon_reference`, and the result is rounded once, where `canon` and the activation one
     after the other round twice. Kept from forward are the three arguments.
     """
-    y_BTF: Tensor = _Gate.apply(gate_BTF, up_BTF, weight_C1K, segments_BN, residual, relu2)
+    y_BTF: Tensor = _CanonGate.apply(gate_BTF, up_BTF, weight_C1K, segments_BN, residual, relu2)
     return y_BTF
 
 
-class _Gate(torch.autograd.Function):
+class _CanonGate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -116,7 +116,7 @@ def _score(
     z_loss, squared_loss = terms
     values_CV = logits_CV.to(_sum_dtype(logits_CV))
     nats_C = F.cross_entropy(values_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
-    added_C = squared_loss * nats_C.square()
+    added_C = _squared(nats_C, squared_loss)
     if z_loss:
         z_C = nats_C + _at(values_CV, labels_C)
         added_C = z_loss * z_C.square() * (labels_C != IGNORE_INDEX)
@@ -131,7 +131,7 @@ def _differentiate(
     log_p_CV = F.log_softmax(logits_CV.to(_sum_dtype(logits_CV)), dim=-1)
     nats_C = F.nll_loss(log_p_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
     is_real_C = labels_C != IGNORE_INDEX
-    added_C = squared_loss * nats_C.square()
+    added_C = _squared(nats_C, squared_loss)
     by_nats_C = is_real_C * (1 + 2 * squared_loss * nats_C)  # of the sum, by l
     by_z_C = by_nats_C  # and by logsumexp: l holds it too
     if z_loss:
@@ -145,6 +145,11 @@ def _differentiate(
     return nats_C, added_C, grad_CV.scatter_(1, label_C1, at_label_C1.to(grad_CV.dtype))
 
 
+def _squared(nats_C: Tensor, factor: float) -> Tensor:
+    """factor nats^2; 0 for a factor of 0, whatever the square is."""
+    return factor * nats_C.square() if factor else torch.zeros_like(nats_C)
+
+
 def _at(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     """The label's own logit, [C]; any where there is no label."""
     return logits_CV.gather(1, labels_C.clamp(min=0)[:, None])[:, 0].to(_sum_dtype(logits_CV))
@@ -155,9 +160,8 @@ def _matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
     dtype = _sum_dtype(a)
     if a.dtype == dtype:
         return a @ b if onto is None else onto.addmm_(a, b)
-    if onto is None:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.addmm(onto, a, b, out_dtype=dtype, out=onto)
+    product = torch.mm(a, b, out_dtype=dtype)
+    return product if onto is None else onto.add_(product)
 
 
 def _wide(x: Tensor) -> Tensor:

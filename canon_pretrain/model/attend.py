@@ -34,6 +34,17 @@ _SDPA_KERNELS = {
 }
 
 
+def _sdpa_names(backend: str) -> list[str]:
+    """SDPA's kernels on a GPU, in the order in which they are asked."""
+    return sorted(_SDPA_KERNELS, key=lambda name: name != backend)  # sorted: the others stay
+
+
+# not in `Attend`: these can't be pickled, and a model shall
+_SDPA_ORDERS = {
+    backend: [_SDPA_KERNELS[name] for name in _sdpa_names(backend)] for backend in BACKENDS
+}
+
+
 class Attend(nn.Module):
     """The attention of one model, without parameters; `backend` is one of BACKENDS.
 
@@ -49,7 +60,6 @@ class Attend(nn.Module):
         super().__init__()
         check_backend(args, backend)
         self.args, self.backend = args, backend
-        self._sdpa_order = [_SDPA_KERNELS[name] for name in _sdpa_names(backend)]
 
     def way(self, device_type: str, *, masked: bool) -> str:
         """ "sdpa", "flex" or "flash_attn": what takes a batch, `masked` where it has segments."""
@@ -145,7 +155,7 @@ class Attend(nn.Module):
         if self.args.kv_heads != self.args.num_heads:
             options["enable_gqa"] = True
         if q.device.type == "cuda":
-            with sdpa_kernel(self._sdpa_order, set_priority=True):
+            with sdpa_kernel(_SDPA_ORDERS[self.backend], set_priority=True):
                 y = F.scaled_dot_product_attention(q, k, v, **options)
         else:
             y = F.scaled_dot_product_attention(q, k, v, **options)
@@ -174,11 +184,6 @@ class Attend(nn.Module):
         if self.args.position == "alibi":
             slopes_H = alibi_slopes(self.args.num_heads, q_BTHK.device)
         return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, causal=True, alibi_slopes=slopes_H)
-
-
-def _sdpa_names(backend: str) -> list[str]:
-    """SDPA's kernels on a GPU, in the order in which they are asked."""
-    return sorted(_SDPA_KERNELS, key=lambda name: name != backend)  # sorted: the others stay
 
 
 def check_backend(args: ModelArgs, backend: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.cache import LayerCache
-from canon_pretrain.model.canon import canon_of_parts_at
+from canon_pretrain.model.canon import CanonOfParts, canon_of_parts_at
 from canon_pretrain.model.positions import Rope
 
 
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, near_BN: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """`_heads` by one kernel; None where the backend has none."""
-        if self.canon_b is None:
+        if not isinstance(self.canon_b, CanonOfParts):  # None, or an adapter around it
             return None
         cos_TR = sin_TR = None
         rope_heads = (0, 0)

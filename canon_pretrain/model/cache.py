@@ -13,6 +13,7 @@ import copy
 import torch
 from torch import Tensor
 
+from canon_pretrain.errors import UserError
 from canon_pretrain.kernels.decode_step import CanonMemory
 from canon_pretrain.model.documents import NOWHERE
 
@@ -55,6 +56,7 @@ class Cache:
     def __init__(self, num_layers: int, capacity: int = FIRST_CAPACITY) -> None:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self.length = 0
+        self._is_whole = True  # no layer has read more than another
         self._segments: Tensor | None = None  # int32 [B, length]; None: all in one
         self._were_given = self._go_on = False  # about the last tokens
         self.next_document: Tensor | None = None  # int32 [B]
@@ -87,13 +89,24 @@ class Cache:
         return None if is_one and torch.equal(near_BN[:, -1], near_BN[:, -2]) else near_BN
 
     def begin(self) -> None:
-        """The next tokens are about to be read by all layers."""
+        """The next tokens are about to be read by all layers.
+
+        Raises UserError where the last ones were not: what Canon added up can't be taken back.
+        """
+        if not self._is_whole:
+            raise UserError(
+                f"reading on after {self.length} tokens: an error ended the reading of those that "
+                "came next when only some layers had read them; read again from the first token "
+                "into a new cache"
+            )
+        self._is_whole = False
         for layer in self.layers:
             layer.start = self.length
 
     def end(self, num_tokens: int) -> None:
         """All layers have read them."""
         self.length += num_tokens
+        self._is_whole = True
 
     def branch(self, rows_N: Tensor) -> "Cache":
         """A memory of these rows (int64; one may come several times), to go on with apart.

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from canon_pretrain.kernels.backends import canon, canon_gate, choose, triton_kernels
+from canon_pretrain.kernels.backends import (
+    canon,
+    canon_gate,
+    choose,
+    ffn_activation,
+    triton_kernels,
+)
 from canon_pretrain.kernels.decode_step import CanonMemory
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import LayerCache
@@ -111,19 +117,6 @@ class CanonOfParts(Canon):
             for part, weight in zip(parts, weights, strict=True)
         )
 
-    def gate(
-        self,
-        gate_BTF: Tensor,
-        up_BTF: Tensor,
-        relu2: bool,
-        near_BN: Tensor | None = None,
-    ) -> Tensor:
-        """Return act(Canon(gate)) * Canon(up), [B, T, F]; act is silu, or relu squared."""
-        options = self._options(near_BN)
-        return canon_gate(
-            gate_BTF, up_BTF, self.weight, relu2=relu2, **options, backend=self.backend
-        )
-
     def heads(
         self, parts: tuple[Tensor, Tensor, Tensor], near_BN: Tensor | None, **neighbours: Any
     ) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -140,6 +133,33 @@ class CanonOfParts(Canon):
         return mixed
 
 
+class CanonGate(CanonOfParts):
+    """Canon-D of a gated feed-forward together with the gate behind it.
+
+    One module: its forward is what hooks (a profile's, an offloading library's) take for Canon-D.
+    """
+
+    def __init__(self, args: ModelArgs, backend: str = "auto") -> None:
+        super().__init__(args, "D", backend)
+        self.relu2 = args.ffn_activation == "relu2"
+
+    def forward(  # type: ignore[override]
+        self,
+        parts: tuple[Tensor, Tensor],
+        near_BN: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Return act(Canon(gate)) * Canon(up), [B, T, F], of the parts (gate, up).
+
+        act is silu, or relu squared. See `Canon.forward`.
+        """
+        if cache is not None:
+            gate_BTF, up_BTF = self._read(parts, near_BN, cache)
+            return ffn_activation(gate_BTF, self.relu2) * up_BTF
+        options = self._options(near_BN) | {"relu2": self.relu2, "backend": self.backend}
+        return canon_gate(*parts, self.weight, **options)
+
+
 def canon_at(site: str, args: ModelArgs, backend: str = "auto") -> Canon | None:
     """Return the Canon layer of `site` ("A" to "D"), or None where `args` leave it out."""
     return Canon(args, site, backend) if site in args.canon_set else None
@@ -148,3 +168,8 @@ def canon_at(site: str, args: ModelArgs, backend: str = "auto") -> Canon | None:
 def canon_of_parts_at(site: str, args: ModelArgs, backend: str = "auto") -> CanonOfParts | None:
     """`canon_at` for a site that holds several tensors side by side."""
     return CanonOfParts(args, site, backend) if site in args.canon_set else None
+
+
+def canon_gate_at(args: ModelArgs, backend: str = "auto") -> CanonGate | None:
+    """`canon_at` for site D of a gated feed-forward."""
+    return CanonGate(args, backend) if "D" in args.canon_set else None

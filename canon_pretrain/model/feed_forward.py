@@ -3,12 +3,12 @@
 Shapes: B batch, T tokens, D hidden, F ffn dim.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from canon_pretrain.kernels.backends import ffn_activation
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import LayerCache
-from canon_pretrain.model.canon import Canon, CanonOfParts, canon_at, canon_of_parts_at
+from canon_pretrain.model.canon import Canon, canon_at, canon_gate_at
 
 
 class FeedForward(nn.Module):
@@ -26,8 +26,9 @@ class FeedForward(nn.Module):
         gated = args.ffn == "gated"
         self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False) if gated else None
         self.relu2 = args.ffn_activation == "relu2"
-        canon_d = canon_of_parts_at if gated else canon_at
-        self.canon_d: Canon | None = canon_d("D", args, canon_backend)
+        self.canon_d: Canon | None = (
+            canon_gate_at(args, canon_backend) if gated else canon_at("D", args, canon_backend)
+        )
 
     def forward(
         self, x_BTD: Tensor, near_BN: Tensor | None = None, cache: LayerCache | None = None
@@ -37,13 +38,8 @@ class FeedForward(nn.Module):
         if self.w3 is None:
             if self.canon_d is not None:
                 inner = self.canon_d(inner, near_BN, cache)
-            return self.w2(self._activate(inner))
-        gate_BTF, up_BTF = inner, self.w3(x_BTD)
-        if isinstance(self.canon_d, CanonOfParts):
-            if cache is None:
-                return self.w2(self.canon_d.gate(gate_BTF, up_BTF, self.relu2, near_BN))
-            gate_BTF, up_BTF = self.canon_d((gate_BTF, up_BTF), near_BN, cache)
-        return self.w2(self._activate(gate_BTF) * up_BTF)
-
-    def _activate(self, x: Tensor) -> Tensor:
-        return F.relu(x).square() if self.relu2 else F.silu(x)
+            return self.w2(ffn_activation(inner, self.relu2))
+        up_BTF = self.w3(x_BTD)
+        if self.canon_d is not None:
+            return self.w2(self.canon_d((inner, up_BTF), near_BN, cache))
+        return self.w2(ffn_activation(inner, self.relu2) * up_BTF)

@@ -18,7 +18,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Attention
 from canon_pretrain.model.cache import Cache, LayerCache, near_segments
-from canon_pretrain.model.canon import canon_at
+from canon_pretrain.model.canon import Canon, canon_at
 from canon_pretrain.model.documents import PADDING, document_numbers, documents_after
 from canon_pretrain.model.feed_forward import FeedForward
 from canon_pretrain.model.head import Head, HeadLoss, head_output
@@ -58,16 +58,25 @@ class TransformerBlock(nn.Module):
         `mask`: what each token sees, from `Attend.mask`. `near_BN`: the segments that Canon stops
         at, None for one. `cache`: what this block remembers of earlier tokens; it is added to.
         """
-        if self.canon_a is None:
-            x_BTD = self.attention_norm(h_BTD)
-        else:
-            h_BTD, x_BTD = self.canon_a.after_norm(self.attention_norm, h_BTD, near_BN, cache)
+        h_BTD, x_BTD = _normed(self.attention_norm, self.canon_a, h_BTD, near_BN, cache)
         h_BTD = h_BTD + self.attention(x_BTD, mask, near_BN, cache)
-        if self.canon_c is None:
-            x_BTD = self.ffn_norm(h_BTD)
-        else:
-            h_BTD, x_BTD = self.canon_c.after_norm(self.ffn_norm, h_BTD, near_BN, cache)
+        h_BTD, x_BTD = _normed(self.ffn_norm, self.canon_c, h_BTD, near_BN, cache)
         return h_BTD + self.feed_forward(x_BTD, near_BN, cache)
+
+
+def _normed(
+    norm: nn.RMSNorm,
+    canon: nn.Module | None,
+    h_BTD: Tensor,
+    near_BN: Tensor | None,
+    cache: LayerCache | None,
+) -> tuple[Tensor, Tensor]:
+    """h to go on with, and its norm as the next half of the block reads it."""
+    if isinstance(canon, Canon):
+        return canon.after_norm(norm, h_BTD, near_BN, cache)
+    x_BTD = norm(h_BTD)
+    # where it is neither, an export's user has put an adapter there
+    return h_BTD, x_BTD if canon is None else canon(x_BTD, near_BN, cache)
 
 
 class Transformer(nn.Module):

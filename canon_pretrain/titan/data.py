@@ -3,6 +3,7 @@
 The state that it gives away is that of the batches that were taken from it, whatever is read ahead.
 """
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,9 @@ STATE_FIELDS = {
 
 CLOSE_S = 10.0
 """How long the end of a run waits for a thread that is still reading."""
+
+LEAVE_S = 0.5
+"""How long the end of its steps does: the last checkpoint is still to be saved."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class CanonDataLoader(BaseDataLoader):
                 self._state = batch.state
                 yield {"input": batch.inputs}, batch.labels
         finally:
-            self.close()
+            self._let_go(LEAVE_S)
 
     def _take(self) -> _Batch:
         if not self._depth:
@@ -100,13 +104,17 @@ class CanonDataLoader(BaseDataLoader):
 
     def close(self, timeout_s: float | None = CLOSE_S) -> None:
         """End the thread; what it has read and nobody took will be read again."""
-        if self._ahead is None:
-            return
-        if not self._ahead.close(timeout_s):
+        if not self._let_go(timeout_s):
             logger.warning(f"the data could not be let go: a read takes more than {timeout_s} s")
-            return
-        self._ahead = None
-        self.loader.load_state_dict(self._state)
+
+    def _let_go(self, timeout_s: float | None) -> bool:
+        """`close`; whether the thread has ended."""
+        if self._ahead is not None:
+            if not self._ahead.close(timeout_s):
+                return False
+            self._ahead = None
+            self.loader.load_state_dict(self._state)
+        return True
 
     @property
     def source_tokens(self) -> dict[str, int]:
@@ -123,7 +131,7 @@ class CanonDataLoader(BaseDataLoader):
         self._allowed = {STATE_FIELDS[name] for name in names if name in STATE_FIELDS}
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state
+        return copy.deepcopy(self._state)  # loading a checkpoint writes into what it is given
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.close(timeout_s=None)

@@ -2,21 +2,15 @@
 
     python -m canon_pretrain.train --config FILE.toml --dry_run [--gpu h100] [--world 8] [--mfu 0.4]
 
-Nothing is trained and nothing written. Sizes of weights and states follow from the parameter count;
-activations are counted, not guessed: a block runs under FakeTensorMode, which computes shapes and
-no numbers, and every tensor that autograd keeps for backward is added up.
+Nothing is trained and nothing written. titan/memory.py says what a GPU must hold.
 """
 
-import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from canon_pretrain.config import Loss
@@ -24,19 +18,14 @@ from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import (
     FLOPS_FORMULA,
-    ROTARY,
     ModelArgs,
     flops_per_token,
     num_parameters,
 )
-from canon_pretrain.model.attend import Attend
-from canon_pretrain.model.cache import near_segments
-from canon_pretrain.model.head import Head
-from canon_pretrain.model.positions import Rope
-from canon_pretrain.model.transformer import Transformer, TransformerBlock
+from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes
-from canon_pretrain.titan.loss import head_loss
+from canon_pretrain.titan.memory import count_parameters, memory_by_part
 
 GIB = 2**30
 WEEK_S = 7 * 86_400
@@ -107,7 +96,7 @@ def make_plan(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Pla
     micro_batch = micro_batch_size(job, world_size)
     with torch.device("meta"):
         model = Transformer(args)
-    parameters, trained = _count(model)
+    parameters, trained = count_parameters(model)
     assert parameters == num_parameters(args), "the closed form and the built model differ"
     tokens_per_step = training.global_batch_size * training.seq_len
     data_bytes, fingerprint = _data(job, tokens_per_step * training.steps)
@@ -141,120 +130,6 @@ def make_plan(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Pla
         data_bytes=data_bytes,
         data_fingerprint=fingerprint,
     )
-
-
-def memory_by_part(
-    args: ModelArgs,
-    model: nn.Module,
-    *,
-    world_size: int,
-    micro_batch: int,
-    dtype: torch.dtype,
-    param_dtype: torch.dtype,
-    loss: Loss | None = None,
-    recompute: bool = False,
-    keep_gathered: bool = False,
-) -> dict[str, int]:
-    """Bytes on one GPU by part; `model` may be on the meta device.
-
-    What is not trained (cst-Canon) has weights alone.
-
-    Activations are an upper bound: what eager PyTorch keeps on a CPU, whose RMSNorm holds float32
-    copies that a GPU's fused one does not; torch.compile keeps fewer still. With `recompute` (full
-    activation checkpointing) they are the blocks' inputs, and one block's at a time. FSDP2's own
-    buffers are the gathered weights of two blocks (one computes, one is prefetched; of all with
-    `keep_gathered`), of the embedding and the head, and one block's gradient in float32 for the
-    reduction. The loss's peak: see `loss_bytes`.
-    """
-    parameters, trained = _count(model)
-    block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
-    ends = parameters - args.num_layers * block
-    gathered = parameters if keep_gathered else 2 * block + ends
-    weights, shard = (-(-count // world_size) * dtype.itemsize for count in (parameters, trained))
-    loss = loss or Loss()
-    saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype, loss)
-    tokens = micro_batch * args.max_seq_len
-    activations = args.num_layers * saved_block
-    if recompute:
-        activations = args.num_layers * tokens * args.dim * param_dtype.itemsize + saved_block
-    return {
-        "weights": weights,
-        "gradients": shard,
-        "optimizer (two moments)": 2 * shard,
-        "gathered by FSDP2": gathered * param_dtype.itemsize + 4 * block,
-        "activations": activations,
-        "logits and loss": saved_head + loss_bytes(args, tokens, param_dtype, loss),
-    }
-
-
-def loss_bytes(args: ModelArgs, tokens: int, dtype: torch.dtype, loss: Loss) -> int:
-    """The most that stands of the logits of `tokens` tokens at once, beside what backward needs.
-
-    Of whole logits, two float32 gradients in backward. Of a chunk, in forward: the logits in
-    `dtype`, in float32 and as log-softmax. (Compiled, it is the first and a gradient of its size.)
-    """
-    if not loss.chunk_tokens:
-        return 2 * tokens * args.vocab_size * 4
-    chunks = -(-tokens // loss.chunk_tokens)
-    each = 4 if dtype == torch.float32 else dtype.itemsize + 4
-    return -(-tokens // chunks) * args.vocab_size * (each + 4)
-
-
-def saved_bytes(
-    args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Loss
-) -> tuple[int, int]:
-    """Bytes that autograd keeps for backward: of one block, and of norm, head and loss.
-
-    For `micro_batch` sequences of args.max_seq_len tokens with weights in `dtype`; the weights
-    themselves are not counted. Masks and ALiBi are counted as on a GPU, where flex attention
-    computes them from token numbers and keeps what plain attention does.
-    """
-    shape = (micro_batch, args.max_seq_len)
-    plain = args if args.position in ROTARY else dataclasses.replace(args, position="nope")
-    before = torch.get_default_dtype()
-    with FakeTensorMode():
-        torch.set_default_dtype(dtype)
-        try:
-            rope = Rope(plain) if plain.rope_dim else None
-            block = TransformerBlock(plain, rope, Attend(plain))
-            norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-            output = Head(args.dim, args.vocab_size)
-        finally:
-            torch.set_default_dtype(before)
-        h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
-        labels_BT = torch.zeros(shape, dtype=torch.int64)
-        near_BN = None
-        if args.document_mask and args.canon_set:
-            near_BN = near_segments(labels_BT.int(), args.max_seq_len, args.canon_kernel - 1)
-        function = head_loss(loss)
-        modules = nn.ModuleList([block, norm, output])
-        return (
-            count_saved(lambda: block(h_BTD, None, near_BN), modules),
-            count_saved(lambda: output(norm(h_BTD), labels_BT, function)[1], modules),
-        )
-
-
-def _count(model: nn.Module) -> tuple[int, int]:
-    """Its parameters, and how many of them are trained."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
-
-
-def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
-    """Bytes of the storages that `forward` leaves for backward, parameters and buffers left out."""
-    own = {t.untyped_storage()._cdata for t in (*modules.parameters(), *modules.buffers())}
-    kept: dict[int, Tensor] = {}  # the tensors are held, so that no storage's address is used again
-
-    def pack(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage()._cdata
-        if address not in own:
-            kept.setdefault(address, tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = forward()
-    del out
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def _data(job: CanonJobConfig, tokens: int) -> tuple[int, str | None]:
