@@ -437,13 +437,19 @@ def test_unknown_options_are_refused_where_no_config_takes_them(
 def test_an_interrupted_bench_leaves_no_folder(tmp_path: Path) -> None:
     config = ("--config", ROOT / "train_configs" / "debug.toml", "--repeats", 10_000)
     options = command("trainer", *config, temporary=tmp_path)
+    # a shell's background job, as this suite may be, hands an ignored SIGINT on
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(**options, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("canon-bench-*/run/*")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    signal.signal(signal.SIGINT, before)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("canon-bench-*/run/*")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, errors
     assert not list(tmp_path.glob("canon-bench-*"))

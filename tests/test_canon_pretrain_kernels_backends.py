@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.kernels import backends
 from canon_pretrain.kernels.backends import (
     BACKENDS,
     canon,
@@ -112,12 +111,3 @@ def test_every_triton_kernel_gives_the_references_model_in_the_interpreter():
         # canon_qkv_triton calls canon_triton where there is neither norm nor rotation
         assert FUSED[name] <= set(found["used"]) <= FUSED[name] | {"canon_triton"}, name
         assert found["error"] < 1e-4, name
-
-
-def test_the_door_falls_back_where_the_sequence_is_read_in_parts():
-    x, weight = torch.randn(1, 5, 3), torch.randn(3, 1, 4)
-    options = {"residual": True, "activation": False}
-    whole = canon(x, weight, **options)
-    rest = canon(x[:, 3:], weight, **options, before_BPC=x[:, :3])
-    torch.testing.assert_close(rest, whole[:, 3:])
-    assert backends.triton_kernels("compiled", x) is None

@@ -122,6 +122,24 @@ def test_the_gates_gradients_pass_gradcheck(relu2):
     )
 
 
+def test_second_derivatives_are_right_in_eager(form):
+    """torch.compile refuses them, and says so."""
+    if form == "compile":
+        pytest.skip("not differentiated twice")
+    x, weight = _random(1, 6, 2).requires_grad_(), _random(2, 1, 4).requires_grad_()
+    for options in OPTIONS:
+        assert torch.autograd.gradgradcheck(
+            lambda *given: canon_compiled(*given, **options),  # noqa: B023
+            (x, weight),
+        )
+    inputs = [x, _random(1, 6, 2, seed=1).requires_grad_(), _random(4, 1, 4).requires_grad_()]
+    for relu2 in (False, True):
+        assert torch.autograd.gradgradcheck(
+            lambda *given: canon_gate_compiled(*given, residual=True, relu2=relu2),  # noqa: B023
+            inputs,
+        )
+
+
 def _transposed(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 

@@ -6,6 +6,7 @@ and clipping. The two take turns in blocks.
 
 import argparse
 import dataclasses
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -111,6 +112,8 @@ def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[CanonTrainer]:
     register()
     run = RunFolder(folder / "run")
     with Session(run, rank=0, world_size=1, steps=job.training.steps) as session:
+        # a run saves and stops at these; a bench has nothing to save
+        session.stop.let_through([signal.SIGINT, signal.SIGTERM])
         trainer = CanonTrainer(job, world_size=1, fingerprint=fingerprint, session=session)
         trainer.metrics_processor.begin(0)
         try:

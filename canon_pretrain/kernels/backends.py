@@ -5,7 +5,7 @@ function of the same arguments; `reference.py` says which. The optional ones are
 module's name: `check_canon_backend` imports it when a model is built, and the traced functions
 only look it up.
 
-Shapes: B batch, T tokens, C channels, K taps of the kernel, P = K - 1, N = P + T, F ffn dim.
+Shapes: B batch, T tokens, C channels, K taps of the kernel, N = K - 1 + T, F ffn dim.
 """
 
 import importlib
@@ -73,20 +73,18 @@ def canon(
     *,
     residual: bool,
     activation: bool,
-    before_BPC: Tensor | None = None,
     segments_BN: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """`canon_reference` by `backend`; see there.
 
-    What a backend can't take goes to `compiled` (float64, and on a CPU whatever needs a GPU), and
-    `before_BPC` to the reference.
+    What a backend can't take goes to `compiled`: float64, and on a CPU whatever needs a GPU.
     """
     options: dict[str, Any] = {"residual": residual, "activation": activation}
     options["segments_BN"] = segments_BN
     backend = choose(backend)
-    if backend == "reference" or before_BPC is not None:
-        return canon_reference(x_BTC, weight_C1K, **options, before_BPC=before_BPC)
+    if backend == "reference":
+        return canon_reference(x_BTC, weight_C1K, **options)
     y_BTC: Tensor
     if fused := triton_kernels(backend, x_BTC):
         y_BTC = fused.canon_triton(x_BTC, weight_C1K, **options)
