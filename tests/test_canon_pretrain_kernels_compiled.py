@@ -13,7 +13,6 @@ from canon_pretrain.kernels.compiled import canon_compiled
 from canon_pretrain.kernels.compiled_gate import canon_gate_compiled
 from canon_pretrain.kernels.reference import canon_reference
 from canon_pretrain.model.documents import NOWHERE
-from tests.saved_bytes import canon_bytes
 
 OPTIONS = [
     {"residual": residual, "activation": activation}
@@ -234,21 +233,3 @@ def test_the_input_and_the_gradient_that_is_given_stay_as_they_are():
         kept = dy.clone()
         canon_compiled(x, weight, **options).backward(dy)
         assert torch.equal(x, before) and torch.equal(dy, kept)
-
-
-# dynamo on itself
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_block_keeps_at_most_two_bytes_more_a_token_site_and_channel(form):
-    if form == "compile":
-        pytest.skip("the block is really compiled below")
-    for compiled_block, changes in (
-        (True, {}),
-        (True, {"documents": True}),
-        (True, {"ffn": "standard"}),
-        (False, {}),
-        (False, {"documents": True}),
-    ):
-        bfloat16 = canon_bytes(torch.bfloat16, compiled=compiled_block, **changes)
-        assert 0 < bfloat16 <= 2
-    assert 0 < canon_bytes(torch.float32, compiled=True) <= 4

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # Triton's compiler takes its time
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -46,6 +47,5 @@ def test_every_window_stays_in_registers(hopper):
         assert "STACK:0 " in resources, (name, resources)
 
 
-@pytest.mark.slow
 def test_every_kernel_compiles_for_ampere(tmp_path):
     assert _compiled(tmp_path, 80)

@@ -65,8 +65,16 @@ def test_with_the_reference_all_blocks_are_one_graph_too(name):
     _assert_one_graph(variant(name), "auto", "reference")
 
 
-@pytest.mark.parametrize("name", ["nope ABCD", "h_alibi ABCD k3 no_res cst tied documents"])
-@pytest.mark.parametrize("mode", ["full", "selective", "memory_budget"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nope ABCD",
+        pytest.param("h_alibi ABCD k3 no_res cst tied documents", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    "mode", ["full", "selective", pytest.param("memory_budget", marks=pytest.mark.slow)]
+)
 def test_activation_checkpointing_changes_no_gradient(tmp_path, mode, name):
     args = variant(name)
     expected, model = build(args), build(args)

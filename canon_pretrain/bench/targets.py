@@ -1,4 +1,4 @@
-"""What issue 10 asks of Canon's price, and whether a figure meets it; a bench only says so."""
+"""What Canon is allowed to cost, and whether a figure meets it; a bench only says so."""
 
 from dataclasses import dataclass
 
