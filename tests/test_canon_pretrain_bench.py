@@ -180,6 +180,7 @@ def test_attention_tells_the_fastest_way(run: Run) -> None:
     assert forward["of_matmul"] == pytest.approx(forward["flops"] / forward["other_s"] / 1e11)
 
 
+@pytest.mark.slow
 def test_generate_compares_prompts_and_answers(run: Run) -> None:
     tokens = ("--prompt-tokens", 8, "--new-tokens", 4, "--pairs", 2, "--batches", 1, 2)
     result, page = run("generate", "--flavor", "debug", "--sets", "AC", "ABCD", *tokens)

@@ -34,6 +34,7 @@ from tests.test_canon_pretrain_hf_tokenizer import training_tokenizer
 from tests.variants import VARIANTS, build, random_tokens
 
 # saved and loaded again: all that needs a field of ours
+pytestmark = pytest.mark.slow  # a process of its own, that imports transformers anew
 LAST = "alibi A no_res act cst standard gqa tied documents"
 TRAINED = "10 steps on 2 ranks"
 TOKENIZERS = ("as ours", "byte-level")

@@ -13,7 +13,7 @@ from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 from canon_pretrain.model import attend as attend_module
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.transformer import Transformer
-from tests.variants import build, every_variant, random_tokens, variant
+from tests.variants import VARIANTS, build, random_tokens, variant
 
 # All from inside torch: dynamo looking at a block's input, flex attention where it is not compiled,
 # its block masks under dynamo, and importing inductor.
@@ -55,7 +55,14 @@ def _assert_one_graph(args, attention_backend: str, canon_backend: str = "auto")
     assert counter.frame_count == 1
 
 
-@every_variant
+@pytest.mark.parametrize(
+    "args",
+    [
+        # every sixth in the default run
+        pytest.param(args, id=name, marks=[pytest.mark.slow] if number % 6 else [])
+        for number, (name, args) in enumerate(VARIANTS.items())
+    ],
+)
 def test_all_blocks_are_one_graph_and_no_batch_recompiles_it(args):
     _assert_one_graph(args, "auto")
 

@@ -311,6 +311,7 @@ def test_names_are_flattened() -> None:
 # ---- real runs
 
 
+@pytest.mark.slow
 def test_real_runs_stopped_and_resumed_are_the_same(runs: Runs, capsys: Output) -> None:
     run_command(runs.straight, runs.resumed)  # what starts them sets other variables
     output = capsys.readouterr().out.splitlines()
@@ -321,6 +322,7 @@ def test_real_runs_stopped_and_resumed_are_the_same(runs: Runs, capsys: Output) 
     assert any(line.startswith("config (the rest): same") for line in output)
 
 
+@pytest.mark.slow
 def test_real_runs_at_other_world_sizes_saw_the_same_data(runs: Runs, capsys: Output) -> None:
     code = run_command(runs.straight, runs.elastic, "--json", "--rtol", "1e-3")
     document = json.loads(capsys.readouterr().out)

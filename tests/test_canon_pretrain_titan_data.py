@@ -49,6 +49,7 @@ def steps(tmp_path: Path) -> list[dict[str, Any]]:
     return [event for event in log if event["event"] == "step"]
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_stops_and_goes_on_at_another_world_size(
     folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,6 +157,7 @@ VARIANT = [
 ]
 
 
+@pytest.mark.slow
 def test_bfloat16_and_rope_train_alike_on_one_rank_and_two(
     data_folder: Path, tmp_path: Path
 ) -> None:

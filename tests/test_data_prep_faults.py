@@ -120,6 +120,7 @@ def committed(out: Path) -> int:
 # ---- kills
 
 
+@pytest.mark.slow
 def test_killed_twenty_times_anywhere_gives_the_same_bytes(base: Path, tmp_path: Path) -> None:
     seed = random.randrange(10**6)
     done = subprocess.run(

@@ -280,6 +280,7 @@ def test_the_suite_is_complete(probes: dict[str, str]) -> None:
             assert about["primary"] == "exact" and "part_of" not in about
 
 
+@pytest.mark.slow
 def test_an_oracle_is_always_right(probes: dict[str, str]) -> None:
     """The suite, complete: 18,000 probes, asked twice."""
     scores = score(Answers(solve), load_tasks(["birth-year"], **probes))

@@ -222,6 +222,7 @@ def test_strays_are_left_alone(base: Path, data_folder: Path, tmp_path: Path) ->
 # ---- another number of ranks
 
 
+@pytest.mark.slow
 def test_4_ranks_then_2_then_1_see_the_data_of_the_straight_run(
     base: Path, data_folder: Path, tmp_path: Path
 ) -> None:

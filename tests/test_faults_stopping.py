@@ -481,6 +481,7 @@ def hang(started: Launch, folder: Path, ready: Callable[[], bool]) -> tuple[floa
     return took, hung
 
 
+@pytest.mark.slow
 def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(
     data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

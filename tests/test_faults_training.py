@@ -528,6 +528,7 @@ def test_the_window_of_the_outlier_guard_can_be_changed(half: Path, data_folder:
 # -- the proof --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_stops_at_random_steps_change_no_bit(
     straight: Path, data_folder: Path, tmp_path: Path
 ) -> None:
@@ -543,6 +544,7 @@ def test_three_stops_at_random_steps_change_no_bit(
     assert_same_run(run, straight, step=STEPS)
 
 
+@pytest.mark.slow
 def test_another_world_size_after_each_stop_sees_the_same_data(
     straight: Path, data_folder: Path, tmp_path: Path
 ) -> None:
