@@ -301,10 +301,15 @@ def test_local_is_the_same_without_slurm(
     command = ["bash", str(ROOT / SCRIPT), "--local", *map(str, train(data_folder, run, *LONG))]
 
     def start() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            command, cwd=tmp_path, env=environ, stderr=subprocess.STDOUT, stdout=subprocess.PIPE,
-            text=True, start_new_session=True,
-        )  # fmt: skip
+        # a shell's background job, as this suite may be, hands an ignored SIGINT on
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return subprocess.Popen(
+                command, cwd=tmp_path, env=environ, stderr=subprocess.STDOUT,
+                stdout=subprocess.PIPE, text=True, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def wait_for_step(step: int) -> None:
         end = time.monotonic() + 240
