@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.kernels.backends import canon
+from canon_pretrain.kernels.shifts import sum_dtype
 
 SPARE = 16
 """Tokens that a memory makes room for at once, unless that is more than SPARE_NUMBERS."""
@@ -194,7 +195,7 @@ def _taps(weight_C1K: Tensor, x_BTC: Tensor, *, one_more: bool) -> Tensor:
 
     That one is the residual. [K, 1, 1, C].
     """
-    taps_KC = weight_C1K[:, 0].T.flip(0).to(torch.promote_types(x_BTC.dtype, torch.float32))
+    taps_KC = weight_C1K[:, 0].T.flip(0).to(sum_dtype(x_BTC))
     if one_more:
         taps_KC = torch.cat((taps_KC[:1] + 1, taps_KC[1:]))
     return taps_KC[:, None, None].contiguous()

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from canon_pretrain.kernels.shifts import sum_dtype
+
 IGNORE_INDEX = -100
 
 
@@ -114,7 +116,7 @@ def _score(
 ) -> tuple[Tensor, Tensor]:
     """The cross-entropy of each token and what is minimised beside it, [C] each."""
     z_loss, squared_loss = terms
-    values_CV = logits_CV.to(_sum_dtype(logits_CV))
+    values_CV = logits_CV.to(sum_dtype(logits_CV))
     nats_C = F.cross_entropy(values_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
     added_C = _squared(nats_C, squared_loss)
     if z_loss:
@@ -128,7 +130,7 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_score`, and the derivative of the two's sum by the logits, in their dtype."""
     z_loss, squared_loss = terms
-    log_p_CV = F.log_softmax(logits_CV.to(_sum_dtype(logits_CV)), dim=-1)
+    log_p_CV = F.log_softmax(logits_CV.to(sum_dtype(logits_CV)), dim=-1)
     nats_C = F.nll_loss(log_p_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
     is_real_C = labels_C != IGNORE_INDEX
     added_C = _squared(nats_C, squared_loss)
@@ -152,12 +154,12 @@ def _squared(nats_C: Tensor, factor: float) -> Tensor:
 
 def _at(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     """The label's own logit, [C]; any where there is no label."""
-    return logits_CV.gather(1, labels_C.clamp(min=0)[:, None])[:, 0].to(_sum_dtype(logits_CV))
+    return logits_CV.gather(1, labels_C.clamp(min=0)[:, None])[:, 0].to(sum_dtype(logits_CV))
 
 
 def _matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
-    """a @ b of `_wide` factors in `_sum_dtype`; added to `onto` in place where there is one."""
-    dtype = _sum_dtype(a)
+    """a @ b of `_wide` factors in `sum_dtype`; added to `onto` in place where there is one."""
+    dtype = sum_dtype(a)
     if a.dtype == dtype:
         return a @ b if onto is None else onto.addmm_(a, b)
     product = torch.mm(a, b, out_dtype=dtype)
@@ -165,12 +167,8 @@ def _matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A factor of `_matmul`: in `_sum_dtype`, unless the product itself can make that of halves."""
-    return x if x.device.type == "cuda" else x.to(_sum_dtype(x))
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    """A factor of `_matmul`: in `sum_dtype`, unless the product itself can make that of halves."""
+    return x if x.device.type == "cuda" else x.to(sum_dtype(x))
 
 
 @functools.cache

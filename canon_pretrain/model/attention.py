@@ -77,6 +77,8 @@ class Attention(nn.Module):
         """`_heads` by one kernel; None where the backend has none."""
         if not isinstance(self.canon_b, CanonOfParts):  # None, or an adapter around it
             return None
+        if not self.canon_b.has_heads(q):
+            return None
         cos_TR = sin_TR = None
         rope_heads = (0, 0)
         if self.rope is not None:

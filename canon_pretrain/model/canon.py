@@ -80,11 +80,12 @@ class Canon(nn.Module):
         return both
 
     def _options(self, near_BN: Tensor | None) -> dict[str, Any]:
-        if near_BN is not None and choose(self.backend) == "compiled":
+        traced = torch.compiler.is_compiling() and choose(self.backend) == "compiled"
+        if near_BN is not None and traced:
             # Only whether two are equal counts. A comparison that all sites of a block share would
             # be far from some of them, and for those torch's partitioner saves every shifted
             # product of it (float32, one a tap) instead of making it anew in backward.
-            near_BN = near_BN + ord(self.site) if torch.compiler.is_compiling() else near_BN
+            near_BN = near_BN + ord(self.site)
         return {
             "residual": self.residual,
             "activation": self.activation,
@@ -117,16 +118,18 @@ class CanonOfParts(Canon):
             for part, weight in zip(parts, weights, strict=True)
         )
 
+    def has_heads(self, x_BTC: Tensor) -> bool:
+        """Whether the backend has a kernel that `heads` can call for such tensors."""
+        return triton_kernels(self.backend, x_BTC) is not None
+
     def heads(
         self, parts: tuple[Tensor, Tensor, Tensor], near_BN: Tensor | None, **neighbours: Any
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q_BTHK, k_BTGK and v_BTGK with their `neighbours`, QK-norm and rotation, in one.
 
-        None where the backend has no such kernel. `neighbours`: as `canon_qkv_triton` names them.
+        Only where `has_heads`. `neighbours`: as `canon_qkv_triton` names them.
         """
         fused = triton_kernels(self.backend, parts[0])
-        if fused is None:
-            return None
         mixed: tuple[Tensor, Tensor, Tensor] = fused.canon_qkv_triton(
             *parts, self.weight, **self._options(near_BN), **neighbours
         )
