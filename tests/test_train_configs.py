@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from canon_pretrain.config import Loss, build, merge, read_experiment
-from canon_pretrain.model.args import FFN_ACTIVATIONS, FFNS, POSITIONS, num_parameters
+from canon_pretrain.model.args import FFN_ACTIVATIONS, FFNS, POSITIONS, ROTARY, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_checks import check_job
@@ -213,9 +214,24 @@ def test_the_readmes_table_is_true() -> None:
         assert len({getattr(args, option) for args in seen}) > 1, option
 
 
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=name_of)
+def test_the_norms_eps_and_rope_theta_are_written(path: Path) -> None:
+    """Issue 17, item 5: the paper's files take LlamaConfig's, the released recipe its code's."""
+    model, args = read_experiment(path)["model"], parse_job(["--config", str(path)]).model_args
+    name = name_of(path)
+    if name in ("debug", "quickstart"):
+        assert args.norm_eps == 1e-5  # their losses are pinned
+        return
+    rotates = args.position in ROTARY
+    assert "norm_eps" in model and ("rope_theta" in model or not rotates)
+    is_papers = not name.startswith(("tiny/", "custom", "released"))
+    assert args.norm_eps == (LlamaConfig().rms_norm_eps if is_papers else 1e-5)
+    assert args.rope_theta == 10000
+
+
 STATED = {
     "base/1b3": "flavor vocab_size seq_len global_batch_size steps name lr beta1 beta2 eps",
-    "released_1b": "flavor position qk_norm init global_batch_size local_batch_size steps lr beta2 "
+    "released_1b": "flavor position qk_norm norm_eps init global_batch_size local_batch_size steps lr beta2 "
     "eps weight_decay warmup_steps min_lr_factor squared_loss",
     "synthetic_12l768d": "flavor position canon_set seq_len global_batch_size steps lr beta1 beta2 "
     "eps weight_decay warmup_steps decay_type min_lr_factor mixed_precision_param",
