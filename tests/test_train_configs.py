@@ -231,8 +231,8 @@ def test_the_norms_eps_and_rope_theta_are_written(path: Path) -> None:
 
 STATED = {
     "base/1b3": "flavor vocab_size seq_len global_batch_size steps name lr beta1 beta2 eps",
-    "released_1b": "flavor position qk_norm norm_eps init global_batch_size local_batch_size steps lr beta2 "
-    "eps weight_decay warmup_steps min_lr_factor squared_loss",
+    "released_1b": "flavor position qk_norm norm_eps init global_batch_size local_batch_size steps "
+    "lr beta2 eps weight_decay warmup_steps min_lr_factor squared_loss",
     "synthetic_12l768d": "flavor position canon_set seq_len global_batch_size steps lr beta1 beta2 "
     "eps weight_decay warmup_steps decay_type min_lr_factor mixed_precision_param",
     "slimpajama_300b": "flavor global_batch_size steps",
