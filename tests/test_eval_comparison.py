@@ -204,11 +204,7 @@ def test_a_large_difference_is_real_and_a_small_one_within_noise(tmp_path: Path)
     (row,) = content(*two_architectures(tmp_path / "small", 0.6, 0.62))["pairs"]
     assert row["verdict"] == "within noise" and not row["at_chance"]
     assert row["p_holm"] > 0.05 and row["detectable"] >= row["detectable_alone"] > 0.02
-    # by hand: the variance of a single run's answers, (0.6 0.4 + 0.62 0.38) / 2 / 2000, is above
-    # the paper's (0.03 / 2.847)^2; it falls with the seeds to the square of 0.02 / (1.96 + 0.84)
-    needed = (0.24 + 0.2356) / 2000 / (0.02 / 2.8016) ** 2
-    assert row["seeds_needed"] == math.ceil(needed)
-    assert "within noise" in row["words"] and f"with {math.ceil(needed)} seeds" in row["words"]
+    assert row["seeds_needed"] > 1 and f"with {row['seeds_needed']} seeds" in row["words"]
     (row,) = content(*two_architectures(tmp_path / "chance", 0.5, 0.51))["pairs"]
     assert row["at_chance"] and "both at chance" in row["words"]
 
@@ -249,6 +245,39 @@ def test_one_row_by_hand(tmp_path: Path) -> None:
         "sigma": pytest.approx(0.02), "df": None, "source": "given", "words": "given: 0.02",
         "scale": "metric",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 6])
+def test_seeds_needed_and_intervals_agree_with_the_verdict(tmp_path: Path, seeds: int) -> None:
+    """Issue 17, item 3: what is within noise needs more seeds; an interval excludes 0 iff real."""
+    rng, tasks = generator(), [f"task_{k}" for k in range(12)]
+    for name, canon in (("nope", ""), ("canon", "ABCD")):
+        for seed in range(seeds):
+            run = planted_run(tmp_path / f"{name}-{seed}", seed, model__canon_set=canon)
+            plant_answers(
+                run,
+                20,
+                SUITE,
+                {
+                    task: records(
+                        {
+                            "acc": right_or_wrong(
+                                1000, 0.5 + 0.003 * k**2 * bool(canon) + rng.normal(0, 0.003), rng
+                            )
+                        }
+                    )
+                    for k, task in enumerate(tasks)
+                },
+                described={task: {"primary": ["acc"]} for task in tasks},
+            )
+    rows = content(*sorted(tmp_path.iterdir(), reverse=True))["pairs"]
+    noise = [row for row in rows if row["verdict"] == "within noise"]
+    assert noise and len(noise) < len(rows) == 12
+    for row in rows:
+        excludes_0 = row["ci"][0] > 0 or row["ci"][1] < 0
+        assert excludes_0 == (row["verdict"] != "within noise")
+        assert row["seeds_needed"] is None or (not excludes_0 and row["seeds_needed"] > seeds)
+    assert any(row["seeds_needed"] for row in noise)
 
 
 def test_seeds_are_averaged_and_their_spread_is_pooled(tmp_path: Path) -> None:

@@ -295,11 +295,26 @@ def test_the_smallest_detectable_difference_and_the_seeds_it_takes_are_the_textb
     quantiles = 1.959964 + 0.841621
     found = decide.detectable(0.05, 0.3, math.inf, 0.7, math.inf)
     assert found == pytest.approx(quantiles, rel=1e-5)
+
+    def seeds_needed(difference: float, lasting: float) -> int | None:
+        """With a sigma of 1 over seeds, and a noise that stays."""
+        return decide.seeds_needed(
+            difference, 0.05, lambda runs: (lasting, math.inf, 2 / runs, math.inf)
+        )
+
     # 2 sigma^2 / R must fall to (D / quantiles)^2
-    assert decide.seeds_needed(0.5, 0.0, 1.0, 0.05) == math.ceil(2 * (quantiles / 0.5) ** 2)
-    assert decide.seeds_needed(0.5, 1.0, 1.0, 0.05) is None
-    assert decide.seeds_needed(0.0, 0.0, 1.0, 0.05) is None
-    assert decide.seeds_needed(9.0, 0.1, 0.0, 0.05) == 1
+    assert seeds_needed(0.5, 0.0) == math.ceil(2 * (quantiles / 0.5) ** 2)
+    assert seeds_needed(0.5, 1.0) is None and seeds_needed(0.0, 0.0) is None
+    assert seeds_needed(9.0, 0.1) == 1
+
+
+@given(st.lists(st.floats(0, 1), max_size=20))
+def test_the_levels_of_holm_are_those_at_which_it_tests(p: list[float]) -> None:
+    """Issue 17, item 3: p is at most its level exactly where Holm's p is at most alpha."""
+    levels = decide.holm_levels(np.array(p))
+    near = np.isclose(p, levels, rtol=1e-9)
+    assert (((np.array(p) <= levels) == (simulate.holm_rows(np.array(p)) <= 0.05)) | near).all()
+    assert all(0.05 / len(p) <= level <= 0.05 for level in levels)
 
 
 @pytest.mark.parametrize("df", [1, 2, 6, 30])

@@ -59,14 +59,14 @@ def _decide(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     """The rows with p, Holm's p, verdicts and what could have been shown."""
     judged = [each.found for each in measured if each.found]
     p = np.array([float(decide.two_sided_p(x.difference, *x.noise.parts)) for x in judged])
-    adjusted = iter(zip(p, decide.holm(p), strict=True))
+    adjusted = iter(zip(p, decide.holm(p), decide.holm_levels(p), strict=True))
     rows = []
     for each in measured:
         if each.found is None:
             rows.append(each.row | _not_judged(each))
             continue
-        own, family = next(adjusted)
-        rows.append(each.row | _judged(each, each.found, float(own), float(family), len(judged)))
+        own, family, level = map(float, next(adjusted))
+        rows.append(each.row | _judged(each, each.found, own, family, level, len(judged)))
     return rows
 
 
@@ -88,10 +88,13 @@ def _not_judged(each: Measured) -> dict[str, Any]:
     return {**dict.fromkeys(names), "verdict": NOT_JUDGED, "words": f"{NOT_JUDGED}: {why}"}
 
 
-def _judged(each: Measured, found: Paired, p: float, p_holm: float, tests: int) -> dict[str, Any]:
+def _judged(
+    each: Measured, found: Paired, p: float, p_holm: float, level: float, tests: int
+) -> dict[str, Any]:
+    """The verdict; `ci` is at the `level` of this test in the family of `tests`."""
     scale, row = each.scale, each.row
     size, noise = found.difference, found.noise
-    half = decide.critical_value(decide.ALPHA, *noise.parts)
+    half = decide.critical_value(level, *noise.parts)
     ci = [size - half, size + half]
 
     def shown(x: float) -> float:
@@ -117,9 +120,10 @@ def _judged(each: Measured, found: Paired, p: float, p_holm: float, tests: int) 
         "verdict": verdict,
         "detectable": possible(family),
         "detectable_alone": possible(alone),
-        "seeds_needed": decide.seeds_needed(
-            size, found.lasting, found.shrinking, decide.ALPHA / tests
-        ),
+        # a difference beyond noise has been shown already
+        "seeds_needed": decide.seeds_needed(size, decide.ALPHA / tests, found.noise_with)
+        if verdict == WITHIN
+        else None,
     }
     return more | {"words": _words(row | more, is_up)}
 
@@ -138,5 +142,5 @@ def _words(row: Mapping[str, Any], is_up: bool) -> str:
     if row["difference"] and row["seeds_needed"] is not None:
         ends += f", this one with {row['seeds_needed']} seeds each or more"
     elif row["difference"]:
-        ends += ", this one with no number of seeds: the items are too few"
+        ends += f", this one not with {decide.MOST_SEEDS:,} seeds: the items are too few"
     return f"{found} on these runs, within noise" + (", both at chance" * row["at_chance"]) + ends

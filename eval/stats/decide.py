@@ -9,6 +9,7 @@ too bold (Robinson 1976). With one of the two variances nil it is Student's t. N
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -20,6 +21,8 @@ ALPHA, POWER = 0.05, 0.8
 KNOWN_FROM = 5000
 """Degrees of freedom from which a variance counts as known."""
 CELLS = 1 << 22
+MOST_SEEDS = 1024
+"""More seeds than this nobody trains."""
 
 
 @lru_cache(maxsize=1024)
@@ -94,6 +97,21 @@ def holm(p: np.ndarray) -> np.ndarray:
     return np.asarray(multipletests(p, method="holm")[1]) if p.size else p
 
 
+def holm_levels(p: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
+    """The level at which Holm's procedure tests each p: `holm(p) <= alpha` iff `p <= level`.
+
+    The k-th smallest of m is tested at alpha / (m - k + 1); all after the first that is not
+    significant share its level. An interval at a test's level excludes 0 iff it is significant.
+    """
+    levels = np.empty(p.size)
+    tested, stopped = p.size, False
+    for index in np.argsort(p, kind="stable"):
+        levels[index] = alpha / tested
+        stopped = stopped or bool(p[index] > levels[index])
+        tested -= not stopped
+    return levels
+
+
 def detectable(
     alpha: float,
     item_variance: float,
@@ -135,18 +153,23 @@ def detectable(
 
 def seeds_needed(
     difference: float,
-    lasting: float,
-    shrinking: float,
     alpha: float,
-    power: float = POWER,
+    noise_with: Callable[[int], tuple[float, float, float, float]],
 ) -> int | None:
-    """Seeds of both architectures with which `difference` would be shown at `alpha`.
+    """The fewest seeds of both architectures with which `difference` is `detectable` at `alpha`.
 
-    The variance with R seeds is 2 shrinking / R + lasting, taken as known. None where what lasts
-    is too much, or there is no difference.
+    `noise_with(R)`: the noise with R seeds each. None if MOST_SEEDS are too few.
     """
-    quantile = stats.norm.isf(alpha / 2) + stats.norm.ppf(power)
-    left = (difference / quantile) ** 2 - lasting
-    if left <= 0 or not math.isfinite(left):
+
+    def is_enough(seeds: int) -> bool:
+        return detectable(alpha, *noise_with(seeds)) <= abs(difference)
+
+    if difference == 0 or not is_enough(MOST_SEEDS):
         return None
-    return max(1, math.ceil(2 * shrinking / left))
+    low, high = 0, 1
+    while not is_enough(high):
+        low, high = high, min(2 * high, MOST_SEEDS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high

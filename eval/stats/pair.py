@@ -39,16 +39,27 @@ class Noise:
 class Paired:
     """The mean paired difference a - b over the items, and its noise.
 
-    `shrinking` and `lasting`: its variance as R seeds of both sides would make it,
-    2 shrinking / R + lasting. From single runs, where what the items add cannot be told from the
-    runs' own answers, all of it is taken to shrink.
+    `lasting`: the part of the items' variance that more seeds do not reduce. From single runs,
+    where what the items add cannot be told from the runs' own answers, it is taken to be 0.
     """
 
     difference: float
     noise: Noise
-    shrinking: float
     lasting: float
     clusters: Clusters
+    num_runs: tuple[int, int]
+    seeds: SeedNoise
+
+    def noise_with(self, runs: int) -> tuple[float, float, float, float]:
+        """The parts of `noise` if both sides had `runs` seeds; of as many as now, `noise.parts`."""
+        a, b = self.num_runs
+        share = 2 / runs / (1 / a + 1 / b)
+        return (
+            self.lasting + (self.noise.item_variance - self.lasting) * share,
+            self.noise.item_df,
+            self.noise.seed_variance * share,
+            self.seeds.df_with(2 * runs - a - b),
+        )
 
     @property
     def num_clusters(self) -> int:
@@ -85,9 +96,9 @@ def paired(
         runs * one_run,
         seeds.df,
     )
-    if any(len(values_RN) > 1 for values_RN in sides):
-        return Paired(clusters.mean, noise, one_run, noise.item_variance, clusters)
-    return Paired(clusters.mean, noise, max(one_run, over_items / runs), 0.0, clusters)
+    counts = len(a_RN), len(b_RN)
+    lasting = noise.item_variance if max(counts) > 1 else 0.0
+    return Paired(clusters.mean, noise, lasting, clusters, counts, seeds)
 
 
 def one_side(

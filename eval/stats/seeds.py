@@ -51,6 +51,13 @@ class SeedNoise:
     def sigma(self) -> float:
         return math.sqrt(self.variance)
 
+    def df_with(self, more_runs: int) -> float:
+        """`df` if the recipes had so many more runs; see `seed_noise` for when own seeds count."""
+        if not math.isfinite(self.df) or self.source == "own":
+            return max(self.df + more_runs, 1.0)
+        own = max(self.df - RANGE_DF + more_runs, 0.0)
+        return own if own >= RANGE_DF else RANGE_DF + own
+
 
 def published_spread(task: str, suite: str) -> float | None:
     """The range of the paper's eight seeds on `task`, or on others of its kind; of an accuracy.
