@@ -6,9 +6,10 @@ A leaf of the package: data shards, run folders and results are written through 
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 READ_BYTES = 1 << 20
 
@@ -28,14 +29,37 @@ def publish(temporary: Path, final: Path) -> None:
     fsync_folder(final.parent)
 
 
+def create_file(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Create `path` for writing; raises FileExistsError also for a link, which is not followed."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, mode), "wb")
+
+
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(temporary, path)
+    """Write `content` to `path` so that a reader sees the old file or the new one, never a part.
+
+    The temporary file beside it, `path`.XXXXXXXX.tmp, has a random name; an error removes it.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    file = create_file(temporary)
+    try:
+        with file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def remove_leftovers(folder: Path, name: str = "*") -> None:
+    """Remove what killed calls of `write_atomic` left of files called `name` in `folder`.
+
+    For the holder of a lock on these files: a live call's temporary file looks the same.
+    """
+    for left in folder.glob(f"{name}.{'[0-9a-f]' * 8}.tmp"):
+        left.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

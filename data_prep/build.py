@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 from canon_pretrain.data.shard_writer import drop_changed_marks, unit_marks
@@ -179,8 +180,8 @@ def _check_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file, expected a folder; give a new one")
     if out.is_dir() and not (out / PLAN).exists():
-        ours = (LOCK, PLAN + ".tmp")
-        foreign = sorted(path.name for path in out.iterdir() if path.name not in ours)
+        names = sorted(path.name for path in out.iterdir())
+        foreign = [name for name in names if name != LOCK and not fnmatch(name, f"{PLAN}.*tmp")]
         if foreign:
             raise UserError(
                 f"--out {out}: holds other files ({', '.join(foreign[:3])}) and no {PLAN}; "

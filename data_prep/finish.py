@@ -19,7 +19,7 @@ import numpy as np
 from canon_pretrain.data.shard_writer import drop_changed_marks, read_marks, unit_marks
 from canon_pretrain.data.shards import MANIFEST, ShardError, TokenShards, make_manifest
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import sha256_file, write_json
+from canon_pretrain.files import remove_leftovers, sha256_file, write_json
 from data_prep import sources
 from data_prep.disk import disk_errors
 from data_prep.lock import locked, remove_locks
@@ -155,6 +155,9 @@ def write_manifests(out: Path, root: Path, plan: Plan, limits: Limits) -> None:
     for what in ("repaired", "skipped"):
         _say_counts(out, plan, stream.units, what)
     remove_locks(out / UNIT_LOCKS)
+    if not (out / UNIT_LOCKS).exists():  # no other process builds units here
+        for folder in (out, *(out / split for split in SPLITS)):
+            remove_leftovers(folder)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Unfinished:
         Raises OSError where the folder cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        file = open(self._folder / "lock", "w")
+        file = open(self._folder / "lock", "a")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

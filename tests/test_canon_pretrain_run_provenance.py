@@ -26,7 +26,6 @@ from canon_pretrain.run.launches import (
 from canon_pretrain.run.log import RunLog
 from canon_pretrain.run.provenance import LaunchRecord, config_hash, packages
 from canon_pretrain.run.readme import command_again
-from canon_pretrain.run.redaction import REDACTED
 from canon_pretrain.run.source_tree import SourceTree, look_at_source
 from tests.checkpoint_folders import fill, small_disk
 from tests.ranks import Ended, events, launch
@@ -34,8 +33,8 @@ from tests.support import debug_run
 
 SECRETS = {
     "HF_TOKEN": "planted-in-a-token-1",
-    "NCCL_SECRET": "planted-in-nccl-2",
-    "TORCH_URL": "https://me:planted-in-url-3@host/x",
+    "DB_PASS": "planted-in-a-pass-2",
+    "SLURM_JWT": "planted-in-jwt-3",
 }
 
 
@@ -72,7 +71,7 @@ def launched(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Lau
     def start(name: str, *more: object, check: bool = True) -> Path:
         ended: Ended = launch(
             *debug_run(data_folder, run),
-            *("--job.description", "tried by planted-in-a-token-1 at https://me:planted-4@host/"),
+            *("--job.description", "tried by me"),
             *more,
             output=base / "output",
             ranks=1,
@@ -93,15 +92,15 @@ def launched(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Lau
     )
 
 
-def test_a_planted_secret_is_nowhere_in_the_run_folder(launched: Launched) -> None:
+def test_secrets_of_the_environment_are_not_recorded(launched: Launched) -> None:
+    """Issue 17, item 20: the environment is an allow-list, and a record is its user's alone."""
     found = all_text(launched.fresh)
-    assert b"tried by" in found, "the words around it are there"
-    for secret in (b"planted-in-a-token-1", b"planted-in-nccl-2", b"in-url-3", b"planted-4"):
-        assert secret not in found
-    assert (
-        json_of(RunFolder(launched.fresh).launch_path(1) / "environment.json")["NCCL_SECRET"]
-        == REDACTED
-    )
+    assert b"tried by me" in found
+    for secret in SECRETS.values():
+        assert secret.encode() not in found
+    record = RunFolder(launched.fresh).launch_path(1)
+    assert json_of(record / "environment.json")["SLURM_JOB_ID"] == "812"
+    assert {path.stat().st_mode & 0o777 for path in record.iterdir()} == {0o600}
 
 
 def test_a_launch_says_what_it_was(launched: Launched) -> None:
@@ -268,28 +267,6 @@ def write_record(run: RunFolder, facts: RunFacts, **options: Any) -> list[str]:
 FACTS = RunFacts("0123abcd", "2026-11-20T12:00:00+00:00", 7)
 
 
-def test_secrets_are_kept_out_of_arguments_and_of_all_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # what is uncommitted of these tests speaks of planted things as well
-    monkeypatch.setattr(provenance, "look_at_source", lambda inside: SourceTree())
-    run = RunFolder(tmp_path)
-    arguments = ["--x.api_key", "planted-one", "--y.password=planted \\two", "--z", "planted-three"]
-    environ = {
-        "A_TOKEN": "planted-three",
-        "SLURM_JOB_NAME": 'planted "four',
-        "B_KEY": 'planted "four',
-    }
-    assert write_record(run, FACTS, arguments=arguments, environ=environ) == []
-    found = all_text(tmp_path)
-    assert b"planted" not in found
-    again = json_of(run.launch_path(7) / "launch.json")["command"]["again"]
-    assert again == (
-        "python -m canon_pretrain.train --x.api_key '[redacted]' '--y.password=[redacted]' "
-        "--z '[redacted]'"
-    )
-
-
 def test_a_persons_own_readme_stays(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     write_record(run, FACTS)
@@ -394,7 +371,7 @@ def test_a_clean_tree_is_its_commit(repository: Path) -> None:
         folder=str(repository),
         commit=git(repository, "rev-parse", "HEAD"),
         branch="work",
-        origin="ssh://git@host/x.git",
+        origin="ssh://host/x.git",
         dirty=False,
     )
 
@@ -522,20 +499,17 @@ def test_git_is_asked_about_this_tree_whatever_the_environment_says(
     assert found.folder == str(repository)
 
 
-def test_a_secret_in_the_code_is_not_copied(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (repository / "package" / "code.py").write_text(
-        'one = "planted-of-environment"\ntwo = 2\npassword = "planted-two"\n'
-    )
-    monkeypatch.setattr(
-        provenance,
-        "look_at_source",
-        lambda inside: look_at_source(repository / "package" / "__init__.py"),
-    )
-    run = RunFolder(tmp_path / "run")
-    assert write_record(run, FACTS, environ={"A_KEY": "planted-of-environment"}) == []
-    patch = (run.launch_path(7) / "source.patch").read_text()
-    assert f'+one = "{REDACTED}"\n' in patch and f'+password = "{REDACTED}"\n' in patch
-    assert "planted" not in patch
-    assert json_of(run.launch_path(7) / "launch.json")["git"]["patch_redacted"] == 2
+def test_a_patch_holds_the_projects_own_code_only(repository: Path) -> None:
+    """Issue 17, item 20: no key, netrc, YAML or script of the same repository is copied."""
+    (repository / "package" / "code.py").write_text("one = 2\n")
+    names = ("id_rsa", ".netrc", "notes.py", "scripts/x.py", "package/db.yaml", "eval/task.py")
+    for name in names:
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).write_text(f"planted in {name}\n")
+        git(repository, "add", name)
+    git(repository, "remote", "add", "origin", "https://me:planted@host:8080/x.git")
+    found = look_at_source(repository / "package" / "__init__.py")
+    assert b"+one = 2" in found.patch and b"planted in eval/task.py" in found.patch
+    assert found.patch.count(b"planted") == 1
+    assert sorted(found.left_out) == sorted({*names} - {"eval/task.py"})
+    assert found.origin == "https://host:8080/x.git"

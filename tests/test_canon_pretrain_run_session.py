@@ -177,14 +177,3 @@ def test_traces_that_a_person_deleted_do_not_end_the_next_launch(tmp_path: Path)
     assert kept is not None
     assert kept != tmp_path / "launch-2"
     assert (kept / "rank_0").read_text() == "launch 3"
-
-
-def test_what_a_launch_failed_of_is_told_without_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("A_TOKEN", "planted-of-environment")
-    text = "no answer from https://me:planted-in-url@host for planted-of-environment"
-    with pytest.raises(ValueError), session(tmp_path):
-        raise ValueError(text)
-    reason = "ValueError: no answer from https://[redacted]@host for [redacted]"
-    assert (status(tmp_path).state, status(tmp_path).reason) == ("failed", reason)

@@ -34,6 +34,7 @@ INTERRUPTED = "a save that was interrupted"
 
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 _REASON = ".reason.txt"
+_IS_REASON = re.compile(rf"{re.escape(_REASON)}(\.[0-9a-f]*\.?tmp)?$")
 _NO_REASON = "no reason was recorded: the launch that moved it was killed, or the disk was full"
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class CheckpointFolder:
 
     def _quarantine_entries(self) -> list[Path]:
         folder = self.path / QUARANTINE
-        return [p for p in entries(folder) if not p.name.endswith((_REASON, f"{_REASON}.tmp"))]
+        return [p for p in entries(folder) if not _IS_REASON.search(p.name)]
 
     def _quarantined_saves(self) -> list[Path]:
         """Interrupted saves in quarantine, the oldest first.
@@ -390,7 +391,6 @@ def _write_note(path: Path, text: str) -> None:
     try:
         write_atomic(path, text.encode())
     except OSError as error:
-        path.with_name(path.name + ".tmp").unlink(missing_ok=True)
         logger.warning(f"{path} can't be written ({error.strerror}); it would say: {text.strip()}")
 
 

@@ -31,7 +31,7 @@ from canon_pretrain.data.shards import (
     part_name,
     way_out,
 )
-from canon_pretrain.files import publish, sha256_file, write_atomic, write_json
+from canon_pretrain.files import create_file, publish, sha256_file, write_atomic, write_json
 
 SUFFIXES = ("bin", "docs", "crc")
 
@@ -53,7 +53,8 @@ class _PartFile:
         self._crcs: list[np.ndarray] = []
         self._pending = bytearray()
         self._digest = hashlib.sha256()
-        self._file: BinaryIO = open(self._temporary(), "wb")
+        self._temporary().unlink(missing_ok=True)  # a killed build's
+        self._file: BinaryIO = create_file(self._temporary())
 
     def _temporary(self) -> Path:
         return self.path.with_name(self.path.name + ".bin.tmp")

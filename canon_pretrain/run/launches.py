@@ -4,7 +4,6 @@ A launch takes its number under the run's lock, before it writes a line to the l
 back where it came to nothing. No torch here.
 """
 
-import contextlib
 import json
 import os
 import uuid
@@ -61,8 +60,6 @@ def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
     try:
         write_json(folder.run_file, asdict(facts))
     except OSError as error:
-        with contextlib.suppress(OSError):  # what a full disk took of it
-            folder.run_file.with_name(f"{folder.run_file.name}.tmp").unlink()
         return facts, f"{folder.run_file} cannot be written ({error.strerror})"
     return facts, None
 

@@ -8,8 +8,9 @@
       source.patch        what the code differed in from its commit; absent where it did not
 
 Rank 0 does it under the run's lock (titan/launch.py): it numbers the launch (launches.py), gathers
-while the ranks meet, and writes where the launch begins to train. No part of it holds a secret
-(redaction.py), and none of it ends a run: what fails is one sentence. No torch here.
+while the ranks meet, and writes where the launch begins to train. Command lines, variables and code
+may hold a secret, so its files are the user's alone (mode 0600). None of it ends a run: what fails
+is one sentence. No torch here.
 """
 
 import hashlib
@@ -27,24 +28,43 @@ from pathlib import Path
 from typing import Any
 
 import canon_pretrain
-from canon_pretrain.files import fsync_folder, write_atomic
+from canon_pretrain.files import create_file, fsync_folder, write_atomic
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.holder import Holder, utc_now
 from canon_pretrain.run.launches import RunFacts, take_back
 from canon_pretrain.run.readme import IS_OURS, command_again, readme
-from canon_pretrain.run.redaction import (
-    redact_arguments,
-    redact_config,
-    redact_environment,
-    redact_source,
-    redact_text,
-    scrub,
-    secret_values,
-)
 from canon_pretrain.run.source_tree import SourceTree, look_at_source
 
 GATHER_S = 10.0
 """How long the first step may wait for git and the package list, which had the whole start."""
+
+# Settings of libraries and of the job, by name. Not SLURM_* as a whole: SLURM_JWT is a key.
+_ALLOWED_PREFIXES = (
+    *("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "GOMP_", "KMP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_"),
+    *("OPENBLAS_", "PYTORCH_", "TORCH_", "TORCHELASTIC_", "TORCHINDUCTOR_", "TRITON_", "UCX_"),
+)
+_ALLOWED_NAMES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"),
+    *("MASTER_PORT", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "HOSTNAME", "LANG", "LC_ALL", "TZ", "TMPDIR"),
+    *("HF_HOME", "HF_HUB_OFFLINE", "WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_DIR"),
+    *("SLURMD_NODENAME", "SLURM_CLUSTER_NAME", "SLURM_SUBMIT_HOST", "SLURM_RESTART_COUNT"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES"),
+    *("SLURM_JOB_PARTITION", "SLURM_JOB_QOS", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"),
+    *("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_NNODES", "SLURM_NODEID", "SLURM_PROCID"),
+    *("SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"),
+    *("SLURM_CPUS_ON_NODE", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    *("SLURM_JOB_GPUS", "SLURM_MEM_PER_NODE", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_CPU"),
+)
+
+
+def allowed_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that may be recorded, sorted by name."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name in _ALLOWED_NAMES or name.startswith(_ALLOWED_PREFIXES)
+    }
 
 
 def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
@@ -100,12 +120,9 @@ class LaunchRecord:
     ) -> None:
         self.facts = facts
         self._environ = dict(environ)
-        self._secrets = secret_values(self._environ, [*arguments, *sys.orig_argv])
-        self._arguments = scrub(redact_arguments(arguments), self._secrets)
+        self._arguments = list(arguments)
         self._data = {"fingerprint": fingerprint, "folders": list(folders)}
         self._source = SourceTree(problem=f"git gave no answer within {GATHER_S:.0f} s")
-        self._patch: tuple[bytes, int] = (b"", 0)
-        """Its patch without secrets, and how many were taken out of it."""
         self._packages: list[str] = []
         self._problem: str | None = None
         self._has_waited = self._is_written = False
@@ -116,9 +133,7 @@ class LaunchRecord:
         try:
             self._packages = packages()
             # the file of this package that every version of it has
-            source = look_at_source(Path(canon_pretrain.__file__).resolve())
-            self._patch = self._without_secrets(source.patch)
-            self._source = source
+            self._source = look_at_source(Path(canon_pretrain.__file__).resolve())
         except Exception as error:  # whatever is broken here, it is not the run
             self._problem = f"{type(error).__name__}: {error}"
 
@@ -172,9 +187,8 @@ class LaunchRecord:
         """The content of launch.json."""
         self._wait()
         holder = Holder.of_this_process(self._environ)
-        patch, redacted = self._patch
-        source = asdict(self._source) | {"origin": redact_text(self._source.origin or "") or None}
-        del source["patch"], source["patch_cut"], source["problem"]
+        source = asdict(self._source)
+        patch, patch_cut, problem = (source.pop(k) for k in ("patch", "patch_cut", "problem"))
         return {
             "run_id": self.facts.run_id,
             "created": self.facts.created,
@@ -183,7 +197,7 @@ class LaunchRecord:
             "command": {
                 "again": command_again(self._arguments, self._environ),
                 "arguments": self._arguments,
-                "process": redact_arguments(sys.orig_argv),
+                "process": sys.orig_argv,
                 "launcher": _launcher(self._environ),
                 "folder": os.getcwd(),
             },
@@ -201,34 +215,27 @@ class LaunchRecord:
             | {
                 "patch": "source.patch" if patch else None,
                 "patch_bytes": len(patch),
-                "patch_cut": self._source.patch_cut,
-                "patch_redacted": redacted,
-                "problem": self._source.problem,
+                "patch_cut": patch_cut,
+                "problem": problem,
             },
         }
-
-    def _without_secrets(self, patch: bytes) -> tuple[bytes, int]:
-        text = patch.decode(errors="surrogateescape")
-        found, count = redact_source(text)
-        count += sum(found.count(secret) for secret in self._secrets)
-        return scrub(found, self._secrets).encode(errors="surrogateescape"), count
 
     def _write_folder(self, target: Path, launch: dict[str, Any], config: dict[str, Any]) -> None:
         temporary = target.with_name(f".{target.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         texts = {
-            "config.json": self._json(redact_config(config)),
+            "config.json": _json(config),
             "packages.txt": "".join(f"{line}\n" for line in self._packages),
-            "environment.json": self._json(redact_environment(self._environ)),
-            "launch.json": self._json(launch),
+            "environment.json": _json(allowed_environment(self._environ)),
+            "launch.json": _json(launch),
         }
         contents = {name: text.encode(errors="replace") for name, text in texts.items()}
-        if self._patch[0]:
-            contents["source.patch"] = self._patch[0]
+        if self._source.patch:
+            contents["source.patch"] = self._source.patch
         try:
             for name, content in contents.items():
-                with open(temporary / name, "wb") as file:
+                with create_file(temporary / name, mode=0o600) as file:
                     file.write(content)
                     file.flush()
                     os.fsync(file.fileno())
@@ -238,11 +245,6 @@ class LaunchRecord:
             raise
         fsync_folder(target.parent)
 
-    def _json(self, value: Any) -> str:
-        """Scrubbed first: JSON may write a secret's characters in another way."""
-        clean = scrub(value, self._secrets)
-        return json.dumps(clean, indent=2, ensure_ascii=False, default=str) + "\n"
-
     def _write_readme(
         self, folder: RunFolder, launch: dict[str, Any], config: dict[str, Any]
     ) -> None:
@@ -250,9 +252,12 @@ class LaunchRecord:
         path = folder.readme_file
         if path.exists() and IS_OURS not in path.read_text(errors="replace"):
             return
-        facts, settings = scrub([launch, redact_config(config)], self._secrets)
-        text = readme(folder.path.resolve(), facts, settings)
+        text = readme(folder.path.resolve(), launch, config)
         write_atomic(path, text.encode(errors="replace"))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
 
 
 def _launcher(environ: Mapping[str, str]) -> list[str] | None:
@@ -263,4 +268,4 @@ def _launcher(environ: Mapping[str, str]) -> list[str] | None:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
         return None
-    return redact_arguments(words.rstrip("\0").split("\0"))
+    return words.rstrip("\0").split("\0")

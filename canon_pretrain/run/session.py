@@ -7,16 +7,15 @@ other ranks hold their signals only. No torch here.
 import itertools
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.files import remove_leftovers
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.lock import RunLock
-from canon_pretrain.run.redaction import redact_text, scrub, secret_values
 from canon_pretrain.run.status import States, StatusWriter
 from canon_pretrain.run.stop import StopRequests
 
@@ -82,6 +81,8 @@ class Session:
             say=self._say,
             on_beat=self._beat,
         )
+        for written in (self.folder.run_file, self.folder.config_file, self.folder.status_file):
+            remove_leftovers(path, written.name)
         self.status = StatusWriter(
             self.folder.status_file, steps=self._steps, world_size=self._world_size
         )
@@ -130,9 +131,7 @@ class Session:
         try:
             if self.status is not None and error is not None and not self.lost:
                 step = self.status.status.step
-                reason = redact_text(f"{type(error).__name__}: {_first_line(error)}")
-                reason = scrub(reason, secret_values(os.environ, sys.orig_argv))
-                self.status.end("failed", reason, step)
+                self.status.end("failed", f"{type(error).__name__}: {_first_line(error)}", step)
             if self._lock is not None:
                 self._lock.release()
         finally:

@@ -5,21 +5,21 @@ again. git may be missing, slow, or have nothing to say: then there is a sentenc
 never an error.
 """
 
-import fnmatch
 import os
 import subprocess
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from urllib.parse import urlsplit
 
 PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = (".py", ".toml")
 UNTRACKED_NAMES = 200
 UNTRACKED_BYTES = 1 << 16
 UNTRACKED_S = 5.0
-LEFT_OUT = (".env*", "*.pem", "*.key")
-"""Files that hold secrets by profession: their changes are named, and not shown."""
+OWN_FOLDERS = ("data_prep", "eval")
+"""The project's source folders beside canon_pretrain/: the patch shows their *.py files only."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,15 @@ class SourceTree:
     branch: str | None = None
     """None where HEAD is detached."""
     origin: str | None = None
+    """Its URL without user and password."""
     dirty: bool | None = None
     """Whether tracked files differ from `commit`; None where git did not say."""
     untracked: list[str] = field(default_factory=list)
     """Files of UNTRACKED_KINDS that git neither tracks nor ignores, UNTRACKED_NAMES at most."""
     left_out: list[str] = field(default_factory=list)
-    """Changed files that the patch does not show: see LEFT_OUT."""
+    """Changed files that the patch does not show, UNTRACKED_NAMES at most."""
     patch: bytes = b""
-    """`git diff HEAD`, its first PATCH_BYTES; binary files are named only."""
+    """`git diff HEAD` of the project's own *.py files, its first PATCH_BYTES."""
     patch_cut: bool = False
     problem: str | None = None
     """Why something of this is missing."""
@@ -66,16 +67,24 @@ def look_at_source(
     except _GitFailed as failure:
         return SourceTree(folder=str(root), problem=str(failure))
     patch, cut, problem = b"", False, None
-    if facts.changed:
-        excluded = (f":(exclude,glob)**/{name}" for name in LEFT_OUT)
+    package = inside.parent.resolve().relative_to(root.resolve())
+    own = [package, *(package.parent / name for name in OWN_FOLDERS)]
+    shown = [
+        name
+        for name in facts.changed
+        if name.endswith(".py") and any(Path(name).is_relative_to(folder) for folder in own)
+    ]
+    if shown:
         # without a commit everything is new, and there is nothing to differ from
         since = "HEAD" if facts.commit else "--cached"
         try:
-            patch, cut = git.bounded(patch_bytes, *_DIFF, since, "--", ".", *excluded)
+            patch, cut = git.bounded(
+                patch_bytes, *_DIFF, since, "--", *(f":(top,literal){name}" for name in shown)
+            )
         except _GitFailed as failure:
             problem = str(failure)
     try:
-        origin = git.text("remote", "get-url", "origin").strip()
+        origin = _without_user(git.text("remote", "get-url", "origin").strip())
     except _GitFailed:
         origin = None
     untracked: list[str] = []
@@ -92,7 +101,7 @@ def look_at_source(
         origin=origin,
         dirty=bool(facts.changed),
         untracked=untracked[:UNTRACKED_NAMES],
-        left_out=[name for name in facts.changed if _is_left_out(name)],
+        left_out=[name for name in facts.changed if name not in shown][:UNTRACKED_NAMES],
         patch=patch,
         patch_cut=cut,
         problem=problem,
@@ -130,8 +139,10 @@ def _parse_status(text: str) -> _Facts:
     return facts
 
 
-def _is_left_out(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(PurePosixPath(name).name, pattern) for pattern in LEFT_OUT)
+def _without_user(url: str) -> str:
+    """`url` without `user:password@`; git@host:path, which is no URL, as it is."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 class _Git:

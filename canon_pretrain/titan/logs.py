@@ -7,8 +7,6 @@ import os
 import sys
 import warnings
 
-from canon_pretrain.run.redaction import redact_text
-
 # What torchtitan's log says that is no news (garbage collections, waits), does not hold here (a
 # CPU's peak FLOP/s, autocast), or is said by our own lines
 _NOISE = (
@@ -38,15 +36,15 @@ def _is_news(record: logging.LogRecord) -> bool:
 class _Printer(logging.Handler):
     """Prints to the present sys.stdout: a progress bar puts itself there, and stays below.
 
-    Without passwords in URLs and tokens, since a job's output is kept beside it. A line that stdout
-    does not take (its disk is full, its reader has gone, it is closed) is lost, and ends no run.
+    A line that stdout does not take (its disk is full, its reader has gone, it is closed) is lost,
+    and ends no run.
     """
 
     _is_lost = False
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(redact_text(self.format(record)), flush=True)
+            print(self.format(record), flush=True)
         except (OSError, ValueError) as error:
             if not self._is_lost:
                 with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -25,7 +25,6 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.kernels.backends import describe as describe_canon
 from canon_pretrain.run.once import FRESH, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord
-from canon_pretrain.run.redaction import publishable
 from canon_pretrain.run.session import Session
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
 from canon_pretrain.titan import launch
@@ -70,7 +69,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         fresh = job.checkpoint.fresh and not was_obeyed(self.folder.obeyed_file, FRESH)
         allowed = job.run.allow_changes
         self.changes = {} if fresh else check_identity(self.folder, self.identity, allowed)
-        self.config = publishable(job.to_dict())
+        self.config = job.to_dict()
         # whoever reads the run may stand in another folder
         self.config["data"] |= absolute_folders(job.data)
         self.config_changes = {} if fresh else config_changes(self.folder, self.config)

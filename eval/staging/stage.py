@@ -218,7 +218,7 @@ def _check(folder: Path, chosen: list[DataSet]) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold `folder` for this process alone; the kernel gives it back however the process ends."""
-    with open(folder / LOCK, "w") as file:
+    with open(folder / LOCK, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

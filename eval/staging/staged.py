@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canon_pretrain.errors import UserError, nearest
-from canon_pretrain.files import fsync_folder, publish, write_json
+from canon_pretrain.files import create_file, fsync_folder, publish, write_json
 from eval.staging.catalogue import CATALOGUE, DataSet
 
 if TYPE_CHECKING:
@@ -215,7 +215,8 @@ def _write_split(target: Path, split: str, rows: "datasets.Dataset") -> dict[str
     pyarrow.parquet.write_table(table, buffer)
     content = buffer.getvalue()
     try:
-        with open(_temporary(path), "wb") as file:
+        _temporary(path).unlink(missing_ok=True)  # a killed staging's
+        with create_file(_temporary(path)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

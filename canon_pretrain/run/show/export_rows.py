@@ -6,7 +6,6 @@ names are such that both tools can show them.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,7 +14,6 @@ from typing import Any
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number
-from canon_pretrain.run.redaction import publishable
 from canon_pretrain.run.show.history import SEEDS, Evaluation
 
 GROUPS = {
@@ -135,9 +133,7 @@ def seconds(time_text: Any) -> float:
         return 0.0
 
 
-def about(
-    folder: RunFolder, events: list[dict[str, Any]], environ: Mapping[str, str] = os.environ
-) -> About:
+def about(folder: RunFolder, events: list[dict[str, Any]]) -> About:
     """What the run is called and what it is, from config.json and the log. Raises UserError."""
     record = folder.read_config()
     identity = record.get("identity") if isinstance(record, dict) else None
@@ -167,6 +163,6 @@ def about(
         name=f"{path.parent.name}/{path.name}" if path.name in ("run", "runs") else path.name,
         group="-".join(filter(None, (flavor, position, sites, digest))),
         tags=tuple(filter(None, (flavor, position, sites))),
-        config=publishable(config, environ),
+        config=config,
         began=seconds(first.get("time")),
     )

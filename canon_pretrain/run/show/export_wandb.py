@@ -18,13 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.redaction import (
-    redact_arguments,
-    redact_environment,
-    redact_text,
-    scrub,
-    secret_values,
-)
+from canon_pretrain.run.provenance import allowed_environment
 from canon_pretrain.run.show.export import MODES
 from canon_pretrain.run.show.export_rows import About, Row
 
@@ -47,11 +41,6 @@ class WandbSettings:
 
 def settings_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> WandbSettings:
     """The command line's settings; what it does not say, wandb's variables do, or torchtitan's."""
-    secrets = secret_values(environ)
-
-    def clean(text: str | None) -> str:
-        return scrub(redact_text(text or ""), secrets)
-
     mode = arguments.mode or environ.get("WANDB_MODE") or "offline"
     if mode not in MODES:
         raise UserError(f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}")
@@ -59,22 +48,19 @@ def settings_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Wa
         mode=mode,
         project=arguments.project or environ.get("WANDB_PROJECT") or "canon_pretrain",
         entity=arguments.entity or environ.get("WANDB_ENTITY") or environ.get("WANDB_TEAM") or "",
-        name=clean(arguments.name or environ.get("WANDB_NAME") or environ.get("WANDB_RUN_NAME")),
-        tags=tuple(map(clean, arguments.tags)),
+        name=arguments.name or environ.get("WANDB_NAME") or environ.get("WANDB_RUN_NAME") or "",
+        tags=tuple(arguments.tags),
         live=arguments.follow,
     )
 
 
-def _hide_secrets(environ: MutableMapping[str, str], argv: list[str]) -> None:
-    """Take secrets out of this process's SLURM_ variables and command line, in place: a live wandb
-    sends all of both, and a job's comment may hold anything."""
-    secrets = secret_values(environ, argv)
-    argv[:] = scrub(redact_arguments(argv), secrets)
-    slurm = {name: value for name, value in environ.items() if name.startswith("SLURM")}
-    shown = scrub(redact_environment(slurm), secrets)
-    for name, value in slurm.items():
-        if shown.get(name) != value:
-            del environ[name]
+def _keep_to_the_allow_list(environ: MutableMapping[str, str], argv: list[str]) -> None:
+    """Remove this process's arguments and its SLURM_ variables beyond the allow-list, in place: a
+    live wandb sends all of both, and a job's comment may hold anything."""
+    del argv[1:]
+    allowed = allowed_environment(environ)
+    for name in [name for name in environ if name.startswith("SLURM") and name not in allowed]:
+        del environ[name]
 
 
 class WandbTarget:
@@ -88,7 +74,7 @@ class WandbTarget:
         except ImportError:
             raise UserError("wandb is not installed: pip install wandb") from None
         self._facts, self._settings = facts, settings
-        _hide_secrets(os.environ, sys.argv)
+        _keep_to_the_allow_list(os.environ, sys.argv)
         self._folder = folder / "wandb"
         self._before = self._offline_folders()
         is_online = settings.mode == "online"
