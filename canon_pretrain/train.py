@@ -99,9 +99,12 @@ def _run(argv: list[str], *, quiet: bool) -> None:
             record = prepare_folder(job, session, fingerprint=fingerprint, arguments=argv)
         try:
             trainer = CanonTrainer(
-                job, world_size=world_size, fingerprint=fingerprint, session=session
+                job,
+                world_size=world_size,
+                fingerprint=fingerprint,
+                session=session,
+                record=record,
             )
-            trainer.launch_record = record
             trainer.train()
         finally:
             if trainer is not None:

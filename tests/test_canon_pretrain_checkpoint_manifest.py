@@ -38,6 +38,25 @@ def test_what_was_written_is_read_and_whole(tmp_path: Path) -> None:
     assert manifest.saved.endswith("+00:00")
 
 
+def test_a_manifest_names_its_run_or_none(tmp_path: Path) -> None:
+    """Issue 17, item 14: run_id and launch are read back; one from before there were any is read,
+    and other types are damage."""
+    path = make(tmp_path)
+    record = json.loads((path / MANIFEST).read_text())
+    for run_id, launch in (("1a2b3c4d", 3), (None, None)):
+        record |= {"run_id": run_id, "launch": launch}
+        (path / MANIFEST).write_text(json.dumps(record))
+        manifest = verify(path)
+        assert (manifest.run_id, manifest.launch) == (run_id, launch)
+    del record["run_id"], record["launch"]
+    (path / MANIFEST).write_text(json.dumps(record))
+    assert verify(path).run_id is None
+    for wrong in ({"run_id": 7}, {"launch": "3"}):
+        (path / MANIFEST).write_text(json.dumps(record | wrong))
+        with pytest.raises(DamagedCheckpoint):
+            Manifest.read(path)
+
+
 def flip(path: Path) -> None:
     content = bytearray((path / "__0_0.distcp").read_bytes())
     content[4321] ^= 1

@@ -1,6 +1,7 @@
 """A checkpoint's manifest: the hash of every file, written last, and the check against it.
 
-    step-N/manifest.json    step, kind, world size, time, and size and SHA-256 of each other file
+    step-N/manifest.json    step, kind, run and launch, world size, time, and size and SHA-256 of
+                            each other file
 
 A checkpoint folder without a readable manifest, or one that differs from its manifest in any byte,
 is damaged; nothing goes on from it. No torch here.
@@ -55,6 +56,10 @@ class Manifest:
     """By path relative to the folder: all of it except the manifest."""
     saved: str
     """UTC, ISO 8601."""
+    run_id: str | None = None
+    """Of the run that saved it; None if the writer had no run or did not record it yet."""
+    launch: int | None = None
+    """Number of the launch that saved it, within the run; None if `run_id` is."""
     version: int = VERSION
 
     @staticmethod
@@ -90,6 +95,9 @@ class Manifest:
                 raise ValueError(f"it names {outside[0]!r}, which is no file of this folder")
             if record["kind"] not in ("full", "weights"):
                 raise ValueError(f"kind {record['kind']!r}")
+            origin = record.get("run_id"), record.get("launch")
+            if not (isinstance(origin[0], str | None) and isinstance(origin[1], int | None)):
+                raise ValueError(f"run_id and launch {origin!r}")
             return cls(**{**record, "step": int(record["step"]), "files": files})
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{folder} has no {MANIFEST}: it was never finished") from None

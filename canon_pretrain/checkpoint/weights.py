@@ -185,8 +185,8 @@ def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
 def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     """Write the weights of a full checkpoint into the new folder `temporary`, as a whole one.
 
-    Names, shapes, dtypes, values and step are the same; the manifest's kind is `weights`, and it
-    fits the name step-N: the caller renames. Takes the memory of the weights. Every file is
+    Names, shapes, dtypes, values, step and run are the same; the manifest's kind is `weights`, and
+    it fits the name step-N: the caller renames. Takes the memory of the weights. Every file is
     checked first, or damage would get a manifest that fits it. Raises DamagedCheckpoint naming each
     fault, FileExistsError where `temporary` exists, and OSError where writing fails.
     """
@@ -197,6 +197,13 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
         if not name.startswith(TRAINING_STATE)
     }
     load_alone(weights, checkpoint)
-    save_alone(weights, temporary, step=manifest.step, kind="weights", in_place=True)
+    save_alone(
+        *(weights, temporary),
+        step=manifest.step,
+        kind="weights",
+        run_id=manifest.run_id,
+        launch=manifest.launch,
+        in_place=True,
+    )
     # evaluations take this time for that of the weights (`written_ns`)
     shutil.copystat(checkpoint / METADATA, temporary / METADATA)

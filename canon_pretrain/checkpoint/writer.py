@@ -125,7 +125,8 @@ class VerifiedWriter(dcp.FileSystemWriter):
     the caller, and a manifest is what tells a whole folder. Fails with FileExistsError where
     `final` exists, and with the OSError of any rank's writing: then `final` is as it was, and the
     caller takes `temporary` away (remove_unfinished); the next save to it does so too. A writer
-    serves one save. `may_commit` is asked on the coordinator, last before the rename.
+    serves one save. `may_commit` is asked on the coordinator, immediately before the rename.
+    `run_id` and `launch` go into the manifest.
     """
 
     def __init__(
@@ -136,6 +137,8 @@ class VerifiedWriter(dcp.FileSystemWriter):
         step: int,
         kind: Kind = "full",
         world_size: int,
+        run_id: str | None = None,
+        launch: int | None = None,
         may_commit: Callable[[], bool] = _always,
     ) -> None:
         if temporary.parent != final.parent:
@@ -151,6 +154,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         )
         self.final, self.temporary = final, temporary
         self.step, self.kind, self.world_size = step, kind, world_size
+        self.run_id, self.launch = run_id, launch
         self._may_commit = may_commit
         self.manifest: Manifest | None = None
         """On the coordinator, once the checkpoint is whole."""
@@ -218,13 +222,15 @@ class VerifiedWriter(dcp.FileSystemWriter):
             torch=str(torch.__version__),
             saved=Manifest.now(),
             files=dict(sorted((files | self._files.written).items())),
+            run_id=self.run_id,
+            launch=self.launch,
         )
         self._check_shared(manifest)
         manifest.write(self.temporary)  # syncs the names in the folder too
         if self.final != self.temporary:
+            self._refuse_existing()
             if not self._may_commit():
                 raise PermissionError(f"{self.final} is no longer this process's to write")
-            self._refuse_existing()
             os.rename(self.temporary, self.final)
         fsync_folder(self.final.parent)
         self.manifest = manifest
@@ -258,6 +264,8 @@ def save_alone(
     *,
     step: int,
     kind: Kind = "full",
+    run_id: str | None = None,
+    launch: int | None = None,
     in_place: bool = False,
 ) -> None:
     """Save `state` as a whole checkpoint folder, in a process without ranks.
@@ -267,7 +275,14 @@ def save_alone(
     """
     # the name that folder.py knows for a save in progress
     temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")
-    writer = VerifiedWriter(checkpoint, temporary, step=step, kind=kind, world_size=1)
+    writer = VerifiedWriter(
+        *(checkpoint, temporary),
+        step=step,
+        kind=kind,
+        world_size=1,
+        run_id=run_id,
+        launch=launch,
+    )
     try:
         with warnings.catch_warnings():
             # torch says that it assumes what no_dist states

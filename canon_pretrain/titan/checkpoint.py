@@ -33,6 +33,7 @@ from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import free_bytes
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.launches import RunFacts
 from canon_pretrain.run.once import mark_obeyed, was_obeyed
 from canon_pretrain.run.stop import LOST_LOCK
 from canon_pretrain.titan.agree import Council, io_group
@@ -80,6 +81,7 @@ class CanonCheckpointManager:
         self._event: Callable[..., None] = no_event
         self._note: Callable[..., None] = no_event
         self._still_ours: Callable[[], bool] = lambda: True
+        self._launch: RunFacts | None = None
         self.saved_step = 0
         """The newest step with a whole checkpoint, as far as this launch knows."""
         self.failures = 0
@@ -109,11 +111,13 @@ class CanonCheckpointManager:
         event: Callable[..., None],
         note: Callable[..., None],
         still_ours: Callable[[], bool],
+        launch: RunFacts | None = None,
         **states: Any,
     ) -> None:
         """Where to report to (the run's log, status.json), whom to ask whether this launch still
-        holds the run folder, and what else belongs to the state."""
+        holds the run folder, which launch it is (on rank 0), and what else belongs to the state."""
         self._event, self._note, self._still_ours = event, note, still_ours
+        self._launch = launch
         self.states |= states
 
     def load(self, step: int = -1) -> bool:
@@ -187,6 +191,8 @@ class CanonCheckpointManager:
             self.folder.saving_path(step),
             step=step,
             world_size=dist.get_world_size(),
+            run_id=self._launch.run_id if self._launch else None,
+            launch=self._launch.launches if self._launch else None,
             may_commit=self._still_ours,
         )
         self._save = _Save(step, begin, writer)

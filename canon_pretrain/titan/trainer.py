@@ -47,22 +47,28 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     `world_size` is fixed before the process group stands, so that a batch that can't be shared is
     refused first. The shards' `fingerprint` is part of what the run is. `session` holds the run
-    folder. Raises UserError, before anything is trained, for a run that would change.
+    folder, `record` is what rank 0 writes down about this launch; None on other ranks and in
+    benches. Raises UserError, before anything is trained, for a run that would change.
     """
 
     job_config: CanonJobConfig
     metrics_processor: CanonMetrics
     checkpointer: CanonCheckpointManager
     validator: CanonValidator  # where validation.enable is true
-    launch_record: LaunchRecord | None = None
-    """What train.py has rank 0 write down about this launch; none above rank 0, and in benches."""
 
     def __init__(
-        self, job: CanonJobConfig, *, world_size: int, fingerprint: str, session: Session
+        self,
+        job: CanonJobConfig,
+        *,
+        world_size: int,
+        fingerprint: str,
+        session: Session,
+        record: LaunchRecord | None = None,
     ) -> None:
         asked = job.training.local_batch_size
         job.training.local_batch_size = micro_batch_size(job, world_size)
         self.session = session
+        self.launch_record = record
         self.folder = session.folder
         self.identity = run_identity(job, fingerprint)
         # a restarted job repeats --checkpoint.fresh, and is not obeyed: it goes on with a run
@@ -93,6 +99,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             event=self.metrics_processor.event,
             note=session.note,
             still_ours=session.still_ours,
+            launch=record.facts if record is not None else None,
             guards=self.guards,
         )
         self.metrics_processor.may_write = lambda: not session.lost
