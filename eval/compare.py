@@ -7,6 +7,7 @@ verdicts as in the report (eval/comparison). No torch.
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,7 @@ def execute(arguments: argparse.Namespace) -> None:
             "family": family(rows),
             "pairs": rows,
             "refused": refused,
-            "notes": [*notes, *left],
+            "notes": [*notes, *left, *(line for run in runs for line in run.left_out)],
         }
     )
     _print(content)
@@ -129,10 +130,7 @@ def _read(paths: Sequence[Path]) -> "list[Run]":
             config = folder.read_config() if known else {"identity": {}}
             found.append(Run(label, folder, config, [], [results], [path.parent]))
         else:
-            run = read_runs([path])[0]
-            found.append(
-                Run(label, run.folder, run.config, run.events, run.evaluations, run.folders)
-            )
+            found.append(replace(read_runs([path])[0], label=label))
     return found
 
 

@@ -24,8 +24,9 @@ from eval.results import (
     Results,
     Score,
     Unfinished,
-    is_same,
+    question_of,
     read_results,
+    read_samples,
     results_folder,
 )
 from eval.staging.staged import staged_folder
@@ -101,8 +102,11 @@ def open_plans(
             "tasks": described or {VALIDATION: _validation_described()},
         }
         if arguments.out is None:
-            if subject.folder is None:
-                raise UserError(f"{subject.checkpoint} belongs to no run: give a folder with --out")
+            if subject.folder is None or subject.evals is None:
+                raise UserError(
+                    f"{subject.checkpoint} belongs to no run, or to a branch that its run left: "
+                    "give a folder with --out"
+                )
             folder = results_folder(subject.folder, asked)
         else:
             folder = arguments.out / name if arguments.suite == ALL else arguments.out
@@ -184,19 +188,19 @@ def known_results(plan: Plan, foreign: bool) -> Results | None:
     """What an earlier call found for exactly the same question; None where there is none.
 
     `foreign`: the caller named the folder, so it may hold anyone's results. Those of another
-    question are not written over: UserError. In the run's own folder, which is named after the
-    question, only the checkpoint can differ: written again, it is asked again; a run that was
-    moved is not.
+    question are not written over: UserError. The run's own folder is named after the question.
     """
     try:
         results = read_results(plan.folder / RESULTS)
+        before_asked, now_asked = question_of(results.asked), question_of(plan.asked)
+        if before_asked == now_asked:
+            read_samples(plan.folder)
+            return results
     except UserError:
-        return None  # none, torn, or of an older version: asked again
-    if results.asked == plan.asked or (not foreign and is_same(results.asked, plan.asked)):
-        return results
-    for name in sorted(results.asked.keys() | plan.asked.keys()):
-        before, now = results.asked.get(name), plan.asked.get(name)
-        if foreign and before != now and name != "written_ns":
+        return None  # none, damaged, or of an older version: asked again
+    for name in sorted(before_asked.keys() | now_asked.keys()):
+        before, now = before_asked.get(name), now_asked.get(name)
+        if foreign and before != now:
             raise UserError(
                 f"--out {plan.folder} holds results of another question ({name} {before!r}, asked "
                 f"for is {now!r}): choose another folder"

@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,14 +42,17 @@ class Score:
 class Results:
     """One evaluation of one checkpoint on one suite.
 
-    `asked` is all that the scores depend on, JSON values only; it holds at least ASKED: the
-    checkpoint's path, its step, the suite, `limit` (None unless cut short), the training data.
+    `asked` is all that the scores depend on (question_of) and whose they are, JSON values only; it
+    holds at least ASKED: the checkpoint's path, its step, the suite, `limit` (None unless cut
+    short), the training data.
     `scores[task][metric]`; `num_samples[task]`, for a loss the number of predicted tokens.
+    `written`: when, UTC, ISO 8601; empty in results of older versions.
     """
 
     asked: dict[str, Any]
     scores: dict[str, dict[str, Score]]
     num_samples: dict[str, int]
+    written: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -60,27 +64,32 @@ class Answers:
     samples: list[dict[str, Any]] = field(default_factory=list)
 
 
-OWN_TO_A_COPY = ("checkpoint", "written_ns")
-"""What `asked` holds of the place and time of a checkpoint's file: no part of the question."""
+WHOSE = ("checkpoint", "run_id")
+"""What `asked` holds of the run and the place of its checkpoint. Not part of the question: what was
+evaluated is known by `content`, which is the same in a copy."""
+
+OWN_TO_A_CHECKPOINT = (*WHOSE, "content", "written_ns", "step", "train_fingerprint")
+"""What `asked` may differ in if two checkpoints were asked the same question. Results of older
+versions have the time `written_ns` instead of `content`."""
+
+
+def question_of(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the scores depend on."""
+    return {name: value for name, value in asked.items() if name not in WHOSE}
 
 
 def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
-    """Where the results of `asked` lie by default."""
-    question = {name: value for name, value in asked.items() if name not in OWN_TO_A_COPY}
-    digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
+    """Where the results of `asked` are by default."""
+    question = json.dumps(question_of(asked), sort_keys=True)
+    digest = hashlib.sha256(question.encode()).hexdigest()
     return run.path / "evals" / f"step-{asked['step']}" / asked["suite"] / digest[:12]
-
-
-def is_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether answers to `before` answer `now`: a run that was moved is the same run elsewhere."""
-    return {**before, "checkpoint": ""} == {**now, "checkpoint": ""}
 
 
 class Unfinished:
     """The tasks of one question that are already answered, in `folder`/unfinished.
 
     A suite takes hours and may be killed: each task is kept as it ends. Answers to another
-    question, or about a checkpoint that was written again since, are thrown away.
+    question, or about another checkpoint, are thrown away.
     """
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
@@ -108,10 +117,7 @@ class Unfinished:
 
     def read(self) -> dict[str, Answers]:
         """The answers by task; without those that cannot be read, which are asked again."""
-        try:
-            if not is_same(json.loads(self._question.read_text()), self._asked):
-                return {}
-        except (OSError, ValueError, TypeError):
+        if not self._is_ours():
             return {}
         found = {}
         for path in sorted(self._folder.glob("*.task.json")):
@@ -126,16 +132,20 @@ class Unfinished:
     def add(self, task: str, answers: Answers) -> None:
         """Keep what `task` gave; raises OSError where that cannot be written."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        try:
-            same = is_same(json.loads(self._question.read_text()), self._asked)
-        except (OSError, ValueError, TypeError):
-            same = False
-        if not same:
+        if not self._is_ours():
             for left in self._folder.glob("*.task.json"):
                 left.unlink()
             write_json(self._question, self._asked)
         content = json.dumps({"task": task, **asdict(answers)}, ensure_ascii=False)
         write_atomic(self._folder / f"{_file_name(task)}.task.json", content.encode())
+
+    def _is_ours(self) -> bool:
+        """Whether the answers that were kept are to this question."""
+        try:
+            kept = json.loads(self._question.read_text())
+            return question_of(kept) == question_of(self._asked)
+        except (OSError, ValueError, AttributeError):
+            return False
 
     def remove(self) -> None:
         """To be called when results.json stands."""
@@ -156,7 +166,8 @@ def write_results(
     for task, items in samples.items():
         lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
         write_atomic(folder / SAMPLES.format(_file_name(task)), lines.encode())
-    write_json(folder / RESULTS, {"version": VERSION, **asdict(results)})
+    written = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(folder / RESULTS, {"version": VERSION, **asdict(results), "written": written})
 
 
 def _file_name(task: str) -> str:
@@ -181,7 +192,7 @@ def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
                 raise ValueError("a line is no JSON object")
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{path}: damaged ({error}); delete {folder} and evaluate again"
+                f"{path}: damaged ({error}); `python -m eval run` asks that suite again"
             ) from None
     return found
 
@@ -197,7 +208,8 @@ def read_results(path: Path) -> Results:
             task: {metric: Score(**score) for metric, score in metrics.items()}
             for task, metrics in stored["scores"].items()
         }
-        results = Results(stored["asked"], scores, stored["num_samples"])
+        written = str(stored.get("written", ""))
+        results = Results(stored["asked"], scores, stored["num_samples"], written)
         missing = [name for name in ASKED if name not in results.asked]
         if missing:
             raise KeyError(", ".join(missing))
@@ -207,4 +219,4 @@ def read_results(path: Path) -> Results:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: damaged ({error!r}); delete it and evaluate again") from None
+        raise UserError(f"{path}: damaged ({error!r}); evaluate again") from None

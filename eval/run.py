@@ -22,7 +22,7 @@ from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
 from eval.model.load import dtype_for
 from eval.model.ranks import Ranks
-from eval.model.subject import Subject
+from eval.model.subject import Subject, locate
 from eval.plan import Plan, check_options, known_results, merged, open_plans, writing
 from eval.progress import Work
 from eval.results import RESULTS, Answers, Results, Score, write_results
@@ -49,7 +49,11 @@ def _run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     console = Console(quiet=ranks.rank > 0)
     device = ranks.device
     dtype = dtype_for(arguments.dtype, device)
-    subject = Subject.open(arguments.checkpoint, arguments.data)
+    # to find a run's newest checkpoint is to read all of it: one rank does
+    given = arguments.checkpoint
+    found = ranks.in_turn(lambda: locate(given) if ranks.rank == 0 else None)
+    checkpoint, run = ranks.broadcast(found)
+    subject = Subject.open(checkpoint, arguments.data, run)
     # the first rank alone reads and makes what lies in the run folder; the others find it
     plans = ranks.in_turn(lambda: open_plans(console, subject, dtype, arguments))
     for plan in plans:

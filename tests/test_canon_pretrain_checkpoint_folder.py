@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import INTERRUPTED, CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
+from canon_pretrain.errors import UserError
+from canon_pretrain.run.folder import RunFolder
 from tests.checkpoint_folders import (
     contents,
     fake_strip,
@@ -487,3 +490,30 @@ def test_checkpoints_on_another_disk_are_archived_there(builder: Callable[[], Pa
         make_step(folder.path, 30)
         second = folder.archive_after(20, run, "why")
         assert second is not None and second.name == "2-back-to-step-20"
+
+
+def test_a_run_means_its_newest_whole_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue 17, item 10: RUN and RUN/checkpoint/latest; where RUN has none, that is said."""
+    run = RunFolder(tmp_path / "run")
+    disk = tmp_path / "disk"  # checkpoint.folder may be absolute
+    run.write_config({"checkpoint": {"folder": str(disk)}}, {"model.dim": 8})
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        find_checkpoint(run.path)
+    for step in (9, 10, 30):
+        make_step(disk, step)
+    assert find_checkpoint(run.path) == (run, disk / "step-30")
+    flip_byte(disk / "step-30" / "__0_0.distcp")
+    assert find_checkpoint(run.path) == (run, disk / "step-10")
+    assert "step-30" in caplog.text
+    for step in (9, 10):
+        flip_byte(disk / f"step-{step}" / "__0_0.distcp")
+    with pytest.raises(UserError, match="has no undamaged checkpoint"):
+        find_checkpoint(run.path)
+
+    run.write_config({"checkpoint": {"folder": "checkpoint"}}, {"model.dim": 8})
+    make_step(run.path / "checkpoint", 5)
+    assert find_checkpoint(run.path / "checkpoint" / "latest") == find_checkpoint(run.path)
+    named = run.path / "checkpoint" / "step-7"
+    assert find_checkpoint(named) == (run, named)  # as it is: what is there is checked later

@@ -205,7 +205,7 @@ def test_a_folder_without_a_manifest_is_not_a_checkpoint(checkpoint: Path) -> No
     with pytest.raises(UserError, match=r"\.metadata is missing; steps in .*: 1$"):
         check_checkpoint(checkpoint)
     for name in ("step-3.backup", "step-", "3"):
-        with pytest.raises(UserError, match="expected RUN/checkpoint/step-N"):
+        with pytest.raises(UserError, match="expected RUN or RUN/checkpoint/step-N"):
             check_checkpoint(parent / name)
 
 
@@ -227,8 +227,7 @@ def test_stripping_keeps_the_weights_and_nothing_else(checkpoint: Path) -> None:
     check_checkpoint(checkpoint)
     check_equal(read_weights(checkpoint, on_meta()), new_weights())
     assert sorted(os.listdir(checkpoint.parent)) == ["step-1", "step-3"]
-    time = (checkpoint / METADATA).stat().st_mtime_ns
-    assert time == before[METADATA].st_mtime_ns, "results of an evaluation stay valid"
+    assert manifest.content == full.content, "results of an evaluation stay valid"
 
 
 def test_stripping_asks_for_the_memory_of_the_weights_alone(checkpoint: Path) -> None:

@@ -67,6 +67,13 @@ def test_weights_of_two_ranks(dtype: str, checkpoint: Path, tmp_path: Path) -> N
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_run_is_exported_from_its_newest_step(checkpoint: Path, tmp_path: Path) -> None:
+    """Issue 17, item 10: `hf export RUN OUT`."""
+    found = export(checkpoint.parents[1], tmp_path / "out", with_tokenizer=False)
+    steps = [int(path.name.removeprefix("step-")) for path in checkpoint.parent.glob("step-*")]
+    assert found.step == max(steps)
+
+
 def test_large_exports_are_several_files(checkpoint: Path, tmp_path: Path) -> None:
     export(checkpoint, tmp_path / "one", with_tokenizer=False)
     export(checkpoint, tmp_path / "out", with_tokenizer=False, max_file_bytes=200_000)
@@ -271,8 +278,8 @@ def test_a_damaged_checkpoint_is_refused(checkpoint: Path, run: Path, tmp_path: 
         export(damaged, tmp_path / "out", with_tokenizer=False)
     with pytest.raises(UserError, match="no checkpoint at .*steps in .*: 10, 12"):
         export(damaged.with_name("step-11"), tmp_path / "out", with_tokenizer=False)
-    with pytest.raises(UserError, match="is not a checkpoint: expected RUN/checkpoint/step-N"):
-        export(tmp_path / "run", tmp_path / "out", with_tokenizer=False)
+    with pytest.raises(UserError, match="is not a checkpoint: expected RUN"):
+        export(tmp_path / "run" / "checkpoint", tmp_path / "out", with_tokenizer=False)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     config["identity"]["model.ffn_dim"] = 180
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))

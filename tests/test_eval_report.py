@@ -2,9 +2,9 @@
 
 import json
 import math
-import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 
+from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.errors import UserError
+from canon_pretrain.files import write_json
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import unique_labels
 from eval.report.curves import CURVES, line, thin
 from eval.report.page import escape_markdown
+from eval.report.runs import read_runs
 from eval.report.write import report
 from eval.results import Score
+from tests.checkpoint_folders import make_step
 from tests.report_pages import Page, content, markdown
 from tests.report_runs import (
     FINGERPRINT,
@@ -202,15 +206,19 @@ def test_a_trial_never_stands_before_a_whole_result(run: RunFolder) -> None:
     assert sorted(row["value"] for row in suite["every_step"]) == [0.25, 0.75]
 
 
-def test_a_checkpoint_written_again_is_said_in_words(run: RunFolder) -> None:
-    checkpoint = run.path / "checkpoint" / "step-30"
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / ".metadata").write_bytes(b"")
-    written = (checkpoint / ".metadata").stat().st_mtime_ns
-    plant_results(run, 30, "mine", {"task": {"acc": Score(0.25)}}, written_ns=written)
-    again = "its checkpoint was written again after this was asked"
+def test_a_checkpoint_of_other_content_is_said_in_words(run: RunFolder) -> None:
+    """Issue 17, items 10 and 22: a checkpoint is known by its content; of several results of one
+    step those of the checkpoint that is there are shown."""
+    checkpoint = make_step(run.path / "checkpoint", 30)
+    content = Manifest.read(checkpoint).content
+    plant_results(run, 30, "mine", {"task": {"acc": Score(0.25)}}, content=content)
+    again = "no longer what was evaluated"
     assert again not in (report([run.path], None).parent / "report.md").read_text()
-    os.utime(checkpoint / ".metadata", ns=(written + 1, written + 1))
+    plant_results(run, 30, "mine", {"task": {"acc": Score(0.5)}}, content="of another")
+    text = (report([run.path], None).parent / "report.md").read_text()
+    assert again not in text and "0.2500" in text
+    shutil.rmtree(checkpoint)
+    make_step(run.path / "checkpoint", 30, num_bytes=99)
     assert again in (report([run.path], None).parent / "report.md").read_text()
 
 
@@ -386,41 +394,31 @@ def test_refuses_a_run_given_twice(run: RunFolder) -> None:
     assert "is given twice" in refused([run.path, run.path / ".." / run.path.name])
 
 
-def test_refuses_results_of_another_run(run: RunFolder, tmp_path: Path) -> None:
+def test_results_are_known_by_the_runs_id(run: RunFolder, tmp_path: Path) -> None:
+    """Issue 17, items 10 and 22: the path is not looked at; another run's results are left out."""
+    write_json(run.run_file, {"run_id": "0123abcd", "created": "", "launches": 1})
+    scores = {"lambada": {"acc": Score(0.75, 0.01)}}
     elsewhere = tmp_path / "elsewhere" / "checkpoint" / "step-30"
-    path = plant_results(run, 30, "paper", SCORES, checkpoint=str(elsewhere))
-    message = refused([run.path])
-    assert str(path) in message and str(elsewhere) in message and str(run.path) in message
-
-
-def test_refuses_results_of_a_run_of_equal_name_that_exists(run: RunFolder, tmp_path: Path) -> None:
-    twin = tmp_path / "twin" / run.path.name / "checkpoint" / "step-30"
-    plant_results(run, 30, "paper", SCORES, checkpoint=str(twin))
-    report([run.path], None)  # the run was moved here: nothing lies at the old place
-    twin.mkdir(parents=True)
-    assert str(twin) in refused([run.path])
-
-
-def test_takes_results_whose_relative_path_was_meant_from_elsewhere(run: RunFolder) -> None:
-    plant_results(
-        run, 30, "paper", SCORES, checkpoint=f"outputs/{run.path.name}/checkpoint/step-30"
-    )
-    report([run.path], None)
-
-
-def test_refuses_results_of_other_training_data(run: RunFolder) -> None:
-    path = plant_results(run, 30, "paper", SCORES, train_fingerprint="f" * 64)
-    message = refused([run.path])
-    assert str(path) in message and "f" * 64 in message and FINGERPRINT in message
+    elsewhere.mkdir(parents=True)
+    plant_results(run, 30, "mine", scores, checkpoint=str(elsewhere), run_id="0123abcd")
+    other = plant_results(run, 30, "theirs", scores, run_id="ffffffff")
+    data = plant_results(run, 30, "theirs", scores, train_fingerprint="f" * 64)
+    found = content(report([run.path], None))
+    assert {suite["suite"] for suite in found["suites"]} == {"paper", "mine"}
+    (first, second) = sorted(found["warnings"], key=lambda words: str(other) not in words)
+    assert str(other) in first and "ffffffff" in first and "0123abcd" in first
+    assert str(data) in second and "f" * 64 in second and FINGERPRINT in second
 
 
 @pytest.mark.parametrize("asked", [{"step": 20}, {"suite": "other"}])
-def test_refuses_results_in_the_wrong_place(run: RunFolder, asked: dict[str, Any]) -> None:
-    path = plant_results(run, 30, "paper", SCORES)
+def test_what_was_asked_counts_not_the_folders_name(run: RunFolder, asked: dict[str, Any]) -> None:
+    path = plant_results(run, 30, "mine", SCORES)
     stored = json.loads(path.read_text())
     stored["asked"] |= asked
     path.write_text(json.dumps(stored))
-    assert f"{path} holds results of" in refused([run.path])
+    found = read_runs([run.path])[0].evaluations
+    expected = {"suite": "mine", "step": 30} | asked
+    assert sum(expected.items() <= results.asked.items() for results in found) == 1
 
 
 def test_refuses_results_without_what_was_asked(run: RunFolder) -> None:

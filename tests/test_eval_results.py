@@ -63,7 +63,7 @@ def test_without_locks_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_answers_to_another_question_are_thrown_away(tmp_path: Path) -> None:
     Unfinished(tmp_path, ASKED).add("first", ANSWERS)
-    other = Unfinished(tmp_path, ASKED | {"written_ns": 7})
+    other = Unfinished(tmp_path, ASKED | {"content": "other"})
     assert other.read() == {}
     other.add("second", ANSWERS)
     assert list(other.read()) == ["second"]
@@ -92,5 +92,5 @@ def test_samples_come_back_by_task(tmp_path: Path) -> None:
 def test_damaged_samples_name_the_file(tmp_path: Path, content: bytes) -> None:
     write_results(tmp_path, Results(ASKED, {}, {}), {"one": [{"doc_id": 0}]})
     (tmp_path / "samples-one.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match="samples-one.jsonl: damaged .* evaluate again"):
+    with pytest.raises(UserError, match="samples-one.jsonl: damaged"):
         read_samples(tmp_path)

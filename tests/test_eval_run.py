@@ -16,11 +16,13 @@ import pytest
 import torch
 from lm_eval.utils import env as TEMPLATES
 
+from canon_pretrain.checkpoint.weights import strip_to_weights
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
+from canon_pretrain.files import write_json
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
@@ -28,6 +30,7 @@ from data_prep.train_tokenizer import train_tokenizer
 from eval.__main__ import main
 from eval.model.lm import CanonLM
 from eval.model.load import load_model
+from eval.report.runs import read_runs
 from eval.results import Results, read_results, write_results
 from eval.suites import SUITES, TASKS, open_tasks, task_files
 from tests.checkpoint_folders import small_disk
@@ -332,6 +335,17 @@ def test_a_missing_step_names_those_there(ask: Ask) -> None:
     assert re.search("no checkpoint at .*step-7; steps in .*: 2, 3", error)
 
 
+def test_a_run_means_its_newest_checkpoint(
+    run: Path, ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17, item 10: `eval run --checkpoint RUN`."""
+    ask("zen_of_python", "--out", tmp_path / "3")
+    for given in (run, run / "checkpoint" / "latest"):
+        words = ["--suite", "zen_of_python", "--out", str(tmp_path / "3")]
+        main(["run", "--checkpoint", str(given), *words])
+        assert "as found in" in capsys.readouterr().out
+
+
 def test_text_needs_the_tokenizer_of_the_data(copy: Path, ask: Ask) -> None:
     words = ("--data", copy.parent / "data")
     path = copy.parent / "data" / "tokenizer.model"
@@ -366,11 +380,9 @@ def test_results_of_another_checkpoint_are_not_written_over(
     ask("zen_of_python", "--out", out)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert "of another" not in ask("zen_of_python", "--out", out)
-    for suite, more in (("zen_of_python", {"step": 2}), ("zen_of_python", {"of": copy})):
-        error = ask(suite, "--out", out, code=2, **more)
-        assert re.search(
-            r"--out .* holds results of another question \(checkpoint .*step-3'", error
-        )
+    assert "as found in" in ask("zen_of_python", "--out", out, of=copy)
+    error = ask("zen_of_python", "--out", out, code=2, step=2)
+    assert re.search(r"--out .* holds results of another question \(step 3, asked for is 2", error)
     assert "holds results of another" in ask("validation", "--out", out, code=2)
     assert "(limit None" in ask("zen_of_python", "--limit", 1, "--out", out, code=2)
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -426,14 +438,38 @@ def test_a_group_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
     assert list(results.scores) == ["colours", "zen_of_python"]
 
 
-def test_a_run_that_was_moved_keeps_its_results(copy: Path, ask: Ask) -> None:
-    """A checkpoint that was written again does not."""
+def test_results_belong_to_what_was_evaluated_not_to_a_path(
+    copy: Path, ask: Ask, tmp_path: Path
+) -> None:
+    """Issue 17, items 10 and 22: a renamed run, a copy, and the weights that retention keeps have
+    the results; a copy that was trained on has its own at the steps that differ."""
     words = ("--data", copy.parent / "data")
+    write_json(copy / "run.json", {"run_id": "0123abcd", "created": "", "launches": 1})
+    RunFolder(copy).log_file.touch()
     ask("zen_of_python", *words, of=copy)
+    first = only_result(copy / "evals/step-3/zen_of_python")
+    assert read_results(first).asked["run_id"] == "0123abcd"
     moved = copy.rename(copy.with_name("moved"))
     assert "as found in" in ask("zen_of_python", *words, of=moved)
     os.utime(moved / "checkpoint/step-3/.metadata")
-    assert "written to" in ask("zen_of_python", *words, of=moved)
+    assert "as found in" in ask("zen_of_python", *words, of=moved)
+    strip_to_weights(moved / "checkpoint/step-3", moved / "checkpoint/stripped")
+    shutil.rmtree(moved / "checkpoint/step-3")
+    (moved / "checkpoint/stripped").rename(moved / "checkpoint/step-3")
+    assert "as found in" in ask("zen_of_python", *words, of=moved)
+
+    other = tmp_path / "elsewhere" / "trained-on"
+    shutil.copytree(moved, other, copy_function=shutil.copyfile)
+    assert "as found in" in ask("zen_of_python", *words, of=other)
+    shutil.rmtree(other / "checkpoint/step-3")
+    weights = dict(load_model(other / "checkpoint/step-2", torch.device("cpu")).named_parameters())
+    weights["tok_embeddings.weight"] = torch.zeros(300, 32)
+    save_alone(weights, other / "checkpoint/step-3", step=3)
+    assert "written to" in ask("zen_of_python", *words, of=other)
+    found = [run.evaluations[-1] for run in read_runs([moved, other])]
+    scores = [results.scores["zen_of_python"]["bits_per_byte"].value for results in found]
+    assert scores[0] != scores[1] and found[0].asked["content"] != found[1].asked["content"]
+    assert len([*(other / "evals/step-3/zen_of_python").glob("*/results.json")]) == 2
 
 
 def test_an_option_is_part_of_the_question_it_is_for(

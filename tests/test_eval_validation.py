@@ -144,7 +144,7 @@ def test_the_same_question_is_answered_from_what_was_found(
     [
         (["--suite", "validaton"], "unknown suite 'validaton', did you mean 'validation'"),
         (["--checkpoint", "{run}/checkpoint/step-7"], "no checkpoint at .*; steps in .*: 6, 12"),
-        (["--checkpoint", "{run}"], "is not a checkpoint: expected RUN/checkpoint/step-N"),
+        (["--checkpoint", "{run}/checkpoint"], "is not a checkpoint: expected RUN"),
         (["--limit", "0"], "--limit 0: expected at least 1"),
         (["--batch_tokens", "0"], "--batch_tokens 0: expected at least 1"),
         (["--data", "{run}"], "no such folder of token shards"),

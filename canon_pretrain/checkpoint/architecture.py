@@ -1,16 +1,50 @@
-"""Which run a checkpoint is of, and the model that the run's config.json records.
+"""Which checkpoint a command means, which run it is of, and the model that the run records.
 
 Evaluation and export read a checkpoint with it; no torchtitan and no torch here.
 """
 
+import logging
 from dataclasses import fields
 from pathlib import Path
 
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, verify
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.folder import RunFolder
 
+LATEST = "latest"
 _FLOORS = 3  # RUN/archive/K-LABEL/checkpoint/step-N
+
+logger = logging.getLogger(__name__)
+
+
+def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
+    """The run and the step-N folder that a command's `given` path names.
+
+    RUN and RUN/checkpoint/latest name the newest checkpoint whose files are what was saved; damaged
+    ones are passed over with a warning. Any other path is returned as it is, unchecked. Raises
+    UserError if the run has no checkpoint.
+    """
+    if _holds_a_run(RunFolder(given)):
+        run = RunFolder(given)
+        folder = CheckpointFolder.of_run(run)
+    elif given.name == LATEST:
+        run, folder = run_of_checkpoint(given), CheckpointFolder(given.parent)
+    else:
+        return run_of_checkpoint(given), given
+    steps = folder.steps()
+    for step in reversed(steps):
+        try:
+            verify(folder.step_path(step), workers=HASH_WORKERS)
+        except DamagedCheckpoint as error:
+            logger.warning(f"{error}; the newest checkpoint before it is meant")
+        except OSError as error:
+            raise UserError(f"{folder.step_path(step)} cannot be read: {error}") from None
+        else:
+            return run, folder.step_path(step)
+    which = "undamaged checkpoint" if steps else "checkpoint yet"
+    raise UserError(f"{run.path} has no {which}: expected {folder.path}/step-N")
 
 
 def run_of_checkpoint(checkpoint: Path) -> RunFolder:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, verify
 from canon_pretrain.files import fsync_folder, write_atomic
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 
 QUARANTINE = "quarantine"
 ARCHIVE = "archive"
@@ -53,6 +53,12 @@ class CheckpointFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    @classmethod
+    def of_run(cls, run: RunFolder) -> "CheckpointFolder":
+        """Where the run's config.json says that they are; raises UserError if there is none."""
+        section = run.read_config().get("config", {}).get("checkpoint", {})
+        return cls(run.path / section.get("folder", CHECKPOINTS))
 
     def steps(self) -> list[int]:
         """The N of each folder (or link to one) named exactly step-N, ascending; none is opened."""

@@ -8,6 +8,7 @@ is damaged; nothing goes on from it. No torch here.
 """
 
 import errno
+import hashlib
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from canon_pretrain.files import sha256_file, write_json
 
 MANIFEST = "manifest.json"
 VERSION = 1
+HASH_WORKERS = 4
 
 Kind = Literal["full", "weights"]
 
@@ -61,6 +63,8 @@ class Manifest:
     launch: int | None = None
     """Number of the launch that saved it, within the run; None if `run_id` is."""
     version: int = VERSION
+    weights_of: str | None = None
+    """The `content` of the full checkpoint whose weights these are; None if they are no such."""
 
     @staticmethod
     def now() -> str:
@@ -70,6 +74,15 @@ class Manifest:
     @property
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
+
+    @property
+    def content(self) -> str:
+        """A SHA-256 of what was saved: equal for a copy, for the same values saved again, and for
+        the weights that retention keeps of a full checkpoint."""
+        # torch's metadata has a random id per save
+        files = {name: e.sha256 for name, e in self.files.items() if name != ".metadata"}
+        text = json.dumps(files, sort_keys=True)
+        return self.weights_of or hashlib.sha256(text.encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
         """Write it durably into `folder`."""
@@ -98,6 +111,8 @@ class Manifest:
             origin = record.get("run_id"), record.get("launch")
             if not (isinstance(origin[0], str | None) and isinstance(origin[1], int | None)):
                 raise ValueError(f"run_id and launch {origin!r}")
+            if not isinstance(record.get("weights_of"), str | None):
+                raise ValueError(f"weights_of {record['weights_of']!r}")
             return cls(**{**record, "step": int(record["step"]), "files": files})
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{folder} has no {MANIFEST}: it was never finished") from None

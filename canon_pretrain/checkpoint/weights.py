@@ -6,9 +6,9 @@ evaluation and export run where it is not installed.
 """
 
 import re
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from canon_pretrain.checkpoint.architecture import run_of_checkpoint
-from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
+from canon_pretrain.checkpoint.manifest import (
+    HASH_WORKERS,
+    DamagedCheckpoint,
+    Manifest,
+    verify,
+)
 from canon_pretrain.checkpoint.safe_load import (
     METADATA,
     SafePlanner,
@@ -34,14 +39,14 @@ from canon_pretrain.run.folder import CHECKPOINTS
 TRAINING_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "guards.")
 """What else than weights a checkpoint holds, by the beginning of its names."""
 
-HASH_WORKERS = 4
-
 
 def checkpoint_step(checkpoint: Path) -> int:
     """The N of a folder named step-N; raises UserError for any other name."""
     match = re.fullmatch(r"step-(\d+)", checkpoint.name)
     if match is None:
-        raise UserError(f"{checkpoint} is not a checkpoint: expected RUN/{CHECKPOINTS}/step-N")
+        raise UserError(
+            f"{checkpoint} is not a checkpoint: expected RUN or RUN/{CHECKPOINTS}/step-N"
+        )
     return int(match.group(1))
 
 
@@ -197,13 +202,7 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
         if not name.startswith(TRAINING_STATE)
     }
     load_alone(weights, checkpoint)
-    save_alone(
-        *(weights, temporary),
-        step=manifest.step,
-        kind="weights",
-        run_id=manifest.run_id,
-        launch=manifest.launch,
-        in_place=True,
-    )
-    # evaluations take this time for that of the weights (`written_ns`)
-    shutil.copystat(checkpoint / METADATA, temporary / METADATA)
+    save_alone(weights, temporary, step=manifest.step, kind="weights", in_place=True)
+    run_id, launch, content = manifest.run_id, manifest.launch, manifest.content
+    stripped = Manifest.read(temporary)
+    replace(stripped, run_id=run_id, launch=launch, weights_of=content).write(temporary)

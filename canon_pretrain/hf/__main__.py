@@ -1,6 +1,6 @@
 """Checkpoints to Hugging Face folders, and back.
 
-    python -m canon_pretrain.hf export RUN/checkpoint/step-N OUT [--dtype bfloat16] [--force]
+    python -m canon_pretrain.hf export RUN OUT [--dtype bfloat16] [--force]
     python -m canon_pretrain.hf import HF_FOLDER OUT [--state-from RUN/checkpoint/step-N]
 
 Neither needs a GPU. Exit code 2: bad input, and nothing was written.
@@ -69,7 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True)
     out = commands.add_parser("export", help="a checkpoint as a folder for transformers")
-    out.add_argument("checkpoint", type=Path, metavar="RUN/checkpoint/step-N")
+    out.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="RUN",
+        help="its newest step, or RUN/checkpoint/step-N",
+    )
     out.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     out.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     out.add_argument("--tokenizer", type=Path, metavar="PATH", help="where the tokenizer is now")

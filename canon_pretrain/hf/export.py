@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon_pretrain.checkpoint.architecture import model_args_of, run_of_checkpoint
+from canon_pretrain.checkpoint.architecture import find_checkpoint, model_args_of
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.weights import (
     check_checkpoint,
@@ -86,7 +86,9 @@ def export(
     force: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Exported:
-    """Write RUN/checkpoint/step-N to the new folder `out`, with weights of `dtype` (DTYPES).
+    """Write a checkpoint to the new folder `out`, with weights of `dtype` (DTYPES).
+
+    `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest.
 
     Every file of the checkpoint is checked first. The tokenizer is that of the run's data folder,
     or the file or folder `tokenizer`; `eos` names its end of a text where neither the file nor the
@@ -95,8 +97,8 @@ def export(
     or can't be carried over, and an `out` that may not be replaced.
     """
     _check_out(out, force=force)
+    run, checkpoint = find_checkpoint(checkpoint)
     check_checkpoint(checkpoint)
-    run = run_of_checkpoint(checkpoint)
     args = model_args_of(run)
     with torch.device("meta"):
         like = dict(Transformer(args).named_parameters())

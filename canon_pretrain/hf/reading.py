@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.manifest import verify
 from canon_pretrain.checkpoint.safe_load import read_metadata
 from canon_pretrain.checkpoint.weights import (
@@ -89,6 +90,7 @@ def import_folder(
     args = folder_args(source, ignore=ignore)
     state: dict[str, Any] = {}
     if state_from is not None:
+        _, state_from = find_checkpoint(state_from)
         step = checkpoint_step(state_from)
         state = _training_state(state_from, _shapes(args))
     weights = folder_weights(source, args)

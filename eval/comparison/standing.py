@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from eval.report.runs import Run, chance_of, described, primary_metrics
-from eval.results import Results
+from eval.results import OWN_TO_A_CHECKPOINT, Results
 
 VALIDATION = "validation"
 LOWER_IS_BETTER = ("perplexity", "bits_per", "nats_per", "loss")
 OWN_TO_A_RUN = (
-    "checkpoint", "written_ns", "step", "suite", "limit", "train_fingerprint", "tasks",
-    "held_out_fingerprint", "lm_eval",
+    *OWN_TO_A_CHECKPOINT, "suite", "limit", "tasks", "held_out_fingerprint", "lm_eval",
 )  # fmt: skip
 """What `asked` may differ in while two runs were still asked the same question."""
 

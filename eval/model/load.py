@@ -15,8 +15,8 @@ from canon_pretrain.checkpoint.architecture import model_args_of, run_of_checkpo
 from canon_pretrain.checkpoint.weights import check_checkpoint, read_weights
 from canon_pretrain.errors import UserError
 from canon_pretrain.hf.reading import folder_args, folder_weights, is_folder
-from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.folder import RunFolder
 from eval.model.fast_linear import is_faster, use_fast_linear
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,27 +35,26 @@ def dtype_for(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def model_args(path: Path) -> ModelArgs:
-    """The architecture of RUN/checkpoint/step-N, or of an exported folder. Raises UserError."""
-    return folder_args(path) if is_folder(path) else model_args_of(run_of_checkpoint(path))
-
-
 def load_model(
     path: Path,
     device: torch.device,
     max_length: int = 0,
     dtype: torch.dtype = torch.float32,
+    run: RunFolder | None = None,
 ) -> Transformer:
     """The model of RUN/checkpoint/step-N or of an exported folder on `device`, in eval mode.
 
+    `run` is the checkpoint's, if it is known to the caller: it may be in another folder.
     It takes sequences of `max_length` tokens even where training saw shorter ones only: no weight
     depends on the length, and rotary tables are computed. Raises UserError for a step or a folder
     that is not there, is damaged, or is of another model.
     """
     exported = is_folder(path)
-    if not exported:
+    if exported:
+        args = folder_args(path)
+    else:
         check_checkpoint(path)
-    args = model_args(path)
+        args = model_args_of(run or run_of_checkpoint(path))
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=max(args.max_seq_len, max_length)))
     if exported:

@@ -7,6 +7,7 @@ needs --data.
 """
 
 import contextlib
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,18 +16,32 @@ from typing import Any
 
 import torch
 
-from canon_pretrain.checkpoint.weights import METADATA, check_checkpoint, checkpoint_step
+from canon_pretrain.checkpoint.architecture import find_checkpoint
+from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder
+from canon_pretrain.checkpoint.manifest import Manifest
+from canon_pretrain.checkpoint.weights import check_checkpoint, checkpoint_step
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.errors import UserError
+from canon_pretrain.files import sha256_file
 from canon_pretrain.hf.export import RECORD
-from canon_pretrain.hf.reading import CONFIG, INDEX, ONE_FILE, is_folder
+from canon_pretrain.hf.reading import CONFIG, folder_args, is_folder
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
-from eval.model.load import load_model, model_args
+from canon_pretrain.run.launches import read_run
+from eval.model.load import load_model
 
 WITHOUT_TEXT = "validation"
+WEIGHTS = (".safetensors", ".bin", ".pth")
+
+
+def locate(given: Path) -> tuple[Path, RunFolder | None]:
+    """The checkpoint that `given` names with its run, or an exported folder, which has no run."""
+    if is_folder(given):
+        return given, None
+    run, checkpoint = find_checkpoint(given)
+    return checkpoint, run
 
 
 @dataclass(frozen=True)
@@ -47,16 +62,21 @@ class Subject:
     held_out: TokenShards | None
 
     @classmethod
-    def open(cls, checkpoint: Path, data: Path | None) -> "Subject":
-        """Raises UserError where the checkpoint, its run or its data are not there or not whole."""
-        if is_folder(checkpoint):
-            return _open_export(checkpoint, data)
-        return _open_checkpoint(checkpoint, data)
+    def open(cls, given: Path, data: Path | None = None, run: RunFolder | None = None) -> "Subject":
+        """What `given`, or `locate(given)`, names.
+
+        Raises UserError if the checkpoint, its run or its data are not there or not whole.
+        """
+        checkpoint, run = (given, run) if run else locate(given)
+        return _open_checkpoint(checkpoint, run, data) if run else _open_export(checkpoint, data)
 
     @property
     def evals(self) -> Path | None:
-        """Where the run's results lie; None for an export."""
-        return None if self.folder is None else self.folder.path / "evals"
+        """Where the run's results are; None for an export and for a branch that the run left."""
+        if self.folder is None:
+            return None
+        own = CheckpointFolder.of_run(self.folder).path.resolve() == self.checkpoint.parent
+        return self.folder.path / EVALS if own else None
 
     @property
     def train_shards(self) -> TokenShards:
@@ -114,19 +134,23 @@ class Subject:
     def identity(self) -> dict[str, Any]:
         """What tells this model, and what it is asked about, from others; JSON values.
 
-        `tokenizer_sha256` is that of training, where it is known; of a foreign folder its file's.
+        See WHOSE in eval/results.py. `content` is a hash of the weights. `tokenizer_sha256` is that
+        of training if it is known; of a foreign folder its file's.
         """
-        written = METADATA
         sha256 = None if self.train is None else self.train.tokenizer_sha256
-        if self.folder is None:
-            written = INDEX if (self.checkpoint / INDEX).is_file() else ONE_FILE
+        if self.folder is not None:
+            facts, manifest = read_run(self.folder), Manifest.read(self.checkpoint)
+            run_id, content = facts.run_id if facts else manifest.run_id, manifest.content
+        else:
+            run_id, content = _record(self.checkpoint).get("run_id"), _content(self.checkpoint)
             sha256 = _recorded_tokenizer(self.checkpoint) or sha256
             if sha256 is None:
                 with contextlib.suppress(UserError):  # without one, only validation is asked
                     sha256 = self.tokenizer.sha256
         return {
             "checkpoint": str(self.checkpoint),
-            "written_ns": (self.checkpoint / written).stat().st_mtime_ns,
+            "run_id": run_id,
+            "content": content,
             "step": self.step,
             "train_fingerprint": None if self.train is None else self.train.fingerprint,
             "held_out_fingerprint": None if self.held_out is None else self.held_out.fingerprint,
@@ -137,12 +161,11 @@ class Subject:
         self, device: torch.device, dtype: torch.dtype = torch.float32, max_length: int = 0
     ) -> Transformer:
         """The model, for sequences of `max_length` tokens; see load_model."""
-        return load_model(self.checkpoint, device, max_length, dtype)
+        return load_model(self.checkpoint, device, max_length, dtype, self.folder)
 
 
-def _open_checkpoint(checkpoint: Path, data: Path | None) -> Subject:
+def _open_checkpoint(checkpoint: Path, folder: RunFolder, data: Path | None) -> Subject:
     check_checkpoint(checkpoint)
-    folder = RunFolder.of_checkpoint(checkpoint)
     config = folder.read_config()
     try:
         section = config["config"]["data"]
@@ -189,7 +212,7 @@ def _open_checkpoint(checkpoint: Path, data: Path | None) -> Subject:
 
 
 def _open_export(export: Path, data: Path | None) -> Subject:
-    seq_len = model_args(export).max_seq_len
+    seq_len = folder_args(export).max_seq_len
     train = held_out = None
     if data is not None:
         train, held_out = TokenShards.open(data / "train"), TokenShards.open(data / "validation")
@@ -201,6 +224,15 @@ def _open_export(export: Path, data: Path | None) -> Subject:
             )
     step = _record(export).get("step")
     return Subject(export.resolve(), None, step, seq_len, data, train, held_out)
+
+
+def _content(export: Path) -> str:
+    """A SHA-256 of an exported folder's configuration and weights."""
+    digest = hashlib.sha256()
+    for path in sorted(export.iterdir()):
+        if path.suffix in WEIGHTS or path.name == CONFIG:
+            digest.update(f"{path.name} {sha256_file(path)}\n".encode())
+    return digest.hexdigest()
 
 
 def _record(export: Path) -> dict[str, Any]:

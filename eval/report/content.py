@@ -32,7 +32,7 @@ def report_content(runs: Sequence[Run], comparison: dict[str, Any]) -> dict[str,
     return {
         "version": VERSION,
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
-        "warnings": _data_warnings(runs),
+        "warnings": _data_warnings(runs) + [line for run in runs for line in run.left_out],
         "comparison": comparison,
         "verdicts": verdict_summary(comparison),
         "anchors": anchors((r["task"], r["metric"]) for suite in suites for r in suite["rows"]),

@@ -5,12 +5,15 @@ No torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder
+from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.names import unique_labels
 from eval.results import RESULTS, Results, read_results
 
@@ -26,7 +29,8 @@ def suite_order(name: str) -> tuple[int, str]:
 class Run:
     """One run as it lies on disk; `label` is its name in this report, unlike any other's.
 
-    `folders[k]` is where `evaluations[k]` lies, with its samples.
+    `folders[k]` is where `evaluations[k]` lies, with its samples; `left_out` says which results in
+    the folder are another run's.
     """
 
     label: str
@@ -35,6 +39,7 @@ class Run:
     events: list[dict[str, Any]]
     evaluations: list[Results]
     folders: list[Path]
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -80,7 +85,7 @@ def chance_of(results: Results, task: str, metric: str) -> float | None:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read every run. Raises UserError for what is no run, or holds another run's results."""
+    """Read every run. Raises UserError for what is no run."""
     labels = unique_labels(paths)
     return [_read_run(path, label) for path, label in zip(paths, labels, strict=True)]
 
@@ -90,9 +95,9 @@ def _read_run(path: Path, label: str) -> Run:
     config = folder.read_config()
     if not isinstance(config, dict) or not isinstance(config.get("identity"), dict):
         raise UserError(f"{folder.config_file} is damaged: it has no `identity`")
-    found = _read_evaluations(folder, config)
+    found, left_out = _read_evaluations(folder, config)
     evaluations, folders = [results for results, _ in found], [place for _, place in found]
-    return Run(label, folder, config, _read_events(folder), evaluations, folders)
+    return Run(label, folder, config, _read_events(folder), evaluations, folders, left_out)
 
 
 def _read_events(folder: RunFolder) -> list[dict[str, Any]]:
@@ -109,52 +114,49 @@ def _read_events(folder: RunFolder) -> list[dict[str, Any]]:
     return events
 
 
-def _read_evaluations(folder: RunFolder, config: dict[str, Any]) -> list[tuple[Results, Path]]:
-    """All results in the run folder and where; by suite, cut short ones first, by step and time.
+def _read_evaluations(
+    folder: RunFolder, config: dict[str, Any]
+) -> tuple[list[tuple[Results, Path]], list[str]]:
+    """All results of the run with their folders, and why others were left out, in sentences.
 
-    Raises UserError for results of another run, checkpoint or suite than their place says.
+    By suite, cut short ones first, by step, and the newest last; but those of the checkpoint that
+    the run has at that step after those of another. Raises UserError for damaged ones.
     """
-    found = []
-    for path in sorted((folder.path / "evals").glob(f"step-*/*/*/{RESULTS}")):
+    found, left_out = [], []
+    for path in sorted((folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
         results = read_results(path)
-        _check_place(path, results, folder, config)
+        for metrics in results.scores.values():
+            for score in metrics.values():
+                if not isinstance(score.value, int | float):
+                    raise UserError(f"{path}: damaged (a score is {score.value!r}); evaluate again")
+        if whose := _of_another_run(results.asked, folder, config):
+            left_out.append(f"{path} is left out: it is of {whose}.")
+            continue
         asked = results.asked
-        # the last of a suite is shown first: a whole result before a trial, then the newest
-        order = (asked["suite"], asked["limit"] is None, asked["step"], path.stat().st_mtime_ns)
+        is_own = not is_outdated(folder, results)
+        written = (results.written, path.stat().st_mtime_ns)
+        order = (asked["suite"], asked["limit"] is None, asked["step"], is_own, *written)
         found.append((order, results, path.parent))
-    return [(results, place) for _, results, place in sorted(found, key=lambda entry: entry[0])]
+    found.sort(key=lambda entry: entry[0])
+    return [(results, place) for _, results, place in found], left_out
 
 
-def _check_place(path: Path, results: Results, folder: RunFolder, config: dict[str, Any]) -> None:
-    """Raise UserError unless `results` are of this run and lie where their step and suite say."""
-    asked = results.asked
-    scores = [score for metrics in results.scores.values() for score in metrics.values()]
-    for score in scores:
-        if not isinstance(score.value, int | float):
-            raise UserError(f"{path}: damaged (a score is {score.value!r}); evaluate again")
-    again = "delete it and evaluate this run's checkpoint"
-    if not _is_checkpoint_of(folder.path, Path(asked["checkpoint"])):
-        raise UserError(
-            f"{path} holds results of {asked['checkpoint']}, which is no checkpoint of "
-            f"{folder.path}: {again}"
-        )
-    trained_on = config["identity"].get("data_fingerprint")
-    if asked["train_fingerprint"] != trained_on:
-        raise UserError(
-            f"{path} holds results of a model trained on data {asked['train_fingerprint']}, but "
-            f"{folder.path} was trained on {trained_on}: {again}"
-        )
-    place = (f"step-{asked['step']}", asked["suite"])
-    if place != (path.parents[2].name, path.parents[1].name):
-        raise UserError(f"{path} holds results of {'/'.join(place)}: {again}")
+def _of_another_run(asked: dict[str, Any], folder: RunFolder, config: dict[str, Any]) -> str | None:
+    """Whose results these are, if not the run's: they belong to a run's id, wherever it is."""
+    facts, run_id = read_run(folder), asked.get("run_id")
+    if facts is not None and run_id not in (None, facts.run_id):
+        return f"run {run_id} ({asked['checkpoint']}), and {folder.path} is run {facts.run_id}"
+    data, trained_on = asked["train_fingerprint"], config["identity"].get("data_fingerprint")
+    if data != trained_on:
+        return f"a model trained on data {data}, and {folder.path} was trained on {trained_on}"
+    return None
 
 
-def _is_checkpoint_of(run: Path, checkpoint: Path) -> bool:
-    """Whether `checkpoint`, as `eval run` was given it, lies in the folder `run`.
-
-    A path that does not exist here was relative to another working directory, or the run was
-    moved since: then the run folder's name must be the same.
-    """
-    if checkpoint.resolve().is_relative_to(run.resolve()):
-        return True
-    return not checkpoint.exists() and checkpoint.parent.parent.name == run.resolve().name
+def is_outdated(folder: RunFolder, results: Results) -> bool:
+    """Whether the run's checkpoint of that step is there and is not the one that was evaluated."""
+    evaluated = results.asked.get("content")
+    try:
+        checkpoint = CheckpointFolder.of_run(folder).step_path(results.asked["step"])
+        return evaluated is not None and Manifest.read(checkpoint).content != evaluated
+    except (UserError, OSError):
+        return False

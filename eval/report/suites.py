@@ -5,15 +5,14 @@ A part of the report's content (content.py): numbers unrounded, JSON values only
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.names import printable
-from eval.report.runs import Run, suite_order
-from eval.results import Results
+from eval.report.runs import Run, is_outdated, suite_order
+from eval.results import OWN_TO_A_CHECKPOINT, Results
 
-OWN_TO_A_RUN = ("checkpoint", "written_ns", "step", "suite", "limit", "train_fingerprint")
+OWN_TO_A_RUN = (*OWN_TO_A_CHECKPOINT, "suite", "limit")
 """What `asked` may differ in while two runs were still asked the same question."""
 
 MAX_DIFFERENCES = 5
@@ -43,9 +42,14 @@ def _suite_content(suite: str, runs: Sequence[Run]) -> dict[str, Any]:
                 metrics_of.setdefault(task, {}).update(dict.fromkeys(metrics))
     rows = [(task, metric) for task, metrics in metrics_of.items() for metric in metrics]
     several = any(len(found) > 1 for found in by_run.values())
+    outdated = [
+        run.label
+        for run in runs
+        if run.label in latest and is_outdated(run.folder, latest[run.label])
+    ]
     return {
         "suite": suite,
-        "warnings": _suite_warnings(latest),
+        "warnings": _suite_warnings(latest, outdated),
         "columns": [
             {"run": label, "step": results.asked["step"], "limit": results.asked["limit"]}
             for label, results in latest.items()
@@ -89,7 +93,7 @@ def _cell(results: Results, task: str, metric: str) -> dict[str, Any] | None:
     }
 
 
-def _suite_warnings(latest: dict[str, Results]) -> list[str]:
+def _suite_warnings(latest: dict[str, Results], outdated: Sequence[str]) -> list[str]:
     """Sentences where a column is no result, or the columns do not answer the same question."""
     limits = {label: results.asked["limit"] for label, results in latest.items()}
     warnings = [
@@ -97,11 +101,11 @@ def _suite_warnings(latest: dict[str, Results]) -> list[str]:
         for limit, labels in _by_value(limits)
         if limit is not None
     ]
-    if rewritten := [label for label, results in latest.items() if _was_rewritten(results)]:
-        one = len(rewritten) == 1
+    if outdated:
+        one = len(outdated) == 1
         warnings.append(
-            f"{named(rewritten)}: {'its checkpoint was' if one else 'their checkpoints were'} "
-            f"written again after this was asked; evaluate {'it' if one else 'them'} again."
+            f"{named(outdated)}: {'its checkpoint is' if one else 'their checkpoints are'} no "
+            f"longer what was evaluated; evaluate {'it' if one else 'them'} again."
         )
     if len({results.asked["step"] for results in latest.values()}) > 1:
         warnings.append("The columns stand at different steps.")
@@ -134,16 +138,6 @@ def named(labels: Sequence[str]) -> str:
     if len(labels) <= MAX_NAMED:
         return ", ".join(labels)
     return f"{', '.join(labels[: MAX_NAMED - 1])} and {len(labels) - MAX_NAMED + 1} more"
-
-
-def _was_rewritten(results: Results) -> bool:
-    """Whether the checkpoint is there and was written at another time than what was asked."""
-    written = results.asked.get("written_ns")
-    try:
-        now = (Path(results.asked["checkpoint"]) / ".metadata").stat().st_mtime_ns
-    except OSError:
-        return False
-    return written is not None and now != written
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -252,7 +252,8 @@ def read_evaluations(
                 for task, metrics in stored["scores"].items()
                 for metric, score in metrics.items()
             ]
-            order = (limit is None, path.stat().st_mtime_ns)
+            written = str(stored.get("written", ""))
+            order = (limit is None, written, path.stat().st_mtime_ns)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             notices.append(f"{path.relative_to(folder.path)} is left out: {error}")
             continue
