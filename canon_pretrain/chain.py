@@ -23,7 +23,7 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.errors import UserError, exit_with
 from canon_pretrain.files import write_json
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
-from canon_pretrain.run.holder import Holder, process_lives
+from canon_pretrain.run.holder import Holder, process_lives, read_count
 from canon_pretrain.run.lock import live_holder
 from canon_pretrain.run.lock_files import look
 from canon_pretrain.run.status import Status, read_status
@@ -152,7 +152,7 @@ def _end_beside(status: Status | None, job: str, asked: Asked) -> Decision | Non
     Of two that begin at once one gets the lock, and goes on as ever; the count is the other's. None
     where nothing says that this one had it.
     """
-    restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    restart = read_count(os.environ, "SLURM_RESTART_COUNT")
     if status is None or (status.job_id, status.restart_count) != (job, restart):
         return None
     return _asked_for(status, asked)

@@ -36,8 +36,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _main(argv: list[str]) -> None:
-    # a fault that all ranks share is told once a node: files may be missing on one node alone
-    quiet = os.environ.get("LOCAL_RANK", "0") != "0"
+    # a fault that all ranks share is printed once per node: files may be missing on one node alone
+    quiet = os.environ.get("LOCAL_RANK", "0") != "0" and "LOCAL_WORLD_SIZE" in os.environ
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         check_launch()

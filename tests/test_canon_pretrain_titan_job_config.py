@@ -1,6 +1,7 @@
 """The job: what a file and a command line come to, and what is refused."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -127,6 +128,34 @@ def test_a_world_size_that_does_not_divide_names_the_ones_that_do() -> None:
 def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_job(["--config", DEBUG, *words])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "optimizer.beta1 nan",
+        "optimizer.beta1 -0.1",
+        "optimizer.beta2 1",
+        "comm.init_timeout_seconds 0",
+        "comm.train_timeout_seconds -5",
+        "comm.train_timeout_seconds 1000000000000000",
+        "training.gc_freq 0",
+        "checkpoint.max_held -3",
+        "run.heartbeat_s inf",
+        "run.heartbeat_s nan",
+        "run.heartbeat_s 0",
+        "activation_checkpoint.memory_budget 2",
+        "job.dump_folder ",
+        "job.dump_folder ~/x",
+        "job.dump_folder a\0b",
+        "checkpoint.folder ~me/x",
+    ],
+)
+def test_a_value_outside_its_range_is_named(words: str) -> None:
+    """Issue 17, item 25."""
+    name, _, value = words.partition(" ")
+    with pytest.raises(UserError, match=re.escape(f"{name} = ")):
+        parse_job(["--config", DEBUG, f"--{name}={value}"])
 
 
 def test_no_file_gives_the_usage() -> None:

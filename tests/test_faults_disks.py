@@ -221,6 +221,40 @@ def test_a_disk_that_takes_no_byte_of_the_log_does_not_end_the_run(
         assert_same_run(run, base, step=STEPS)
 
 
+def full_for(rank: int, disk: Path, method: str) -> None:
+    """Not one byte is free while `method` of RunFolder writes."""
+    original = getattr(RunFolder, method)
+
+    def write(self: RunFolder, *words: Any) -> None:
+        fill_up(disk, leave=0)
+        try:
+            original(self, *words)
+        finally:
+            (disk / "ballast").unlink()
+
+    setattr(RunFolder, method, write)
+
+
+def test_a_disk_too_full_for_config_or_done(base: Path, data_folder: Path, tmp_path: Path) -> None:
+    """Issue 17, item 25: without config.json no step is trained; without DONE a run is done."""
+    with small_disk(tmp_path / "disk", "size=24m") as disk:
+        run = disk / "run"
+        command = (*debug_run(data_folder, run), "--checkpoint.interval", 12)
+
+        def with_no_room_for(method: str | None, **options: Any) -> Any:
+            before = {"before": full_for, "before_args": (disk, method)} if method else {}
+            return launch(*command, output=tmp_path / "out", **before, **options)
+
+        assert_refused(with_no_room_for("write_config", check=False))
+        assert steps(run) == [] and events(run, "step") == []
+        with_no_room_for("write_done")
+        assert status(run).state == "done" and steps(run) == [STEPS]
+        assert not RunFolder(run).done_file.exists()
+        with_no_room_for(None)
+        assert RunFolder(run).done_file.read_text() == f"{STEPS}\n"
+        assert_same_run(run, base, step=STEPS)
+
+
 # ---- slow
 
 

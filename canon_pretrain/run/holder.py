@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from canon_pretrain.errors import UserError
+
 
 def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -19,6 +21,14 @@ def utc_now() -> str:
 def host_name(environ: Mapping[str, str] = os.environ) -> str:
     """Slurm's name of this node, which is the one to ask Slurm about, or the machine's own."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def read_count(environ: Mapping[str, str], name: str) -> int:
+    """The number in a launcher's variable, 0 if unset. Raises UserError if it is not a number."""
+    value = environ.get(name) or "0"
+    if not (value.isascii() and value.isdigit()):
+        raise UserError(f"{name} = {value!r} in the environment: expected a number; unset it")
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Holder:
             pid=os.getpid(),
             boot=boot_of(os.getpid()),
             job_id=environ.get("SLURM_JOB_ID"),
-            restart_count=int(environ.get("SLURM_RESTART_COUNT") or 0),
+            restart_count=read_count(environ, "SLURM_RESTART_COUNT"),
             taken=now,
             heartbeat=now,
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.files import write_json
-from canon_pretrain.run.holder import boot_of
+from canon_pretrain.run.holder import boot_of, read_count
 
 FRESH = "checkpoint.fresh"
 
@@ -54,7 +54,7 @@ def _launch(environ: Mapping[str, str]) -> dict[str, str | int]:
         run = f"agent {os.getppid()} {boot_of(os.getppid())}"
     return {
         "job": environ.get("SLURM_JOB_ID", ""),
-        "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
+        "restart": read_count(environ, "SLURM_RESTART_COUNT"),
         "run": run,
-        "attempt": int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        "attempt": read_count(environ, "TORCHELASTIC_RESTART_COUNT"),
     }

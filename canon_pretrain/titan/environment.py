@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.run.holder import read_count
 from canon_pretrain.titan.device import device_count, has_accelerator
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -43,7 +44,9 @@ def check_launch() -> None:
             f"{', '.join(missing)} not set, though others of torchrun's variables are: start "
             "with torchrun, or with none of them set for a single rank"
         )
-    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+        read_count(os.environ, name)
+    ranks = read_count(os.environ, "LOCAL_WORLD_SIZE")
     if has_accelerator() and device_count() < ranks:
         raise UserError(
             f"{ranks} ranks on this node, but {device_count()} GPU(s): start at most one rank a "

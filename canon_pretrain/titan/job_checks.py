@@ -5,6 +5,7 @@ Called by titan/command_line.py, so that everything behind it can trust the job 
 
 import functools
 import math
+import os
 from typing import Any
 
 from canon_pretrain import config as experiment
@@ -13,6 +14,8 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.kernels.backends import check_canon_backend_fits
 from canon_pretrain.model.attend import check_backend_fits
 from canon_pretrain.titan.job_config import CanonJobConfig
+
+DAY_S = 86_400
 
 
 def check_job(job: CanonJobConfig) -> None:
@@ -46,6 +49,7 @@ def check_job(job: CanonJobConfig) -> None:
     _check_schedule(job)
     _check_loss(job.loss)
     _check_numbers(job)
+    _check_folders(job)
     _check_data(job.data)
     _check_checkpoint(job)
     _check_extras(job)
@@ -115,15 +119,38 @@ def _check_numbers(job: CanonJobConfig) -> None:
         value = _value(job, name)
         if not (math.isfinite(value) and value >= low):
             raise UserError(f"{name} = {value}: expected a finite number of at least {low}")
-    guards = job.guards
-    if guards.max_bad_steps < 1:
-        raise UserError(f"guards.max_bad_steps = {guards.max_bad_steps}: expected at least 1")
-    if not 2 <= guards.outlier_window <= 1024:
-        raise UserError(f"guards.outlier_window = {guards.outlier_window}: expected 2 to 1024")
-    if guards.outlier_sigma is not None and not guards.outlier_sigma > 0:
-        raise UserError(f"guards.outlier_sigma = {guards.outlier_sigma}: expected more than 0")
-    if not job.run.heartbeat_s > 0:
-        raise UserError(f"run.heartbeat_s = {job.run.heartbeat_s}: expected more than 0")
+    for name in ("optimizer.beta1", "optimizer.beta2"):
+        if not 0 <= _value(job, name) < 1:
+            raise UserError(f"{name} = {_value(job, name)}: expected at least 0 and less than 1")
+    for name, low, high in (
+        ("training.gc_freq", 1, 1 << 31),
+        ("checkpoint.max_held", 0, 1 << 31),
+        ("comm.init_timeout_seconds", 1, DAY_S),
+        ("comm.train_timeout_seconds", 1, DAY_S),
+        ("comm.trace_buf_size", 0, 1 << 31),
+        ("run.heartbeat_s", 0.01, 3600),
+        ("activation_checkpoint.memory_budget", 0, 1),
+        ("guards.max_bad_steps", 1, 1 << 31),
+        ("guards.outlier_window", 2, 1024),
+    ):
+        value = _value(job, name)
+        if not low <= value <= high:
+            raise UserError(f"{name} = {value}: expected {low} to {high}")
+    sigma = job.guards.outlier_sigma
+    if sigma is not None and not sigma > 0:
+        raise UserError(f"guards.outlier_sigma = {sigma}: expected more than 0")
+
+
+def _check_folders(job: CanonJobConfig) -> None:
+    """Raise UserError for folders that would be made where nobody looks for them."""
+    for name in ("job.dump_folder", "checkpoint.folder"):
+        value = _value(job, name)
+        if not value or "\0" in value:
+            raise UserError(f"{name} = {value!r}: expected the path of a folder")
+        if value.startswith("~"):
+            raise UserError(
+                f"{name} = {value!r}: only a shell expands ~; write {os.path.expanduser(value)!r}"
+            )
 
 
 def _check_schedule(job: CanonJobConfig) -> None:

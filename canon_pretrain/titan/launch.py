@@ -21,6 +21,7 @@ from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, begin_launch
 from canon_pretrain.run.once import FRESH, mark_obeyed, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
+from canon_pretrain.titan.agree import Council
 from canon_pretrain.titan.data import absolute_folders
 from canon_pretrain.titan.device import device_count, has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -95,9 +96,8 @@ def announce(trainer: CanonTrainer) -> None:
     differences = trainer.changes | trainer.config_changes
     if differences:
         metrics.event("changed", step=trainer.step, run=trainer.changes, config=differences)
-    if dist.get_rank() == 0:
-        # after what it makes unseen: killed before, the next launch says it all again
-        folder.write_config(trainer.config, trainer.identity)
+    # after what it makes unseen: killed before, the next launch says it all again
+    Council().decide(lambda: _write_config(trainer))
     if record is not None:
         for problem in record.write(
             folder,
@@ -143,8 +143,29 @@ def nothing_to_do(trainer: CanonTrainer) -> None:
     )
     done = step >= job.training.steps
     if done and dist.get_rank() == 0:
-        trainer.folder.write_done(step)
+        _mark_done(trainer)
     trainer.session.end("done" if done else "stopped", "nothing to do", step)
+
+
+def _write_config(trainer: CanonTrainer) -> None:
+    try:
+        trainer.folder.write_config(trainer.config, trainer.identity)
+    except OSError as error:
+        raise UserError(
+            f"{trainer.folder.config_file} cannot be written: {error.strerror}. Without it the run "
+            "could not be resumed; make room, or choose another --job.dump_folder"
+        ) from None
+
+
+def _mark_done(trainer: CanonTrainer) -> None:
+    """Write DONE. The run is done without it too: the same command writes it later."""
+    try:
+        trainer.folder.write_done(trainer.step)
+    except OSError as error:
+        logger.warning(
+            f"{trainer.folder.done_file} cannot be written: {error.strerror}; the run is done, and "
+            "the same command writes the file when there is room"
+        )
 
 
 def finish(trainer: CanonTrainer, stop: str | None) -> None:
@@ -154,7 +175,7 @@ def finish(trainer: CanonTrainer, stop: str | None) -> None:
     if step == total:
         metrics.event("done", step=step, skipped_steps=metrics.skipped_steps)
         if dist.get_rank() == 0:
-            trainer.folder.write_done(step)
+            _mark_done(trainer)
         trainer.session.end("done", f"step {total} is reached", step)
         logger.info(f"finished: step {step} of {trainer.folder.path}")
     else:

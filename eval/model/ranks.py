@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.run.holder import read_count
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -60,7 +61,7 @@ class Ranks:
 
         Raises UserError where its variables are incomplete, or the others do not come.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if read_count(os.environ, "WORLD_SIZE") <= 1:
             return cls.alone()
         missing = [name for name in _VARIABLES if name not in os.environ]
         if missing:
