@@ -76,10 +76,9 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         _print_dry_run(job, dry_run, world_size, quiet=quiet)
         return
     micro_batch_size(job, world_size)
-    shards = open_shards(job)
-    fingerprint = shards.fingerprint
-    shards.close()
-    notices = settle_validation(job)
+    with open_shards(job) as shards:
+        fingerprint = shards.fingerprint
+        notices, held_out = settle_validation(job, shards)
     rank = int(os.environ["RANK"])
     init_logging(rank)
     for warning in (*notices, *_first_words(job, world_size)):
@@ -104,6 +103,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
                 fingerprint=fingerprint,
                 session=session,
                 record=record,
+                held_out=held_out,
             )
             trainer.train()
         finally:

@@ -151,7 +151,10 @@ def _open(
 ) -> dict[str, TaskPlan]:
     """The suite's tasks; none for `validation`, which needs no text."""
     if path is None:
-        subject.check_held_out()
+        subject.check_held_out(arguments.held_out)
+        if subject.folder is not None and subject.recorded_held_out is None:
+            words = f"{subject.folder.path} does not record its held-out text; taken: "
+            console.print(words + str(subject.held_out_shards.folder), soft_wrap=True)
         return {}
     metadata: dict[str, Any] = {
         "tokenizer": str(subject.tokenizer_path),

@@ -53,7 +53,7 @@ def _run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     given = arguments.checkpoint
     found = ranks.in_turn(lambda: locate(given) if ranks.rank == 0 else None)
     checkpoint, run = ranks.broadcast(found)
-    subject = Subject.open(checkpoint, arguments.data, run)
+    subject = Subject.open(checkpoint, arguments.data, run, arguments.held_out)
     # the first rank alone reads and makes what lies in the run folder; the others find it
     plans = ranks.in_turn(lambda: open_plans(console, subject, dtype, arguments))
     for plan in plans:

@@ -42,6 +42,13 @@ def add_how(parser: argparse.ArgumentParser) -> None:
     """Adds those that say how suites are asked; `eval submit` passes them on."""
     parser.add_argument("--data", type=Path, help="the run's shards, where they were moved to")
     parser.add_argument(
+        "--held_out",
+        type=Path,
+        metavar="DIR",
+        help="text for the suite validation, of a folder that data_prep wrote: the run's own where "
+        "it was moved to, or another",
+    )
+    parser.add_argument(
         "--staged",
         type=Path,
         metavar="DIR",

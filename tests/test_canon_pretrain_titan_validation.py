@@ -1,6 +1,7 @@
 """Held-out loss while training: right, the same at any world size, cheap, and without a trace in
 the training that it watches."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -15,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 
 from canon_pretrain.config import Data, build, read_experiment
 from canon_pretrain.data.held_out import allot, count_windows, windows
-from canon_pretrain.data.mixture import exact_weight
+from canon_pretrain.data.mixture import Mixture, exact_weight
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
@@ -34,7 +35,7 @@ from eval.model.lm import CanonLM
 from eval.model.load import load_model
 from eval.validation import model_loss
 from tests.fault_runs import flip
-from tests.ranks import assert_same_run, events, launch
+from tests.ranks import assert_failed, assert_same_run, events, launch
 from tests.support import EOS_ID, ROOT, VOCAB_SIZE, Runs, debug_run, token_documents
 
 CONFIGS = sorted(p for p in (ROOT / "train_configs").rglob("*.toml") if p.parent.name != "base")
@@ -166,7 +167,12 @@ def test_a_mixture_by_source_against_float64(
         )
     job = debug_job(paths=[str(data_folder), str(other)], weights=[3.0, 1.0])
     job.validation.windows, job.training.local_batch_size = 8, 3
-    assert settle_validation(job) == [] and job.validation.enable is True
+    notices, held_out = settle_validation(job)
+    assert notices == [] and job.validation.enable is True
+    with TokenShards.open(data_folder / "validation") as own:
+        with TokenShards.open(other / "validation") as others:
+            both = f"{own.fingerprint}+{others.fingerprint}"
+    assert held_out == {"held_out_fingerprint": both}
     model = Transformer(job.model_args)
     model.init_weights()
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
@@ -295,14 +301,16 @@ def test_data_without_a_held_out_part(data_folder: Path, tmp_path: Path) -> None
     bare = without_held_out(tmp_path)
     words = [*debug_run(bare, tmp_path / "run"), "--run.stop_at", 1]
     ended = launch(*words, ranks=1, output=tmp_path / "out")
-    assert ended.output.count("has no held-out part (build the data with --holdout above 0)") == 1
+    assert ended.output.count("has no held-out part") == 1
+    assert RunFolder(tmp_path / "run").read_config()["identity"]["held_out_fingerprint"] is None
     assert events(tmp_path / "run", "validation") == []
     job = debug_job(path=str(bare))
     job.validation.enable = True
-    with pytest.raises(UserError, match="has no held-out part: build the data with --holdout"):
+    with pytest.raises(UserError, match="has no held-out part.*--holdout.*validation.path"):
         settle_validation(job)
     job = debug_job(paths=[str(bare), str(data_folder)], weights=[1.0, 1.0])
-    (notice,) = settle_validation(job)
+    (notice,), held_out = settle_validation(job)
+    assert held_out["held_out_fingerprint"].startswith("none+")
     assert job.validation.enable and str(bare) in notice and str(data_folder) not in notice
     assert CanonValidator(job, rank=0, world_size=1).names == [data_folder.name]
 
@@ -323,7 +331,87 @@ def test_a_damaged_held_out_part_is_refused_before_anything_is_built(
     with pytest.raises(UserError, match="is missing.*--validation.enable False turns it off"):
         settle_validation(debug_job(path=str(data)))
     job.validation.enable = False
-    assert settle_validation(job) == []
+    assert settle_validation(job) == ([], {})
+
+
+def test_validation_path_keeps_a_held_out_loss_of_the_whole_stream(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """Issue 17, item 4: data built with --holdout 0, scored on another build's text, all of it or
+    its held-out part; refused where it is the training text or of another tokenizer."""
+    bare = without_held_out(tmp_path)
+    apart = {"part": data_folder, "all": without_held_out(tmp_path / "more")}
+    shutil.rmtree(apart["all"] / "train")
+    write_more(apart["all"] / "train", seed=9)
+    for folder, split in zip(apart.values(), ("validation", "train"), strict=True):
+        job = debug_job(path=str(bare))
+        job.validation = dataclasses.replace(job.validation, path=str(folder))
+        with Mixture.open([bare]) as training, TokenShards.open(folder / split) as text:
+            notices, held_out = settle_validation(job, training)
+            assert notices == [] and job.validation.enable is True
+            assert held_out == {"held_out_fingerprint": text.fingerprint}
+            validator = CanonValidator(job, rank=0, world_size=1)
+            assert validator.names == [folder.name]
+            job.validation.path = str(bare)
+            with pytest.raises(UserError, match="text that is trained on"):
+                settle_validation(job, training)
+    write_more(tmp_path / "foreign" / "train", seed=9, tokenizer_sha256="f" * 64)
+    job.validation.path = str(tmp_path / "foreign")
+    with Mixture.open([bare]) as training, pytest.raises(UserError, match="another tokenizer"):
+        settle_validation(job, training)
+
+
+def write_more(folder: Path, *, seed: int, tokenizer_sha256: str = "") -> None:
+    documents = token_documents(seed, 8, length=200)
+    write_shards(
+        folder,
+        documents,
+        vocab_size=VOCAB_SIZE,
+        eos_id=EOS_ID,
+        num_bytes=[3 * len(ids) for ids in documents],
+        tokenizer_sha256=tokenizer_sha256,
+    )
+
+
+def test_another_held_out_text_is_another_run(data_folder: Path, tmp_path: Path) -> None:
+    """Issue 17, item 17: replaced by another build's, same tokenizer; in the order of a user:
+    refused, allowed by name, and each loss says which text it is of."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(data_folder, data)
+    words = [*debug_run(data, run), "--validation.freq", 4]
+    launch(*words, "--run.stop_at", 4, ranks=1, output=tmp_path / "out")
+    before = RunFolder(run).read_config()["identity"]["held_out_fingerprint"]
+    (start,) = events(run, "start")
+    assert start["held_out_fingerprint"] == before
+    shutil.rmtree(data / "validation")
+    write_more(data / "validation", seed=9)
+    ended = launch(*words, ranks=1, output=tmp_path / "out", check=False)
+    assert_failed(ended, 2)
+    assert "held_out_fingerprint" in ended.output
+    # turned off, a launch says nothing of it, and keeps what is known
+    launch(
+        *words, "--validation.enable", False, "--run.stop_at", 5, ranks=1, output=tmp_path / "out"
+    )
+    assert RunFolder(run).read_config()["identity"]["held_out_fingerprint"] == before
+    launch(*words, "--run.allow_changes", "held_out_fingerprint", ranks=1, output=tmp_path / "out")
+    after = RunFolder(run).read_config()["identity"]["held_out_fingerprint"]
+    with TokenShards.open(data / "validation") as shards:
+        assert after == shards.fingerprint != before
+    found = {e["step"]: e["held_out_fingerprint"] for e in events(run, "validation")}
+    assert found == {4: before, 8: after, 12: after}
+
+
+def test_a_run_without_the_record_is_read_and_noted(data_folder: Path, tmp_path: Path) -> None:
+    """Issue 17, item 17: a run of an earlier version goes on, and records its held-out text."""
+    run = tmp_path / "run"
+    words = debug_run(data_folder, run)
+    launch(*words, "--run.stop_at", 2, ranks=1, output=tmp_path / "out")
+    stored = RunFolder(run).read_config()
+    known = stored["identity"].pop("held_out_fingerprint")
+    RunFolder(run).write_config(stored["config"], stored["identity"])
+    ended = launch(*words, "--run.stop_at", 3, ranks=1, output=tmp_path / "out")
+    assert ended.output.count("held_out_fingerprint: not recorded -> ") == 1
+    assert RunFolder(run).read_config()["identity"]["held_out_fingerprint"] == known
 
 
 @pytest.mark.parametrize(

@@ -541,6 +541,41 @@ def test_of_a_mixture_one_folder_is_named(run: Path, copy: Path, ask: Ask, tmp_p
     assert "is not what" in ask("validation", "--data", first, of=copy, code=2)
 
 
+def test_validation_is_of_the_text_that_the_run_records(
+    copy: Path, ask: Ask, tmp_path: Path
+) -> None:
+    """Issue 17, items 4 and 17: another build's held-out part is refused, or scored on purpose and
+    recorded as such; the text of `validation.path` is found where the data have none."""
+    part = copy.parent / "data" / "validation"
+    record = json.loads((copy / "config.json").read_text())
+    record["config"]["data"]["path"] = str(part.parent)
+    record["config"]["validation"] = {"path": ""}
+    with TokenShards.open(part) as shards:
+        own = shards.fingerprint
+        header = {
+            name: getattr(shards, name) for name in ("vocab_size", "eos_id", "tokenizer_sha256")
+        }
+    record["identity"]["held_out_fingerprint"] = f"none+{own}"  # a mixture's
+    (copy / "config.json").write_text(json.dumps(record))
+    assert "does not record" not in ask("validation", of=copy)
+    shutil.move(part, tmp_path / "apart" / "validation")
+    assert "no held-out text" in ask("validation", of=copy, code=2)
+    document = [np.append(np.arange(5, 60), header["eos_id"])]
+    write_shards(part, document, num_bytes=[99], **header)
+    assert "is not the held-out text of" in ask("validation", of=copy, code=2)
+    ask("validation", "--held_out", part.parent, of=copy)
+    found = [read_results(p).asked for p in copy.glob("evals/step-3/validation/*/results.json")]
+    with TokenShards.open(part) as other:
+        fingerprints = {own, other.fingerprint}
+    assert {asked["held_out_fingerprint"] for asked in found} == fingerprints
+    shutil.rmtree(part)
+    record["config"]["validation"]["path"] = str(tmp_path / "apart")
+    (copy / "config.json").write_text(json.dumps(record))
+    assert "as found in" in ask("validation", of=copy)
+    write_shards(part, document, **(header | {"tokenizer_sha256": "f"}))
+    assert "another tokenizer" in ask("validation", "--held_out", part.parent, of=copy, code=2)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [

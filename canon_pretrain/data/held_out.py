@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.data.shards import ShardError, TokenShards
 
 FOLDER = "validation"
 
@@ -84,3 +84,26 @@ def open_held_out(data: str | Path) -> TokenShards | None:
         shards.close()
         return None
     return shards
+
+
+def open_apart(data: str | Path) -> TokenShards:
+    """The text of `validation.path`: a folder's held-out part, or all of a build without one.
+
+    Raises ShardError where there is no token to predict.
+    """
+    shards = open_held_out(data) or TokenShards.open(Path(data) / "train")
+    if shards.num_tokens < 2:
+        shards.close()
+        raise ShardError(f"{data}: holds no text to validate on")
+    return shards
+
+
+def part_fingerprint(parts: Sequence[TokenShards | None]) -> str | None:
+    """What a run records of the text that its held-out loss is of; None if there is none.
+
+    The part's fingerprint; of a mixture those of its folders, joined by "+" ("none" for a folder
+    without a part).
+    """
+    if not any(parts):
+        return None
+    return "+".join(part.fingerprint if part else "none" for part in parts)

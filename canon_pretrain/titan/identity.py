@@ -4,6 +4,7 @@ The identity stands in RUN/config.json. World size, logging, checkpointing and t
 of it: they change nothing that is computed.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -18,10 +19,18 @@ LOSS_TERMS = ("z_loss", "squared_loss")
 """What of `[loss]` a run is; how many tokens' logits stand at a time is no part of it."""
 
 
-def run_identity(job: CanonJobConfig, fingerprint: str) -> dict[str, Any]:
+HELD_OUT = "held_out_fingerprint"
+"""The text that the held-out loss is of. A launch with validation off has no such name, nor has a
+run of an earlier version; nothing is compared then."""
+
+
+def run_identity(
+    job: CanonJobConfig, fingerprint: str, held_out: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """All that a run may not change between its launches unless told to; by dotted name.
 
-    `fingerprint` is of the data's content, and of a mixture's weights.
+    `fingerprint` is of the data's content, and of a mixture's weights; `held_out` has HELD_OUT,
+    unless validation is off.
     """
     optimizer, schedule, training = job.optimizer, job.lr_scheduler, job.training
     return {
@@ -29,6 +38,7 @@ def run_identity(job: CanonJobConfig, fingerprint: str) -> dict[str, Any]:
         **{f"optimizer.{name}": value for name, value in asdict(optimizer).items()},
         **{f"lr_scheduler.{name}": value for name, value in asdict(schedule).items()},
         "data_fingerprint": fingerprint,
+        **(held_out or {}),
         "data.data_seed": job.data.data_seed,
         "data.order": job.data.order,
         "training.seq_len": training.seq_len,
@@ -54,7 +64,7 @@ def check_identity(
     and where `allowed` names what no run has.
     """
     allowed = [name for words in allowed for name in words.split(",") if name]
-    unknown = [name for name in allowed if name not in identity]
+    unknown = [name for name in allowed if name not in (*identity, HELD_OUT)]
     if unknown:
         raise UserError(
             f"run.allow_changes names {', '.join(unknown)}, which is no part of what a run is. "
@@ -63,9 +73,10 @@ def check_identity(
     if not folder.config_file.exists():
         return {}
     old = _defaults() | folder.read_config().get("identity", {})
+    uncompared = {HELD_OUT} - (old.keys() & identity.keys())
     changed = {
         name: [old.get(name), identity.get(name)]
-        for name in sorted(old.keys() | identity.keys())
+        for name in sorted((old.keys() | identity.keys()) - uncompared)
         if old.get(name) != identity.get(name)
     }
     refused = {name: pair for name, pair in changed.items() if name not in allowed}
@@ -77,6 +88,14 @@ def check_identity(
             + f"--run.allow_changes {' '.join(changed)}"
         )
     return changed
+
+
+def recorded_held_out(folder: RunFolder) -> dict[str, Any]:
+    """HELD_OUT as the run in `folder` has it; empty if it has none."""
+    if not folder.config_file.exists():
+        return {}
+    identity = folder.read_config().get("identity", {})
+    return {HELD_OUT: identity[HELD_OUT]} if HELD_OUT in identity else {}
 
 
 def _defaults() -> dict[str, Any]:

@@ -135,6 +135,9 @@ class Validation(titan.Validation):
 
     enable: bool | None = None
     """Unset: wherever the data has a held-out part. True: an error where it has none."""
+    path: str = ""
+    """A folder of data_prep, of the same tokenizer, to validate on: its held-out part, or all of it
+    if built with --holdout 0. Unset: the held-out part of each folder of the data."""
     freq: int = 100
     """Steps between two validations."""
     windows: int | None = None

@@ -24,6 +24,7 @@ from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.titan.agree import Council
 from canon_pretrain.titan.data import absolute_folders
 from canon_pretrain.titan.device import device_count, has_accelerator
+from canon_pretrain.titan.identity import HELD_OUT
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def announce(trainer: CanonTrainer) -> None:
         "torch": torch.__version__,
         "torchtitan": torchtitan.__version__,
         "data_fingerprint": trainer.identity["data_fingerprint"],
+        HELD_OUT: trainer.identity.get(HELD_OUT),
         "config_hash": config_hash(trainer.config, without=OWN_TO_A_LAUNCH),
         **(record.header() if record is not None else {}),
     }

@@ -10,8 +10,9 @@ import faulthandler
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 import torch
@@ -32,7 +33,13 @@ from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.console import is_terminal
 from canon_pretrain.titan.data import STATE_FIELDS, CanonDataLoader, absolute_folders
 from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
-from canon_pretrain.titan.identity import check_identity, config_changes, run_identity
+from canon_pretrain.titan.identity import (
+    HELD_OUT,
+    check_identity,
+    config_changes,
+    recorded_held_out,
+    run_identity,
+)
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.profiling import named_data, profiling
@@ -64,13 +71,14 @@ class CanonTrainer(torchtitan.train.Trainer):
         fingerprint: str,
         session: Session,
         record: LaunchRecord | None = None,
+        held_out: Mapping[str, Any] | None = None,
     ) -> None:
         asked = job.training.local_batch_size
         job.training.local_batch_size = micro_batch_size(job, world_size)
         self.session = session
         self.launch_record = record
         self.folder = session.folder
-        self.identity = run_identity(job, fingerprint)
+        self.identity = run_identity(job, fingerprint, held_out)
         # a restarted job repeats --checkpoint.fresh, and is not obeyed: it goes on with a run
         fresh = job.checkpoint.fresh and not was_obeyed(self.folder.obeyed_file, FRESH)
         allowed = job.run.allow_changes
@@ -78,7 +86,14 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.config = job.to_dict()
         # whoever reads the run may stand in another folder
         self.config["data"] |= absolute_folders(job.data)
+        if job.validation.path:
+            self.config["validation"]["path"] = str(Path(job.validation.path).resolve())
         self.config_changes = {} if fresh else config_changes(self.folder, self.config)
+        if not fresh and self.folder.config_file.exists():
+            recorded = recorded_held_out(self.folder)
+            if HELD_OUT in self.identity and not recorded:
+                self.config_changes[HELD_OUT] = ["not recorded", self.identity[HELD_OUT]]
+            self.identity = recorded | self.identity
         job.metrics.disable_color_printing |= not is_terminal()
         super().__init__(job)
         session.ranks_have_met()
@@ -209,7 +224,8 @@ class CanonTrainer(torchtitan.train.Trainer):
             return False
         self.session.progress(self.step, "validating")
         fields = self.validator.validate(self.model_parts, self.step)
-        self.metrics_processor.validation(self.step, {"tokens": self.tokens, **fields})
+        text = {HELD_OUT: self.identity.get(HELD_OUT)}
+        self.metrics_processor.validation(self.step, {"tokens": self.tokens, **fields, **text})
         return True
 
     # -- the loop ----------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """Held-out loss while training: the same windows at every step, seed, architecture and world size.
 
-Each data folder's held-out part gives some windows, the same ones that `python -m eval run --suite
-validation` scores. They are dealt out to the ranks; every rank takes as many forward passes, since
-FSDP2's collectives must meet, and what fills up the last pass has no weight. Losses are plain
-cross-entropy in float32, summed in float64 with the tokens they are of, so the mean is the same at
-any number of ranks. The order of the training data, random state, weights and gradients are not
-touched.
+The held-out part of each data folder, or the text of `validation.path`, gives some windows, the
+same ones that `python -m eval run --suite validation` scores. They are dealt out to the ranks;
+every rank takes as many forward passes, since FSDP2's collectives must meet, and what fills up the
+last pass has no weight. Losses are plain cross-entropy in float32, summed in float64 with the
+tokens they are of, so the mean is the same at any number of ranks. The order of the training data,
+random state, weights and gradients are not touched.
 """
 
 import time
@@ -30,10 +30,12 @@ from canon_pretrain.data.held_out import (
     allot,
     count_windows,
     held_out_loss,
+    open_apart,
     open_held_out,
+    part_fingerprint,
     windows,
 )
-from canon_pretrain.data.mixture import exact_weight, short_names
+from canon_pretrain.data.mixture import Mixture, exact_weight, short_names
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.log import drop_superseded, json_value, parse_events
@@ -69,41 +71,70 @@ def num_windows(job: CanonJobConfig) -> int | None:
     return max(1, batch * steps // STEPS_A_BATCH)
 
 
-def settle_validation(job: CanonJobConfig) -> list[str]:
-    """Set `validation.enable` to whether there is something to validate on; gives notices.
+def settle_validation(
+    job: CanonJobConfig, training: Mixture | None = None
+) -> tuple[list[str], dict[str, Any]]:
+    """Set `validation.enable` to whether there is something to validate on.
 
-    Raises UserError where it was asked for and can't be, and where a held-out part is damaged or
-    not of the model's vocabulary.
+    Returns notices, and what the run's identity says of the held-out part: nothing if validation
+    is turned off. Raises UserError where it was asked for and can't be, and where a held-out part
+    is damaged, or does not fit the model or the `training` data.
     """
     if job.validation.enable is False:
-        return []
-    without = []
-    for folder in job.data.folders:
-        try:
-            shards = open_held_out(folder)
-        except ShardError as error:
-            raise UserError(f"the held-out part can't be read: {error}. {OFF}") from None
-        if shards is None:
-            without.append(folder)
-            continue
-        shards.close()
-        if shards.vocab_size != job.model_args.vocab_size:
-            raise UserError(
-                f"{shards.folder} has {shards.vocab_size} pieces, the model "
-                f"{job.model_args.vocab_size}: it is not of the training data beside it. {OFF}"
-            )
-    how = "build the data with --holdout above 0"
+        return [], {}
+    folders = _folders(job)
+    try:
+        parts = [_open_part(job, folder) for folder in folders]
+    except ShardError as error:
+        raise UserError(f"the held-out part can't be read: {error}. {OFF}") from None
+    for part in parts:
+        if part is not None:
+            part.close()
+            _check_part(part, job, training)
+    held_out = {"held_out_fingerprint": part_fingerprint(parts)}
+    without = [folder for folder, part in zip(folders, parts, strict=True) if part is None]
+    how = "build the data with --holdout above 0, or set validation.path"
     if job.validation.enable and without:
         raise UserError(
             f"validation.enable = True, but {', '.join(without)} has no held-out part: {how}, or "
             "leave validation.enable unset to validate on what there is"
         )
-    job.validation.enable = len(without) < len(job.data.folders)
+    job.validation.enable = len(without) < len(folders)
     if not without:
-        return []
+        return [], held_out
     if not job.validation.enable:
-        return [f"no validation: {', '.join(without)} has no held-out part ({how})"]
-    return [f"no validation on {', '.join(without)}: no held-out part ({how})"]
+        return [f"no validation: {', '.join(without)} has no held-out part ({how})"], held_out
+    return [f"no validation on {', '.join(without)}: no held-out part ({how})"], held_out
+
+
+def _folders(job: CanonJobConfig) -> list[str]:
+    """The folders whose held-out part is scored."""
+    return [job.validation.path] if job.validation.path else job.data.folders
+
+
+def _open_part(job: CanonJobConfig, folder: str) -> TokenShards | None:
+    return open_apart(folder) if job.validation.path else open_held_out(folder)
+
+
+def _check_part(part: TokenShards, job: CanonJobConfig, training: Mixture | None) -> None:
+    """Raise UserError for a part of another vocabulary or tokenizer, or that is trained on."""
+    if part.vocab_size != job.model_args.vocab_size:
+        raise UserError(
+            f"{part.folder} has a vocabulary of {part.vocab_size}, the model one of "
+            f"{job.model_args.vocab_size}: build it with the training data's tokenizer. {OFF}"
+        )
+    if training is None:
+        return
+    if part.tokenizer_sha256 != training.tokenizer_sha256:
+        raise UserError(
+            f"{part.folder} was written with another tokenizer than the training data: its sha256 "
+            f"is {part.tokenizer_sha256[:16]}, expected {training.tokenizer_sha256[:16]}. {OFF}"
+        )
+    if part.fingerprint in {source.fingerprint for source in training.sources}:
+        raise UserError(
+            f"validation.path = {job.validation.path!r} holds the text that is trained on: name "
+            f"another folder. {OFF}"
+        )
 
 
 @dataclass(frozen=True)
@@ -118,9 +149,12 @@ class _Windows:
 
 def _choose(job: CanonJobConfig) -> _Windows:
     """The windows of each source that has a held-out part, in the shares of the mixture."""
-    names = short_names(job.data.folders)
-    opened = [open_held_out(folder) for folder in job.data.folders]
+    folders = _folders(job)
+    names = short_names(folders)
+    opened = [_open_part(job, folder) for folder in folders]
     weights = [exact_weight(share) for share in job.data.shares]
+    if job.validation.path:
+        weights = [Fraction(1)]
     found = [
         (name, shards, weight)
         for name, shards, weight in zip(names, opened, weights, strict=True)

@@ -20,6 +20,7 @@ from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.weights import check_checkpoint, checkpoint_step
+from canon_pretrain.data.held_out import open_apart, open_held_out
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
@@ -50,7 +51,8 @@ class Subject:
 
     `folder`: the run; None for an export. `step`: None where an export does not tell. `seq_len`:
     the length trained on; of an export the positions that its config.json gives. `data`, `train`,
-    `held_out`: the run's shards; None for an export without --data.
+    `held_out`: the run's shards; None for an export without --data, `held_out` also if there is no
+    such text here. `recorded_held_out`: the fingerprint that the run records of it, None if none.
     """
 
     checkpoint: Path
@@ -60,15 +62,25 @@ class Subject:
     data: Path | None
     train: TokenShards | None
     held_out: TokenShards | None
+    recorded_held_out: str | None = None
 
     @classmethod
-    def open(cls, given: Path, data: Path | None = None, run: RunFolder | None = None) -> "Subject":
+    def open(
+        cls,
+        given: Path,
+        data: Path | None = None,
+        run: RunFolder | None = None,
+        held_out: Path | None = None,
+    ) -> "Subject":
         """What `given`, or `locate(given)`, names.
 
-        Raises UserError if the checkpoint, its run or its data are not there or not whole.
+        `held_out`: a folder whose text is taken instead of the run's own held-out part. Raises
+        UserError if the checkpoint, its run or its data are not there or not whole.
         """
         checkpoint, run = (given, run) if run else locate(given)
-        return _open_checkpoint(checkpoint, run, data) if run else _open_export(checkpoint, data)
+        if run is None:
+            return _open_export(checkpoint, data, held_out)
+        return _open_checkpoint(checkpoint, run, data, held_out)
 
     @property
     def evals(self) -> Path | None:
@@ -85,7 +97,13 @@ class Subject:
 
     @property
     def held_out_shards(self) -> TokenShards:
-        """The held-out shards; raises UserError where an export was given none."""
+        """The held-out shards; raises UserError if there are none."""
+        if self.held_out is None and self.data is not None:
+            raise UserError(
+                f"no held-out text for {self.checkpoint}: neither {self.data}/validation nor the "
+                "run's validation.path has any here. Name a folder of the same tokenizer with "
+                "--held_out, or build the data with --holdout above 0"
+            )
         return self._shards(self.held_out)
 
     def _shards(self, shards: TokenShards | None) -> TokenShards:
@@ -96,11 +114,20 @@ class Subject:
             )
         return shards
 
-    def check_held_out(self) -> None:
-        """Raise UserError where the held-out part has no token to predict."""
-        if self.held_out_shards.num_tokens < 2:
+    def check_held_out(self, given: Path | None = None) -> None:
+        """Raise UserError unless the held-out text is that of the run, or `given` on purpose."""
+        shards, train = self.held_out_shards, self.train_shards
+        if shards.tokenizer_sha256 != train.tokenizer_sha256:
             raise UserError(
-                f"{self.data}/validation holds no text: build the data with --holdout above 0"
+                f"{shards.folder} was written with another tokenizer than {train.folder}: its "
+                f"sha256 is {shards.tokenizer_sha256[:16]}, expected {train.tokenizer_sha256[:16]}"
+            )
+        recorded = self.recorded_held_out
+        if given is None and recorded and shards.fingerprint not in recorded.split("+"):
+            raise UserError(
+                f"{shards.folder} is not the held-out text of {self.checkpoint}: its fingerprint "
+                f"is {shards.fingerprint[:12]}, the run's {recorded[:12]}. Restore it, or score "
+                f"this text on purpose with --held_out {shards.folder.parent}"
             )
 
     @property
@@ -164,7 +191,9 @@ class Subject:
         return load_model(self.checkpoint, device, max_length, dtype, self.folder)
 
 
-def _open_checkpoint(checkpoint: Path, folder: RunFolder, data: Path | None) -> Subject:
+def _open_checkpoint(
+    checkpoint: Path, folder: RunFolder, data: Path | None, held_out: Path | None
+) -> Subject:
     check_checkpoint(checkpoint)
     config = folder.read_config()
     try:
@@ -173,6 +202,8 @@ def _open_checkpoint(checkpoint: Path, folder: RunFolder, data: Path | None) -> 
         recorded = Path(section["path"])
         seq_len = int(config["config"]["training"]["seq_len"])
         trained_on = config["identity"]["data_fingerprint"]
+        recorded_held_out = config["identity"].get("held_out_fingerprint")
+        apart = config["config"].get("validation", {}).get("path")
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{folder.config_file} is damaged, or another version of this program wrote it: it "
@@ -189,7 +220,7 @@ def _open_checkpoint(checkpoint: Path, folder: RunFolder, data: Path | None) -> 
             "moved to with --data"
         )
     data = data or recorded
-    train, held_out = TokenShards.open(data / "train"), TokenShards.open(data / "validation")
+    train = TokenShards.open(data / "train")
     found = train.fingerprint
     if mixed:
         try:
@@ -208,14 +239,21 @@ def _open_checkpoint(checkpoint: Path, folder: RunFolder, data: Path | None) -> 
             "with --data"
         )
     step = checkpoint_step(checkpoint)
-    return Subject(checkpoint.resolve(), folder, step, seq_len, data, train, held_out)
+    if held_out is None and apart:
+        part = open_apart(apart) if Path(apart).is_dir() else None
+    else:
+        part = open_held_out(data) if held_out is None else open_apart(held_out)
+    return Subject(
+        checkpoint.resolve(), folder, step, seq_len, data, train, part, recorded_held_out
+    )
 
 
-def _open_export(export: Path, data: Path | None) -> Subject:
+def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Subject:
     seq_len = folder_args(export).max_seq_len
-    train = held_out = None
+    train = part = None
     if data is not None:
-        train, held_out = TokenShards.open(data / "train"), TokenShards.open(data / "validation")
+        train = TokenShards.open(data / "train")
+        part = open_held_out(data) if held_out is None else open_apart(held_out)
         wanted = _recorded_tokenizer(export) or _of_export(export).sha256
         if train.tokenizer_sha256 != wanted:
             raise UserError(
@@ -223,7 +261,7 @@ def _open_export(export: Path, data: Path | None) -> Subject:
                 f"sha256 is {(train.tokenizer_sha256 or 'none')[:16]}, expected {wanted[:16]}"
             )
     step = _record(export).get("step")
-    return Subject(export.resolve(), None, step, seq_len, data, train, held_out)
+    return Subject(export.resolve(), None, step, seq_len, data, train, part)
 
 
 def _content(export: Path) -> str:
