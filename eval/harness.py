@@ -24,7 +24,8 @@ from lm_eval.evaluator import evaluate
 from lm_eval.utils import env as TEMPLATES
 from lm_eval.utils import handle_non_serializable
 
-from eval.results import Answers, Score
+from eval.results import Answers, Score, source_of_record, wilson_bound
+from eval.stats.items import Clusters, mean_variance
 
 # those of lm_eval's simple_evaluate, for tasks that draw
 PYTHON_SEED, OTHER_SEED = 0, 1234
@@ -50,7 +51,7 @@ def ask(lm: LM, name: str, task: Task, limit: int | None) -> Answers:
         record[f"answers_{part}" if part else "answers"] = item["filtered_resps"]
         record |= {metric: item[metric] for metric in item["metrics"]}
     return Answers(
-        scores=_scores(found["results"][name], items),
+        scores=_scores(found["results"][name], items, records),
         num_samples=found["n-samples"][name]["effective"],
         samples=json.loads(json.dumps([*records.values()], default=handle_non_serializable)),
     )
@@ -86,24 +87,40 @@ def _identity(item: Mapping[str, Any]) -> dict[str, Any]:
     return {key: item[key] for key in ("doc_id", "filter", "doc_hash", "prompt_hash", "target")}
 
 
-def _scores(results: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> dict[str, Score]:
-    """The metrics of one task; a mean of 0s and 1s has its standard error (n - 1, as lm_eval's)."""
+def _scores(
+    results: Mapping[str, Any],
+    items: Sequence[Mapping[str, Any]],
+    records: Mapping[tuple[int, str], Mapping[str, Any]],
+) -> dict[str, Score]:
+    """The metrics of one task; a mean over items has its standard error, over their sources."""
     filters = {item["filter"] for item in items}
     scores = {}
     for key, value in results.items():
         metric, _, name = key.partition(",")
         if not name or metric.endswith("_stderr"):
             continue
-        values = [i[metric] for i in items if i["filter"] == name and metric in i]
-        stderr = None
-        # perplexities have pairs (log-likelihood, weight) for items; other aggregates no mean
-        if len(values) > 1 and set(map(type, values)) <= {bool, int, float}:
-            mean = sum(values) / len(values)
-            if set(values) <= {0, 1} and math.isclose(mean, value):
-                stderr = math.sqrt(mean * (1 - mean) / (len(values) - 1))
+        here = [item for item in items if item["filter"] == name and metric in item]
+        sources = [source_of_record(records[item["doc_id"], name]) for item in here]
         label = metric if len(filters) == 1 else f"{metric}, {name}"
-        scores[label] = Score(float(value), stderr)
+        scores[label] = _score(float(value), [item[metric] for item in here], sources)
     return scores
+
+
+def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Score:
+    """`value` with its noise over the items, where it is their mean."""
+    # perplexities have pairs (log-likelihood, weight) for items; other aggregates are no mean
+    if not by_item or not all(
+        isinstance(x, bool | int | float | np.bool_ | np.number) for x in by_item
+    ):
+        return Score(value)
+    values_N = np.array(by_item, dtype=np.float64)
+    if not np.isfinite(values_N).all() or not math.isclose(values_N.mean(), value, abs_tol=1e-12):
+        return Score(value)
+    codes_N = np.unique(sources, return_inverse=True)[1]
+    if value in (0, 1) and (values_N == value).all():
+        return Score(value, bound=wilson_bound(value, int(codes_N.max()) + 1))
+    variance = mean_variance(Clusters.of(values_N, np.ones(values_N.size), codes_N))
+    return Score(value, math.sqrt(variance) if math.isfinite(variance) else None)
 
 
 @contextmanager

@@ -26,16 +26,41 @@ VERSION = 1
 RESULTS = "results.json"
 SAMPLES = "samples-{}.jsonl"
 
+Z_95 = 1.959964
+"""The normal distribution's 97.5 % quantile."""
+
 ASKED = ("checkpoint", "step", "suite", "limit", "train_fingerprint")
 """What every question names."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one task: its value and, where items are independent, its standard error."""
+    """One metric of one task and its noise over the items.
+
+    `stderr`: the standard error over the sources of the items; None if the value is no mean over
+    items, or all items are right or all wrong. `bound`: then, the other end of Wilson's 95 %
+    interval (0 to `bound`, or `bound` to 1).
+    """
 
     value: float
     stderr: float | None = None
+    bound: float | None = None
+
+
+def wilson_bound(value: float, count: int) -> float:
+    """`Score.bound` of a share of `count` draws that is 0 or 1."""
+    end = Z_95**2 / (count + Z_95**2)
+    return end if value == 0 else 1 - end
+
+
+def bound_words(value: float, bound: float) -> str:
+    """`Score.bound` in a table, beside its value 0 or 1."""
+    return f"{'≤' if value == 0 else '≥'} {bound:.4f}"
+
+
+def source_of_record(record: Mapping[str, Any]) -> str:
+    """Items with equal ones are one draw: they share a source, or the data hold an item twice."""
+    return str(record.get("source", f"item {record['doc_hash']} {record['prompt_hash']}"))
 
 
 @dataclass(frozen=True)
@@ -205,7 +230,9 @@ def read_results(path: Path) -> Results:
         if version != VERSION:
             raise UserError(f"{path}: version {version!r}, this program reads {VERSION}")
         scores = {
-            task: {metric: Score(**score) for metric, score in metrics.items()}
+            task: {
+                m: _score(score, stored["num_samples"].get(task)) for m, score in metrics.items()
+            }
             for task, metrics in stored["scores"].items()
         }
         written = str(stored.get("written", ""))
@@ -220,3 +247,10 @@ def read_results(path: Path) -> Results:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: damaged ({error!r}); evaluate again") from None
+
+
+def _score(stored: dict[str, Any], count: int | None) -> Score:
+    """A score as stored; earlier versions wrote a standard error of 0 where all items are alike."""
+    if stored.get("stderr") == 0 and stored["value"] in (0, 1) and count:
+        return Score(stored["value"], bound=wilson_bound(stored["value"], count))
+    return Score(**stored)

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eval.results import Results
+from eval.results import Results, bound_words
 from eval.suites import VALIDATION
 
 
@@ -25,6 +25,8 @@ def print_results(console: Console, subject: str, results: Results) -> None:
         primary = results.asked["tasks"].get(task, {}).get("primary", ())
         for metric, score in metrics.items():
             error = "" if score.stderr is None else f"{score.stderr:.4f}"
+            if score.bound is not None:
+                error = bound_words(score.value, score.bound)
             style = "bold" if metric in primary else ""
             count = f"{results.num_samples[task]:,}"
             table.add_row(Text(task), Text(metric, style), f"{score.value:.4f}", error, count)

@@ -18,6 +18,7 @@ from canon_pretrain.files import write_json
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import unique_labels
+from canon_pretrain.run.status import StatusWriter
 from eval.report.curves import CURVES, line, thin
 from eval.report.page import escape_markdown
 from eval.report.runs import read_runs
@@ -69,7 +70,7 @@ def test_one_run_says_its_numbers_in_all_three_formats(
 
     (suite,) = content(page)["suites"]
     assert suite["columns"] == [{"run": "canon", "step": 30, "limit": None}]
-    cell = {"value": 0.482, "stderr": 0.0158, "num_samples": 1000}
+    cell = {"value": 0.482, "stderr": 0.0158, "bound": None, "num_samples": 1000}
     assert suite["rows"][0] == {"task": "lambada", "metric": "acc", "cells": [cell]}
 
     parsed = Page(page)
@@ -153,6 +154,39 @@ def test_state_of_an_unfinished_run(
 ) -> None:
     page = report([plant_run(tmp_path / "run", events).path], None)
     assert words in Page(page).text and words in markdown(page)
+
+
+def test_scores_of_0_and_1_show_wilsons_interval(run: RunFolder) -> None:
+    """Issue 17, item 3: a score of 0 is not shown as surely 0."""
+    plant_results(run, 30, "probes", {"a": {"acc": Score(0.0, bound=0.0038)}})
+    plant_results(run, 30, "more", {"b": {"acc": Score(1.0, bound=0.9962)}}, items=9)
+    page = report([run.path], None)
+    assert ["b", "acc", "1.0000", "≥ 0.9962", "n = 9"] in Page(page).rows
+    assert "| a | acc | 0.0000 ≤ 0.0038 (n = 1,000) |" in markdown(page)
+
+
+def test_a_failed_run_is_called_failed_first(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17, item 3: status.json says failed, although the last logged loss looks healthy."""
+    failed = plant_run(tmp_path / "failed", [launch("start"), step(10, 2.0)])
+    StatusWriter(failed.status_file, steps=500, world_size=1).end(
+        "failed", "loss is not finite", 17
+    )
+    for paths in ([failed.path], [run.path, failed.path]):
+        page = report(paths, tmp_path / "out")
+        assert (
+            content(page)["runs"][-1] | {"state": "failed", "step": 17}
+            == (content(page)["runs"][-1])
+        )
+        words = "failed failed at step 17 of 500: loss is not finite"
+        assert words in capsys.readouterr().out.splitlines()[0]
+        text, lines = Page(page).text, markdown(page).splitlines()
+        assert text.index(words) < text.index("Runs" if len(paths) > 1 else "planted")
+        assert words in lines[2]
+    # launched again, it is no longer failed
+    StatusWriter(failed.status_file, steps=500, world_size=1).write()
+    assert content(report([failed.path], tmp_path / "out"))["runs"][0]["state"] == "unfinished"
 
 
 def test_several_runs_stand_side_by_side(run: RunFolder, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lm_eval.api.model import LM
 from lm_eval.utils import env as TEMPLATES
 
 from canon_pretrain.checkpoint.weights import strip_to_weights
@@ -27,6 +28,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from data_prep.train_tokenizer import train_tokenizer
+from eval import harness
 from eval.__main__ import main
 from eval.model.lm import CanonLM
 from eval.model.load import load_model
@@ -267,6 +269,64 @@ def test_a_task_file_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
     assert "as found in" in ask(str(task_file), of=copy)
     task_file.with_name("colours.py").write_text(LOAD.replace("Blood", "Milk"))
     assert "as found in" not in ask(str(task_file), of=copy)  # another question
+
+
+class Parrot(LM):
+    """Generates the last word of each prompt."""
+
+    def generate_until(self, requests: list[Any]) -> list[str]:
+        return [request.args[0].split()[-1] for request in requests]
+
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        raise NotImplementedError
+
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+        raise NotImplementedError
+
+
+SHARED = """
+import datasets
+def load(**_):
+    rows = [{"question": f"{k} {k % 3 if k < 9 else k}", "answer": str(k % 2), "page": k // 4}
+            for k in range(12)]
+    return {"test": datasets.Dataset.from_list(rows)}
+"""
+
+
+@pytest.mark.parametrize("source", ["", ", source: page"])
+def test_exact_match_of_a_task_of_ones_own_has_a_standard_error(
+    task_file: Path, source: str
+) -> None:
+    """Issue 17, item 3: exact_match has a standard error, over the sources if a task names them."""
+    task_file.with_name("colours.py").write_text(SHARED)
+    yaml = TASK.replace("multiple_choice", "generate_until").replace(
+        "metric: acc", "metric: exact_match"
+    )
+    yaml = yaml.replace("doc_to_choice: [red, green, blue]\n", "")
+    task_file.write_text(yaml + f"metadata: {{version: 1{source}}}\n")
+    task = open_tasks("colours", task_file, {}, None, None)["colours"].task
+    score = harness.ask(Parrot(), "colours", task, None).scores["exact_match"]
+    right = np.array([float(str(k % 3 if k < 9 else k) == str(k % 2)) for k in range(12)])
+    assert 0 < score.value == right.mean() < 1 and score.bound is None
+    means = right.reshape(3, 4).mean(axis=1) if source else right
+    assert score.stderr == pytest.approx(np.sqrt(means.var(ddof=1) / len(means)))
+
+
+def test_scores_of_0_and_1_have_wilsons_interval(copy: Path, ask: Ask, task_file: Path) -> None:
+    """Issue 17, item 3: not a standard error of 0, which earlier versions wrote."""
+    task_file.with_name("colours.py").write_text(LOAD.replace("[1, 0, 2]", "[1, 1, 1]"))
+    task_file.write_text(TASK.replace("[red, green, blue]", "[x, ' grass', y]"))
+    printed = ask(str(task_file), of=copy)
+    path = only_result(copy / "evals/step-3/colours")
+    score = read_results(path).scores["colours"]["acc"]
+    end = 1.959964**2 / (3 + 1.959964**2)
+    expected = end if score.value == 0 else 1 - end
+    assert score.value in (0, 1) and score.stderr is None
+    assert score.bound == pytest.approx(expected) and f"{expected:.4f}" in printed
+    stored = json.loads(path.read_text())
+    stored["scores"]["colours"]["acc"] = {"value": score.value, "stderr": 0.0}
+    path.write_text(json.dumps(stored))
+    assert read_results(path).scores["colours"]["acc"] == score
 
 
 def test_a_template_is_compiled_once_not_for_each_item(

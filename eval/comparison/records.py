@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.results import read_samples
+from eval.results import read_samples, source_of_record
 
 TOLERANCE = 1e-6
 """By how much a score and the mean over its items may differ, relatively."""
@@ -113,10 +113,7 @@ class Records:
         if any("doc_hash" not in r or "prompt_hash" not in r for r in records):
             return None
         names = [f"{r['doc_hash']} {r['prompt_hash']}" for r in records]
-        # an item that the data hold twice gets the same answer twice: one draw
-        clusters = [
-            str(r.get("source", f"item {name}")) for r, name in zip(records, names, strict=True)
-        ]
+        clusters = [source_of_record(record) for record in records]
         if len(set(names)) < len(names):  # a data set may hold an item twice
             times: Counter[str] = Counter()
             for k, name in enumerate(names):

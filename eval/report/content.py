@@ -93,7 +93,8 @@ def _run_content(run: Run) -> dict[str, Any]:
         "folder": printable(str(run.folder.path)),
         "description": printable(str(job.get("description") or "")),
         "state": _state(run),
-        "step": _current_step(run),
+        "failure": run.failure[1] if run.failure else None,
+        "step": run.failure[0] if run.failure else _current_step(run),
         "total_steps": identity.get("training.steps"),
         "tokens": last["tokens"],
         "num_parameters": _num_parameters(model),
@@ -144,7 +145,9 @@ def _current_step(run: Run) -> int:
 
 
 def _state(run: Run) -> str:
-    """done, stopped (on request), or unfinished: running or killed, which no log can tell."""
+    """done, failed, stopped (on request), or unfinished: running or killed, which no log tells."""
+    if run.failure:
+        return "failed"
     if run.folder.done_file.exists():
         return "done"
     return "stopped" if run.events and run.events[-1]["event"] == "stop" else "unfinished"

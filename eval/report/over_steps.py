@@ -16,7 +16,8 @@ def score_curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One entry a (suite, task, primary metric) that some run was asked at several steps.
 
     Its `lines` have one entry a run that was asked: `steps`, `tokens` (None where the log does not
-    tell), `values`, `stderrs`, `counts` (items) and `limits` (None unless cut short), alike long.
+    tell), `values`, `stderrs`, `bounds` (see Score), `counts` (items) and `limits` (None unless
+    cut short), alike long.
     """
     by_step = {
         run.label: {
@@ -76,6 +77,7 @@ def _line(
         "tokens": [tokens[step] for step, _ in points],
         "values": [json_value(score.value) for score in scores],
         "stderrs": [None if s.stderr is None else json_value(s.stderr) for s in scores],
+        "bounds": [score.bound for score in scores],
         "counts": [results.num_samples.get(task) for _, results in points],
         "limits": [results.asked["limit"] for _, results in points],
     }

@@ -8,6 +8,7 @@ from typing import Any
 from canon_pretrain import page
 from eval.report import words
 from eval.report.words import number
+from eval.results import bound_words
 
 WORDS = (
     "aligned",
@@ -107,6 +108,7 @@ def markdown_page(content: dict[str, Any]) -> str:
 def _filters() -> dict[str, Callable[..., Any]]:
     return {
         "facts": facts,
+        "failures": failures,
         "score": score,
         "number": number,
         "limit": limit_words,
@@ -135,7 +137,7 @@ def escape_markdown(text: object) -> str:
 
 
 def score(cell: dict[str, Any] | None) -> tuple[str, str, str]:
-    """(value, ± standard error, n = items) of a table cell; what is unknown is empty."""
+    """(value, ± standard error or Wilson bound, n = items) of a cell; what is unknown is empty."""
     if cell is None:
         return "–", "", ""
     value, stderr, count = cell["value"], cell["stderr"], cell["num_samples"]
@@ -143,6 +145,8 @@ def score(cell: dict[str, Any] | None) -> tuple[str, str, str]:
     if isinstance(value, str):
         return f"not finite ({value})", "", items
     decimals = 4 if abs(value) < 100 else 2
+    if cell["bound"] is not None:
+        return number(value), bound_words(value, cell["bound"]), items
     if stderr is None:
         return number(value, decimals), "", items
     shown = stderr if isinstance(stderr, str) else number(stderr, decimals)
@@ -166,9 +170,17 @@ def state_words(run: dict[str, Any]) -> str:
     of = f" of {total:,}" if isinstance(total, int) else ""
     return {
         "done": f"done, step {step:,}{of}",
+        "failed": f"failed at step {step:,}{of}: {run['failure']}",
         "stopped": f"stopped on request at step {step:,}{of}",
         "unfinished": f"not done, at step {step:,}{of}",
     }[run["state"]]
+
+
+def failures(content: dict[str, Any]) -> list[str]:
+    """A sentence for each run whose last launch failed: the first thing to know of it."""
+    return [
+        f"{run['label']} {state_words(run)}" for run in content["runs"] if run["state"] == "failed"
+    ]
 
 
 def facts(run: dict[str, Any]) -> list[tuple[str, str]]:

@@ -14,7 +14,8 @@ from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import read_run
-from canon_pretrain.run.names import unique_labels
+from canon_pretrain.run.names import printable, unique_labels
+from canon_pretrain.run.status import read_status
 from eval.results import RESULTS, Results, read_results
 
 SUITES = ("discriminative", "jrt", "babilong", "birth-year", "validation")
@@ -30,7 +31,8 @@ class Run:
     """One run as it lies on disk; `label` is its name in this report, unlike any other's.
 
     `folders[k]` is where `evaluations[k]` lies, with its samples; `left_out` says which results in
-    the folder are another run's.
+    the folder are another run's. `failure`: the step at which the last launch failed and the
+    reason, else None.
     """
 
     label: str
@@ -40,6 +42,7 @@ class Run:
     evaluations: list[Results]
     folders: list[Path]
     left_out: list[str] = field(default_factory=list)
+    failure: tuple[int, str] | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -97,7 +100,20 @@ def _read_run(path: Path, label: str) -> Run:
         raise UserError(f"{folder.config_file} is damaged: it has no `identity`")
     found, left_out = _read_evaluations(folder, config)
     evaluations, folders = [results for results, _ in found], [place for _, place in found]
-    return Run(label, folder, config, _read_events(folder), evaluations, folders, left_out)
+    return Run(
+        label, folder, config, _read_events(folder), evaluations, folders, left_out,
+        _read_failure(folder),
+    )  # fmt: skip
+
+
+def _read_failure(folder: RunFolder) -> tuple[int, str] | None:
+    try:
+        status = read_status(folder.status_file)
+    except UserError:
+        return None  # damaged: the log and the results are what is reported
+    if status is None or status.state != "failed" or folder.done_file.exists():
+        return None
+    return status.step, printable(status.reason)
 
 
 def _read_events(folder: RunFolder) -> list[dict[str, Any]]:

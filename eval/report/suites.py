@@ -89,6 +89,7 @@ def _cell(results: Results, task: str, metric: str) -> dict[str, Any] | None:
     return {
         "value": json_value(score.value),
         "stderr": None if score.stderr is None else json_value(score.stderr),
+        "bound": score.bound,
         "num_samples": results.num_samples.get(task),
     }
 

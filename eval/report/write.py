@@ -17,7 +17,7 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_atomic
 from eval.comparison.content import comparison_content
 from eval.report.content import report_content
-from eval.report.page import html_page, limit_words, markdown_page, score, state_words
+from eval.report.page import failures, html_page, limit_words, markdown_page, score, state_words
 from eval.report.runs import read_runs
 from eval.report.words import number, tally
 
@@ -67,6 +67,8 @@ def report(
 def _print(content: dict[str, Any], page: Path) -> None:
     """The short table of few runs, the verdicts' tally, and where the page lies."""
     console = Console()
+    for sentence in failures(content):
+        console.print(Text(sentence, style="bold red"), soft_wrap=True)
     if len(content["runs"]) <= MAX_COLUMNS:
         console.print(_table(content))
     for summary in content["verdicts"]["architectures"]:

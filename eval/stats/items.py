@@ -10,7 +10,6 @@ Letters: N items, G clusters, R runs.
 from dataclasses import dataclass
 
 import numpy as np
-from statsmodels.stats.contingency_tables import mcnemar
 
 RESAMPLES = 2000
 EXACT_BELOW = 1000
@@ -134,6 +133,8 @@ def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> McNemar:
     It takes items as independent. Exact below EXACT_BELOW discordant items, else chi-squared with
     continuity correction.
     """
+    from statsmodels.stats.contingency_tables import mcnemar  # takes a second; eval run needs none
+
     only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
     exact = only_a + only_b < EXACT_BELOW
     both, neither = int((a_N * b_N).sum()), int(((1 - a_N) * (1 - b_N)).sum())

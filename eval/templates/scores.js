@@ -28,6 +28,7 @@ const scores = (() => {
       const k = runs.get(line.run);
       const words = line.steps.map((step, i) => [
         line.stderrs[i] === null ? "" : ` ± ${digits(Number(line.stderrs[i]))}`,
+        line.bounds[i] === null ? "" : ` ${line.values[i] ? "≥" : "≤"} ${digits(line.bounds[i])}`,
         `<br>step ${grouped(step)}`,
         line.tokens[i] === null ? "" : `, ${grouped(line.tokens[i])} tokens`,
         line.counts[i] === null ? "" : `, n = ${grouped(line.counts[i])}`,
