@@ -148,14 +148,34 @@ def test_lists_of_answers(tmp_path: Path, trained: str) -> None:
         row | {"answers": [], "alt_answers": ["aa"], "tok_pos": 0},
         row | {"answers": ["b", "Bb"], "alt_answers": ["aa"], "tok_pos": 0},
     ]
-    staged(tmp_path, "jrt_drop", rows)
-    options = {"dataset": "jrt_drop", "staged": str(tmp_path), "tokenizer": trained}
+    staged(tmp_path, "jrt_nq", rows)
+    options = {"dataset": "jrt_nq", "staged": str(tmp_path), "tokenizer": trained}
     found = load(**options, jrt_tokens=8)["validation"]
     assert found["centre"] == ["answer", "alt_answers", "tok_pos", "nothing"]
     prompts = found["prompt"]
     assert "Bb" in prompts[0] and "cc" in prompts[1] and prompts[2].startswith("aa a")
     assert prompts[3] == "z cc. Which?"
     assert found["labels"][1] == ["xx", "aa"]
+
+
+@pytest.mark.parametrize("key", ["jrt_drop", "jrt_triviaqa"])
+def test_drop_and_triviaqa_keep_the_first_tokens(tmp_path: Path, trained: str, key: str) -> None:
+    """Issue 17, item 3: the first 950 tokens, whatever the answers are; no row is dropped."""
+    context = " ".join(f"word{i}" for i in range(900)) + " Oslo"
+    lists: list[list[str]] = [["Oslo"], ["7"], [], ["nowhere to be seen", "word1"]]
+    row = {"question": "Which?", "orig_question": "Which?", "context": context}
+    more = {"alt_answers": ["Oslo"], "tok_pos": 2000}
+    staged(tmp_path, key, [{**row, "answers": answers, **more} for answers in lists])
+    options = {"dataset": key, "staged": str(tmp_path), "tokenizer": trained}
+    found = load(**options)["validation"]
+    kept = tokenizer().decode(tokenizer().encode(context)[:950]).strip()
+    assert found["prompt"] == [f"{kept}. Which?"] * 4 and "Oslo" not in kept
+    assert found["labels"] == lists
+    counts = read_counts(found)
+    assert (counts["dropped"], counts["kept"], counts["beginning"]) == (0, 4, 4)
+    # around the answers, as an option
+    found = load(**options, **{f"{key}_answers": "answers"})["validation"]
+    assert found["row"] == [0, 3] and "Oslo. Which?" in found["prompt"][0]
 
 
 def test_squad_twice_leaves_the_first_copy_whole(tmp_path: Path, trained: str) -> None:

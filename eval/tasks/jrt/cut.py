@@ -13,8 +13,10 @@ from typing import Protocol
 NUM_TOKENS = 950
 """Of 1,000, with 50 left for the answer."""
 ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING = "answer", "alt_answers", "tok_pos", "nothing"
-CENTRES = (ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING)
-"""What a cut can be centred on; without anything it is the end of the document."""
+BEGINNING = "beginning"
+CENTRES = (ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING, BEGINNING)
+"""What a cut can be centred on: NOTHING, if nothing that was searched occurs, keeps the end of the
+document, BEGINNING, if nothing is searched, its first tokens."""
 _DIVIDED = -1
 
 
@@ -55,16 +57,16 @@ def window(num_tokens: int, position: int, limit: int) -> tuple[int, int]:
 
 def cut(
     text: str,
-    answers: Sequence[str],
+    answers: Sequence[str] | None,
     tokenizer: Codec,
     *,
     limit: int = NUM_TOKENS,
     alternatives: Sequence[str] = (),
     token_position: int | None = None,
 ) -> Cut:
-    """At most `limit` tokens of `text` around the earliest of `answers`.
+    """At most `limit` tokens of `text` around the earliest of `answers`; None: its first tokens.
 
-    Where none of them occurs: around the first of `alternatives` that does; else around the token
+    If none of them occurs: around the first of `alternatives` that does; else around the token
     `token_position`; else the last half of `limit`. Spaces around `text` are no part of it.
 
     A hit at a character becomes the number of tokens that the text before it has on its own, as
@@ -73,13 +75,15 @@ def cut(
     """
     text = text.strip()
     tokens = tokenizer.encode(text)
-    hits = [hit for answer in answers if (hit := first_hit(text, answer)) is not None]
+    hits = [hit for answer in answers or () if (hit := first_hit(text, answer)) is not None]
     centre = ANSWER
     if not hits:
         centre = ALTERNATIVE
         found = (first_hit(text, answer) for answer in alternatives)
         hits = [hit for hit in found if hit is not None][:1]
-    if hits:
+    if answers is None:
+        centre, position = BEGINNING, 0
+    elif hits:
         position = len(tokenizer.encode(text[: min(hits)]))
     elif token_position is not None and token_position >= 0:
         centre, position = TOKEN_POSITION, token_position

@@ -7,7 +7,8 @@ task's metadata and dataset_kwargs. Options come through metadata (`eval run --o
     jrt_tokens           the tokens that a context is cut to (950)
     jrt_swde_context     the field that is cut, of one data set: jrt_swde_, jrt_fda_, jrt_squad_,
                          jrt_triviaqa_, jrt_nq_, jrt_drop_ (text; of the last three context)
-    jrt_swde_answers     the fields that it is cut around, "key,value" or ["key", "value"]
+    jrt_swde_answers     the fields that it is cut around, "key,value" or ["key", "value"]; if there
+                         are none (TriviaQA, DROP) its first tokens are kept and no row is dropped
 """
 
 import functools
@@ -67,7 +68,8 @@ class Options:
         answers = metadata.get(f"{dataset}_answers", style.answers)
         names = answers.split(",") if isinstance(answers, str) else answers
         context = metadata.get(f"{dataset}_context", style.context)
-        return cls(num_tokens, str(context).strip(), tuple(str(name).strip() for name in names))
+        fields = tuple(stripped for name in names if (stripped := str(name).strip()))
+        return cls(num_tokens, str(context).strip(), fields)
 
 
 def load(
@@ -111,10 +113,10 @@ def load(
 def read_counts(loaded: datasets.Dataset) -> dict[str, int]:
     """What `load` counted: rows, dropped, kept, cut, the centres' names, and too_long.
 
-    `dropped` have an answer of at most one character. Of the kept, `cut` lost something, and each
-    of the names in CENTRES says how many were centred so: `nothing` had no hit. `too_long`, where a
-    max_length is known, counts prompts that do not fit it with their answer: they lose their
-    beginning.
+    `dropped` have an answer, in a field that is searched, of at most one character. Of the kept,
+    `cut` lost something, and each of the names in CENTRES says how many were centred so: `nothing`
+    had no hit. `too_long`, if a max_length is known, counts prompts that do not fit it with their
+    answer: they lose their beginning.
     """
     return dict(json.loads(loaded.info.description))
 
@@ -151,7 +153,7 @@ def _cut_rows(
             continue
         found = cut(
             _field(row, options.context, dataset) or "",
-            answers,
+            answers if options.answers else None,
             tokenizer,
             limit=options.num_tokens,
             alternatives=_texts(row.get(ALTERNATIVES)),

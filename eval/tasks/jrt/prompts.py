@@ -21,7 +21,8 @@ QUESTION = "Question:"
 
 @dataclass(frozen=True)
 class Style:
-    """One data set: the field that is cut, those it is centred on, the labels', and its prompts.
+    """One data set: the field that is cut, those it is centred on (if any), the labels', and its
+    prompts.
 
     `clean` is applied to `context` before anything else. `passage` is what the question is about,
     in an uncut row: rows of one passage share a source, unless a field of `documents` is there to
@@ -134,11 +135,12 @@ STYLES: dict[str, Style] = {
     ),
     "jrt_triviaqa": replace(
         _PASSAGE,
+        answers=(),
         once=_unmarked(_asked),
         twice=_unmarked(_asked_twice),
         passage=_unmarked(_asked_text),
     ),
     "jrt_nq": replace(_PASSAGE, twice=_asked_twice_without_colon),
-    "jrt_drop": replace(_PASSAGE, twice=_asked_twice_without_colon),
+    "jrt_drop": replace(_PASSAGE, answers=(), twice=_asked_twice_without_colon),
 }
 """By key of the catalogue."""
