@@ -13,6 +13,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from canon_pretrain.errors import UserError
 from eval.harness import harness
@@ -107,21 +108,23 @@ def test_what_is_right(task: str, question: str, answer: str, right: bool) -> No
 
 
 def test_our_prompts_have_the_layout_and_give_nothing_away() -> None:
+    """Issue 17, item 3: a question's last space is kept, and qa4 has two examples."""
     parts = tomllib.loads(OWN_PROMPTS.read_text())
     assert tuple(parts) == BABILONG_TASKS
     for task, part in parts.items():
-        prompt = read_prompts(task).of("  CONTEXT \n", " QUESTION ")
+        assert len(part["examples"]) == (3 if task == "qa5" else 2)
+        prompt = read_prompts(task).of("CONTEXT", "QUESTION ")
         expected = f"{part['instruction']} {part['answer_format']}\n\n"
         for example in part["examples"]:
             expected += f"<context>\n{example['context']}\n</context>\n\n"
             expected += f"Question: {example['question']}\nAnswer: {example['answer']}.\n\n"
         assert prompt == (
-            f"{expected}<context>\nCONTEXT\n</context>\n\nQuestion: QUESTION\nAnswer:"
+            f"{expected}<context>\nCONTEXT\n</context>\n\nQuestion: QUESTION \nAnswer:"
         )
         told = prompt.lower()
         assert not [label for label in LABELS[task] if label.lower() in told]
         # about the 165 to 300 tokens of GPT-2 that spec/eval.md gives, of which words are most
-        assert 110 <= len(prompt.split()) <= 260
+        assert 100 <= len(prompt.split()) <= 260
 
 
 OWN = """
@@ -151,14 +154,81 @@ def test_prompts_can_be_replaced(tmp_path: Path) -> None:
     path.write_text(OWN.replace("C2", "C3"))
     assert read_prompts("qa1", path).sha256 != prompts.sha256
     path.write_text(OWN.replace('" Say it. "', '"Say it."\nanswer_format = "So."'))
-    assert read_prompts("qa1", path).head.startswith("Say it. So.\n\n<context>\nC1\n")
+    assert read_prompts("qa1", path).before.startswith("Say it. So.\n\n<context>\nC1\n")
+
+
+def test_the_wording_of_lm_eval() -> None:
+    """Issue 17, item 3: `babilong_prompts=lm_eval` takes the installed package's wording."""
+    for task in BABILONG_TASKS:
+        known = load_yaml(HARNESS_TASKS / "babilong" / f"babilong_{task}.yaml", resolve_func=False)
+        expected = known["description"].strip() + "\n\n"
+        for one in known["fewshot_config"]["samples"]:
+            expected += f"<context>\n{one['input']}\n</context>\n\n"
+            expected += f"Question: {one['question']}\nAnswer: {one['target'].rstrip('.')}.\n\n"
+        found = read_prompts(task, "lm_eval")
+        assert found.of("C", "Q ") == (
+            f"{expected}<context>\nC\n</context>\n\nQuestion: Q \nAnswer:"
+        )
+        assert found.sha256 != read_prompts(task).sha256
+
+
+RELEASE = """
+import os  # code beside the data is not run
+os._exit(1)
+DEFAULT_PROMPTS_ZEYUAN = {
+    'qa1': {'instruction': 'Do ' 'it. Say so.', 'examples': 'E1\\n\\nE2 {x}', 'post_prompt': ''},
+    'qa2': {'instruction': 'Do it.', 'examples': 'E', 'post_prompt': 'Say so.'},
+}
+"""
+RELEASED_LAYOUT = (
+    "DEFAULT_TEMPLATE_ZEYUAN = '{instruction}|{examples}|{post_prompt}|{context}|{question}|A:'"
+)
+
+
+def test_the_wording_of_the_papers_release(tmp_path: Path) -> None:
+    """Issue 17, item 3: a clone's prompts.py is read as data, its layout too if it has one."""
+    path = tmp_path / "prompts.py"
+    path.write_text(RELEASE)
+    end = "\n\n<context>\nC\n</context>\n\nQuestion: Q \nAnswer:"
+    assert read_prompts("qa1", path).of("C", "Q ") == f"Do it. Say so.\n\nE1\n\nE2 {{x}}{end}"
+    assert read_prompts("qa2", str(path)).of("C", "Q ") == f"Do it. Say so.\n\nE{end}"
+    path.write_text(RELEASE + RELEASED_LAYOUT)
+    assert read_prompts("qa2", path).of("C {x}", "Q ") == "Do it.|E|Say so.|C {x}|Q |A:"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "def",
+        "x = 1",
+        "DEFAULT_PROMPTS_ZEYUAN = {'qa2': {}}",
+        "DEFAULT_PROMPTS_ZEYUAN = dict(qa1={})",
+        "DEFAULT_PROMPTS_ZEYUAN = {'qa1': {'instruction': open('/etc/passwd').read()}}",
+        "DEFAULT_PROMPTS_ZEYUAN = {'qa1': {'instruction': 'a', 'examples': ['b']}}",
+        "DEFAULT_PROMPTS_ZEYUAN = {'qa1': {'instruction': ' ', 'examples': 'b'}}",
+        "DEFAULT_PROMPTS_ZEYUAN = " + "[" * 5000,
+        RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{question} {context}'",
+        RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{context} {question} {context.__class__}'",
+        RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{context} {question'",
+        RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = 1",
+        b"\xff",
+        b"x = '\x00'",
+    ],
+)
+def test_a_release_that_is_not_literal_data_is_refused(
+    tmp_path: Path, content: str | bytes
+) -> None:
+    path = tmp_path / "prompts.py"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match="babilong_prompts .*prompts.py"):
+        read_prompts("qa1", path)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("[qa1", "is not TOML: .* Start from a copy of .*prompts.toml"),
-        (b"\xff", "is not TOML: "),
+        (b"\xff", "is not UTF-8"),
         ("[qa2]", r"has no section \[qa1\], which the task asks for"),
         (OWN.replace("[qa1]", "[qa11]"), "unknown key 'qa11', did you mean 'qa1'"),
         (OWN.replace("instruction", "instructions"), "unknown key 'instructions', did you mean"),
@@ -204,7 +274,7 @@ def test_the_suite_is_complete(staged: Path) -> None:
     assert list(tasks) == NAMES
     for name, task in tasks.items():
         qa = name.split("_")[1]
-        assert task.VERSION == 1.0 and task.config.metadata["primary"] == "acc"
+        assert task.VERSION == 2.0 and task.config.metadata["primary"] == "acc"
         chance = 1 / len(LABELS[qa])
         assert task.config.metadata["chance"] == pytest.approx(chance, abs=1e-4)
         rows = rows_of(name)
@@ -213,7 +283,7 @@ def test_the_suite_is_complete(staged: Path) -> None:
         for row, document in zip(rows, documents, strict=True):
             prompt = read_prompts(qa).of(row["input"], row["question"])
             assert task.doc_to_text(document) == document["prompt"] == prompt
-            assert prompt.endswith(f"\n\nQuestion: {row['question'].strip()}\nAnswer:")
+            assert prompt.endswith(f"\n\nQuestion: {row['question']}\nAnswer:")
             assert task.doc_to_target(document) == row["target"]
 
 

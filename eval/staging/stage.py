@@ -99,7 +99,8 @@ def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
         near = nearest(suite, [*SUITES, ALL])
         raise UserError(
             f"--suite {suite}: has no staged data{f', did you mean {near!r}?' if near else ''}; "
-            f"expected {', '.join(SUITES)} or {ALL} (validation and birth-year need none)"
+            f"expected {', '.join(SUITES)} or {ALL} (validation needs none, "
+            "birth-year only wikitext of discriminative)"
         )
     found = of_suites(SUITES if suite == ALL else [suite])
     if only is None:
@@ -173,26 +174,16 @@ def _expect(rows: "datasets.Dataset", data: DataSet, commit: str, allow_count: b
             f"{what}: has no column {', '.join(missing)} (but {', '.join(rows.column_names)}), "
             f"which its task needs; choose another commit with --pin {data.key}=COMMIT"
         )
-    if not len(rows) or (not allow_count and _odd_count(len(rows), data)):
+    if not len(rows) or (not allow_count and len(rows) != data.documents):
         raise UserError(
-            f"{what}: {len(rows):,} documents, expected {_expected(data)}; choose another commit "
+            f"{what}: {len(rows):,} documents, expected {data.documents:,}; choose another commit "
             f"with --pin {data.key}=COMMIT, or accept them with --allow_count"
         )
 
 
-def _odd_count(count: int, data: DataSet) -> bool:
-    if data.documents is not None:
-        return count != data.documents
-    return data.at_most is not None and count > data.at_most
-
-
-def _expected(data: DataSet) -> str:
-    return f"{data.documents:,}" if data.documents is not None else f"up to {data.at_most:,}"
-
-
 def _described(manifest: dict[str, Any], data: DataSet) -> str:
     known = manifest["splits"][data.split]
-    odd = f" (expected {_expected(data)})" if _odd_count(known["rows"], data) else ""
+    odd = f" (expected {data.documents:,})" if known["rows"] != data.documents else ""
     return (
         f"{known['rows']:,} documents{odd}, {known['bytes'] / 1e6:.1f} MB, "
         f"commit {manifest['revision'][:12]}"

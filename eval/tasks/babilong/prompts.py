@@ -1,10 +1,14 @@
-"""What a Babilong question looks like: the parts from prompts.toml (or a file like it), and layout.
+"""What a Babilong question looks like: a layout, and the wording of each task's instruction.
 
-Used by task.py, which makes the documents. The layout is that of spec/eval.md section 3; the parts'
-wording is ours and can be replaced. Pure but for reading the file.
+Used by task.py, which makes the documents. The layout is that of spec/eval.md section 3. The
+wording is ours (prompts.toml), a file's like it, that of lm_eval's own babilong task, or that of
+the paper's release; whatever it is from is read as data and never run.
 """
 
+import ast
 import hashlib
+import json
+import string
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,55 +19,71 @@ from canon_pretrain.errors import UserError, nearest
 from eval.staging.catalogue import BABILONG_TASKS
 
 OWN_PROMPTS = Path(__file__).with_name("prompts.toml")
+LM_EVAL = "lm_eval"
+"""Instead of a file: the wording of the installed lm_eval package."""
+RELEASED, RELEASED_LAYOUT = "DEFAULT_PROMPTS_ZEYUAN", "DEFAULT_TEMPLATE_ZEYUAN"
+"""What the prompts.py of the paper's release calls them."""
+LAYOUT = (
+    "{instruction}\n\n{examples}\n\n<context>\n{context}\n</context>\n\n"
+    "Question: {question}\nAnswer:"
+)
+EXAMPLE = "<context>\n{}\n</context>\n\nQuestion: {}\nAnswer: {}."
 PARTS = ("instruction", "answer_format", "examples")
 EXAMPLE_PARTS = ("context", "question", "answer")
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What stands before the context of one task's questions.
+    """One task's prompts: the text before a question's context, between the two, and after it."""
 
-    `head` is the instruction, ending with the sentence on the answer's format, and the examples;
-    `sha256` is that of `head`: it names the prompts in what is recorded.
-    """
-
-    head: str
+    before: str
+    between: str
+    after: str
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(self.head.encode()).hexdigest()
+        """Names the prompts in what is recorded."""
+        words = json.dumps([self.before, self.between, self.after])
+        return hashlib.sha256(words.encode()).hexdigest()
 
     def of(self, context: str, question: str) -> str:
-        """The whole prompt of one question."""
-        return f"{self.head}\n\n{ask_about(context, question)}"
+        """The whole prompt of one question. Both are kept as they are in the data."""
+        return f"{self.before}{context}{self.between}{question}{self.after}".strip()
 
 
-def ask_about(context: str, question: str) -> str:
-    """The context and its question: the end of a prompt, and the beginning of an example."""
-    return f"<context>\n{context.strip()}\n</context>\n\nQuestion: {question.strip()}\nAnswer:"
+def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
+    """The prompts of `task` (qa1 to qa5).
 
-
-def read_prompts(task: str, path: Path | None = None) -> Prompts:
-    """The prompts of `task` (qa1 to qa5) in the file `path`, by default our own.
-
-    Raises UserError where the file cannot be read, lacks the task or a part of it, or has something
-    that is no part.
+    `source`: None for our own; "lm_eval"; a .py file, read as the paper's release; or another file
+    like prompts.toml. Raises UserError if it cannot be read, lacks the task or a part of it, or has
+    something that is no part.
     """
-    path = path or OWN_PROMPTS
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"babilong_prompts {path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # no UTF-8, no TOML
-        raise UserError(
-            f"babilong_prompts {path}: is not TOML: {error}. Start from a copy of {OWN_PROMPTS}"
-        ) from None
+    if str(source) == LM_EVAL:
+        return _of_section(_lm_eval_section(task), task, f"babilong_prompts {LM_EVAL} [{task}]")
+    path = Path(source or OWN_PROMPTS)
     where = f"babilong_prompts {path}"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{where}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{where}: is not UTF-8 text: {error}") from None
+    if path.suffix == ".py":
+        return _of_release(text, task, where)
+    try:
+        content = tomllib.loads(text)
+    except ValueError as error:
+        raise UserError(
+            f"{where}: is not TOML: {error}. Start from a copy of {OWN_PROMPTS}"
+        ) from None
     _only(content, BABILONG_TASKS, where)
     section = content.get(task)
     if not isinstance(section, dict):
         raise UserError(f"{where}: has no section [{task}], which the task asks for")
-    where = f"{where} [{task}]"
+    return _of_section(section, task, f"{where} [{task}]")
+
+
+def _of_section(section: Mapping[str, Any], task: str, where: str) -> Prompts:
     _only(section, PARTS, where)
     instruction = _text(section, "instruction", where)
     if "answer_format" in section:
@@ -71,7 +91,94 @@ def read_prompts(task: str, path: Path | None = None) -> Prompts:
     examples = section.get("examples")
     if not isinstance(examples, list) or not examples:
         raise UserError(f"{where}: expected at least one [[{task}.examples]]")
-    return Prompts("\n\n".join([instruction, *(_example(one, where) for one in examples)]))
+    joined = "\n\n".join(_example(one, where) for one in examples)
+    return _laid_out(LAYOUT, {"instruction": instruction, "examples": joined}, where)
+
+
+def _lm_eval_section(task: str) -> dict[str, Any]:
+    """The instruction and examples of lm_eval's own task, named as prompts.toml names them."""
+    import lm_eval.tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    path = Path(lm_eval.tasks.__file__).with_name("babilong") / f"babilong_{task}.yaml"
+    try:
+        found = load_yaml(path, resolve_func=False, recursive=False)
+        examples = [
+            # the layout adds the final "."
+            {
+                "context": one["input"],
+                "question": one["question"],
+                "answer": one["target"].rstrip("."),
+            }
+            for one in found["fewshot_config"]["samples"]
+        ]
+        return {"instruction": found["description"], "examples": examples}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"babilong_prompts {LM_EVAL}: {path} has no instruction and examples ({error!r}), as "
+            "version 0.4.13 has: install that, or give a file"
+        ) from None
+
+
+def _of_release(text: str, task: str, where: str) -> Prompts:
+    """The prompts in a Python file that assigns literals to RELEASED (and RELEASED_LAYOUT)."""
+    found = _literals(text, (RELEASED, RELEASED_LAYOUT), where)
+    tasks = found.get(RELEASED)
+    parts = tasks.get(task) if isinstance(tasks, dict) else None
+    if not isinstance(parts, dict):
+        raise UserError(f"{where}: has no {RELEASED}[{task!r}], as the paper's release has")
+    where = f"{where} {RELEASED}[{task!r}]"
+    texts: dict[str, str] = {}
+    for name in ("instruction", "examples", "post_prompt"):
+        value = parts.get(name, "")
+        if not isinstance(value, str) or not (value.strip() or name == "post_prompt"):
+            raise UserError(f"{where}: {name} is {value!r}, expected a text")
+        texts[name] = value
+    layout = found.get(RELEASED_LAYOUT)
+    if layout is None:
+        texts = {name: text.strip() for name, text in texts.items()}
+        texts["instruction"] = f"{texts['instruction']} {texts['post_prompt']}".strip()
+        layout = LAYOUT
+    return _laid_out(layout, texts, where)
+
+
+def _literals(text: str, names: tuple[str, ...], where: str) -> dict[str, Any]:
+    """The values of these names at the top level of a Python source, none of which is run."""
+    values: dict[str, Any] = {}
+    try:
+        assigned = (node for node in ast.parse(text).body if isinstance(node, ast.Assign))
+        for node in assigned:
+            for target in node.targets:
+                if isinstance(target, ast.Name) and target.id in names:
+                    values[target.id] = ast.literal_eval(node.value)
+        return values
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise UserError(
+            f"{where}: expected Python source in which {' and '.join(names)} are literal texts "
+            f"and dictionaries, as in the paper's release ({type(error).__name__}: {error}). "
+            f"Nothing of it is run; write the prompts like {OWN_PROMPTS} instead"
+        ) from None
+
+
+def _laid_out(layout: object, parts: Mapping[str, str], where: str) -> Prompts:
+    """`layout` with all of its fields filled in except {context} and {question}."""
+    pieces, places = [""], []
+    try:
+        for literal, field, *_ in string.Formatter().parse(str(layout)):
+            pieces[-1] += literal
+            if field in ("context", "question"):
+                places.append(field)
+                pieces.append("")
+            elif field is not None:
+                pieces[-1] += parts[field]
+    except (ValueError, KeyError):
+        places = []
+    if places != ["context", "question"]:
+        raise UserError(
+            f"{where}: the layout {layout!r} is not one of "
+            f"{', '.join(f'{{{name}}}' for name in parts)}, then {{context}}, then {{question}}"
+        )
+    return Prompts(*pieces)
 
 
 def _example(example: Any, where: str) -> str:
@@ -84,7 +191,7 @@ def _example(example: Any, where: str) -> str:
             f"{where}: the example's answer {answer!r} ends with '.': leave it out, the layout "
             "adds it"
         )
-    return f"{ask_about(context, question)} {answer}."
+    return EXAMPLE.format(context, question, answer)
 
 
 def _text(section: Mapping[str, Any], part: str, where: str) -> str:

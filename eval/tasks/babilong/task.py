@@ -3,7 +3,6 @@
 Staged rows (eval/staging) and prompts (prompts.py) become documents; score.py judges answers.
 """
 
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -24,16 +23,17 @@ def load(
     """The split `test` of the task `qa` at length `context` ("4k"): lm_eval's `custom_dataset`.
 
     A document has the whole `prompt`, the `question` and the `target`, the `task`, and the SHA-256
-    of the `prompts` that it was made with. Metadata: `staged`; `babilong_prompts`, a file as
-    prompts.toml; `max_length`, `tokenizer` and `pretrained` to check that prompts fit. Raises
-    UserError where one of these does not serve, or a row is none of the task's.
+    of the `prompts` that it was made with. Metadata: `staged`; `babilong_prompts`, "lm_eval" or a
+    file (prompts.read_prompts); `max_length`, `tokenizer` and `pretrained` to check that prompts
+    fit. Raises UserError if one of these does not serve, or a row is none of the task's.
     """
     given = metadata.get("babilong_prompts")
-    prompts = read_prompts(qa, Path(given) if given else None)
+    prompts = read_prompts(qa, given or None)
     key = f"babilong_{qa}_{context}"
     documents = []
     for place, row in enumerate(load_staged(key, staged)[qa]):
-        question, target = row["question"].strip(), row["target"].strip()
+        # the question's last space is in the paper's prompts too
+        question, target = row["question"], row["target"].strip()
         if target.lower() not in {label.lower() for label in LABELS[qa]}:
             raise UserError(
                 f"{key}, row {place}: the target {target!r} is none of {', '.join(LABELS[qa])}: "
