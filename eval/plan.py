@@ -165,11 +165,11 @@ def _open(
     only = None
     if is_birth_year(path):
         folder, only, left_out = open_probes(subject, arguments, console, max_length)
-        metadata["probes"] = str(folder)
+        metadata |= {"probes": str(folder), "junk": str(arguments.junk or "")}
         if name != BIRTH_YEAR:
             only = [name]
         if left_out:
-            words = f"left out at max_length {max_length}: {', '.join(left_out)}"
+            words = f"probes left out: {'; '.join(left_out)}"
             console.print(words, soft_wrap=True, highlight=False)
     tasks = open_tasks(name, path, metadata, arguments.limit, only)
     cut = [

@@ -84,7 +84,7 @@ def add_how(parser: argparse.ArgumentParser) -> None:
         "--junk",
         type=Path,
         metavar="FILE.txt",
-        help="birth-year: text to hide the statements in; default: the run's held-out part",
+        help="birth-year: text to hide the statements in; default: the staged WikiText",
     )
     parser.add_argument(
         "--option",

@@ -14,7 +14,7 @@ from tests.support import ROOT
 TASKS = ROOT / "eval" / "tasks"
 SENTENCES = [f"Sentence number {i} tells of {'nothing ' * (i % 7)}at all." for i in range(300)]
 NAMES = [f"{kind.name}-{length}" for length in LENGTHS for kind in KINDS]
-CORPUS = Corpus("a test", lambda: SENTENCES)
+CORPUS = Corpus("wikitext of a test", "\n".join(SENTENCES))
 
 
 class Words:
@@ -32,7 +32,7 @@ def few(folder: Path, **changes: object) -> FrozenSets:
     options = {
         "tokenizer": Words(),
         "tokenizer_sha256": "t",
-        "corpus": CORPUS,
+        "corpus": lambda: CORPUS,
         "num_items": 7,
     }
     return FrozenSets(folder, **(options | changes))  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ def freeze_all(base: Path) -> dict[str, str]:
     known = data_folders.tokenizer()
     (base / known.file_name).write_bytes(known.model)
     freeze = FrozenSets(
-        base / "probes", tokenizer=known, tokenizer_sha256=known.sha256, corpus=CORPUS
+        base / "probes", tokenizer=known, tokenizer_sha256=known.sha256, corpus=lambda: CORPUS
     )
     freeze.sets(10**6, lambda name: None)
     return {"tokenizer": str(base), "probes": str(base / "probes")}

@@ -36,6 +36,7 @@ from eval.report.runs import read_runs
 from eval.results import Results, read_results, write_results
 from eval.suites import SUITES, TASKS, open_tasks, task_files
 from tests.checkpoint_folders import small_disk
+from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.support import ROOT
 
 WORDS = "the a one no river stone light house year born was in of and said went saw".split()
@@ -88,6 +89,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("text"))
 
 
+@pytest.fixture(scope="module")
+def wikitext(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of staged data that has WikiText alone."""
+    return stage_fixtures(tmp_path_factory.mktemp("staged"), ["wikitext"])
+
+
+@pytest.fixture(autouse=True)
+def staged(wikitext: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANON_EVAL_DATA", str(wikitext))
+
+
 @pytest.fixture
 def copy(run: Path, tmp_path: Path) -> Path:
     """A run of one's own, with its data."""
@@ -130,8 +142,7 @@ def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
     assert torch.equal(state[0], torch.get_rng_state())
     assert state[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
     assert "freezing the probes 1-hop-0 in" in printed
-    assert "left out at max_length 900" in printed
-    assert "L = 1024, L = 2048, L = 4096" in printed
+    assert "left out" in printed and "L = 1024, L = 2048, L = 4096" in printed
     path = only_result(run / "evals/step-3/birth-year")
     results = read_results(path)
     names = set(results.scores)
@@ -146,13 +157,15 @@ def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
         for metric, score in results.scores[name].items():
             assert score.value == pytest.approx(np.mean([sample[metric] for sample in samples]))
         asked = results.asked["tasks"]
-        assert asked[name]["primary"] == ["exact"] and asked[name]["version"] == 1
+        assert asked[name]["primary"] == ["exact"] and asked[name]["version"] == 2
         assert asked[f"{name}_rank"]["part_of"] == name
         chance = 1 / 3 if name.startswith("2") else 0.2
         assert asked[f"{name}_rank"]["chance"] == pytest.approx(chance, abs=1e-4)
         assert set(samples[0]) >= {"exact", "rank", "answers", "answers_rank", "doc_hash"}
     tokenizer = Tokenizer.load(run.parent / "data" / "tokenizer.model")
-    assert results.asked["tokenizer_sha256"] == manifest["tokenizer_sha256"] == tokenizer.sha256
+    for known in manifest["sets"].values():
+        assert known["made_of"]["tokenizer_sha256"] == tokenizer.sha256
+    assert results.asked["tokenizer_sha256"] == tokenizer.sha256
     assert results.asked["dtype"] == "float32" and results.asked["limit"] == 3
     # another step answers the same probes; the same question is not asked again
     printed = ask("birth-year", *SHORT, "--limit", 3, step=2)
@@ -160,14 +173,32 @@ def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
     assert "as found in" in ask("birth-year", *SHORT, "--limit", 3)
 
 
-def test_probes_hide_in_the_held_out_part(run: Path, ask: Ask) -> None:
-    ask("birth-year", *SHORT, "--limit", 1)
-    first = (run / "evals/probes/1-hop-256.jsonl").read_text().splitlines()[0]
-    text = json.loads(first)["prompt"].partition("\n\nAnswer me")[0]
-    held_out = " ".join(" ".join(document(seed).split()) for seed in (3, 4, 5))
-    junk = [s for s in re.findall(r"[A-Z][^.]*\.", text) if " born in the year of 1" not in s]
-    found = [held_out.index(" ".join(s.split())) for s in junk if "20" not in s]
-    assert len(found) > 5 and found == sorted(found)
+def test_probes_hide_in_wikipedia_whatever_was_trained_on(copy: Path, ask: Ask) -> None:
+    """Issue 17, item 2: the same items for every corpus, also for one without a held-out part."""
+    folder = copy.parent / "data" / "validation"
+    shutil.rmtree(folder)
+    write_shards(
+        folder, [], vocab_size=300, eos_id=2, num_bytes=[], tokenizer_sha256=None
+    )  # as with --holdout 0
+    printed = ask("birth-year", *SHORT, "--limit", 1, of=copy)
+    (frozen,) = (copy / "evals/probes").glob("1-hop-256-*.jsonl")
+    text = json.loads(frozen.read_text().splitlines()[0])["prompt"].partition("\n\nAnswer me")[0]
+    junk = [s for s in re.findall(r"[A-Z][^.]*\.", text) if "was born in the year" not in s]
+    prose = " ".join(" ".join(row["page"].split()) for row in rows_of("wikitext"))
+    assert len(junk) > 3 and all(sentence in prose for sentence in junk)
+    assert "1-hop-256" in printed
+
+
+def test_without_wikitext_the_sets_without_text_are_asked(
+    copy: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 2: what is left out is said, with the command that stages it."""
+    monkeypatch.setenv("CANON_EVAL_DATA", str(tmp_path / "none"))
+    printed = ask("birth-year", *SHORT, "--limit", 1, of=copy)
+    assert "1-hop-256" in printed and "eval stage --suite discriminative --only wikit" in printed
+    path = only_result(copy / "evals/step-3/birth-year")
+    assert set(read_results(path).scores) == {"1-hop-0", "1-hop-random-0", "2-hop-0"}
+    assert "eval stage" in ask("1-hop-256", *SHORT, of=copy, code=2)
 
 
 def test_the_model_may_read_more_than_in_training(run: Path, ask: Ask, copy: Path) -> None:
@@ -179,14 +210,18 @@ def test_the_model_may_read_more_than_in_training(run: Path, ask: Ask, copy: Pat
         assert long(tokens).shape == (1, 1500, 300)
 
 
-def test_a_junk_file_is_used(run: Path, ask: Ask, tmp_path: Path) -> None:
+def test_a_junk_file_is_another_question(copy: Path, ask: Ask, tmp_path: Path) -> None:
+    """Issue 17, item 2: with its own results, whatever was asked before."""
+    words = (*SHORT, "--limit", 1)
+    ask("birth-year", *words, of=copy)
     junk = tmp_path / "junk.txt"
     junk.write_text(" ".join(f"Here is a marked line of {word}." for word in WORDS * 5))
-    ask("birth-year", *SHORT, "--limit", 1, "--junk", junk, "--out", tmp_path / "out")
-    assert "Here is a marked line" in (tmp_path / "out/probes/1-hop-256.jsonl").read_text()
-    assert (tmp_path / "out/results.json").exists()
-    error = ask("birth-year", *SHORT, "--limit", 1, "--out", tmp_path / "out", code=2)
-    assert "were frozen with junk 'file " in error
+    assert "written to" in ask("birth-year", *words, "--junk", junk, of=copy)
+    texts = [path.read_text() for path in (copy / "evals/probes").glob("1-hop-256-*.jsonl")]
+    assert sorted("Here is a marked line" in text for text in texts) == [False, True]
+    assert len(list((copy / "evals/step-3/birth-year").glob("*/results.json"))) == 2
+    for more in ((), ("--junk", junk)):
+        assert "as found in" in ask("birth-year", *words, *more, of=copy)
 
 
 def test_the_zen_of_python_is_rolling_perplexity(run: Path, ask: Ask) -> None:
@@ -427,10 +462,10 @@ def test_a_full_disk_for_the_probes_is_one_message(ask: Ask, tmp_path: Path) -> 
 def test_a_changed_probe_is_refused(copy: Path, ask: Ask) -> None:
     words = ("--max_length", 500)
     ask("birth-year", *SHORT, *words, "--limit", 1, of=copy)
-    path = copy / "evals/probes/1-hop-0.jsonl"
+    (path,) = (copy / "evals/probes").glob("1-hop-0-*.jsonl")
     path.write_bytes(path.read_bytes() + b"\n")
     error = ask("birth-year", *SHORT, *words, "--limit", 2, of=copy, code=2)
-    assert "1-hop-0.jsonl was changed after it was frozen" in error
+    assert f"{path.name} was changed after it was frozen" in error
 
 
 def test_results_of_another_checkpoint_are_not_written_over(

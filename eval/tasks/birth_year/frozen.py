@@ -1,19 +1,20 @@
 """The frozen sets of birth-year probes: made once, then only read, by every checkpoint of a run.
 
-    FOLDER/sets.json        what they were made of (tokenizer, corpus), and the SHA-256 of each set
-    FOLDER/1-hop-256.jsonl  one probe a line
+    FOLDER/sets.json                    what each set is made of (tokenizer, text), its SHA-256
+    FOLDER/1-hop-256-3fa4b2c19d07.jsonl one probe per line; the name ends with a hash of that
 
-birth_year.py makes the probes. `eval run` freezes what fits before its tasks are loaded
-(`open_probes`), in RUN/evals/probes; the tasks (tasks/birth_year) read. No torch, no lm_eval.
+probes.py makes the probes. `eval run` freezes what fits before its tasks are loaded
+(`open_probes`), in RUN/evals/probes; the tasks (task.py) read. No torch; lm_eval for WikiText only.
 """
 
 import argparse
 import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from rich.console import Console
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import sha256_file, write_atomic, write_json
-from eval.staging.staged import staged_folder
+from eval.staging.catalogue import CATALOGUE
+from eval.staging.staged import MANIFEST, load_staged, restage, staged_folder
 from eval.tasks.birth_year.probes import (
     ANSWER_TOKENS,
     KINDS,
@@ -33,7 +35,6 @@ from eval.tasks.birth_year.probes import (
     Junk,
     Kind,
     ends_with_space,
-    held_out_sentences,
     make_probe,
     set_name,
     split_sentences,
@@ -43,7 +44,9 @@ from eval.tasks.birth_year.probes import (
 if TYPE_CHECKING:
     from eval.model.subject import Subject
 
-MANIFEST = "sets.json"
+SETS = "sets.json"
+WIKITEXT = "wikitext"
+"""The data set of the catalogue that statements are hidden in, unless a file is given."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class ProbeSet:
     """Of its longest prompt."""
 
     def read(self) -> list[dict[str, Any]]:
-        """The probes. Raises UserError where the file is not what was frozen."""
+        """The probes. Raises UserError if the file is not what was frozen."""
         try:
             found = sha256_file(self.path)
         except OSError as error:
@@ -73,27 +76,52 @@ class ProbeSet:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text that statements are hidden in: what it is called, and its sentences when needed."""
+    """The text that statements are hidden in. `origin` names its content: a label and a hash."""
 
     origin: str
-    sentences: Callable[[], Iterable[str]]
+    text: str
 
     @classmethod
     def of_file(cls, path: Path) -> "Corpus":
-        """The sentences of a text file; raises UserError where it is none."""
+        """Raises UserError for a file that is not UTF-8 text."""
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"junk {path}: cannot be read as UTF-8 text: {error}") from None
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        return cls(f"file {digest}", lambda: split_sentences(text))
+        return cls(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
+
+    @classmethod
+    def of_wikitext(cls, staged: Path) -> "Corpus":
+        """Wikipedia's prose from the staged WikiText, as lm_eval's wikitext task writes it.
+
+        Raises UserError if it is not staged, or not as it was staged.
+        """
+        from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+        pages = load_staged(WIKITEXT, staged)[CATALOGUE[WIKITEXT].split]
+        lines = (line for page in pages for line in wikitext_detokenizer(page).split("\n"))
+        text = "\n".join(line for line in lines if not line.lstrip().startswith("="))
+        return cls(f"{WIKITEXT} {hashlib.sha256(text.encode()).hexdigest()}", text)
+
+
+def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
+    """The text of the file `junk`, by default the staged WikiText; if that is not staged, why."""
+    if junk:
+        return Corpus.of_file(Path(junk))
+    if (staged / WIKITEXT / MANIFEST).exists():
+        return Corpus.of_wikitext(staged)
+    return (
+        f"the text around the statements, WikiText, is not staged; {restage(WIKITEXT, staged)}; or "
+        "take the text of a file, --junk FILE.txt"
+    )
 
 
 class FrozenSets:
     """The probes in a folder: made when first asked for, then only read.
 
-    Without a `corpus` nothing can be made, and what is there may be of any. Raises UserError where
-    the folder's sets are of another tokenizer or corpus.
+    A set is named by all that it is made of, so that a folder can hold sets of several texts and
+    tokenizers. `corpus` is called for a set with text. If it returns why there is none, sets that
+    an earlier call froze with WikiText can still be read.
     """
 
     def __init__(
@@ -102,127 +130,136 @@ class FrozenSets:
         *,
         tokenizer: Encoder,
         tokenizer_sha256: str,
-        corpus: Corpus | None,
+        corpus: Callable[[], Corpus | str],
         num_items: int = NUM_ITEMS,
     ) -> None:
-        self.folder, self.tokenizer, self._corpus = folder, tokenizer, corpus
-        self._junk: Junk | None = None
+        self.folder, self.tokenizer, self._find_corpus = folder, tokenizer, corpus
         self._made_of: dict[str, Any] = {
             "version": VERSION,
             "seed": SEED,
             "num_items": num_items,
             "tokenizer_sha256": tokenizer_sha256,
         }
-        if corpus is not None:
-            self._made_of["junk"] = corpus.origin
 
     def sets(
         self, max_length: int, advance: Callable[[str], None]
     ) -> tuple[list[ProbeSet], list[str]]:
-        """The sets that a model of `max_length` tokens can be asked, and why others are left out.
+        """The sets that fit a model of `max_length` tokens, and why others are left out.
 
-        `advance` is told the name of each set that has to be made.
+        `advance` receives the name of each set that has to be made.
         """
         fitting: list[ProbeSet] = []
-        missing: list[str] = []
+        left_out: dict[str, list[str]] = {}
         for length in LENGTHS:
-            if length >= max_length:
-                missing.append(f"L = {length}")
-                continue
             for kind in KINDS:
+                if length >= max_length:
+                    left_out.setdefault(f"max_length {max_length}", []).append(f"L = {length}")
+                    break
                 found = self.get(kind, length, advance)
                 if isinstance(found, str):
-                    missing.append(f"{set_name(kind, length)} ({found})")
+                    left_out.setdefault(found, []).append(set_name(kind, length))
                 elif found.max_tokens + ANSWER_TOKENS > max_length:
-                    missing.append(f"{found.name} (prompts of up to {found.max_tokens} tokens)")
+                    reason = f"prompts of up to {found.max_tokens} tokens"
+                    left_out.setdefault(reason, []).append(found.name)
                 else:
                     fitting.append(found)
-        return fitting, missing
+        return fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
 
     def get(
         self, kind: Kind, length: int, advance: Callable[[str], None] = lambda name: None
     ) -> ProbeSet | str:
         """One set, or why it cannot be made."""
-        name = set_name(kind, length)
-        path = self.folder / f"{name}.jsonl"
-        manifest = self._manifest()
-        if name not in manifest["sets"]:
-            if self._corpus is None:
-                return "not frozen there, and no text to hide statements in is given"
-            junk = self._sentences(self._corpus) if length else Junk((), self.tokenizer)
-            if junk.num_tokens < length:
-                return f"the text to hide in has only {junk.num_tokens:,} tokens"
-            try:
-                with _lock(self.folder):  # two checkpoints may be evaluated side by side
-                    manifest = self._manifest()
-                    if name not in manifest["sets"]:
-                        advance(name)
-                        manifest["sets"][name] = self._freeze(path, kind, length, junk)
-                        write_json(self.folder / MANIFEST, manifest)
-            except OSError as error:
-                raise UserError(
-                    f"the probes {name} can't be frozen in {self.folder}: {error.strerror}. Make "
-                    "room there, or choose another folder with --out (under lm_eval: the metadata "
-                    "`probes`)"
-                ) from None
-        return ProbeSet(name, path, **manifest["sets"][name])
+        name, known = set_name(kind, length), self._manifest()["sets"]
+        made_of = {"set": name, **self._made_of}
+        if length:
+            if isinstance(self._corpus, str):
+                earlier = [key for key in known if self._is_of_wikitext(known[key], made_of)]
+                return self._found(name, earlier[-1], known) if earlier else self._corpus
+            made_of["junk"] = self._corpus.origin
+        key = f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
+        if key in known:
+            return self._found(name, key, known)
+        junk = self._junk if length else Junk((), self.tokenizer)
+        if junk.num_tokens < length:
+            return f"the text to hide in has only {junk.num_tokens:,} tokens"
+        try:
+            with _lock(self.folder):  # two checkpoints may be evaluated side by side
+                manifest = self._manifest()
+                known = manifest["sets"]
+                if key not in known:
+                    advance(name)
+                    known[key] = {**self._freeze(key, kind, length, junk), "made_of": made_of}
+                    write_json(self.folder / SETS, manifest)
+        except OSError as error:
+            raise UserError(
+                f"the probes {name} can't be frozen in {self.folder}: {error.strerror}. Make "
+                "room there, or choose another folder with --out (under lm_eval: the metadata "
+                "`probes`)"
+            ) from None
+        return self._found(name, key, known)
 
-    def _freeze(self, path: Path, kind: Kind, length: int, junk: Junk) -> dict[str, Any]:
+    @staticmethod
+    def _is_of_wikitext(entry: dict[str, Any], made_of: dict[str, Any]) -> bool:
+        found = dict(entry.get("made_of", {}))
+        return str(found.pop("junk", "")).startswith(WIKITEXT) and found == made_of
+
+    def _found(self, name: str, key: str, known: dict[str, Any]) -> ProbeSet:
+        entry = known[key]
+        return ProbeSet(
+            name, self.folder / f"{key}.jsonl", entry["sha256"], int(entry["max_tokens"])
+        )
+
+    def _freeze(self, key: str, kind: Kind, length: int, junk: Junk) -> dict[str, Any]:
         space = ends_with_space(self.tokenizer)
         items = range(self._made_of["num_items"])
         probes = [make_probe(kind, length, item, junk, space) for item in items]
         content = "".join(json.dumps(probe) + "\n" for probe in probes).encode()
-        write_atomic(path, content)
+        write_atomic(self.folder / f"{key}.jsonl", content)
         return {
             "sha256": hashlib.sha256(content).hexdigest(),
             "max_tokens": max(len(self.tokenizer.encode(probe["prompt"])) for probe in probes),
         }
 
-    def _sentences(self, corpus: Corpus) -> Junk:
-        if self._junk is None:
-            self._junk = Junk(corpus.sentences(), self.tokenizer)
-        return self._junk
+    @cached_property
+    def _corpus(self) -> Corpus | str:
+        return self._find_corpus()
+
+    @cached_property
+    def _junk(self) -> Junk:
+        assert isinstance(self._corpus, Corpus)
+        return Junk(split_sentences(self._corpus.text), self.tokenizer)
 
     def _manifest(self) -> dict[str, Any]:
-        path = self.folder / MANIFEST
+        path = self.folder / SETS
         try:
             manifest = json.loads(path.read_text())
-            differing = [key for key, value in self._made_of.items() if manifest[key] != value]
             for known in manifest["sets"].values():
-                _ = known["sha256"], known["max_tokens"]
+                _ = known["sha256"], int(known["max_tokens"]), dict(known.get("made_of", {}))
         except FileNotFoundError:
-            return {**self._made_of, "sets": {}}
+            return {"sets": {}}
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{path} is damaged: delete {self.folder} to freeze anew") from None
-        if differing:
-            key = differing[0]
-            raise UserError(
-                f"the probes in {self.folder} were frozen with {key} {manifest[key]!r}, asked for "
-                f"is {self._made_of[key]!r}: choose another folder with --out (under lm_eval: the "
-                "metadata `probes`), or delete that one and evaluate this run's checkpoints again"
-            )
-        return manifest
+        return dict(manifest)
 
 
 def open_probes(
     subject: "Subject", arguments: argparse.Namespace, console: Console, max_length: int
 ) -> tuple[Path, list[str], list[str]]:
-    """Freeze the sets that fit `max_length`, where they are not; says on `console` what is made.
+    """Freeze the sets that fit `max_length` and are not frozen yet; print what is made.
 
     Returns the folder, the names of the tasks that ask them, and why other sets are left out.
-    `arguments.junk` is a text file to hide the statements in, by default the run's held-out text;
-    the folder is `probes` in `arguments.out`, by default in RUN/evals. Raises UserError where no
-    set fits.
+    `arguments.junk` is a text file to hide the statements in, by default the staged WikiText; the
+    folder is `probes` in `arguments.out`, by default in RUN/evals. Raises UserError if no set fits.
     """
-    tokenizer = subject.tokenizer
-    folder = (arguments.out or subject.evals or staged_folder(arguments.staged)) / "probes"
+    tokenizer, staged = subject.tokenizer, staged_folder(arguments.staged)
+    folder = (arguments.out or subject.evals or staged) / "probes"
     frozen = FrozenSets(
         folder,
         tokenizer=tokenizer,
         tokenizer_sha256=tokenizer.sha256,
-        corpus=_corpus(subject, arguments.junk),
+        corpus=lambda: find_corpus(arguments.junk, staged),
     )
 
     def making(name: str) -> None:
@@ -236,19 +273,6 @@ def open_probes(
         )
     tasks = [name for probes in sets for name in task_names(probes.name)]
     return folder, tasks, left_out
-
-
-def _corpus(subject: "Subject", junk: Path | None) -> Corpus:
-    if junk is not None:
-        return Corpus.of_file(junk)
-    try:
-        shards = subject.held_out_shards
-    except UserError as error:
-        raise UserError(f"{error}. Or give --junk FILE.txt to hide the statements in") from None
-    return Corpus(
-        f"held-out text {shards.fingerprint}",
-        lambda: held_out_sentences(shards, subject.tokenizer.decode),
-    )
 
 
 @contextmanager

@@ -2,22 +2,21 @@
 
 From the paper's appendix B and footnote 29: a few statements of the form "NAME was born in the year
 of YEAR." among L tokens of other text, then a question. A probe is a pure function of a seed, its
-number, the tokenizer and the corpus that the other text comes from. probe_sets.py freezes sets of
-them on disk, tasks/birth_year asks them. No torch, no lm_eval, no files.
+number, the tokenizer and the corpus that the other text comes from. frozen.py freezes sets of them
+on disk, task.py asks them. No torch, no lm_eval, no files.
 """
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from canon_pretrain.data.shards import TokenShards
 from eval.tasks.birth_year.names import FIRST_NAMES, LAST_NAMES, MIDDLE_NAMES
 
-VERSION = 1
+VERSION = 2
 SEED = 0
 NUM_ITEMS = 1000
 LENGTHS = (0, 256, 512, 1024, 2048, 4096)
@@ -27,8 +26,6 @@ ANSWER_TOKENS = 5
 
 # Longer "sentences" are tables and code; without them a set's text is within this much of L.
 MAX_SENTENCE_TOKENS = 100
-# A large held-out split has more text than 1,000 probes can show.
-MAX_JUNK_TOKENS = 2_000_000
 
 INSTRUCTION = (
     "You will be asked questions about people's birth years, and the birth year descriptions are "
@@ -126,16 +123,6 @@ def split_sentences(text: str) -> list[str]:
     """The sentences of a text, each on one line: what ends in . ! or ? and has three words."""
     pieces = re.split(r"(?<=[.!?])\s+", " ".join(text.split()))
     return [piece for piece in pieces if piece[-1:] in {".", "!", "?"} and piece.count(" ") >= 2]
-
-
-def held_out_sentences(shards: TokenShards, decode: Callable[[np.ndarray], str]) -> Iterator[str]:
-    """The sentences of a split's first documents, at most MAX_JUNK_TOKENS tokens of them."""
-    start = 0
-    for end in shards.document_ends().tolist():
-        if end > MAX_JUNK_TOKENS and start:
-            return
-        yield from split_sentences(decode(shards.read(start, end - start)))
-        start = end
 
 
 def ends_with_space(tokenizer: Encoder) -> bool:

@@ -12,10 +12,10 @@ import datasets
 import numpy as np
 
 from canon_pretrain.errors import UserError
-from eval.staging.staged import staged_folder
+from eval.staging.staged import MANIFEST, staged_folder
 from eval.task_length import known_max_length, too_long
-from eval.task_tokenizer import task_tokenizer
-from eval.tasks.birth_year.frozen import Corpus, FrozenSets
+from eval.task_tokenizer import TaskTokenizer, task_tokenizer
+from eval.tasks.birth_year.frozen import WIKITEXT, FrozenSets, find_corpus
 from eval.tasks.birth_year.probes import ANSWER_TOKENS, KINDS, LENGTHS, set_name
 
 
@@ -25,24 +25,28 @@ def load(
     """The split `test`, the probes of one frozen set: lm_eval's `custom_dataset`.
 
     Metadata: `probes`, the folder of the frozen sets (default: `probes` among the staged data);
-    `tokenizer` or `pretrained`, whose tokenizer must be the one that they were frozen for; `junk`,
-    a text file: a set that is not there is made with it. Raises UserError where the set is not
-    there and cannot be made, is of another tokenizer or text, or does not fit `max_length`.
+    `tokenizer` or `pretrained`, whose tokenizer the set is for; `junk`, a text file to hide the
+    statements in (default: the staged WikiText). A set that is not there is made. Raises UserError
+    if it cannot be made, or does not fit `max_length`.
     """
-    folder = Path(probes) if probes else staged_folder(metadata.get("staged")) / "probes"
+    staged = staged_folder(metadata.get("staged"))
+    folder = Path(probes) if probes else staged / "probes"
     kind, length = next(
         (kind, length)
         for kind in KINDS
         for length in LENGTHS
         if set_name(kind, length) == probe_set
     )
-    found = _open(folder, metadata).get(kind, length)
+    text = Path(metadata.get("junk") or staged / WIKITEXT / MANIFEST)
+    written_ns = text.stat().st_mtime_ns if text.exists() else 0
+    junk = str(metadata.get("junk") or "")
+    found = _sets(folder, task_tokenizer(metadata), junk, staged, written_ns).get(kind, length)
     if isinstance(found, str):
         raise UserError(
-            f"the probes {probe_set} are not in {folder}: {found}. Name the folder where they are "
-            "frozen in the metadata `probes` (that of a run is RUN/evals/probes, which `python -m "
-            "eval run --suite birth-year` writes), or in `junk` a longer text file to make them "
-            'with: --metadata \'{"probes": DIR, "junk": FILE.txt}\''
+            f"the probes {probe_set} are not in {folder}: {found}. Under lm_eval: --metadata "
+            "'{\"probes\": DIR}' names the folder where they are frozen (that of a run is "
+            "RUN/evals/probes, which `python -m eval run --suite birth-year` writes), "
+            '\'{"junk": "FILE.txt"}\' a text to make them with'
         )
     max_length = known_max_length(metadata)
     if max_length is not None and found.max_tokens + ANSWER_TOKENS > max_length:
@@ -50,28 +54,16 @@ def load(
     return {"test": datasets.Dataset.from_list(found.read())}
 
 
-def _open(folder: Path, metadata: dict[str, Any]) -> FrozenSets:
-    tokenizer, junk = task_tokenizer(metadata), metadata.get("junk")
-    if not junk:
-        return FrozenSets(
-            folder, tokenizer=tokenizer, tokenizer_sha256=tokenizer.sha256, corpus=None
-        )
-    path = Path(str(junk))
-    try:
-        written = path.stat().st_mtime_ns
-    except OSError as error:
-        raise UserError(f"junk {path}: cannot be read: {error.strerror}") from None
-    return _with_junk(folder, tokenizer, path, written)
-
-
 @lru_cache(maxsize=1)
-def _with_junk(folder: Path, tokenizer: Any, junk: Path, written_ns: int) -> FrozenSets:
-    """Kept, as all 36 tasks of the suite come one after the other and share the text's tokens."""
+def _sets(
+    folder: Path, tokenizer: TaskTokenizer, junk: str, staged: Path, written_ns: int
+) -> FrozenSets:
+    """Cached: the 36 tasks of the suite load one after the other and share the text's tokens."""
     return FrozenSets(
         folder,
         tokenizer=tokenizer,
         tokenizer_sha256=tokenizer.sha256,
-        corpus=Corpus.of_file(junk),
+        corpus=lambda: find_corpus(junk, staged),
     )
 
 
