@@ -45,7 +45,7 @@ from eval.suites import (
 )
 from eval.tasks.birth_year.frozen import open_probes
 
-VALIDATION_VERSION = 2
+VALIDATION_VERSION = 3
 
 
 @dataclass

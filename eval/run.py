@@ -180,11 +180,15 @@ def _validate(
     """The held-out loss of the model and of the count models."""
     seq_len, held_out, train = lm.max_length, subject.held_out_shards, subject.train_shards
     lm.answered = advance
-    loss = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
+    loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
     console.print("counting the training shards' unigrams and bigrams")
     losses = {VALIDATION: loss}
     losses |= baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
-    return {name: Answers(_loss_scores(loss), loss.num_tokens) for name, loss in losses.items()}
+    samples = {VALIDATION: documents}
+    return {
+        name: Answers(_loss_scores(loss), loss.num_tokens, samples.get(name, []))
+        for name, loss in losses.items()
+    }
 
 
 def _loss_scores(loss: HeldOutLoss) -> dict[str, Score]:

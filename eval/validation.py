@@ -4,8 +4,12 @@ The windows and the mean over them are those of canon_pretrain/data/held_out.py,
 scores too while it trains.
 """
 
+import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -24,25 +28,60 @@ def _loss(total_nats: float, num_tokens: int, shards: TokenShards) -> HeldOutLos
 
 def model_loss(
     lm: CanonLM, shards: TokenShards, *, seq_len: int, limit: int | None = None
-) -> HeldOutLoss:
-    """The model's held-out loss; log-softmax in float32, the sum in float64.
+) -> tuple[HeldOutLoss, list[dict[str, Any]]]:
+    """The model's held-out loss, and a record of each document, whose sums give that loss.
 
-    `limit` takes that many windows only, at even distances. `lm.answered` is told of tokens done.
+    Log-softmax in float32, sums in float64. A token counts for the document that holds it, in
+    whatever window it is predicted. `limit` takes that many windows only, at even distances.
     """
     places = list(windows(shards.num_tokens, seq_len, limit))
+    ends_D = shards.document_ends()
 
     def plan(budget: int, chosen: Sequence[int]) -> list[Sequence[int]]:
         count = max(1, min(budget, lm.read_tokens or budget) // seq_len)
         return [chosen[start : start + count] for start in range(0, len(chosen), count)]
 
-    def work(budget: int, batch: Sequence[int]) -> dict[int, float]:
+    def work(budget: int, batch: Sequence[int]) -> dict[int, list[float]]:
         rows = [shards.read(*places[number]).tolist() for number in batch]
-        scores = lm.score_tokens(rows, [len(row) - 1 for row in rows])
-        return {number: score for number, (score, _) in zip(batch, scores, strict=True)}
+        sizes = [list(_by_document(ends_D, *places[number]).values()) for number in batch]
+        return dict(zip(batch, lm.score_parts(rows, sizes), strict=True))
 
-    sizes = [size for _, size in places]
-    scores = lm.run(Workload(plan, lambda batch: batch, work), sizes)
-    return _loss(-math.fsum(scores), sum(sizes) - len(sizes), shards)
+    scores = lm.run(Workload(plan, lambda batch: batch, work), [size for _, size in places])
+    nats: dict[int, list[float]] = {}
+    tokens: Counter[int] = Counter()
+    for place, parts in zip(places, scores, strict=True):
+        sizes = _by_document(ends_D, *place)
+        tokens.update(sizes)
+        for document, score in zip(sizes, parts, strict=True):
+            nats.setdefault(document, []).append(-score)
+    loss = _loss(math.fsum(chain.from_iterable(nats.values())), tokens.total(), shards)
+    # a token's loss depends on what precedes it: on the other documents and on the windows
+    asked = hashlib.sha256(f"{shards.fingerprint} {seq_len}".encode()).hexdigest()[:16]
+    records = []
+    for document, parts in sorted(nats.items()):
+        start = int(ends_D[document - 1]) if document else 0
+        content = shards.read(start, int(ends_D[document]) - start).astype("<u4").tobytes()
+        total, count = math.fsum(parts), tokens[document]
+        records.append(
+            {
+                "doc_id": document,
+                "filter": "none",
+                "doc_hash": hashlib.sha256(content).hexdigest()[:16],
+                "prompt_hash": asked,
+                # sums and their weights, as the suite's scores count them
+                "nats_per_token": [total, count],
+                "bits_per_byte": [-total, count * shards.num_bytes / shards.num_tokens],
+            }
+        )
+    return loss, records
+
+
+def _by_document(ends_D: np.ndarray, offset: int, size: int) -> dict[int, int]:
+    """How many tokens of each document a window predicts, in order; it predicts all but one."""
+    first, stop = offset + 1, offset + size
+    low, high = np.searchsorted(ends_D, [first, stop - 1], side="right").tolist()
+    sizes = np.diff([first, *ends_D[low:high], stop]).tolist()
+    return dict(zip(range(low, high + 1), sizes, strict=True))
 
 
 class CountModels:

@@ -79,7 +79,7 @@ def validation(ranks: Ranks) -> Any:
         shards = TokenShards.open(Path(folder) / "validation")
         model = build(replace(VARIANTS["rope"], vocab_size=512)).eval()
         lm = CanonLM(model, None, max_length=30, batch_tokens=100, ranks=ranks)
-        loss = model_loss(lm, shards, seq_len=30, limit=40)
+        loss, _ = model_loss(lm, shards, seq_len=30, limit=40)
         shards.close()
     return [loss.nats_per_token.hex(), loss.num_tokens]
 

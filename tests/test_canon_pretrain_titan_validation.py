@@ -59,7 +59,7 @@ def eval_loss(run: Path, data: Path, *, step: int, limit: int | None) -> tuple[f
     model = load_model(run / "checkpoint" / f"step-{step}", torch.device("cpu"))
     lm = CanonLM(model, None, max_length=64)
     with TokenShards.open(data / "validation") as shards:
-        loss = model_loss(lm, shards, seq_len=64, limit=limit)
+        loss, _ = model_loss(lm, shards, seq_len=64, limit=limit)
     return loss.nats_per_token, loss.bits_per_byte, loss.num_tokens
 
 

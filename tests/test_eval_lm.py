@@ -257,7 +257,7 @@ def test_softmax_is_float32_for_a_bfloat16_model(pair: tuple[CanonLM, HFLM]) -> 
     model.load_state_dict(pair[0].model.state_dict())
     model.to(torch.bfloat16)
     row = list(range(30))
-    ((score, _),) = CanonLM(model, None, max_length=MAX_LENGTH).score_tokens([row], [20])
+    ((score,),) = CanonLM(model, None, max_length=MAX_LENGTH).score_parts([row], [[20]])
     with torch.no_grad():
         logits = model(torch.tensor([row[:-1]]))[0].double()[-20:]
     exact = logits.log_softmax(-1)[torch.arange(20), torch.tensor(row[-20:])].sum().item()

@@ -243,7 +243,7 @@ def test_the_zen_of_python_is_rolling_perplexity(run: Path, ask: Ask) -> None:
     total = 0.0
     for start in range(0, len(row) - 1, MAX_LENGTH):
         piece = row[: start + MAX_LENGTH + 1][-(MAX_LENGTH + 1) :]
-        total += lm.score_tokens([piece], [min(MAX_LENGTH, len(row) - 1 - start)])[0][0]
+        total += lm.score_parts([piece], [[min(MAX_LENGTH, len(row) - 1 - start)]])[0][0]
     bits = -total / np.log(2) / len(text.encode())
     assert scores["bits_per_byte"].value == pytest.approx(bits, rel=1e-6)
     # an untrained model: ln V nats a token

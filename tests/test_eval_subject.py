@@ -100,7 +100,7 @@ def test_an_export_takes_data_for_what_reads_shards(base: Path) -> None:
     losses = []
     for subject in (with_data, of_run):
         lm = CanonLM(subject.load(CPU, torch.float32, 0), None, max_length=40)
-        losses.append(model_loss(lm, subject.held_out_shards, seq_len=40).nats_per_token)
+        losses.append(model_loss(lm, subject.held_out_shards, seq_len=40)[0].nats_per_token)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     # results of an export go where its caller says, the tokenizer is still its own
     assert with_data.tokenizer_path == base / "out"

@@ -17,6 +17,7 @@ from canon_pretrain.model.transformer import Transformer
 from eval.__main__ import main
 from eval.model.lm import CanonLM
 from eval.model.load import load_model
+from eval.results import read_samples
 from eval.validation import CountModels, baseline_losses, model_loss, windows
 from tests.support import Runs
 
@@ -53,11 +54,47 @@ def test_loss_is_the_token_weighted_mean_at_any_batch_size(
             for t, target in enumerate(ids[1:]):
                 total -= torch.log_softmax(logits[t], 0)[target].item()
     lm = CanonLM(model, None, max_length=50, batch_tokens=50 * batch_size)
-    loss = model_loss(lm, shards, seq_len=50)
+    loss, _ = model_loss(lm, shards, seq_len=50)
     assert loss.num_tokens == shards.num_tokens - 1
     assert loss.nats_per_token == pytest.approx(total / loss.num_tokens, rel=1e-6)
     bytes_a_token = shards.num_bytes / shards.num_tokens
     assert loss.bits_per_byte == pytest.approx(loss.nats_per_token / math.log(2) / bytes_a_token)
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_the_records_of_documents_sum_to_the_loss(data_folder: Path, limit: int | None) -> None:
+    """Issue 17, item 1: each token counts for its document, and the sums are the suite's score."""
+    model = Transformer(FLAVORS["debug"]).eval()
+    model.init_weights()
+    shards, ends = held_out(data_folder), held_out(data_folder).document_ends()
+    predicted: Counter[int] = Counter()
+    nats: Counter[int] = Counter()
+    whole = []  # of each window, as one sum
+    with torch.no_grad():
+        for offset, size in windows(shards.num_tokens, 50, limit):
+            ids = torch.from_numpy(shards.read(offset, size))
+            logs = torch.log_softmax(model(ids[None, :-1])[0].double(), -1)
+            logs_T = logs.gather(1, ids[1:, None])[:, 0].tolist()
+            whole.append(ids.tolist())
+            for at, log in enumerate(logs_T, offset + 1):
+                document = int(np.searchsorted(ends, at, side="right"))
+                predicted[document] += 1
+                nats[document] -= log
+    lm = CanonLM(model, None, max_length=50, batch_tokens=150)
+    loss, records = model_loss(lm, shards, seq_len=50, limit=limit)
+    assert {r["doc_id"]: r["nats_per_token"][1] for r in records} == predicted
+    assert {r["doc_id"]: r["nats_per_token"][0] for r in records} == pytest.approx(nats, rel=1e-5)
+    assert len({r["doc_hash"] for r in records}) > 1 and len(records) >= 3
+    # bit for bit the mean, and the sum of whole windows in the same batches of three
+    total = math.fsum(r["nats_per_token"][0] for r in records)
+    assert total / predicted.total() == loss.nats_per_token
+    by_window = []
+    for k in range(0, len(whole), 3):
+        rows = whole[k : k + 3]
+        by_window += [score for (score,) in lm.score_parts(rows, [[len(r) - 1] for r in rows])]
+    assert -math.fsum(by_window) == total
+    of_bytes = math.fsum(r["bits_per_byte"][1] for r in records)
+    assert total / math.log(2) / of_bytes == pytest.approx(loss.bits_per_byte, rel=1e-12)
 
 
 def test_count_models_equal_a_count_by_hand() -> None:
@@ -103,11 +140,14 @@ def test_the_command_evaluates_a_checkpoint(
     (path,) = (runs.straight / "evals/step-12/validation").glob("*/results.json")
     record = json.loads(path.read_text())
     lm = CanonLM(load_model(checkpoint, CPU), None, max_length=64)
-    loss = model_loss(lm, held_out(data_folder), seq_len=64)
+    loss, _ = model_loss(lm, held_out(data_folder), seq_len=64)
     found = record["scores"]["validation"]["nats_per_token"]["value"]
     assert found == pytest.approx(loss.nats_per_token)
     assert record["num_samples"]["validation"] == loss.num_tokens
     assert set(record["scores"]) == {"validation", "unigram", "bigram"}
+    (items,) = read_samples(path.parent).values()  # of the documents, for comparisons
+    total, count = (math.fsum(item["nats_per_token"][k] for item in items) for k in (0, 1))
+    assert total / count == found
     # the weights are the trained ones: far from ln 512, near the training loss
     assert found == pytest.approx(5.9, abs=0.15)
     asked = record["asked"]

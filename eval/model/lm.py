@@ -12,6 +12,7 @@ shared out over the ranks (ranks.py). They do not depend on how many ranks there
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from lm_eval.api.instance import Instance
@@ -24,7 +25,7 @@ from canon_pretrain.model.transformer import Transformer
 from eval.model.batches import Workload, run_batches
 from eval.model.generation import Question, TextTokenizer, Writer, new_tokens, question
 from eval.model.ranks import Ranks
-from eval.model.score_plan import Batch, Pair, Planner, one_pass
+from eval.model.score_plan import Batch, Pair, Planner, Row
 from eval.model.scoring import Answer, score_batch
 
 BATCH_TOKENS = 8192
@@ -224,11 +225,24 @@ class CanonLM(TemplateLM):
 
         return self.run(Workload(plan, lambda batch: batch.pairs, work), costs)
 
-    def score_tokens(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Answer]:
-        """(log-likelihood, is greedy) of each row's last `counts` tokens: one pass."""
-        pairs = [Pair(list(row), count) for row, count in zip(rows, counts, strict=True)]
-        found = score_batch(self.model, self._planner(self.batch_tokens), pairs, one_pass(pairs))
-        return [found[index] for index in range(len(pairs))]
+    def score_parts(
+        self, rows: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Log-likelihoods of consecutive parts of each row, which end with it: one pass.
+
+        `sizes[r]`: the tokens of each part of row r; tokens before the first part are only read.
+        """
+        pairs: list[Pair] = []
+        groups = []
+        for row, parts in zip(rows, sizes, strict=True):
+            ends = list(accumulate(parts, initial=len(row) - sum(parts)))[1:]
+            members = [(len(pairs) + k, end - 1) for k, end in enumerate(ends)]
+            groups.append([Row(list(row[:-1]), members)])
+            pairs += [Pair(list(row[:end]), n) for end, n in zip(ends, parts, strict=True)]
+        planner = self._planner(self.batch_tokens)
+        found = score_batch(self.model, planner, pairs, Batch(0, groups))
+        scores = iter([found[index][0] for index in range(len(pairs))])
+        return [[next(scores) for _ in parts] for parts in sizes]
 
     def run(self, load: Workload[Any, Result], costs: Sequence[int]) -> list[Result]:
         """The result of each item of `load`, on all ranks; its cost goes to `answered`."""
