@@ -61,7 +61,9 @@ def execute(arguments: argparse.Namespace) -> None:
     # scipy and statsmodels take a second, which --help need not wait for
     from eval.comparison.content import check_seed_sigma, family, finite
     from eval.comparison.measure import Measure, Options, Side
-    from eval.comparison.verdicts import verdicts
+    from eval.comparison.standing import VALIDATION
+    from eval.comparison.verdicts import held_out_words, verdicts
+    from eval.report.runs import suite_order
 
     first, second = _sides(arguments)
     runs = _read([*first, *second])
@@ -78,13 +80,17 @@ def execute(arguments: argparse.Namespace) -> None:
     recipes, notes = _recipes(a, b)
     sides = [Side(", ".join(run.label for run in recipe.runs), recipe.runs) for recipe in recipes]
     measure = Measure([part for recipe in recipes for part in _same_but_seed(recipe.runs)], options)
-    rows, refused, left = verdicts(measure, [(sides[1], sides[0])])
+    pair = (sides[1], sides[0])
+    rows, refused, left = verdicts(measure, [pair])
     if not rows:
         raise UserError(_nothing(runs, refused, arguments))
+    rows.sort(key=lambda row: suite_order(row["suite"]))
+    asked = arguments.suite is None or VALIDATION in arguments.suite
     content = finite(
         {
             "a": sides[0].label,
             "b": sides[1].label,
+            "held_out": held_out_words(rows, refused, pair, ("B", "")) if asked else None,
             "family": family(rows),
             "pairs": rows,
             "refused": refused,
@@ -173,8 +179,6 @@ def _nothing(
     runs: "Sequence[Run]", refused: Sequence[dict[str, Any]], arguments: argparse.Namespace
 ) -> str:
     """Why there is not one row."""
-    from eval.comparison.standing import VALIDATION
-
     wanted = [
         (run, results)
         for run in runs
@@ -191,7 +195,7 @@ def _nothing(
     words = []
     for run in runs:
         found = [results.asked for other, results in wanted if other is run]
-        whole = [a for a in found if a["limit"] is None and a["suite"] != VALIDATION]
+        whole = [a for a in found if a["limit"] is None]
         have = ", ".join(sorted({f"{a['suite']} at step {a['step']}" for a in whole}))
         if not whole and any(asked["limit"] is not None for asked in found):
             have = "only results with --limit (not a result)"
@@ -207,6 +211,8 @@ def _print(content: dict[str, Any]) -> None:
     from rich.text import Text
 
     console = Console()
+    if content["held_out"]:
+        console.print(Text(content["held_out"], style="bold"), soft_wrap=True)
     for name in ("a", "b"):
         console.print(Text(f"{name.upper()}: {content[name]}"), soft_wrap=True)
     for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):
@@ -235,6 +241,8 @@ def _table(rows: Sequence[dict[str, Any]], *, wide: bool) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
+    from eval.comparison.verdicts import UNINFORMATIVE, at_level
+
     steps = f"step {rows[0]['step']}"
     if rows[0]["baseline_step"] != rows[0]["step"]:
         steps = f"A at step {rows[0]['baseline_step']}, B at {steps}"
@@ -243,12 +251,14 @@ def _table(rows: Sequence[dict[str, Any]], *, wide: bool) -> "Table":
     table.add_column("task, metric", overflow="fold")
     for name in ("A", "B", "B - A", *(["95 % interval"] if wide else []), "p (Holm)"):
         table.add_column(name, justify="right")
-    table.add_column("verdict on B")
+    table.add_column("verdict on B", min_width=len(UNINFORMATIVE))
     table.add_column("detectable", justify="right")
     styles = {"better": "green", "worse": "red"}
     for row in rows:
         low, high = row["ci"] or (None, None)
-        verdict = row["verdict"] + (", both at chance" if row["at_chance"] else "")
+        verdict = row["verdict"]
+        if verdict == UNINFORMATIVE:
+            verdict += f", {at_level(row)}"
         interval = "–" if low is None else f"{_figure(low, '+')} {_figure(high, '+')}"
         table.add_row(
             Text(f"{row['task']} {row['metric']}"),

@@ -88,13 +88,16 @@ def plant_answers(
 
 def _means(items: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     known = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "answers", "source")
-    means = {}
+    means: dict[str, float] = {}
+    if not items:
+        return means
     for metric in (name for name in items[0] if name not in known):
         values = [item[metric] for item in items]
         if isinstance(values[0], list):
             total, weight = (sum(value[k] for value in values) for k in (0, 1))
             nats = -total / weight
-            means[metric] = float(nats / np.log(2) if "bits" in metric else np.exp(nats))
+            scores = {"bits": nats / np.log(2), "nats": -nats}
+            means[metric] = float(scores.get(metric[:4], np.exp(nats)))
         elif "perplexity" in metric:
             means[metric] = float(np.exp(-np.mean(values)))
         else:
@@ -107,3 +110,28 @@ def right_or_wrong(count: int, share: float, generator: np.random.Generator) -> 
     answers = np.zeros(count)
     answers[: round(count * share)] = 1
     return [float(x) for x in generator.permutation(answers)]
+
+
+def evaluated(
+    folder: Path, canon: str, loss: float, seed: int = 0, count: int = 400, at: int = 20
+) -> Path:
+    """A run with that held-out loss and a record per document; documents are alike in all runs."""
+    run = planted_run(folder, seed, model__canon_set=canon)
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(10, 2000, count)
+    own = np.random.default_rng([seed, len(canon)]).normal(0, 0.1, count)
+    nats = tokens * (rng.gamma(20, 1 / 20, count) - 1 + own)
+    nats += tokens * (loss - nats.sum() / tokens.sum())
+    pairs = [[float(x), int(n)] for x, n in zip(nats, tokens, strict=True)]
+    items = records({"nats_per_token": pairs})
+    described = {"validation": {"primary": ["nats_per_token"]}}
+    scores = {"validation": {"nats_per_token": loss}, "unigram": {"nats_per_token": 7.0}}
+    plant_answers(
+        run,
+        at,
+        "validation",
+        {"validation": items, "unigram": []},
+        scores=scores,
+        described=described,
+    )
+    return folder

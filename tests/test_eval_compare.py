@@ -12,7 +12,7 @@ import pytest
 
 from canon_pretrain.errors import UserError
 from eval.compare import add_arguments, execute
-from tests.eval_simulation import plant_answers, planted_run, records, right_or_wrong
+from tests.eval_simulation import evaluated, plant_answers, planted_run, records, right_or_wrong
 
 ACC = {"boolq": {"primary": ["acc"], "higher_is_better": {"acc": True}, "chance": 0.5}}
 SUITE = "discriminative"
@@ -63,6 +63,27 @@ def test_as_a_user_types_it(tmp_path: Path) -> None:
     assert "boolq acc: seed noise the paper's: 8 seeds within 3 %" in done.stdout
     (row,) = json.loads(out.read_text())["pairs"]
     assert row["verdict"] == "better" and row["difference"] == pytest.approx(0.3)
+
+
+def test_held_out_loss_is_the_first_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17, item 1: printed first, and judged with `--suite validation` alone."""
+    for name, canon, loss in (("a", "", 5.0), ("b", "A", 4.9)):
+        for seed in range(2):
+            evaluated(tmp_path / f"{name}{seed}", canon, loss + 0.002 * seed, seed)
+            run(tmp_path / f"{name}{seed}", 0.5, seed, canon=canon)
+    sides = [*("--a", tmp_path / "a0", tmp_path / "a1"), *("--b", tmp_path / "b0", tmp_path / "b1")]
+    out = tmp_path / "pair.json"
+    for words, count in (([], 2), (["--suite", "validation"], 1)):
+        compare(*sides, *words, "--json", out)
+        first = capsys.readouterr().out.splitlines()[0]
+        assert first.startswith("held-out loss: B better by 0.1 nats/token (95 % ")
+        assert json.loads(out.read_text())["held_out"] == first
+        rows = json.loads(out.read_text())["pairs"]
+        assert len(rows) == count and rows[0]["task"] == "validation"
+    compare(*sides, "--suite", SUITE)
+    assert "held-out" not in capsys.readouterr().out
 
 
 def test_no_torch_is_imported(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from eval.comparison.content import comparison_content
 from eval.comparison.records import Records, Scale, _values
 from eval.report.runs import read_runs
 from tests.eval_simulation import (
+    evaluated,
     plant_answers,
     planted_run,
     records,
@@ -178,7 +179,7 @@ def test_verdicts_are_of_the_chosen_rate_and_the_papers_table_of_the_best(tmp_pa
         plant_answers(run, 20, SUITE, answers, described=ACC)
     found = content(tmp_path / "base", tmp_path / "good", tmp_path / "lucky")
     (pair,) = found["pairs"]
-    assert pair["value"] == pytest.approx(0.52) and pair["verdict"] == "within noise"
+    assert pair["value"] == pytest.approx(0.52) and pair["verdict"] == "uninformative"
     best = {cell["architecture"]: cell for cell in found["best_of"][0]["cells"]}
     assert best["Canon-A"]["value"] == pytest.approx(0.7) and best["Canon-A"]["run"] == "lucky"
     assert best["Canon-A"]["bias"] == pytest.approx(0.5642 * 0.03 / 2.847, rel=1e-3)
@@ -202,11 +203,109 @@ def test_a_large_difference_is_real_and_a_small_one_within_noise(tmp_path: Path)
         and "8 seeds within 3 %" in row["seed_noise"]["words"]
     )
     (row,) = content(*two_architectures(tmp_path / "small", 0.6, 0.62))["pairs"]
-    assert row["verdict"] == "within noise" and not row["at_chance"]
+    assert row["verdict"] == "within noise" and row["uninformative"] is None
     assert row["p_holm"] > 0.05 and row["detectable"] >= row["detectable_alone"] > 0.02
     assert row["seeds_needed"] > 1 and f"with {row['seeds_needed']} seeds" in row["words"]
     (row,) = content(*two_architectures(tmp_path / "chance", 0.5, 0.51))["pairs"]
-    assert row["at_chance"] and "both at chance" in row["words"]
+    assert row["verdict"] == "uninformative" and row["uninformative"] == "chance"
+    assert row["detectable"] is row["detectable_alone"] is row["seeds_needed"] is None
+
+
+@pytest.mark.parametrize(
+    ("shares", "chance", "found"),
+    [
+        ((0.0, 0.0), None, "floor"),
+        ((0.001, 0.003), None, "floor"),
+        ((0.0, 0.02), None, None),
+        ((1.0, 0.998), None, "ceiling"),
+        ((0.5, 0.51), 0.5, "chance"),
+        ((0.5, 0.51), None, None),
+        ((0.2, 0.21), 0.2, "chance"),
+        ((0.5, 0.9), 0.5, None),
+    ],
+)
+def test_floor_ceiling_and_chance_on_both_sides_are_uninformative(
+    tmp_path: Path, shares: tuple[float, float], chance: float | None, found: str | None
+) -> None:
+    """Issue 17, item 1: nothing is claimed to be detectable where nothing could show."""
+    described = {"t": {"primary": ["exact"], "chance": chance}}
+    for judged in (True, False):  # without seed noise too: birth-year probes of one seed
+        for name, canon, share in (("a", "", shares[0]), ("b", "A", shares[1])):
+            run = planted_run(tmp_path / f"{judged}" / name, model__canon_set=canon)
+            items = {"t": records({"exact": right_or_wrong(1000, share, generator())})}
+            plant_answers(run, 20, "birth-year", items, described=described)
+        paths = [tmp_path / f"{judged}" / name for name in "ab"]
+        more = {"seed_sigma": {"t": 0.02}} if judged else {}
+        (row,) = content(*paths, **more)["pairs"]
+        assert row["uninformative"] == found
+        assert (row["verdict"] == "uninformative") == (found is not None)
+        assert found is None or row["detectable"] is row["seeds_needed"] is None
+
+
+def test_chance_of_undeclared_tasks_is_by_their_number_of_choices(tmp_path: Path) -> None:
+    """Issue 17, item 1: a task of the user's that declares no chance."""
+    for name, canon, share in (("a", "", 0.33), ("b", "A", 0.34)):
+        run = planted_run(tmp_path / name, model__canon_set=canon)
+        items = records({"acc": right_or_wrong(1000, share, generator())})
+        items = [item | {"answers": [[-1.0, False]] * 3} for item in items]
+        plant_answers(run, 20, "mine", {"t": items})
+    (row,) = content(tmp_path / "a", tmp_path / "b")["pairs"]
+    assert row["chance"] == pytest.approx(1 / 3) and row["uninformative"] == "chance"
+
+
+# -- held-out loss --------------------------------------------------------------------------------
+
+
+def test_held_out_loss_is_paired_over_documents_and_seeds(tmp_path: Path) -> None:
+    """Issue 17, item 1: the token-weighted mean, as a ratio, against formulas by hand."""
+    losses = {"a": (5.0, 5.02), "b": (4.9, 4.93)}
+    paths = [
+        evaluated(tmp_path / f"{name}{seed}", "A" * (name == "b"), loss, seed)
+        for name, both in losses.items()
+        for seed, loss in enumerate(both)
+    ]
+    found = content(*paths)
+    (row,) = found["pairs"]
+    assert (row["task"], row["num_runs"], row["num_items"]) == ("validation", [2, 2], 400)
+    assert row["difference"] == pytest.approx(4.915 - 5.01) and not row["higher_is_better"]
+    assert row["verdict"] == "better" and row["seed_noise"]["source"] == "own"
+    assert row["seed_noise"]["sigma"] == pytest.approx(math.sqrt((0.0002 + 0.00045) / 2))
+    assert found["held_out"][0].startswith("held-out loss: Canon-A better by 0.095 nats/token")
+    low, high = row["ci"]
+    assert low < row["difference"] < high < 0 and row["p"] < 0.05
+    # over documents: the linearized variance of a ratio of sums
+    nats = {
+        p.name: Records().of(f, "validation", "nats_per_token")
+        for p in paths
+        for f in p.glob("evals/*/*/*")
+    }
+    values = {name: items.of_metric("nats_per_token") for name, items in nats.items() if items}
+    weights = values["a0"][1]
+    each = sum(values[n][0] for n in ("b0", "b1")) / 2 - sum(values[n][0] for n in ("a0", "a1")) / 2
+    assert np.average(each, weights=weights) == pytest.approx(row["difference"])
+    residuals = weights * (each - row["difference"]) / weights.sum()
+    half = np.diff(row["items_ci"])[0] / 2
+    assert half == pytest.approx(1.96 * math.sqrt((residuals**2).sum()), rel=0.08)
+
+
+def test_one_seed_each_has_a_held_out_interval_and_no_verdict(tmp_path: Path) -> None:
+    """Issue 17, item 1: documents alone say nothing of other seeds."""
+    paths = [evaluated(tmp_path / "a", "", 5.0), evaluated(tmp_path / "b", "A", 4.9)]
+    found = content(*paths)
+    (row,) = found["pairs"]
+    assert row["verdict"] == "not judged" and row["items_ci"][1] < 0
+    assert "lower by 0.1 nats/token" in found["held_out"][0]
+    sigma = {"validation:nats_per_token": 0.01}
+    assert content(*paths, seed_sigma=sigma)["pairs"][0]["verdict"] == "better"
+    assert content(*paths, baseline="Canon-A", seed_sigma=sigma)["pairs"][0]["verdict"] == "worse"
+
+
+def test_without_evaluations_the_logged_held_out_loss_is_said(tmp_path: Path) -> None:
+    """Issue 17, item 1: losses of the training logs at a step that all runs have."""
+    for name, canon, losses in (("a", "", {10: 5.5, 20: 5.0}), ("b", "A", {10: 5.25})):
+        plant_run(tmp_path / name, validations(losses), model__canon_set=canon)
+    (words,) = content(tmp_path / "a", tmp_path / "b")["held_out"]
+    assert "step 10" in words and "5.2500" in words and "5.5000" in words and "no verdict" in words
 
 
 def test_the_baseline_may_be_named_and_turns_the_signs(tmp_path: Path) -> None:

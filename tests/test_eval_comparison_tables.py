@@ -172,7 +172,7 @@ def test_a_validation_of_an_early_step_does_not_choose_for_a_late_one(tmp_path: 
 def test_a_noise_that_comes_from_elsewhere_in_some_pairs_is_said_so() -> None:
     def pair(architecture: str, task: str, source: str) -> dict[str, object]:
         row = {"architecture": architecture, "baseline": "a", "task": task, "metric": "acc"}
-        more = {"detectable": None, "log_difference": None, "at_chance": False}
+        more = {"detectable": None, "log_difference": None, "p": 0.5, "suite": "discriminative"}
         return row | more | {"verdict": "within noise", "seed_noise": {"source": source}}
 
     pairs = [pair("b", "boolq", "own"), pair("b", "piqa", "own"), pair("c", "boolq", "paper")]

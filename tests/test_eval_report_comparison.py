@@ -22,6 +22,7 @@ from eval.report.verdicts import MAX_REAL, verdict_summary
 from eval.report.words import figure, interval, p_value, signed
 from eval.report.write import report
 from eval.results import Results, Score
+from tests.eval_simulation import evaluated
 from tests.report_pages import Page, content, markdown
 from tests.report_runs import TOKENS_A_STEP, launch, plant_items, plant_results, plant_run, step
 
@@ -123,6 +124,27 @@ def test_the_verdicts_come_first_and_every_section_after_it_in_order(page: Path)
     for text in (Page(page).text, markdown(page)):
         places = [text.index(title) for title in titles]
         assert places == sorted(places)
+
+
+def test_held_out_loss_is_the_headline_with_its_curve(tmp_path: Path) -> None:
+    """Issue 17, item 1: the verdict is said first, then the curves by architecture."""
+    runs = []
+    for name, canon, shift in (("nope", "", 0.0), ("canon", "ABCD", -0.1)):
+        for seed in range(2):
+            folder = tmp_path / f"{name}{seed}"
+            evaluated(folder, canon, 6.0 + shift + 0.002 * seed, seed, at=10)
+            runs.append(evaluated(folder, canon, 5.0 + shift + 0.002 * seed, seed))
+    page = report(runs, tmp_path / "out")
+    found, text = content(page), Page(page).text
+    (headline,) = found["comparison"]["held_out"]
+    assert headline in text and headline in markdown(page).splitlines()[2]
+    places = [text.index(x) for x in (headline, "nats per token, from", "Which differences are")]
+    assert places == sorted(places) and "better by 0.1 nats/token" in headline
+    nope, canon = found["held_out"]["lines"]
+    assert nope["values"] == pytest.approx([6.001, 5.001]) and nope["n"] == [2, 2]
+    assert canon["low"] == pytest.approx([5.9, 4.9]) and canon["tokens"] == [10 * 2048, 20 * 2048]
+    (summary,) = found["verdicts"]["architectures"] or [{"counts": {}}]
+    assert sum(summary["counts"].values()) == 0  # the headline is no task
 
 
 def test_a_row_of_the_table_of_differences_says_what_the_comparison_found(page: Path) -> None:
@@ -240,7 +262,7 @@ def test_a_seed_noise_that_is_given_is_named(six: list[Path], tmp_path: Path) ->
 def test_one_run_has_no_verdicts_and_no_empty_sections(six: list[Path], tmp_path: Path) -> None:
     page = report(six[:1], tmp_path)
     headings = [attributes.get("id") for tag, attributes in Page(page).tags if tag == "h2"]
-    assert headings == ["runs", "curves", "evaluations", "over-steps"]
+    assert headings == ["held-out", "runs", "curves", "evaluations", "over-steps"]
     titles = re.findall("^## (.*)$", markdown(page), re.MULTILINE)
     assert titles == ["Runs", "Training curves", "Evaluations", "Published scores"]
 
@@ -393,14 +415,14 @@ def test_the_primary_metric_is_the_declared_one_else_the_first() -> None:
     assert primary_metrics(results(scores, {}), "other") == []
 
 
-def test_suites_stand_in_the_papers_order() -> None:
+def test_suites_are_in_the_papers_order_after_held_out_loss() -> None:
     names = ["mine", "validation", "jrt", "birth-year", "discriminative", "babilong", "a"]
     assert sorted(names, key=suite_order) == [
+        "validation",
         "discriminative",
         "jrt",
         "babilong",
         "birth-year",
-        "validation",
         "a",
         "mine",
     ]
@@ -420,10 +442,10 @@ def pair(verdict: str, task: str, p: float | None = 0.5, **more: Any) -> dict[st
         "architecture": "a",
         "baseline": "b",
         "verdict": verdict,
+        "p": p,
         "p_holm": p,
         "detectable": 0.01,
         "log_difference": None,
-        "at_chance": False,
         "seed_noise": {"source": "paper"},
         "asked_differently": [],
         **more,
@@ -434,7 +456,9 @@ def test_the_summary_counts_and_picks_and_leaves_perplexities_out_of_the_range()
     pairs = [
         pair("worse", "w", 0.001),
         *(pair("better", f"b{k}", 0.01 / (k + 1)) for k in range(MAX_REAL + 3)),
-        pair("within noise", "n0", detectable=0.02, at_chance=True),
+        pair("within noise", "n0", detectable=0.02),
+        pair("uninformative", "u", detectable=None, uninformative="floor"),
+        pair("better", "validation", suite="validation"),
         pair("within noise", "n1", detectable=0.05, asked_differently=["max_length: 1 / 2"]),
         pair("within noise", "n2", detectable=0.03, seed_noise={"source": "own"}),
         pair("within noise", "ppl", detectable=9.0, log_difference=0.1),
@@ -455,13 +479,14 @@ def test_the_summary_counts_and_picks_and_leaves_perplexities_out_of_the_range()
         "worse": 1,
         "within noise": 4,
         "not judged": 2,
+        "uninformative": 1,
     }
-    assert tally["at_chance"] == 1 and tally["detectable"] == [0.02, 0.03, 0.05]
+    assert tally["detectable"] == [0.02, 0.03, 0.05]
     clearest = [f"b{k}" for k in reversed(range(3, MAX_REAL + 3))]
     assert [p["task"] for p in tally["real"]] == [*clearest, "w"]  # the worse one is not hidden
     assert tally["more_real"] == 3
     assert {entry["source"]: len(entry["tasks"]) for entry in found["seed_noise"]} == {
-        "paper": MAX_REAL + 7,
+        "paper": MAX_REAL + 9,
         "own": 1,
     }
     assert [entry["tasks"] for entry in found["refused"]] == [["x", "y"], ["the whole suite jrt"]]

@@ -469,7 +469,10 @@ def test_steps(tmp_path: Path) -> None:
 
 
 def test_suites_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert split_suites("all")[:2] == ["discriminative", "jrt"] and len(split_suites("all")) == 5
+    assert (
+        split_suites("all")[:2] == ["validation", "discriminative"]
+        and len(split_suites("all")) == 5
+    )
     assert split_suites("validation,all,validation")[0] == "validation"
     with pytest.raises(UserError, match="unknown suite 'jrtt', did you mean 'jrt'"):
         split_suites("validation,jrtt")

@@ -159,7 +159,7 @@ def choose(architecture: Architecture) -> Choice:
     """
     recipes = architecture.recipes
     found = []
-    for words, losses_of in ((BY_SUITE, _suite_losses), (BY_LOG, _logged_losses)):
+    for words, losses_of in ((BY_SUITE, suite_losses), (BY_LOG, logged_losses)):
         by_run = [[losses_of(run) for run in recipe.runs] for recipe in recipes]
         steps = set.intersection(*(set(losses) for group in by_run for losses in group))
         if steps:
@@ -186,7 +186,8 @@ def choose(architecture: Architecture) -> Choice:
     )
 
 
-def _suite_losses(run: Run) -> Mapping[int, float]:
+def suite_losses(run: Run) -> Mapping[int, float]:
+    """The held-out losses of the suite `validation`, by step."""
     found = {}
     for results in run.evaluations:
         score = results.scores.get(VALIDATION, {}).get("nats_per_token")
@@ -195,7 +196,8 @@ def _suite_losses(run: Run) -> Mapping[int, float]:
     return found
 
 
-def _logged_losses(run: Run) -> Mapping[int, float]:
+def logged_losses(run: Run) -> Mapping[int, float]:
+    """The held-out losses that training logged, by step."""
     found = {}
     for event in run.events:
         if event["event"] == "validation" and "step" in event and "loss" in event:

@@ -18,7 +18,7 @@ from eval.comparison.tables import (
     differing_steps,
     every_run,
 )
-from eval.comparison.verdicts import NOT_JUDGED, verdicts
+from eval.comparison.verdicts import held_out_words, verdicts
 from eval.report.runs import Run
 from eval.stats.decide import ALPHA, POWER
 
@@ -63,6 +63,10 @@ def comparison_content(
         "architectures": [_architecture(each, choices[each.label]) for each in found],
         "selection": [row for each in found for row in _selection(each, choices[each.label])],
         "selection_words": _selection_words(found, choices),
+        "held_out": [
+            held_out_words(rows, refused, pair, (pair[0].label, f" than {pair[1].label}"))
+            for pair in pairs
+        ],
         "family": family(rows),
         "pairs": rows,
         "refused": refused,
@@ -81,7 +85,7 @@ def comparison_content(
 
 def family(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The tests that share one error rate: what Holm's correction is over."""
-    judged = [row for row in rows if row["verdict"] != NOT_JUDGED]
+    judged = [row for row in rows if row["p"] is not None]
     names = ("suite", "task", "metric")
     asked = {tuple(row[name] for name in names): None for row in judged}
     tasks = {task for _, task, _ in asked}

@@ -20,6 +20,7 @@ from eval.comparison.standing import (
     chance,
     differing_questions,
     higher_is_better,
+    is_loss,
     score_of,
 )
 from eval.report.runs import Run
@@ -27,6 +28,8 @@ from eval.stats import decide
 from eval.stats.items import Clusters, bootstrap_interval, mcnemar_test
 from eval.stats.pair import Paired, one_side, paired
 from eval.stats.seeds import SeedNoise, published_spread, seed_noise
+
+NO_NOISE = SeedNoise(0.0, math.inf, "none", "none known")
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Measure:
         differing = differing_questions([*ours, *theirs], question.task)
         if items.keys is not others.keys:
             raise Refused(_other_items(items, others, differing))
-        if differing and (scale.is_log or question.metric.startswith("bits_per")):
+        if differing and is_loss(question.metric):
             raise Refused(f"asked differently, on which it depends ({'; '.join(differing)})")
         # records of an older version may lack the sources
         coarse = min(items, others, key=lambda each: each.num_clusters)
@@ -150,17 +153,18 @@ class Measure:
             "asked_differently": differing,
             **_items_alone(a_RN, b_RN, weights_N, coarse.clusters_N, scale, baseline_value),
         }
-        bounded = not scale.is_log and all(((x >= 0) & (x <= 1)).all() for x in (a_RN, b_RN))
+        sides = (a_RN, b_RN)
+        bounded = not is_loss(question.metric) and all(((x >= 0) & (x <= 1)).all() for x in sides)
         noise = self.noise(question, bounded=bounded, of=[ours, theirs])
         guess = chance(ours[0].results, question)
-        judged = noise if coarse.num_clusters > 1 else None
+        if guess is None and question.metric.startswith("acc"):
+            guess = items.chance
         row["chance"] = guess
         row["seed_noise"] = None if noise is None else _noise_words(noise, scale)
-        row["at_chance"] = False
-        if judged and guess is not None:
-            row["at_chance"] = all(
-                _is_at(guess, x, weights_N, coarse.clusters_N, judged) for x in (a_RN, b_RN)
-            )
+        row["uninformative"] = None
+        if bounded and coarse.num_clusters > 1:
+            row["uninformative"] = _extreme(sides, weights_N, coarse.clusters_N, guess)
+        judged = noise if coarse.num_clusters > 1 else None
         found = paired(a_RN, b_RN, weights_N, coarse.clusters_N, judged) if judged else None
         return Measured(row, found, scale, bounded, baseline_value)
 
@@ -246,13 +250,21 @@ def _noise_words(noise: SeedNoise, scale: Scale) -> dict[str, Any]:
     }
 
 
-def _is_at(
-    guess: float,
-    values_RN: np.ndarray,
+def _extreme(
+    sides: Sequence[np.ndarray],
     weights_N: np.ndarray,
     clusters_N: np.ndarray,
-    noise: SeedNoise,
-) -> bool:
-    """Whether guessing is within the 95 % interval of one side's score."""
-    mean, found = one_side(values_RN, weights_N, clusters_N, noise)
-    return abs(mean - guess) <= decide.critical_value(decide.ALPHA, *found.parts)
+    chance: float | None,
+) -> str | None:
+    """ "floor" (0), "ceiling" (1) or "chance" if all sides score that; else None.
+
+    It is within the 95 % interval of each side's score, of the items alone.
+    """
+    found = [one_side(values_RN, weights_N, clusters_N, NO_NOISE) for values_RN in sides]
+    for name, level in (("floor", 0.0), ("ceiling", 1.0), ("chance", chance)):
+        if level is not None and all(
+            abs(mean - level) <= decide.critical_value(decide.ALPHA, *noise.parts)
+            for mean, noise in found
+        ):
+            return name
+    return None

@@ -66,6 +66,8 @@ class Items:
     keys: tuple[str, ...]
     clusters_N: np.ndarray
     values: dict[str, np.ndarray]
+    chance: float | None = None
+    """Of multiple-choice items the mean of 1 / choices."""
 
     @property
     def num_clusters(self) -> int:
@@ -124,7 +126,18 @@ class Records:
         keys = tuple(names[k] for k in order)
         digest = hashlib.sha256("\n".join(keys).encode()).digest()
         codes = np.unique([clusters[k] for k in order], return_inverse=True)[1]
-        return Items(self._keys.setdefault(digest, keys), codes, _values(ordered))
+        return Items(self._keys.setdefault(digest, keys), codes, _values(ordered), _chance(records))
+
+
+def _chance(records: Sequence[dict[str, Any]]) -> float | None:
+    """What guessing scores on multiple-choice items, which have a pair of answers per choice."""
+    choices = [record.get("answers") for record in records]
+    if all(
+        isinstance(each, list) and len(each) > 1 and all(isinstance(x, list) for x in each)
+        for each in choices
+    ):
+        return sum(1 / len(each) for each in choices if each) / len(choices)
+    return None
 
 
 def _values(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:

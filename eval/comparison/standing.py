@@ -112,6 +112,11 @@ def score_of(standing: Standing, question: Question) -> float | None:
     return None if score is None else float(score.value)
 
 
+def is_loss(metric: str) -> bool:
+    """Whether the metric is a loss by its name: not bounded, and not compared across settings."""
+    return any(word in metric for word in LOWER_IS_BETTER)
+
+
 def higher_is_better(results: Results, question: Question) -> bool:
     """As the task declares it; else by the metric's name."""
     tasks = results.asked.get("tasks")
@@ -125,7 +130,7 @@ def higher_is_better(results: Results, question: Question) -> bool:
         metric = question.metric.partition(", ")[0]
         if isinstance(declared, dict) and metric in declared:
             return bool(declared[metric])
-    return not any(word in question.metric for word in LOWER_IS_BETTER)
+    return not is_loss(question.metric)
 
 
 def chance(results: Results, question: Question) -> float | None:

@@ -16,6 +16,7 @@ from eval.comparison.standing import (
     Standing,
     by_step,
     higher_is_better,
+    is_loss,
     latest,
     questions,
     score_of,
@@ -200,5 +201,5 @@ def _score(standing: Standing, question: Question) -> float:
 def _noise(question: Question, standings: Sequence[Standing], measure: Measure) -> SeedNoise | None:
     """The seed noise of one run on the scale that is averaged."""
     scores = [_score(standing, question) for standing in standings]
-    is_accuracy = not Scale.of(question.metric).is_log and all(0 <= x <= 1 for x in scores)
-    return measure.noise(question, bounded=is_accuracy and not question.metric.startswith("bits"))
+    bounded = not is_loss(question.metric) and all(0 <= x <= 1 for x in scores)
+    return measure.noise(question, bounded=bounded)

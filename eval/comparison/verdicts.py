@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from eval.comparison.architectures import logged_losses
 from eval.comparison.measure import Measure, Measured, Refused, Side
 from eval.comparison.standing import VALIDATION, questions, side_by_side, suites_of
 from eval.stats import decide
 from eval.stats.pair import Paired
 
 BETTER, WORSE, WITHIN, NOT_JUDGED = "better", "worse", "within noise", "not judged"
+UNINFORMATIVE = "uninformative"
+"""Within noise or not judged, with all sides at floor, ceiling or chance."""
 
 Rows = list[dict[str, Any]]
 
@@ -29,8 +32,6 @@ def verdicts(measure: Measure, pairs: Sequence[tuple[Side, Side]]) -> tuple[Rows
         both = [*side.runs, *baseline.runs]
         names = {"architecture": side.label, "baseline": baseline.label}
         for suite in suites_of(both, measure.options.suites):
-            if suite == VALIDATION:
-                continue  # no items; it chooses the learning rates
             ours, theirs = side_by_side(
                 side.runs,
                 baseline.runs,
@@ -48,11 +49,55 @@ def verdicts(measure: Measure, pairs: Sequence[tuple[Side, Side]]) -> tuple[Rows
                 at = ours[0].results.asked["step"]
                 notes[f"{suite} at step {at}: no whole result of {left}"] = None
             for question in questions([*ours, *theirs], suite):
+                if suite == VALIDATION and question.task != VALIDATION:
+                    continue  # the count models beside it
                 try:
                     measured.append(measure.pair(question, ours, theirs, names))
                 except Refused as reason:
                     refused.append({**question.words, **names, "why": str(reason)})
     return _decide(measured), refused, list(notes)
+
+
+def held_out_words(
+    rows: Rows, refused: Rows, pair: tuple[Side, Side], names: tuple[str, str]
+) -> str:
+    """The first verdict: on held-out loss, where lower is better.
+
+    `names`: of the side, and " than BASELINE" or nothing. Without evaluations the losses that
+    training logged, and no verdict.
+    """
+    start, (name, than) = "held-out loss:", names
+    labels = {"architecture": pair[0].label, "baseline": pair[1].label}
+
+    def of_pair(entries: Rows) -> Rows:
+        return [x for x in entries if x["suite"] == VALIDATION and labels.items() <= x.items()]
+
+    for row in of_pair(rows):
+        size = f"by {abs(row['difference']):.3g} nats/token{than}"
+        is_lower = row["difference"] < 0
+        ends = row["items_ci"] if row["ci"] is None else row["ci"]
+        low, high = sorted(-x if is_lower else x for x in ends)
+        interval = f"{low:.3g} to {high:.3g}"
+        if row["p"] is None:
+            found = f"{name} {'lower' if is_lower else 'higher'} {size} on these runs"
+            return f"{start} {found} (95 % over documents {interval}); {row['words']}"
+        if row["verdict"] == WITHIN:
+            size = f"within noise; {name} {'lower' if is_lower else 'higher'} {size}"
+        else:
+            size = f"{name} {row['verdict']} {size}"
+        return f"{start} {size} (95 % {interval}, p {row['p_holm']:.2g})"
+    for entry in of_pair(refused):
+        return f"{start} not compared: {entry['why']}"
+    logged = [[logged_losses(run) for run in side.runs] for side in pair]
+    steps = set.intersection(*(set(losses) for side in logged for losses in side))
+    how = "`python -m eval run --suite validation` evaluates a checkpoint"
+    if not steps:
+        return f"{start} not evaluated; {how}"
+    ours, theirs = (math.fsum(x[max(steps)] for x in side) / len(side) for side in logged)
+    return (
+        f"{start} not evaluated; in training, at step {max(steps)}, {name} had {ours:.4f} "
+        f"nats/token and {than.removeprefix(' than ') or 'A'} {theirs:.4f}: no verdict ({how})"
+    )
 
 
 def _decide(measured: Sequence[Measured]) -> list[dict[str, Any]]:
@@ -76,6 +121,9 @@ def _not_judged(each: Measured) -> dict[str, Any]:
         "detectable", "detectable_alone", "seeds_needed",
     )  # fmt: skip
     row = each.row
+    if row["uninformative"]:
+        words = _uninformative(row)
+        return {**dict.fromkeys(names), "verdict": UNINFORMATIVE, "words": words}
     why = (
         "its items are of one source, so their noise is unknown"
         if row["num_clusters"] < 2
@@ -101,13 +149,17 @@ def _judged(
         return scale.change(x, each.baseline_value)
 
     def possible(x: float) -> float | None:
-        """What could be shown; None where it is more than there can be."""
-        return None if each.bounded and x > 1 else shown(x)
+        """What could be shown; None if it is more than there can be, or all sides are at floor."""
+        return None if says_nothing or (each.bounded and x > 1) else shown(x)
 
     levels = decide.ALPHA, decide.ALPHA / tests
     alone, family = (decide.detectable(level, *noise.parts) for level in levels)
     is_up = (size > 0) == row["higher_is_better"]
-    verdict = WITHIN if p_holm > decide.ALPHA else BETTER if is_up else WORSE
+    is_real = p_holm <= decide.ALPHA
+    says_nothing = row["uninformative"] is not None and not is_real
+    verdict = UNINFORMATIVE if says_nothing else WITHIN
+    if is_real:
+        verdict = BETTER if is_up else WORSE
     more: dict[str, Any] = {
         "ci": [shown(x) for x in ci],
         "log_difference": size if scale.is_log else None,
@@ -118,6 +170,7 @@ def _judged(
         "p": p,
         "p_holm": p_holm,
         "verdict": verdict,
+        "uninformative": row["uninformative"] if says_nothing else None,
         "detectable": possible(family),
         "detectable_alone": possible(alone),
         # a difference beyond noise has been shown already
@@ -134,6 +187,8 @@ def _words(row: Mapping[str, Any], is_up: bool) -> str:
         found = "no difference"
     else:
         found = f"{direction} by {abs(row['difference']):.4g}"
+    if row["verdict"] == UNINFORMATIVE:
+        return _uninformative(row)
     if row["verdict"] != WITHIN:
         return f"{found}, beyond noise (Holm p {row['p_holm']:.2g})"
     ends = "; no difference at all could have been shown"
@@ -143,4 +198,15 @@ def _words(row: Mapping[str, Any], is_up: bool) -> str:
         ends += f", this one with {row['seeds_needed']} seeds each or more"
     elif row["difference"]:
         ends += f", this one not with {decide.MOST_SEEDS:,} seeds: the items are too few"
-    return f"{found} on these runs, within noise" + (", both at chance" * row["at_chance"]) + ends
+    return f"{found} on these runs, within noise" + ends
+
+
+def _uninformative(row: Mapping[str, Any]) -> str:
+    return f"{UNINFORMATIVE}: {at_level(row)}, so that no difference could show"
+
+
+def at_level(row: Mapping[str, Any]) -> str:
+    """At what level both sides of an uninformative row are."""
+    levels = {"floor": "floor (0)", "ceiling": "ceiling (1)"}
+    level = levels.get(row["uninformative"]) or f"chance ({row['chance']:.3g})"
+    return f"both at {level}"

@@ -13,7 +13,7 @@ from canon_pretrain.run.names import printable
 from eval.report.anchors import anchors
 from eval.report.curves import CURVES, line, points_a_line
 from eval.report.lengths import length_figures
-from eval.report.over_steps import score_curves, tokens_at
+from eval.report.over_steps import held_out_curves, score_curves, tokens_at
 from eval.report.runs import Run, suite_order
 from eval.report.suites import suites_content
 from eval.report.verdicts import entries, verdict_summary
@@ -36,6 +36,7 @@ def report_content(runs: Sequence[Run], comparison: dict[str, Any]) -> dict[str,
         "comparison": comparison,
         "verdicts": verdict_summary(comparison),
         "anchors": anchors((r["task"], r["metric"]) for suite in suites for r in suite["rows"]),
+        "held_out": held_out_curves(runs, entries(comparison)),
         "score_curves": score_curves(runs),
         "lengths": length_figures(runs, entries(comparison)),
         "runs": [_run_content(run) for run in runs],

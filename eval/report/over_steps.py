@@ -3,11 +3,14 @@
 A part of the report's content (content.py): numbers unrounded, JSON values only. No torch.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.names import printable
+from eval.comparison.architectures import logged_losses, suite_losses
+from eval.report.lengths import Entry
 from eval.report.runs import Run, described, primary_metrics, suite_order
 from eval.results import Results
 
@@ -43,6 +46,42 @@ def score_curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
             names = {"suite": suite, "task": printable(task), "metric": printable(metric)}
             curves.append({**names, "lines": lines})
     return curves
+
+
+def held_out_curves(runs: Sequence[Run], entries: Sequence[Entry]) -> dict[str, Any] | None:
+    """Held-out loss over tokens, a line per architecture; None without any.
+
+    From the suite `validation` or the training logs, whichever has more points: the two may score
+    other windows. A line's value is the mean over the entry's runs at a step that all of them have;
+    `low` and `high` are the lowest and highest, `n` how many there are.
+    """
+    found: list[dict[str, Any]] = []
+    for words, losses_of in (
+        ("the suite validation", suite_losses),
+        ("training logs", logged_losses),
+    ):
+        lines = []
+        for entry in entries:
+            members = [(run, losses_of(run)) for run in runs if run.label in entry.runs]
+            members = [(run, losses) for run, losses in members if losses]
+            if members:
+                steps = sorted(set.intersection(*(set(losses) for _, losses in members)))
+                at = {step: [losses[step] for _, losses in members] for step in steps}
+                at = {step: v for step, v in at.items() if all(map(math.isfinite, v))}
+                lines.append(
+                    {
+                        "label": entry.label,
+                        "steps": list(at),
+                        "tokens": [tokens_at(members[0][0], step) for step in at],
+                        "values": [math.fsum(v) / len(v) for v in at.values()],
+                        "low": [min(v) for v in at.values()],
+                        "high": [max(v) for v in at.values()],
+                        "n": [len(v) for v in at.values()],
+                    }
+                )
+        found.append({"source": words, "lines": [line for line in lines if line["steps"]]})
+    best = max(found, key=lambda each: sum(len(line["steps"]) for line in each["lines"]))
+    return best if best["lines"] else None
 
 
 def _primaries(runs: Sequence[Run]) -> list[tuple[str, str, str]]:

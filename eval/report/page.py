@@ -73,6 +73,7 @@ def _plotted(content: dict[str, Any]) -> dict[str, Any]:
             for curve in content["score_curves"]
         ],
         "lengths": content["lengths"],
+        "held_out": content["held_out"],
     }
 
 
@@ -125,7 +126,9 @@ def entry_labels(content: dict[str, Any]) -> list[str]:
     """The lines of the figures over length, each once: their place is their colour."""
     panels = [panel for figure in content["lengths"] for panel in figure["panels"]]
     known = [architecture["label"] for architecture in content["comparison"]["architectures"]]
-    drawn = dict.fromkeys(line["label"] for panel in panels for line in panel["lines"])
+    lines = (content["held_out"] or {"lines": []})["lines"]
+    lines = [*lines, *(line for panel in panels for line in panel["lines"])]
+    drawn = dict.fromkeys(line["label"] for line in lines)
     return [label for label in known if label in drawn] + [x for x in drawn if x not in known]
 
 

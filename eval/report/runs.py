@@ -18,11 +18,11 @@ from canon_pretrain.run.names import printable, unique_labels
 from canon_pretrain.run.status import read_status
 from eval.results import RESULTS, Results, read_results
 
-SUITES = ("discriminative", "jrt", "babilong", "birth-year", "validation")
+SUITES = ("validation", "discriminative", "jrt", "babilong", "birth-year")
 
 
 def suite_order(name: str) -> tuple[int, str]:
-    """The sort key of a suite: the paper's order, and what it does not have after that."""
+    """The sort key of a suite: held-out loss first, then the paper's order, then others."""
     return (SUITES.index(name) if name in SUITES else len(SUITES), name)
 
 

@@ -8,9 +8,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from eval.comparison.standing import VALIDATION
 from eval.report.lengths import Entry
 
-VERDICTS = ("better", "worse", "within noise", "not judged")
+VERDICTS = ("better", "worse", "within noise", "not judged", "uninformative")
 
 MAX_REAL, FEW_REAL = 6, 2
 """Real differences that an architecture's summary names, of the better and of the worse ones each.
@@ -30,6 +31,8 @@ def verdict_summary(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """
     against: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for pair in comparison["pairs"]:
+        if pair["suite"] == VALIDATION:
+            continue  # the headline says it
         against.setdefault((pair["architecture"], pair["baseline"]), []).append(pair)
     most = MAX_REAL if len(against) <= MANY else FEW_REAL
     return {
@@ -71,7 +74,6 @@ def _tally(
         "architecture": architecture,
         "baseline": baseline,
         "counts": counts,
-        "at_chance": sum(pair["at_chance"] for pair in noise),
         "real": real,
         "more_real": counts["better"] + counts["worse"] - len(real),
         "detectable": [min(detectable), statistics.median(detectable), max(detectable)]
@@ -87,7 +89,7 @@ def _seed_noise(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     found: dict[str, dict[str, None]] = {}
     for pair in pairs:
-        if pair["verdict"] != "not judged":
+        if pair["p"] is not None:
             noise = pair["seed_noise"]
             source = noise["source"] if noise else "none"
             found.setdefault(source, {})[pair["task"]] = None

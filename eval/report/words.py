@@ -6,6 +6,7 @@ Pure functions of the report's content (content.py): they round and phrase, noth
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from eval.comparison.verdicts import UNINFORMATIVE, at_level
 from eval.report.suites import named
 
 NONE = "–"
@@ -51,20 +52,21 @@ def p_value(value: float | None) -> str:
 
 
 def verdict(pair: Mapping[str, Any]) -> str:
-    """better, worse, within noise or not judged, and whether both only guess."""
-    return f"{pair['verdict']}, both at chance" if pair["at_chance"] else pair["verdict"]
+    """The verdict, and where both sides are if it is uninformative."""
+    if pair["verdict"] == UNINFORMATIVE:
+        return f"{pair['verdict']}, {at_level(pair)}"
+    return str(pair["verdict"])
 
 
 def tally(summary: Mapping[str, Any]) -> str:
     """How many verdicts of each kind an architecture has."""
     counts = summary["counts"]
     words = [f"{counts['better']} better", f"{counts['worse']} worse"]
-    noise = f"{counts['within noise']} within noise"
-    if summary["at_chance"]:
-        noise += f" ({summary['at_chance']} of them at chance)"
-    words.append(noise)
+    words.append(f"{counts['within noise']} within noise")
     if counts["not judged"]:
         words.append(f"{counts['not judged']} not judged")
+    if counts[UNINFORMATIVE]:
+        words.append(f"{counts[UNINFORMATIVE]} {UNINFORMATIVE} (both at floor, ceiling or chance)")
     return ", ".join(words)
 
 

@@ -58,19 +58,21 @@ const scores = (() => {
     return [traces, layout({ title: { text: "step", standoff: 4, font: { size: 12 } }, exponentformat: "B" }, {})];
   }
 
-  function overLength([figure, panel]) {
-    const names = panel.lengths.map(String);
-    const traces = panel.lines.map((line) => {
+  // a line per architecture: the mean over its runs, with a bar from the lowest to the highest
+  function means(lines, xOf, mode) {
+    return lines.map((line) => {
       const k = content.entries.indexOf(line.label);
-      const spread = line.values.map((value, i) => (
+      const spread = line.values.map((value, i) => [
+        line.steps ? `<br>step ${grouped(line.steps[i])}` : "",
         line.n[i] > 1 ? `<br>${line.n[i]} runs, ${digits(line.low[i])} to ${digits(line.high[i])}`
-          : ""));
+          : "",
+      ].join(""));
       return {
         type: "scatter",
-        mode: "lines+markers",
+        mode,
         name: plain(short(line.label)),
         visible: !hidden.entry.has(k),
-        x: names,
+        x: xOf(line),
         y: line.values,
         text: spread,
         line: { color: runColor(k), width: 1.8, dash: page.runDash(k) },
@@ -84,6 +86,20 @@ const scores = (() => {
         hovertemplate: "%{fullData.name}<br>%{x}: <b>%{y:.4f}</b>%{text}<extra></extra>",
       };
     });
+  }
+
+  function heldOut() {
+    const { lines } = content.held_out;
+    const mode = lines.some((line) => line.values.length > 40) ? "lines" : "lines+markers";
+    return [means(lines, (line) => line.tokens, mode), {
+      ...layout({ title: { text: "tokens", standoff: 4 }, exponentformat: "B" }, {}),
+      hovermode: "closest",
+    }];
+  }
+
+  function overLength([figure, panel]) {
+    const names = panel.lengths.map(String);
+    const traces = means(panel.lines, () => names, "lines+markers");
     const drawn = layout(
       {
         type: "category", categoryorder: "array", categoryarray: names,
@@ -106,10 +122,10 @@ const scores = (() => {
   }
 
   const panels = content.lengths.flatMap((figure) => figure.panels.map((p) => [figure, p]));
-  const figureOf = (plot) => ("steps" in plot.dataset
+  const figureOf = (plot) => ("heldOut" in plot.dataset ? heldOut() : "steps" in plot.dataset
     ? overSteps(content.score_curves[Number(plot.dataset.steps)])
     : overLength(panels[Number(plot.dataset.length)]));
-  for (const plot of document.querySelectorAll(".plot[data-steps], .plot[data-length]")) {
+  for (const plot of document.querySelectorAll(".plot[data-held-out], .plot[data-steps], .plot[data-length]")) {
     lazy.add(plot, () => Plotly.react(plot, ...figureOf(plot), config));
   }
   return { hidden };
