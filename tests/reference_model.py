@@ -131,7 +131,7 @@ def _rotate(cfg: Any, x_BTK: Tensor, head: int, num_heads: int) -> Tensor:
         "rope": (num_heads, head_dim),
         "partial_rope_a": (num_heads // 2, head_dim // 2),
         "partial_rope_b": (num_heads // 4, head_dim),
-        "partial_rope_c": (num_heads, head_dim // 4),
+        "partial_rope_c": (num_heads, cfg.partial_rope_dim or head_dim // 4),
     }.get(cfg.position, (0, 0))
     if head >= heads:
         return x_BTK

@@ -129,7 +129,10 @@ def test_rotated_heads_and_dims_at_1b3(position, heads, dims):
     [
         ({"canon_set": "ABX"}, ['"ABX"', '"X"', "A, B, C and D"]),
         ({"canon_set": "AAB"}, ['"AAB"', '"A"', "2 times"]),
-        ({"canon_kernel": 5}, ["canon_kernel = 5", "2, 3 or 4"]),
+        ({"canon_kernel": 17}, ["canon_kernel = 17", "2 to 16"]),
+        ({"partial_rope_dim": 32}, ["partial_rope_dim = 32", '"rope"']),
+        ({"position": "partial_rope_c", "partial_rope_dim": 64}, ["= 64", "dim of 64"]),
+        ({"position": "partial_rope_c", "partial_rope_dim": 7}, ["= 7", "even"]),
         ({"canon_kernel": 1}, ["canon_kernel = 1"]),
         ({"dim": 100, "num_heads": 8}, ["dim = 100", "num_heads = 8"]),
         ({"position": "ropes"}, ['"ropes"', 'mean "rope"', "partial_rope_a"]),

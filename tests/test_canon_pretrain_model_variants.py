@@ -31,7 +31,8 @@ CHOICES = (
 
 
 def test_any_two_choices_meet_in_a_variant():
-    assert {word for words in CHOICES for word in words} - {""} == set(WORDS)
+    alone = {"half", "k5"}  # of one position, and of one backend: each is in one variant
+    assert {word for words in CHOICES for word in words} - {""} == set(WORDS) - alone
     without_canon = CHOICES[2] + CHOICES[3] + CHOICES[4] + CHOICES[5]
     chosen = [
         [next((w for w in words if w in name.split()), "") for words in CHOICES] for name in NAMES

@@ -54,6 +54,7 @@ def test_every_model_key_of_the_toml_reaches_the_model() -> None:
         "ffn_activation": "relu2",
         "norm_eps": 1e-6,
         "position": "partial_rope_c",
+        "partial_rope_dim": 6,
         "rope_theta": 500.0,
         "canon_set": "BD",
         "canon_kernel": 3,

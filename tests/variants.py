@@ -32,6 +32,7 @@ WORDS: dict[str, dict[str, Any]] = {
     **{canon_set: {"canon_set": canon_set} for canon_set in ("A", "AC", "BD", "ABCD")},
     "k2": {"canon_kernel": 2},
     "k3": {"canon_kernel": 3},
+    "k5": {"canon_kernel": 5},
     "no_res": {"canon_residual": False},
     "act": {"canon_activation": True},
     "cst": {"canon_trainable": False},
@@ -40,6 +41,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "standard_relu2": {"ffn": "standard", "ffn_activation": "relu2"},
     "qk_full": {"qk_norm": "full"},
     "qk_per_head": {"qk_norm": "per_head"},
+    "half": {"partial_rope_dim": 4},
     "gqa": {"num_kv_heads": 2},
     "tied": {"tie_embeddings": True},
     "documents": {"document_mask": True},
@@ -83,6 +85,7 @@ NAMES = (
     "partial_rope_c BD k2 no_res cst relu2 qk_per_head tied documents",
     "partial_rope_c ABCD qk_full",
     "partial_rope_c ABCD k3 cst standard_relu2 qk_full tied",
+    "partial_rope_c half ABCD k5 qk_full gqa",
 )
 
 

@@ -25,6 +25,8 @@ BACKENDS = ("auto", "reference", "compiled", "causal_conv1d", "triton")
 _CAUSAL_CONV1D = "canon_pretrain.kernels.causal_conv1d"
 _TRITON = "canon_pretrain.kernels.triton.fused"
 _TRITON_PROBLEM = "canon_pretrain.kernels.triton.problem"
+TRITON_TAPS = 4
+"""The most taps that `triton` takes."""
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

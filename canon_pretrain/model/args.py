@@ -24,7 +24,7 @@ FFN_ACTIVATIONS = ("silu", "relu2")
 INITS = ("paper", "lingua")
 QK_NORMS = ("none", "full", "per_head")
 CANON_SITES = "ABCD"
-CANON_KERNELS = (2, 3, 4)
+CANON_KERNELS = range(2, 17)
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class ModelArgs:
     stored so where H itself is given.
     `position`: the partial layouts rotate one quarter of the dimensions (Figure 22): `a` half of
     the heads, half of each one's dims; `b` a quarter of the heads, all dims; `c` all heads, a
-    quarter of each one's dims. `alibi` adds -2^(-8h/H) a token of distance to the scores of head h
-    (1 .. H); in `h_alibi` head h of the first half sees itself and the h-1 tokens before it.
+    quarter of each one's dims, or `partial_rope_dim` of them (stored as 0 for a quarter). `alibi`
+    adds -2^(-8h/H) a token of distance to the scores of head h (1 .. H); in `h_alibi` head h of the
+    first half sees itself and the h-1 tokens before it.
     `canon_set`: any subset of the sites A, B, C, D of section 4; stored sorted and upper-case.
     `canon_trainable=False`: cst-Canon, fixed at its initial values (Figure 20).
     `ffn`: `gated` w2(act(w1 x) * w3 x), `standard` w2(act(w1 x)); `ffn_activation`: `silu`, or
@@ -65,6 +66,7 @@ class ModelArgs:
     max_seq_len: int = 4096
     norm_eps: float = 1e-5
     position: str = "rope"
+    partial_rope_dim: int = 0
     rope_theta: float = 10000.0
     canon_set: str = ""
     canon_kernel: int = 4
@@ -90,6 +92,8 @@ class ModelArgs:
         check_choice("ffn", self.ffn, FFNS)
         check_choice("ffn_activation", self.ffn_activation, FFN_ACTIVATIONS)
         _check_heads(self)
+        if 4 * self.partial_rope_dim == self.head_dim:
+            object.__setattr__(self, "partial_rope_dim", 0)
         _check_canon_options(self)
 
     @property
@@ -137,6 +141,8 @@ class ModelArgs:
     @property
     def rope_dim(self) -> int:
         """How many dims of a rotating head rotate: always the first ones; 0 where none does."""
+        if self.partial_rope_dim:
+            return self.partial_rope_dim
         divisor = {"partial_rope_a": 2, "partial_rope_c": 4}.get(self.position, 1)
         return self.head_dim // divisor if self.position in ROTARY else 0
 
@@ -174,9 +180,9 @@ def _check_ranges(args: ModelArgs) -> None:
     if args.canon_kernel not in CANON_KERNELS:
         raise UserError(
             f"canon_kernel = {args.canon_kernel} is not a width that Canon has; "
-            "expected 2, 3 or 4 (the paper's is 4)."
+            "expected 2 to 16 (the paper's is 4, and kernels of other packages take no more)."
         )
-    for name in ("init_seed", "num_kv_heads"):
+    for name in ("init_seed", "num_kv_heads", "partial_rope_dim"):
         if getattr(args, name) < 0:
             raise UserError(f"{name} = {getattr(args, name)} is negative; expected 0 or more.")
     if args.document_mask and not 0 <= args.eos_id < args.vocab_size:
@@ -198,13 +204,15 @@ def _check_heads(args: ModelArgs) -> None:
             f"num_heads = {args.num_heads} is not a multiple of num_kv_heads = {args.kv_heads}; "
             "every head of k and v serves the same number of heads of q. Change one of the two."
         )
+    if args.partial_rope_dim:
+        _check_partial_rope_dim(args)
     # position -> what the numbers of heads, and the dims of a head, must be a multiple of
     divisors = {
         "rope": (1, 2),
         "h_alibi": (2, 1),
         "partial_rope_a": (2, 4),
         "partial_rope_b": (4, 2),
-        "partial_rope_c": (1, 8),
+        "partial_rope_c": (1, 2 if args.partial_rope_dim else 8),
     }
     heads_divisor, dims_divisor = divisors.get(args.position, (1, 1))
     name = "num_heads" if args.position == "h_alibi" or not args.num_kv_heads else "num_kv_heads"
@@ -221,6 +229,20 @@ def _check_heads(args: ModelArgs) -> None:
             f'position = "{args.position}" got num_heads = {args.num_heads}{grouped} and a head '
             f"dim of {args.head_dim} (dim / num_heads); it needs {', and '.join(needs)}. Change "
             "dim or the heads, or choose another position."
+        )
+
+
+def _check_partial_rope_dim(args: ModelArgs) -> None:
+    """Raise UserError unless partial_rope_dim is some of a head's dims, in pairs."""
+    given = f"partial_rope_dim = {args.partial_rope_dim}"
+    if args.position != "partial_rope_c":
+        raise UserError(
+            f'{given} with position = "{args.position}": only partial_rope_c reads it; leave it out'
+        )
+    if args.partial_rope_dim % 2 or args.partial_rope_dim >= args.head_dim:
+        raise UserError(
+            f"{given} of a head dim of {args.head_dim} (dim / num_heads): expected an even number "
+            'below it, or 0 for a quarter; position = "rope" rotates all'
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import (
+    TRITON_TAPS,
     canon,
     canon_gate,
     choose,
@@ -32,7 +33,9 @@ class Canon(nn.Module):
 
     def __init__(self, args: ModelArgs, site: str, backend: str = "auto") -> None:
         super().__init__()
-        self.site, self.backend = site, backend
+        # what a backend can't take goes to `compiled`, as in kernels/backends.py
+        too_wide = backend == "triton" and args.canon_kernel > TRITON_TAPS
+        self.site, self.backend = site, "compiled" if too_wide else backend
         self.residual = args.canon_residual
         self.activation = args.canon_activation
         shape = (args.canon_channels[site], 1, args.canon_kernel)

@@ -39,6 +39,8 @@ class Model(titan.Model):
     norm_eps: float | None = None
     position: str | None = None
     """rope, nope, alibi, h_alibi, or partial_rope_a, _b, _c (the paper's Figure 22)."""
+    partial_rope_dim: int | None = None
+    """How many dims of each head rotate in partial_rope_c; 0 for a quarter."""
     rope_theta: float | None = None
     canon_set: str | None = None
     """Any subset of ABCD; empty for no Canon layers."""
