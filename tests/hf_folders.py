@@ -33,6 +33,7 @@ BASE: dict[str, Any] = {
 POSITIONS: dict[str, dict[str, Any]] = {
     "rope": {},
     "partial_rope_c": {"rope_dim": 8, "partial_rotary_factor": 0.25},
+    "half of each head": {"rope_dim": 16, "partial_rotary_factor": 0.5},
     "nope": {"rope_scaling": NO_POSITIONS},
 }
 TOKENS = torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(0))

@@ -32,6 +32,29 @@ DEFAULTS: dict[str, Any] = {
     "canon_residual": True,
 }
 NO_POSITIONS = {"rope_type": "linear", "factor": 1e30}
+ACTIVATIONS = {"silu": F.silu, "relu2": lambda x: F.relu(x).square()}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields for `logits` as the released class reads them from FOLDER/config.json.
+
+    Of a key that is there its value counts, null included: LlamaCanonConfig hands what it has no
+    argument for to PretrainedConfig, which sets it, and transformers' rotary embedding then takes
+    the fraction of a head's dims from it (configuration_llama_canon.py; modeling_rope_utils.py of
+    transformers 4.47).
+    """
+    given = json.loads((folder / "config.json").read_text())
+    c = DEFAULTS | {"hidden_act": "silu", "num_key_value_heads": None, "head_dim": None} | given
+    heads = c["num_attention_heads"]
+    kv_heads = heads if c["num_key_value_heads"] is None else c["num_key_value_heads"]
+    head_dim = c["hidden_size"] // heads if c["head_dim"] is None else c["head_dim"]
+    if c["rope_dim"] is not None:
+        c["partial_rotary_factor"] = given.get("partial_rotary_factor", c["rope_dim"] / head_dim)
+    num_angles = int(head_dim * c.get("partial_rotary_factor", 1.0)) // 2
+    # the first angles are taken, however many there are: fewer or more would be another model
+    assert 2 * num_angles == (c["rope_dim"] or head_dim)
+    assert not c.get("attention_bias") and not c.get("mlp_bias") and not c.get("canon_bias")
+    return c | {"num_key_value_heads": kv_heads, "head_dim": head_dim}
 
 
 def logits(config: dict[str, Any], state: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
@@ -106,7 +129,8 @@ def _rotate(x_BHTK: Tensor, c: dict[str, Any]) -> Tensor:
 def _mlp(x: Tensor, layer: dict[str, Tensor], c: dict[str, Any]) -> Tensor:
     both = torch.cat([x @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up")], -1)
     gate, up = _canon(both, "D", layer.get("mlp.canonD.weight"), c).chunk(2, -1)
-    return (F.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+    act = ACTIVATIONS[c.get("hidden_act", "silu")]
+    return (act(gate) * up) @ layer["mlp.down_proj.weight"].T
 
 
 # -- folders of such models ---------------------------------------------------------------------
@@ -158,6 +182,58 @@ def random_state(
             tensor = torch.randn(shape, generator=generator) * fan_in**-0.5
         state[name] = tensor.to(dtype)
     return state
+
+
+LINGUA_NAMES = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "self_attn": "attention",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp": "feed_forward",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.layers": "layers",
+}
+
+
+def write_lingua_folder(
+    folder: Path, params: dict[str, Any], config: dict[str, Any], state: dict[str, Tensor]
+) -> Path:
+    """The model as the hub holds the released ones: default/params.json, default/consolidated.pth.
+
+    `params`: lingua's `model` section where it differs from that of the 1B recipe, by its defaults.
+    The names are those that load_from_lingua_state maps, backwards. Returns `folder`.
+    """
+    (folder / "default").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "LlamaCanon", "auto_map": {}}))
+    section = {
+        "canon_set": config["canon_set"],
+        **{"canon_bias": False, "canon_activation": False, "canon_kernel": 4},
+        **{"canon_residual": True, "qk_norm": False, "head_dim": None, "n_kv_heads": None},
+        **{"hidden_dim": None, "ffn_dim_multiplier": None, "multiple_of": 256, "norm_eps": 1e-5},
+        **{"rope_theta": 10000.0, "rope_dim": None, "init_base_std": None},
+        **{"init_std_factor": "disabled", "max_seqlen": 32, "seed": 42, "weight_tying": False},
+        **{"attn_impl": "sdpa", "z_loss": True, "sliding_window": None},
+        **{"vocab_size": config["vocab_size"], "dim": config["hidden_size"]},
+        **{"n_layers": config["num_hidden_layers"], "n_heads": config["num_attention_heads"]},
+    }
+    others = {"data": {"seq_len": 32, "add_bos": True}, "distributed": {"model_dtype": "bf16"}}
+    content = {"name": "x", "model": section | params, **others}
+    (folder / "default" / "params.json").write_text(json.dumps(content))
+    weights = {}
+    for name, tensor in state.items():
+        for theirs, lingua in LINGUA_NAMES.items():
+            name = name.replace(theirs, lingua, 1) if theirs in name else name
+        weights[name] = tensor
+    torch.save({"model": weights}, folder / "default" / "consolidated.pth")
+    return folder
 
 
 def write_folder(

@@ -3,17 +3,15 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from canon_pretrain.hf.config import DEFAULTS, LINGUA, OWN, layout, to_args, to_fields
 from canon_pretrain.hf.names import to_hf, to_ours
 from canon_pretrain.model.args import ModelArgs, flavor
-from tests import llama_canon
-from tests.variants import VARIANTS, build, every_variant, random_tokens
+from tests.variants import VARIANTS, every_variant
 
 # what the released class has fields for, by the variants' words
 EXPRESSIBLE = {"rope", "nope", "partial_rope_c", "A", "AC", "BD", "ABCD", "k2", "k3", "no_res"}
-EXPRESSIBLE |= {"act", "cst", "qk_full", "gqa", "tied", "relu2"}
+EXPRESSIBLE |= {"act", "cst", "qk_full", "gqa", "tied", "relu2", "half", "k5"}
 
 
 @every_variant
@@ -25,25 +23,12 @@ def test_fields_give_the_model_back(args: ModelArgs) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_released_class_sees_its_own_fields_or_refuses(name: str) -> None:
     fields = to_fields(VARIANTS[name])
-    assert fields.keys() - {OWN} == DEFAULTS.keys()
+    assert fields.keys() - {OWN} <= DEFAULTS.keys() and None not in fields.values()
     is_expressible = set(name.split()) <= EXPRESSIBLE
     # "lingua" or "huggingface" is what it takes; of any other word it says that it is unknown
     assert fields["rope_version"] == ("lingua" if is_expressible else "canon_pretrain")
     changes_training_only = {"canon_trainable", "init", "init_seed", "eos_id"}
     assert is_expressible == (fields.get(OWN, {}).keys() <= changes_training_only)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n for n in VARIANTS if set(n.split()) <= EXPRESSIBLE - {"relu2"}],  # the page has silu alone
-)
-def test_the_released_class_computes_the_same(name: str) -> None:
-    model = build(VARIANTS[name])
-    tokens_BT = random_tokens(model.args, rows=2, num_tokens=24)
-    state = {to_hf(ours): tensor for ours, tensor in model.state_dict().items()}
-    with torch.no_grad():
-        difference = model(tokens_BT) - llama_canon.logits(to_fields(model.args), state, tokens_BT)
-    assert difference.abs().max() < 1e-4
 
 
 def test_fields_of_the_released_1b_model() -> None:
@@ -70,7 +55,6 @@ def test_fields_of_the_released_1b_model() -> None:
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "rope_theta": 100000.0,
-        "rope_scaling": None,
         "rope_version": "lingua",
         "rope_dim": 16,
         "partial_rotary_factor": 0.25,
@@ -84,15 +68,15 @@ def test_fields_of_the_released_1b_model() -> None:
         "mlp_bias": False,
     }
     assert expected.items() <= fields.items()
-    assert OWN not in fields
+    assert fields.keys().isdisjoint({OWN, "rope_scaling"})
 
 
 def test_no_positions_are_positions_that_hardly_turn() -> None:
     fields = to_fields(flavor("debug"))
-    assert fields["rope_scaling"] is None
+    assert "rope_scaling" not in fields
     fields = to_fields(replace(flavor("debug"), position="nope"))
     assert fields["rope_scaling"] == {"rope_type": "linear", "factor": 1e30}
-    assert fields["rope_dim"] is None  # the released class takes no 0
+    assert "rope_dim" not in fields  # the released class takes no 0
 
 
 def test_what_a_config_leaves_out() -> None:

@@ -1,6 +1,7 @@
 """A checkpoint of several ranks to a folder: what is in it, what it refuses, what a kill leaves."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from canon_pretrain.checkpoint import weights as weights_module
 from canon_pretrain.checkpoint.architecture import model_args_of, run_of_checkpoint
@@ -23,14 +25,17 @@ from canon_pretrain.hf import export as export_module
 from canon_pretrain.hf.__main__ import main
 from canon_pretrain.hf.export import DTYPES, RECORD, export
 from canon_pretrain.hf.names import to_ours
+from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.hf.safetensors_file import INDEX, plan_files, write_files
+from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.folder import RunFolder
+from tests import llama_canon
 from tests.checkpoint_folders import flip_byte, killed_everywhere
 from tests.data_folders import plant_data, sentence, tokenizer
-from tests.hf_exports import LAST, STEP, plant_run, trained_run, weights_of
+from tests.hf_exports import LAST, STEP, export_model, plant_run, trained_run, weights_of
 from tests.ranks import events
 from tests.support import ROOT
-from tests.variants import VARIANTS, build
+from tests.variants import VARIANTS, build, random_tokens, variant
 
 
 @pytest.fixture(scope="module")
@@ -289,25 +294,148 @@ def test_a_damaged_checkpoint_is_refused(checkpoint: Path, run: Path, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
+# ---- what opens it
+
+# all that the released class has fields for; a Canon-free NoPE model is written as SmolLM3's
+RELEASED = [
+    *("rope", "rope gqa", "rope qk_full tied", "rope relu2", "rope relu2 qk_full gqa"),
+    *("rope A", "rope AC", "rope BD gqa", "rope ABCD", "rope ABCD qk_full gqa tied"),
+    *("nope qk_full", "nope relu2 gqa", "nope A k2", "nope AC no_res", "nope ABCD act"),
+    *("nope BD k3 no_res act qk_full gqa", "nope ABCD k5 relu2 tied", "nope ABCD cst"),
+    *("partial_rope_c", "partial_rope_c qk_full", "partial_rope_c A", "partial_rope_c BD gqa"),
+    *("partial_rope_c ABCD qk_full gqa", "partial_rope_c half AC k3 relu2 tied"),
+]
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_released_class_opens_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 7: config.json as that class reads it, null included, and the same logits."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    model = build(variant(name))
+    out = export_model(tmp_path, model)
+    assert None not in json.loads((out / "config.json").read_text()).values()
+    tokens_BT = random_tokens(model.args, rows=2, num_tokens=24)
+    with torch.no_grad():
+        found = llama_canon.logits(
+            llama_canon.read_config(out), load_file(out / "model.safetensors"), tokens_BT
+        )
+        difference = (found - model(tokens_BT)).abs().max()
+    assert difference < 1e-4
+
+
+PLAIN = {
+    "rope": "LlamaForCausalLM",
+    "rope gqa tied": "LlamaForCausalLM",
+    "nope": "SmolLM3ForCausalLM",
+    "nope gqa tied": "SmolLM3ForCausalLM",
+    "rope qk_per_head gqa": "Qwen3ForCausalLM",
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_class_opens_it_without_code(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 9: transformers' own class, the same logits, and an import gives it back."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    model = build(variant(name))
+    out = export_model(tmp_path, model)
+    assert not list(out.glob("*.py"))
+    opened = AutoModelForCausalLM.from_pretrained(out)
+    assert type(opened).__name__ == PLAIN[name] and type(opened).__module__.startswith(
+        "transformers."
+    )
+    tokens_BT = random_tokens(model.args, rows=2, num_tokens=24)
+    with torch.no_grad():
+        assert (opened(tokens_BT).logits - model(tokens_BT)).abs().max() < 1e-4
+    readme = (out / "README.md").read_text()
+    assert PLAIN[name] in readme and "trust_remote_code" not in readme
+    expected = dict(model.named_parameters())
+    opened.save_pretrained(tmp_path / "again")  # its own fields, by transformers
+    for folder in (out, tmp_path / "again"):
+        found = import_folder(folder, tmp_path / f"back-{folder.name}")
+        assert found.args == model.args
+        check_equal(weights_of(found.checkpoint), expected)
+
+
+def test_what_serves_a_canon_model_is_written_down(of_texts: Path, tmp_path: Path) -> None:
+    """Issue 17, item 9: vLLM takes a class with that mark, and would mix neighboring requests."""
+    from canon_pretrain.hf.modeling_canon import LlamaCanonForCausalLM
+
+    assert not LlamaCanonForCausalLM._supports_attention_backend
+    channels = sum(VARIANTS["nope ABCD"].canon_channels.values())
+    assert sum(ModelArgs(canon_set="ABCD").canon_channels.values()) * 3 * 2 == 127_488
+    export(of_texts, tmp_path / "out", with_tokenizer=False)
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "vLLM" in readme and f"{channels:,} channels" in readme
+
+
+def test_what_an_import_wrote_is_exported(tmp_path: Path, of_texts: Path) -> None:
+    """Issue 17, item 9: OUT/step-N of `hf import`, with its tokenizer."""
+    export(of_texts, tmp_path / "first")
+    main(["import", str(tmp_path / "first"), str(tmp_path / "imported")])
+    step_0 = tmp_path / "imported" / "step-0"
+    main(["export", str(step_0), str(tmp_path / "second"), "--eos", "</s>"])
+    main(["export", str(step_0.parent), str(tmp_path / "third"), "--no-tokenizer"])
+    check_equal(exported(tmp_path / "third"), exported(tmp_path / "first"))
+    check_equal(exported(tmp_path / "second"), exported(tmp_path / "first"))
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        files = [(tmp_path / folder / name).read_bytes() for folder in ("first", "second")]
+        assert files[0] == files[1], name
+
+
 # ---- where it goes
 
 
-def test_what_exists_is_replaced_only_where_asked(of_texts: Path, tmp_path: Path) -> None:
+def test_force_replaces_what_an_export_wrote(of_texts: Path, tmp_path: Path) -> None:
+    """Issue 17, item 15: `--force` deleted all that was in OUT."""
+    out = tmp_path / "out"
+    export(of_texts, out, max_file_bytes=20_000)
+    with pytest.raises(UserError, match="out exists.*--force"):
+        export(of_texts, out)
+    kept = [".git/HEAD", "notes.md", "finetune/model.safetensors", "run/checkpoint/step-1/x"]
+    for name in kept:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(name)
+    inode = out.stat().st_ino
+    main(["export", str(of_texts), str(out), "--force", "--dtype", "bfloat16", "--no-tokenizer"])
+    assert [(out / name).read_text() for name in kept] == kept and out.stat().st_ino == inode
+    fresh = tmp_path / "fresh"
+    export(of_texts, fresh, dtype="bfloat16", with_tokenizer=False)
+    files = {path.name for path in fresh.iterdir()}
+    assert {path.name for path in out.iterdir()} == files | {name.split("/")[0] for name in kept}
+    for name in files - {RECORD}:
+        assert (out / name).read_bytes() == (fresh / name).read_bytes()
+    assert set(json.loads((out / RECORD).read_text())["files"]) == files
+    # a file of the user's under a name that the export needs
+    (out / "tokenizer.json").write_text("mine")
+    with pytest.raises(UserError, match="tokenizer.json is not a file of the earlier export"):
+        export(of_texts, out, force=True)
+    assert (out / "tokenizer.json").read_text() == "mine"
+    assert exported(out).keys() == exported(fresh).keys()
+
+
+@pytest.mark.parametrize("files", [None, ["../thesis/chapter-1.tex"], 3, [3], ["a/b"]])
+def test_force_needs_the_names_of_the_files(files: object, of_texts: Path, tmp_path: Path) -> None:
+    """Issue 17, item 15: of an earlier version's record, or a tampered one, nothing is deleted."""
     out = tmp_path / "out"
     export(of_texts, out)
-    with pytest.raises(
-        UserError, match="exists; choose another folder, or replace it with --force"
-    ):
-        export(of_texts, out)
-    (out / "stray").write_text("")
-    export(of_texts, out, dtype="bfloat16", force=True)
-    assert not (out / "stray").exists()
-    assert all(t.dtype == torch.bfloat16 for t in exported(out).values())
+    record = json.loads((out / RECORD).read_text()) | {"files": files}
+    (out / RECORD).write_text(json.dumps(record))
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(UserError, match="does not list the export's files"):
+        export(of_texts, out, force=True)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_only_exports_are_replaced(of_texts: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter-1.tex").write_text("")
     with pytest.raises(UserError, match="is no export .*replaces exports only"):
         export(of_texts, tmp_path / "thesis", force=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "thesis"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thesis"]
 
 
 def test_an_error_on_the_way_leaves_nothing(
@@ -325,9 +453,11 @@ def test_an_error_on_the_way_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_kill_leaves_a_whole_export_or_none(of_texts: Path, tmp_path: Path) -> None:
+def test_a_kill_leaves_a_whole_export_or_none_that_opens(of_texts: Path, tmp_path: Path) -> None:
+    """And the next one takes the killed one's files away (issue 17, item 15)."""
     base = tmp_path / "base"
-    export(of_texts, base / "out")
+    export(of_texts, base / "out", max_file_bytes=20_000)
+    (base / "out" / "notes.md").write_text("mine")
     old = exported(base / "out")
     new = {name: tensor.to(torch.bfloat16) for name, tensor in old.items()}
     copies = iter(range(1000))
@@ -342,18 +472,43 @@ def test_a_kill_leaves_a_whole_export_or_none(of_texts: Path, tmp_path: Path) ->
 
     found = []
     for folder in killed_everywhere(replace_it, build_folder):
-        if not (folder / "out").exists():  # between two renames; the old one is beside it
-            (kept,) = folder.glob(".out.replaced-*")
-            check_equal(exported(kept), old)
-            found.append("aside")
-            continue
-        weights = exported(folder / "out")
-        is_old = next(iter(weights.values())).dtype == torch.float32
-        check_equal(weights, old if is_old else new)
-        found.append("old" if is_old else "new")
-        if found[-1] == "new":
-            break  # what follows deletes the old one, file by file
-    assert found.count("aside") == 1 and {"old", "new"} <= set(found)
+        out = folder / "out"
+        if (out / "config.json").exists():
+            weights = exported(out)
+            is_old = next(iter(weights.values())).dtype == torch.float32
+            check_equal(weights, old if is_old else new)
+            found.append("old" if is_old else "new")
+        else:
+            found.append("none")
+        if found[-1:] != found[-2:-1]:  # at each turn, or it takes long
+            replace_it(folder)
+            check_equal(exported(out), new)
+            assert [path.name for path in folder.iterdir()] == ["out"]
+        assert (out / "notes.md").read_text() == "mine"
+    assert set(found) == {"old", "none", "new"}
+
+
+def test_an_export_under_way_is_left_to_its_process(
+    of_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 15: only the folder of a killed export goes."""
+    killed, other = tmp_path / ".out.exporting-x", tmp_path / ".another.exporting-x"
+    for folder in (killed, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("")
+    write_files = export_module.write_files
+
+    def meanwhile(folder: Path, *args: Any) -> None:
+        monkeypatch.undo()
+        assert not killed.exists()
+        export(of_texts, tmp_path / "out", with_tokenizer=False)
+        assert folder.is_dir()
+        write_files(folder, *args)
+
+    monkeypatch.setattr(export_module, "write_files", meanwhile)
+    with pytest.raises(OSError):  # the other one has the name now
+        export(of_texts, tmp_path / "out", with_tokenizer=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "out"]
 
 
 # ---- the command

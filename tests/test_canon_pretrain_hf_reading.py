@@ -1,5 +1,6 @@
 """Import: a Hugging Face folder gives the same logits, a [model] section, a run that goes on."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from canon_pretrain import config as experiment
 from canon_pretrain.checkpoint.manifest import Manifest
+from canon_pretrain.errors import UserError
 from canon_pretrain.hf.config import to_fields
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.names import to_hf
@@ -38,7 +40,7 @@ from tests.hf_folders import (
     quick,  # noqa: F401
     refused,
 )
-from tests.llama_canon import NO_POSITIONS, random_state, write_folder
+from tests.llama_canon import NO_POSITIONS, random_state, write_folder, write_lingua_folder
 from tests.ranks import differences, events, launch, whole_state
 from tests.support import debug_run
 from tests.variants import VARIANTS, build, every_variant, random_tokens
@@ -75,6 +77,79 @@ def test_the_page_tells_every_part_apart() -> None:
         assert distance({}, state | {name: tensor.roll(1, 0)}) > 0.01, name
 
 
+RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # of lingua_recipes/: params.json's model section, and the same in config.json's words
+    "1B and 3B": (
+        {"qk_norm": True, "rope_dim": 8, "norm_eps": 1e-4},
+        {"qk_norm": True, "rope_dim": 8, "rms_norm_eps": 1e-4, "rope_theta": 10000.0},
+    ),
+    "8B": (
+        {"n_kv_heads": 2, "rope_theta": 100000, "rope_dim": 8, "hidden_dim": 40},
+        {"num_key_value_heads": 2, "rope_theta": 1e5, "rope_dim": 8, "rms_norm_eps": 1e-5},
+    ),
+    "Llama": ({"canon_set": ""}, {"rope_theta": 10000.0, "rms_norm_eps": 1e-5}),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_released_models_as_the_hub_holds_them(recipe: str, tmp_path: Path) -> None:
+    """Issue 17, item 8: params.json and consolidated.pth, by the folder or its subfolder."""
+    params, fields = RECIPES[recipe]
+    config = BASE | {"canon_set": "ABCD", "rope_version": "lingua"} | params | fields
+    if "hidden_dim" not in params:  # null: 8D/3, rounded up to a multiple of 256
+        config["intermediate_size"] = 512
+    state = random_state(config, dtype=torch.bfloat16)
+    folder = write_lingua_folder(tmp_path / "hub", params, config, state)
+    expected = llama_canon.logits(config, state, TOKENS)
+    for k, source in enumerate((folder, folder / "default")):
+        found = import_folder(source, tmp_path / f"out-{k}")
+        assert (our_logits(found) - expected).abs().max() < 1e-4
+        assert found.args.max_seq_len == 32
+    with pytest.raises(UserError, match="--ignore new_option"):
+        params = params | {"new_option": 1}
+        import_folder(write_lingua_folder(tmp_path / "new", params, config, state), tmp_path / "x")
+
+
+def test_a_released_folder_that_is_not_whole(tmp_path: Path) -> None:
+    """Issue 17, item 8: weights_only, so that a pickle runs nothing; and all is checked."""
+    config = BASE | {"canon_set": "AC", "rope_version": "lingua", "intermediate_size": 512}
+    state = random_state(config)
+    folder = write_lingua_folder(tmp_path / "hub", {}, config, state)
+    weights, params = (folder / "default" / name for name in ("consolidated.pth", "params.json"))
+    model = torch.load(weights, weights_only=True)["model"]
+    whole, described = weights.read_bytes(), params.read_text()
+
+    def spoiled(content: dict[str, Any], match: str) -> None:
+        torch.save(content, weights)
+        refused(folder, match)
+
+    spoiled({"model": model | {"layers.0.canonA.bias": torch.ones(128)}}, "holds beside.*canonA")
+    spoiled({"model": {n: t for n, t in model.items() if "canonC" not in n}}, "lacks .*canon_c")
+    spoiled({"model": model | {"norm.weight": torch.ones(3)}}, r"norm.weight has the shape \(3,\)")
+    repeated = {name: torch.ones(1).expand(tensor.shape) for name, tensor in model.items()}
+    spoiled({"model": repeated}, "holds no plain tensors")
+    spoiled(model, "holds no plain tensors")
+    spoiled({"model": {"x": Path}}, "cannot be read as weights alone")
+    for content in (b"", b"text", whole[: len(whole) // 2]):
+        weights.write_bytes(content)
+        refused(folder, "consolidated.pth cannot be read")
+    weights.write_bytes(whole)
+    values: list[Any] = ["x", -1, 0, 2.5, True, [], {}, 10**400, float("inf"), None]
+    section = json.loads(described)
+    for name in section["model"]:
+        for k, value in enumerate(values):
+            changed = section | {"model": section["model"] | {name: value}}
+            params.write_text(json.dumps(changed))
+            with contextlib.suppress(UserError):
+                import_folder(folder, tmp_path / "any" / f"{name}-{k}")
+    for text in ("", "[]", "{}", '{"model": 3, "data": {}}', "[" * 100_000):
+        params.write_text(text)
+        refused(folder, "params.json")
+    params.unlink()
+    params.symlink_to(tmp_path / "elsewhere")
+    refused(folder, "params.json is a link out of")
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_of_them_in_any_file(data: st.DataObject, tmp_path_factory: Any) -> None:
@@ -88,7 +163,7 @@ def test_any_of_them_in_any_file(data: st.DataObject, tmp_path_factory: Any) -> 
         "tie_word_embeddings": draw(st.booleans()),
         "qk_norm": draw(st.booleans()),
         "canon_set": draw(st.sampled_from(["", "A", "B", "CD", "AC", "BD", "ABCD"])),
-        "canon_kernel": draw(st.sampled_from([2, 3, 4])),
+        "canon_kernel": draw(st.sampled_from([2, 3, 4, 5])),
         "canon_activation": draw(st.booleans()),
         "canon_residual": draw(st.booleans()),
     }

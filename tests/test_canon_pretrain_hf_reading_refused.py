@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import signal
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,18 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("rope_scaling", LLAMA3),
     ("rope_scaling", {"rope_type": "linear", "factor": 4.0}),
     ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
-    ("rope_dim", 16),
+    ("rope_dim", 7),
+    ("rope_dim", 48),
     ("rope_dim", 0),
     ("partial_rotary_factor", 0.25),
     ("rope_version", "other"),
     ("qk_norm", "per_head"),
-    ("canon_kernel", 5),
+    ("canon_kernel", 17),
     ("canon_set", "AE"),
     ("num_key_value_heads", 3),
     ("model_type", "qwen2"),
+    ("layer_types", ["sliding_attention"]),
+    ("rms_norm_eps", 10**400),
     ("canon_pretrain", {"position": 3}),
     ("canon_pretrain", {"dropout": 0.1}),
     # not known at all
@@ -60,8 +64,67 @@ UNSUPPORTED: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), UNSUPPORTED, ids=lambda v: v if type(v) is str else "")
 def test_a_field_that_is_no_model_of_ours(name: str, value: Any, tmp_path: Path) -> None:
     fields = {name: value} | ({"canon_set": "A"} if name == "canon_kernel" else {})
-    own = "num_kv_heads" if name == "num_key_value_heads" else name  # in ModelArgs' words
+    own = {"num_key_value_heads": "num_kv_heads"}.get(name, name)  # in ModelArgs' words
     refused(a_folder(tmp_path, **fields), own)
+
+
+SMOLLM3: dict[str, Any] = {"model_type": "smollm3", "tie_word_embeddings": False}
+
+
+def test_layers_with_and_without_positions(tmp_path: Path) -> None:
+    """SmolLM3's own pattern, three layers of four, is none of these models."""
+    for k, layers in enumerate(({}, {"no_rope_layers": [1, 0]}, {"no_rope_layers": [0]}, 3)):
+        fields = layers if isinstance(layers, dict) else {"no_rope_layers": layers}
+        folder = write_folder(tmp_path / str(k), BASE | SMOLLM3 | fields, random_state(BASE))
+        refused(folder, "no_rope_layers")
+
+
+def test_a_claim_of_ten_million_layers(tmp_path: Path) -> None:
+    """Issue 17, item 23: refused before a model, or a table for its positions, is built."""
+    tracemalloc.start()
+    for k, claim in enumerate(("num_hidden_layers", "vocab_size", "max_position_embeddings")):
+        folder = a_folder(tmp_path / str(k), **{claim: 10**7 if k == 0 else 10**12})
+        if claim == "max_position_embeddings":  # no weight says otherwise, and nothing is as long
+            import_folder(folder, tmp_path / str(k) / "out")
+        else:
+            refused(folder, "describes .* layers with .* parameters; the folder holds")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6
+
+
+def test_a_link_out_of_the_folder(tmp_path: Path) -> None:
+    """Issue 17, item 20: no file of the user's comes into OUT, or is read, by a planted link."""
+    secret = tmp_path / "id_rsa"
+    secret.write_text("{}")
+    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+        folder = a_folder(tmp_path / name)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(secret)
+        refused(folder, f"{name} is a link out of")
+    several = write_folder(tmp_path / "several", BASE, random_state(BASE), num_files=2)
+    (shard,) = several.glob("*00001-of*")
+    shutil.move(shard, tmp_path / "shard")
+    shard.symlink_to(tmp_path / "shard")
+    refused(several, "00001-of-00002.safetensors is a link out of")
+    os.mkfifo(folder / "tokenizer.model")
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    refused(folder, "model.safetensors is not a regular file|has neither")
+
+
+def test_links_of_the_hubs_cache(tmp_path: Path) -> None:
+    """Issue 17, item 20: a snapshot there is links to blobs beside it."""
+    cache = tmp_path / "models--a--b"
+    (cache / "snapshots").mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    folder = a_folder(tmp_path)
+    snapshot = cache / "snapshots" / "0123abcd"
+    folder.rename(snapshot)
+    for path in list(snapshot.iterdir()):
+        path.rename(cache / "blobs" / path.name)
+        path.symlink_to(Path("..", "..", "blobs", path.name))
+    assert import_folder(snapshot, tmp_path / "out").checkpoint.is_dir()
 
 
 def test_a_field_that_the_caller_knows(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.folder import RunFolder
 
 LATEST = "latest"
-_FLOORS = 3  # RUN/archive/K-LABEL/checkpoint/step-N
+_FLOORS = 4  # RUN/archive/K-LABEL/checkpoint/step-N
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +23,14 @@ def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
     """The run and the step-N folder that a command's `given` path names.
 
     RUN and RUN/checkpoint/latest name the newest checkpoint whose files are what was saved; damaged
-    ones are passed over with a warning. Any other path is returned as it is, unchecked. Raises
-    UserError if the run has no checkpoint.
+    ones are passed over with a warning. An import's folder names its one step. Any other path is
+    returned as it is, unchecked. Raises UserError if the run has no checkpoint.
     """
     if _holds_a_run(RunFolder(given)):
         run = RunFolder(given)
         folder = CheckpointFolder.of_run(run)
+        if imported := CheckpointFolder(run.path).steps():
+            return run, CheckpointFolder(run.path).step_path(imported[-1])
     elif given.name == LATEST:
         run, folder = run_of_checkpoint(given), CheckpointFolder(given.parent)
     else:
@@ -48,13 +50,14 @@ def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
 
 
 def run_of_checkpoint(checkpoint: Path) -> RunFolder:
-    """The run folder of RUN/checkpoint/step-N, or of a step in one of its archives.
+    """The run folder of RUN/checkpoint/step-N, of a step in one of its archives, or of an import.
 
-    An archived run has a config.json of its own, a mere branch has not: the nearest one counts.
+    An import's is the folder that holds its step-N (hf/reading.py). An archived run has a
+    config.json of its own, a mere branch has not: the nearest one counts.
     """
     above = [Path(checkpoint).absolute(), Path(checkpoint).resolve()]
     for path in above:  # RUN/checkpoint may be a link to another disk
-        for folder in list(path.parents)[1 : 1 + _FLOORS]:
+        for folder in list(path.parents)[:_FLOORS]:
             if _holds_a_run(RunFolder(folder)):
                 return RunFolder(folder)
     return RunFolder.of_checkpoint(Path(checkpoint))

@@ -1,8 +1,11 @@
 """ModelArgs and the fields of config.json, both ways.
 
 Where the released LlamaCanonConfig can express a model, its fields alone say what the model
-computes. What it can't express stands in the sub-dictionary `canon_pretrain`, and `rope_version` is
+computes. What it can't express is in the sub-dictionary `canon_pretrain`, and `rope_version` is
 then a word that the released class refuses: it would load such weights and compute something else.
+A model without Canon that a class of transformers computes has that class's fields (`PLAIN`).
+
+No value is null: the released class reads a key that is there, and multiplies by it.
 
 Used by export.py and reading.py; a copy travels with every export. No torch, no transformers.
 """
@@ -16,6 +19,13 @@ from canon_pretrain.model.args import ModelArgs
 
 MODEL_TYPE = "LlamaCanon"
 ARCHITECTURE = "LlamaCanonForCausalLM"
+PLAIN = {
+    ("rope", "none"): ("llama", "LlamaForCausalLM"),
+    ("nope", "none"): ("smollm3", "SmolLM3ForCausalLM"),
+    ("rope", "per_head"): ("qwen3", "Qwen3ForCausalLM"),
+}
+"""By position and QK-norm, the model_type and class of transformers for a model without Canon."""
+MODEL_TYPES = (MODEL_TYPE, *(kind for kind, _ in PLAIN.values()))
 OWN = "canon_pretrain"
 """The sub-dictionary, and the `rope_version` of what the released class can't express."""
 LINGUA, HUGGINGFACE = "lingua", "huggingface"
@@ -23,6 +33,7 @@ LINGUA, HUGGINGFACE = "lingua", "huggingface"
 NO_ROTATION = 1e30
 """Every angle divided by this: how a config.json with rotary positions says NoPE."""
 _LEAST_NO_ROTATION = 1e20
+_LARGEST = 1e300  # JSON has integers that no float holds
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
@@ -55,6 +66,32 @@ DEFAULTS: dict[str, Any] = {
     "canon_residual": True,
 }
 """What a field that config.json leaves out means, in the released class and in Llama's."""
+_DEFAULTS_OF: dict[str, dict[str, Any]] = {
+    "smollm3": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "rope_theta": 2e6,
+    },
+    "qwen3": {
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+    },
+}
+"""Where other classes differ from it, by model_type."""
+_LLAMA_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"),
+    *("max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache"),
+    *("tie_word_embeddings", "rope_theta", "attention_bias", "attention_dropout", "mlp_bias", OWN),
+)
 
 # what only the sub-dictionary can say, by its name in ModelArgs; the second part changes how a
 # model is trained and not what it computes
@@ -64,7 +101,7 @@ _OWN_POSITIONS = ("alibi", "h_alibi", "partial_rope_a", "partial_rope_b")
 
 
 def to_fields(args: ModelArgs) -> dict[str, Any]:
-    """The fields of config.json that describe `args`."""
+    """The fields of LlamaCanon's config.json that describe `args`."""
     own = _own(args)
     is_expressible = not own.keys() & set(_CHANGES_THE_MODEL)
     found: dict[str, Any] = {
@@ -95,7 +132,27 @@ def to_fields(args: ModelArgs) -> dict[str, Any]:
         found["partial_rotary_factor"] = args.rope_dim / args.head_dim
     if own:
         found[OWN] = own
-    return found
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
+    """The fields of config.json by which a class of transformers computes what `args` do.
+
+    `architectures` and `model_type` are among them. None if there is no such class.
+    """
+    kind, architecture = PLAIN.get((args.position, args.qk_norm), ("", ""))
+    is_llama_like = (args.canon_set, args.ffn, args.ffn_activation) == ("", "gated", "silu")
+    if not kind or not is_llama_like or args.document_mask:
+        return None
+    found = {name: value for name, value in to_fields(args).items() if name in _LLAMA_FIELDS}
+    found.get(OWN, {}).pop("qk_norm", None)  # model_type says it
+    if not found.get(OWN):
+        found.pop(OWN, None)
+    if kind == "smollm3":
+        found |= {"no_rope_layers": [0] * args.num_layers, "no_rope_layer_interval": 1}
+        # left out they are ids of SmolLM3's own vocabulary; the released class reads no such file
+        found |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return {"architectures": [architecture], "model_type": kind, **found}
 
 
 def _own(args: ModelArgs) -> dict[str, Any]:
@@ -121,7 +178,8 @@ def to_args(given: Mapping[str, Any]) -> ModelArgs:
     `rope_version` only says how the weights are laid out, and is `layout`'s. Raises UserError,
     naming the field, for what these models can't be.
     """
-    found = DEFAULTS | dict(given)
+    kind = given.get("model_type")
+    found = DEFAULTS | _DEFAULTS_OF.get(str(kind), {}) | dict(given)
     _check_kinds(found)
     _refuse_others(found)
     own = _own_fields(found)
@@ -137,10 +195,10 @@ def to_args(given: Mapping[str, Any]) -> ModelArgs:
         "ffn_activation": found["hidden_act"],
         "max_seq_len": found["max_position_embeddings"],
         "norm_eps": float(found["rms_norm_eps"]),
-        "position": _position(found),
+        **_position(found),
         "rope_theta": float(_rope(found).get("rope_theta") or found["rope_theta"]),
         "canon_set": found["canon_set"] or "",
-        "qk_norm": "full" if found["qk_norm"] else "none",
+        "qk_norm": "per_head" if kind == "qwen3" else "full" if found["qk_norm"] else "none",
         "tie_embeddings": bool(found["tie_word_embeddings"]),
     }
     if known["canon_set"]:  # options of what is not there mean nothing
@@ -190,13 +248,17 @@ def _check_kinds(found: Mapping[str, Any]) -> None:
             continue
         if type(value) is not kind and not (kind is float and type(value) is int):
             _refuse(name, value, f"expected a value of type {kind.__name__}")
-        if kind is int and value < 1 and name != "rope_dim":
+        if kind is int and value < 1:
             _refuse(name, value, "expected at least 1")
+        if kind is float and abs(value) > _LARGEST:
+            _refuse(name, value, f"expected at most {_LARGEST:g}")
     for name in ("rope_scaling", "rope_parameters"):
         for key, value in (found.get(name) or {}).items():
             expected = (str,) if key in ("rope_type", "type") else (int, float)
             if key in _ROPE_KEYS and value is not None and type(value) not in expected:
                 _refuse(f"{name}.{key}", value, f"expected a value of type {expected[-1].__name__}")
+            if key in _ROPE_KEYS and type(value) is int and abs(value) > _LARGEST:
+                _refuse(f"{name}.{key}", value, f"expected at most {_LARGEST:g}")
 
 
 _ROPE_KEYS = ("rope_type", "type", "factor", "rope_theta", "partial_rotary_factor")
@@ -205,8 +267,12 @@ _ROPE_KEYS = ("rope_type", "type", "factor", "rope_theta", "partial_rotary_facto
 def _refuse_others(found: Mapping[str, Any]) -> None:
     """Raise UserError for a field whose value no model of ours has."""
     for name in ("attention_bias", "mlp_bias", "canon_bias", "attention_dropout", "sliding_window"):
-        if found.get(name):
+        # Qwen3 and SmolLM3 have a window that another field turns on
+        if found.get(name) and not (name == "sliding_window" and not found.get(_WINDOWED, True)):
             _refuse(name, found[name], "these models have none")
+    types = found.get("layer_types") or []
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+        _refuse("layer_types", types, 'these models have "full_attention" alone')
     if found["hidden_act"] not in ("silu", "relu2"):
         _refuse("hidden_act", found["hidden_act"], "these models have silu or relu2")
     size = found["hidden_size"] // found["num_attention_heads"]
@@ -236,33 +302,48 @@ def _kind_and_factor(rope: Mapping[str, Any]) -> tuple[str, float | None]:
     return rope.get("rope_type") or rope.get("type") or "default", rope.get("factor")
 
 
-def _position(found: Mapping[str, Any]) -> str:
-    """`nope`, `rope` or `partial_rope_c`."""
+def _position(found: Mapping[str, Any]) -> dict[str, Any]:
+    """ModelArgs' position, with partial_rope_dim."""
     rope = _rope(found)
     kind, scale = _kind_and_factor(rope)
     if kind == "linear" and (scale or 1.0) >= _LEAST_NO_ROTATION:
-        return "nope"
+        return {"position": "nope"}
     if kind != "default":
         text = f"these models scale no angle; only a linear factor of {NO_ROTATION:g} (NoPE) is"
         _refuse("rope_scaling", dict(rope), text + " known")
+    if found.get("model_type") == "smollm3" and not _rotates(found):
+        return {"position": "nope"}
     head_dim = found["hidden_size"] // found["num_attention_heads"]
     factor = found["partial_rotary_factor"] or rope.get("partial_rotary_factor") or 1.0
     rope_dim = found["rope_dim"]
     if rope_dim is None and factor != 1.0:
         _refuse("partial_rotary_factor", factor, "it says nothing without rope_dim")
+    if rope_dim is not None and rope_dim > head_dim:
+        _refuse("rope_dim", rope_dim, f"a head has {head_dim} dims")
     if rope_dim is not None and found["partial_rotary_factor"] not in (None, rope_dim / head_dim):
         _refuse("partial_rotary_factor", factor, f"rope_dim / head_dim is {rope_dim / head_dim}")
     if rope_dim in (None, head_dim):
-        return "rope"
-    if 4 * rope_dim != head_dim:
-        _refuse(
-            "rope_dim", rope_dim, f"these models rotate all {head_dim} dims of a head or a quarter"
-        )
-    return "partial_rope_c"
+        return {"position": "rope"}
+    return {"position": "partial_rope_c", "partial_rope_dim": rope_dim}
+
+
+def _rotates(found: Mapping[str, Any]) -> bool:
+    """Whether SmolLM3's layers have rotary positions: all of them or none."""
+    layers, every = found.get("no_rope_layers"), found.get("no_rope_layer_interval", 4)
+    if layers is None:
+        kinds = {0} if every == 1 else {0, 1}
+    elif not isinstance(layers, list) or len(layers) != found["num_hidden_layers"]:
+        _refuse("no_rope_layers", layers, "expected a list of one number per layer")
+    else:
+        kinds = {int(layer == 1) if layer in (0, 1) else -1 for layer in layers}
+    if kinds not in ({0}, {1}):
+        text = "in these models all layers have rotary positions, or none"
+        _refuse("no_rope_layers", layers, text)
+    return kinds == {1}
 
 
 def _refuse(name: str, value: object, why: str) -> None:
-    raise UserError(f"config.json has {name} = {value!r}: {why}")
+    raise UserError(f"{name} = {value!r}: {why}")
 
 
 def unknown(given: Iterable[str]) -> list[str]:
@@ -270,7 +351,11 @@ def unknown(given: Iterable[str]) -> list[str]:
     return sorted(set(given) - DEFAULTS.keys() - _READ - _CHANGES_NOTHING)
 
 
-_READ = {"rope_parameters", "sliding_window", OWN, "model_type"}
+_WINDOWED = "use_sliding_window"
+_READ = {
+    "rope_parameters", "sliding_window", _WINDOWED, "layer_types", OWN, "model_type",
+    "no_rope_layers", "no_rope_layer_interval",
+}  # fmt: skip
 _CHANGES_NOTHING = {
     "_name_or_path", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype",
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
@@ -278,4 +363,5 @@ _CHANGES_NOTHING = {
     "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type",
     "tokenizer_class", "model_max_length", "_attn_implementation_autoset",
     "attn_implementation", "initializer_range", "use_cache", "pretraining_tp",
+    "max_window_layers",
 }  # fmt: skip

@@ -4,17 +4,23 @@
        /config.json             the model (config.py), generation_config.json
        /tokenizer.json          the training tokenizer (tokenizer_files.py), tokenizer_config.json
        /modeling_canon.py, ...  the code that travels (code.py)
-       /canon_pretrain.json     what it was made from
+       /canon_pretrain.json     what it was made from, and the names of these files
        /README.md               how to load it
 
-Written beside OUT and renamed: OUT is a whole export or not there. One tensor is in memory at a
-time, or what a rank saved of it; no GPU and no process group is needed.
+A model that a class of transformers computes is written as that class, without code. All of it is
+written beside OUT and renamed: a new OUT is a whole export or not there. In an OUT that is replaced
+the files of the old export are, one by one, with config.json away in between: it is whole, or no
+program loads it. One tensor is in memory at a time, or what a rank saved of it; no GPU and no
+process group is needed.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +39,14 @@ from canon_pretrain.checkpoint.weights import (
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import fsync_folder
+from canon_pretrain.files import fsync_folder, write_json
 from canon_pretrain.hf.code import travelling_files
-from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, to_fields
+from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_fields
 from canon_pretrain.hf.names import to_hf
+from canon_pretrain.hf.reading import CONFIG, halves_to_pairs, parameter_shapes
 from canon_pretrain.hf.safetensors_file import MAX_FILE_BYTES, plan_files, write_files
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.model.args import ModelArgs, num_parameters
-from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.provenance import own_version
@@ -90,40 +96,52 @@ def export(
 
     `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest.
 
-    Every file of the checkpoint is checked first. The tokenizer is that of the run's data folder,
-    or the file or folder `tokenizer`; `eos` names its end of a text where neither the file nor the
-    data says which it is. `force` replaces an earlier export. Raises UserError, and leaves `out` as
-    it was, for a damaged checkpoint, weights that `dtype` can't hold, a tokenizer that is not there
-    or can't be carried over, and an `out` that may not be replaced.
+    Every file of the checkpoint is checked first. The tokenizer is that of the run's data folder
+    (of an import its own), or the file or folder `tokenizer`; `eos` names its end of a text if
+    neither the file nor the data says which it is. `force` replaces the files of an earlier export
+    and nothing else in `out`. Raises UserError, and leaves `out` as it was, for a damaged
+    checkpoint, weights that `dtype` can't hold, a tokenizer that is not there or can't be carried
+    over, and an `out` that may not be replaced.
     """
-    _check_out(out, force=force)
+    old = _files_of_export(out, force=force)
+    if os.path.lexists(out):
+        out = out.resolve()  # what is written beside it is on the same disk
     run, checkpoint = find_checkpoint(checkpoint)
     check_checkpoint(checkpoint)
     args = model_args_of(run)
-    with torch.device("meta"):
-        like = dict(Transformer(args).named_parameters())
+    like = {name: torch.empty(s, device="meta") for name, s in parameter_shapes(args).items()}
     manifest = check_weights(checkpoint, like)
     shards = _shards(run)
     found = _tokenizer(run, shards, tokenizer, eos, args) if with_tokenizer else None
     eos_id = found.eos_id if found else shards.eos_id if shards else None
     source = _Source(checkpoint, run, args, manifest, found, eos_id)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.exporting-", dir=out.parent))
-    try:
-        temporary.chmod(0o777 & ~_umask())
-        for name, content in _small_files(source, dtype).items():
-            (temporary / name).write_text(content, encoding="utf-8")
+    with _folder_beside(out) as temporary:
         shapes = {to_hf(name): tensor.shape for name, tensor in like.items()}
         plans = plan_files(shapes, DTYPES[dtype], max_file_bytes)
-        stream = stream_weights(checkpoint, like, DTYPES[dtype])
-        tensors = ((to_hf(name), _finite(name, tensor)) for name, tensor in stream)
+        tensors = _tensors(source, like, DTYPES[dtype])
         write_files(temporary, plans, tensors, DTYPES[dtype])
-        _publish(temporary, out, force=force)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    num_bytes = sum((out / plan.name).stat().st_size for plan in plans)
+        small = _small_files(source, dtype)
+        written = sorted({*(path.name for path in temporary.iterdir()), *small, RECORD})
+        record = _record(source, dtype) | {"files": written}
+        for name, content in small.items():
+            (temporary / name).write_text(content, encoding="utf-8")
+        write_json(temporary / RECORD, record)
+        num_bytes = sum((temporary / plan.name).stat().st_size for plan in plans)
+        _publish(temporary, out, old, record)
     return Exported(manifest.step, num_parameters(args), len(plans), num_bytes)
+
+
+def _tensors(
+    source: _Source, like: dict[str, Tensor], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Each weight by its name there, in the layout of the class that reads it."""
+    orders = {}
+    if plain_fields(source.args) is not None and source.args.rope_dim:
+        orders = {n: order.argsort() for n, order in halves_to_pairs(source.args).items()}
+    for name, tensor in stream_weights(source.checkpoint, like, dtype):
+        order = orders.get(name)
+        yield to_hf(name), _finite(name, tensor if order is None else tensor[order])
 
 
 def _finite(name: str, tensor: Tensor) -> Tensor:
@@ -137,9 +155,13 @@ def _finite(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _check_out(out: Path, *, force: bool) -> None:
+def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
+    """The names of the files that an earlier export wrote into `out`; None if `out` is not there.
+
+    Raises UserError if `out` may not be replaced.
+    """
     if not os.path.lexists(out):
-        return
+        return None
     if not force:
         raise UserError(f"{out} exists; choose another folder, or replace it with --force")
     if not (out / RECORD).is_file():
@@ -147,27 +169,79 @@ def _check_out(out: Path, *, force: bool) -> None:
             f"{out} exists and is no export (it has no {RECORD}): --force replaces exports only. "
             "Choose another folder"
         )
+    try:
+        files = json.loads((out / RECORD).read_text("utf-8"))["files"]
+        # a name alone: nothing outside is touched
+        known = all(isinstance(name, str) and name == Path(name).name for name in files)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise UserError(
+            f"{out / RECORD} does not list the export's files (an earlier version wrote it, or it "
+            "is damaged), so --force can't tell them from yours. Choose another folder"
+        )
+    return files
 
 
-def _publish(temporary: Path, out: Path, *, force: bool) -> None:
-    """Sync all files and give the folder its name; with `force` in the place of an older one."""
+@contextlib.contextmanager
+def _folder_beside(out: Path) -> Iterator[Path]:
+    """A new folder for the files of `out`, gone in the end; first those of killed exports go.
+
+    A live export holds a lock on its folder, which ends with its process.
+    """
+    begin = f".{out.name}.exporting-"
+    for left in [path for path in out.parent.iterdir() if path.name.startswith(begin)]:
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    temporary = Path(tempfile.mkdtemp(prefix=begin, dir=out.parent))
+    try:
+        with _locked(temporary):
+            temporary.chmod(0o777 & ~_umask())
+            yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock; OSError if another process does, or if it is a link."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str, Any]) -> None:
+    """Sync all files and give the folder its name, or put them in the place of the `old` ones."""
     for path in temporary.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     fsync_folder(temporary)
-    old = None
-    if force and out.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.replaced-", dir=out.parent))
-        os.rename(out, old)  # onto an empty folder
-    try:
+    if old is None:
         os.rename(temporary, out)
-    except OSError:
-        if old is not None:
-            os.rename(old, out)
-        raise
-    fsync_folder(out.parent)
-    if old is not None:
-        shutil.rmtree(old)
+        fsync_folder(out.parent)
+        return
+    new = record["files"]
+    for name in {*old, *new}:
+        path = out / name
+        if os.path.lexists(path) and (name not in old or path.is_dir()):
+            raise UserError(
+                f"{path} is not a file of the earlier export: move it, or choose another folder"
+            )
+    # until the end both exports' files are this export's, for the next --force after a kill
+    write_json(out / RECORD, record | {"files": sorted({*old, *new})})
+    (out / CONFIG).unlink(missing_ok=True)
+    fsync_folder(out)
+    for name in set(new) - {CONFIG, RECORD}:
+        os.rename(temporary / name, out / name)
+    for name in set(old) - set(new):
+        (out / name).unlink(missing_ok=True)
+    fsync_folder(out)
+    for name in (CONFIG, RECORD):
+        os.rename(temporary / name, out / name)
+    fsync_folder(out)
 
 
 def _umask() -> int:
@@ -205,16 +279,12 @@ def _tokenizer(
     """The training tokenizer; raises UserError where it is not there or another one."""
     way_out = "Name it with --tokenizer PATH, or leave it out with --no-tokenizer"
     eos_id = shards.eos_id if shards else args.eos_id if args.document_mask else eos
-    folders = _data_folders(run)
+    folder, *_ = *_data_folders(run), run.path  # an import has its tokenizer with it
     if asked is not None:
         found = load_tokenizer(asked, eos=eos_id)
-    elif not folders:
-        raise UserError(
-            f"{run.config_file} names no data folder, where the tokenizer is. {way_out}"
-        )
     else:
         try:
-            found = Tokenizer.find(folders[0], eos=eos_id)
+            found = Tokenizer.find(folder, eos=eos_id)
         except UserError as error:
             raise UserError(f"{error}. {way_out}") from None
     if shards and shards.tokenizer_sha256 not in (None, found.sha256):
@@ -234,13 +304,12 @@ def _tokenizer(
 
 
 def _small_files(source: _Source, dtype: str) -> dict[str, str]:
-    """The content of every file that holds no weights, by name."""
-    version = own_version()
-    files = dict(travelling_files(version))
+    """The content of every file that holds no weights, by name; RECORD apart."""
+    is_plain = plain_fields(source.args) is not None
+    files = {} if is_plain else dict(travelling_files(own_version()))
     records = {
-        "config.json": _config(source, dtype),
+        CONFIG: _config(source, dtype),
         "generation_config.json": _token_ids(source.eos_id, "pad"),
-        RECORD: _record(source, dtype, version),
     }
     if source.tokenizer is not None:
         try:
@@ -260,7 +329,7 @@ def _token_ids(eos_id: int | None, *more: str) -> dict[str, Any]:
 
 def _config(source: _Source, dtype: str) -> dict[str, Any]:
     face = "modeling_canon"
-    return {
+    fields = plain_fields(source.args) or {
         "architectures": [ARCHITECTURE],
         "auto_map": {
             "AutoConfig": f"{face}.LlamaCanonConfig",
@@ -268,19 +337,17 @@ def _config(source: _Source, dtype: str) -> dict[str, Any]:
         },
         "model_type": MODEL_TYPE,
         **to_fields(source.args),
-        **({"bos_token_id": None, "eos_token_id": None} | _token_ids(source.eos_id)),
-        "pad_token_id": None,
-        "torch_dtype": dtype,
     }
+    return {**fields, **_token_ids(source.eos_id), "torch_dtype": dtype}
 
 
-def _record(source: _Source, dtype: str, version: str | None) -> dict[str, Any]:
+def _record(source: _Source, dtype: str) -> dict[str, Any]:
     """Where the weights come from, and how far their training had come."""
     known = source.run.read_config()
     facts = read_run(source.run)
     tokenizer = source.tokenizer
     return {
-        "canon_pretrain": version,
+        "canon_pretrain": own_version(),
         "checkpoint": str(source.checkpoint.resolve()),
         "run_id": facts.run_id if facts else None,
         "step": source.manifest.step,
@@ -304,8 +371,12 @@ def _record(source: _Source, dtype: str, version: str | None) -> dict[str, Any]:
 def _readme(source: _Source, dtype: str) -> str:
     args = source.args
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
+    plain = plain_fields(args)
+    trust, lm_eval_trust = (", trust_remote_code=True", ",trust_remote_code=True")
+    if plain is not None:
+        trust = lm_eval_trust = ""
     classes, load = ["AutoModelForCausalLM"], ["model = AutoModelForCausalLM"]
-    notes = [f"`{RECORD}` says what these weights were made from."]
+    notes = [f"`{RECORD}` says what these weights were made from, and lists the files."]
     if source.tokenizer is not None:
         classes.append("AutoTokenizer")
         load.append("tokenizer = AutoTokenizer")
@@ -320,13 +391,50 @@ def _readme(source: _Source, dtype: str) -> str:
         "their training.",
         "",
         f"    from transformers import {', '.join(classes)}",
-        *(f'    {word}.from_pretrained("THIS FOLDER", trust_remote_code=True)' for word in load),
+        *(f'    {word}.from_pretrained("THIS FOLDER"{trust})' for word in load),
         "",
-        "    lm_eval --model hf --model_args pretrained=THIS_FOLDER,trust_remote_code=True "
-        "--tasks ...",
+        f"    lm_eval --model hf --model_args pretrained=THIS_FOLDER{lm_eval_trust} --tasks ...",
         "",
-        "Needs torch and transformers (4.57 or later); the modeling code is in this folder.",
+        *_serving(args, plain),
+        "",
         *notes,
         "",
     ]
     return "\n".join(lines)
+
+
+def _serving(args: ModelArgs, plain: dict[str, Any] | None) -> list[str]:
+    """What runs the model, and why other programs don't."""
+    if plain is not None:
+        (architecture,) = plain["architectures"]
+        lines = [
+            f"A plain {architecture} of transformers: no code is in this folder, and vLLM and "
+            "SGLang",
+            "serve it as any model of that class.",
+        ]
+        if args.position == "nope":
+            return [
+                *lines,
+                "llama.cpp does not: it gives three of four layers of this class",
+                "rotary positions, whatever config.json says; here no layer has them.",
+            ]
+        return [*lines, "So does llama.cpp, after its convert_hf_to_gguf.py."]
+    lines = [
+        "Needs torch and transformers (4.57 or later); the modeling code is in this folder.",
+        "",
+        "vLLM, SGLang and llama.cpp don't serve it: it is none of their classes.",
+    ]
+    if not args.canon_set:
+        return lines
+    channels, reach = sum(args.canon_channels.values()), args.canon_kernel - 1
+    return [
+        *lines,
+        "vLLM's and SGLang's way to run a class of transformers packs the tokens of all requests",
+        "into one row, in which Canon would mix neighboring requests and lose its state from",
+        "one step to the next. So `_supports_attention_backend` is not set: they refuse the model.",
+        "",
+        "A plugin for vLLM would hold, beside keys and values, one convolution state per layer and",
+        f"sequence: the last {reach} inputs of sites {', '.join(args.canon_set)} side by side, "
+        f"{channels:,} channels,",
+        f"{2 * channels * reach / 1000:,.0f} KB in bfloat16; as its ShortConv models hold theirs.",
+    ]

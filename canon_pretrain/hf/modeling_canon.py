@@ -31,8 +31,9 @@ class LlamaCanonConfig(PretrainedConfig):
 
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference = ["past_key_values"]
-    # transformers 5 has a property of this name, which renames the field and adds to it
-    rope_scaling = None
+    # of the class, so that no config.json holds a null, which the released class can't read; and
+    # transformers 5 has a property rope_scaling, which renames the field and adds to it
+    rope_scaling = rope_dim = partial_rotary_factor = num_key_value_heads = head_dim = None
 
     def __init__(self, **kwargs: Any) -> None:
         rope = kwargs.pop("rope_parameters", None) or {}  # as transformers 5 writes a config
@@ -42,7 +43,8 @@ class LlamaCanonConfig(PretrainedConfig):
             kwargs.setdefault("rope_scaling", rope)
         found = DEFAULTS | {name: kwargs.pop(name) for name in DEFAULTS if name in kwargs}
         for name, value in found.items():
-            setattr(self, name, value)
+            if value is not None:
+                setattr(self, name, value)
         ties: Any = {"tie_word_embeddings": found["tie_word_embeddings"]}  # else its own default
         super().__init__(**ties, **kwargs)
 

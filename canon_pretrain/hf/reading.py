@@ -1,20 +1,23 @@
 """`python -m canon_pretrain.hf import`: a Hugging Face folder as a checkpoint to train on from.
 
     HF_FOLDER/config.json, *.safetensors  ->  OUT/step-N/      the weights, float32, with a manifest
+                                              OUT/config.json  the model, as a run folder records it
                                               OUT/model.toml   the [model] section, to `extends`
-                                              OUT/tokenizer.*  the tokenizer, where it is there
+                                              OUT/tokenizer.*  the tokenizer, if it is there
 
-It reads JSON and safetensors alone: no code of the folder is run, and nothing is unpickled. Weights
-of LlamaCanon, of Llama (Canon-free, its rotary halves) and of our own exports are understood. OUT
-is written as .importing-OUT beside it, and renamed.
+It reads JSON and safetensors, and of the released models lingua's two files (lingua.py): no code of
+the folder is run, nothing is unpickled freely, no link out of the folder is followed. Weights of
+LlamaCanon, of Llama, Qwen3 and SmolLM3 and of our own exports are understood. OUT is written as
+.importing-OUT beside it, and renamed.
 """
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,16 +41,17 @@ from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.data.tokenizer import FILE_NAMES
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import fsync_folder, write_atomic
-from canon_pretrain.hf.config import HUGGINGFACE, MODEL_TYPE, layout, to_args, unknown
+from canon_pretrain.hf import lingua
+from canon_pretrain.hf.config import HUGGINGFACE, MODEL_TYPES, layout, to_args, unknown
 from canon_pretrain.hf.names import to_hf, to_ours
-from canon_pretrain.model.args import FLAVORS, ModelArgs
+from canon_pretrain.model.args import FLAVORS, ModelArgs, num_parameters
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.folder import RunFolder
 
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MODEL_TOML = "model.toml"
-MODEL_TYPES = (MODEL_TYPE, "llama")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # tables that old Llama checkpoints hold, which follow from the config
 _TABLES = ".rotary_emb.inv_freq"
@@ -92,7 +96,7 @@ def import_folder(
     if state_from is not None:
         _, state_from = find_checkpoint(state_from)
         step = checkpoint_step(state_from)
-        state = _training_state(state_from, _shapes(args))
+        state = _training_state(state_from, parameter_shapes(args))
     weights = folder_weights(source, args)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -108,9 +112,12 @@ def import_folder(
             in_place=True,
         )
         write_atomic(temporary / MODEL_TOML, model_toml(args, str(source.absolute())).encode())
+        identity = {f"model.{name}": value for name, value in asdict(args).items()}
+        # as a run's: export and evaluation find the model of OUT/step-N there
+        RunFolder(temporary).write_config({"imported_from": str(source.absolute())}, identity)
         # a folder may have its SentencePiece model and a conversion of it: data takes one of them
         for name in [name for name in FILE_NAMES if (source / name).is_file()][:1]:
-            write_atomic(temporary / name, (source / name).read_bytes())
+            write_atomic(temporary / name, _file(source, name).read_bytes())
         fsync_folder(temporary)
         os.rename(temporary, out)
         fsync_folder(out.parent)
@@ -121,11 +128,25 @@ def import_folder(
 
 
 def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
-    """The model that the folder `source` describes. Raises UserError where it is none of ours."""
-    config = _read_json(source / CONFIG)
-    _refuse_unknown(config, source / CONFIG, set(ignore))
-    layout(config)  # an unknown one is refused before anything large is read
-    return to_args(config)
+    """The model that the folder `source` describes. Raises UserError if it is none of ours.
+
+    Nor may it be much larger than what the folder holds: nothing is built of it before.
+    """
+    params = _params(source)
+    name = params or Path(CONFIG)
+    path = _file(source, name)
+    config = _read_json(path)
+    _refuse_unknown(config, path, set(ignore), is_lingua=params is not None)
+    try:
+        if params is not None:
+            args = lingua.to_args(config)
+        else:
+            layout(config)  # an unknown one is refused before anything large is read
+            args = to_args(config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    _check_size(source, name, args)
+    return args
 
 
 def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
@@ -133,11 +154,53 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
 
     Raises UserError naming what is wrong with them.
     """
-    weights = _read_weights(source, _shapes(args), tied=args.tie_embeddings)
-    if args.rope_dim and layout(_read_json(source / CONFIG)) == HUGGINGFACE:
-        for name, order in _halves_to_pairs(args).items():
-            weights[name] = weights[name][order]
+    params = _params(source)
+    described = CONFIG if params is None else lingua.PARAMS
+    weights = _read_weights(source, parameter_shapes(args), described, tied=args.tie_embeddings)
+    if params is None and args.rope_dim:
+        if layout(_read_json(_file(source, CONFIG))) == HUGGINGFACE:
+            for name, order in halves_to_pairs(args).items():
+                weights[name] = weights[name][order]
     return weights
+
+
+def _params(source: Path) -> Path | None:
+    """lingua's params.json in `source`, or in its subfolder for it; None in any other folder."""
+    if any((source / name).is_file() for name in (ONE_FILE, INDEX)):
+        return None
+    names = (Path(lingua.PARAMS), Path(lingua.VARIANT, lingua.PARAMS))
+    return next((name for name in names if os.path.lexists(source / name)), None)
+
+
+def _file(source: Path, name: str | Path) -> Path:
+    """The file `name` of the folder `source`, whether or not there is one.
+
+    Raises UserError if a link leads out of the folder, or if it is no regular file.
+    """
+    path = source / name
+    try:
+        real, root = path.resolve(), source.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise UserError(f"{path} cannot be read: {error}") from None
+    # the hub's cache holds each file of snapshots/REVISION as a link to its blob
+    blobs = [f.parent.parent / "blobs" for f in (root, root.parent) if f.parent.name == "snapshots"]
+    if not any(real.is_relative_to(folder) for folder in (root, *blobs)):
+        raise UserError(f"{path} is a link out of {source}, to {real}: put the file itself there")
+    if real.exists() and not real.is_file():
+        raise UserError(f"{path} is not a regular file")
+    return path
+
+
+def _check_size(source: Path, name: Path, args: ModelArgs) -> None:
+    """Raise UserError if the model is larger than the folder's weights: it need not be built."""
+    num_tensors = num_values = 0
+    for _, _, shape, _ in _tensors(source):
+        num_tensors, num_values = num_tensors + 1, num_values + shape.numel()
+    if args.num_layers > num_tensors or num_parameters(args) > 4 * num_values:
+        raise UserError(
+            f"{source / name} describes {args.num_layers} layers with {num_parameters(args):,} "
+            f"parameters; the folder holds {num_tensors:,} tensors of {num_values:,} values"
+        )
 
 
 def is_folder(path: Path) -> bool:
@@ -146,9 +209,11 @@ def is_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() and any(there)
 
 
-def _shapes(args: ModelArgs) -> dict[str, torch.Size]:
+def parameter_shapes(args: ModelArgs) -> dict[str, torch.Size]:
+    """The shape of each parameter of the model of `args`, in its order."""
     with torch.device("meta"):
-        return {name: p.shape for name, p in Transformer(args).named_parameters()}
+        model = Transformer(replace(args, max_seq_len=1))  # no rotary tables, which would be real
+    return {name: p.shape for name, p in model.named_parameters()}
 
 
 def _refuse_unfinished(temporary: Path) -> NoReturn:
@@ -158,15 +223,18 @@ def _refuse_unfinished(temporary: Path) -> NoReturn:
     )
 
 
-def _refuse_unknown(config: Mapping[str, Any], path: Path, ignore: set[str]) -> None:
+def _refuse_unknown(
+    config: Mapping[str, Any], path: Path, ignore: set[str], *, is_lingua: bool
+) -> None:
     """Raise UserError for another kind of model, and for fields that may change this one."""
     kind = config.get("model_type")
-    if kind not in MODEL_TYPES and "model_type" not in ignore:
+    if not is_lingua and kind not in MODEL_TYPES and "model_type" not in ignore:
         raise UserError(
             f"{path} has model_type = {kind!r}; expected {' or '.join(MODEL_TYPES)}. Where the "
             "model computes what a Llama computes, say so: --ignore model_type"
         )
-    if others := sorted(set(unknown(config)) - ignore):
+    names = lingua.unknown(config) if is_lingua else unknown(config)
+    if others := sorted(set(names) - ignore):
         raise UserError(
             f"{path} has {', '.join(others)}, which this version does not know and which may "
             f"change the model. Where they change nothing, say so: --ignore {' '.join(others)}"
@@ -180,7 +248,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} is missing: expected a Hugging Face folder, with {CONFIG} and *.safetensors"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__}, expected a JSON object")
@@ -191,44 +259,45 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_weights(
-    source: Path, wanted: Mapping[str, torch.Size], *, tied: bool
+    source: Path, wanted: Mapping[str, torch.Size], described: str, *, tied: bool
 ) -> dict[str, Tensor]:
     """The parameters of `wanted`, float32, by our names. Raises UserError naming what is wrong."""
     weights: dict[str, Tensor] = {}
     extra: list[str] = []
-    for theirs, tensor in _tensors(source):
+    for theirs, ours, shape, read in _tensors(source):
         if theirs.endswith(_TABLES):
             continue
-        ours = _our_name(theirs)
         if tied and ours == "output.weight":  # some writers store the shared matrix twice
             ours = "tok_embeddings.weight"
         if ours is None or ours not in wanted:
             extra.append(theirs)
             continue
+        if shape != wanted[ours]:
+            raise UserError(
+                f"{source}: {theirs} has the shape {tuple(shape)}; {described} asks for "
+                f"{tuple(wanted[ours])}"
+            )
+        tensor = read()
         if tensor.dtype not in _FLOATS:
             raise UserError(
                 f"{source}: {theirs} is {str(tensor.dtype).removeprefix('torch.')}; expected "
                 "floating-point weights, not quantized ones"
             )
-        if tensor.shape != wanted[ours]:
-            raise UserError(
-                f"{source}: {theirs} has the shape {tuple(tensor.shape)}; {CONFIG} asks for "
-                f"{tuple(wanted[ours])}"
-            )
         tensor = tensor.to(torch.float32)
         if ours in weights and not torch.equal(weights[ours], tensor):
             raise UserError(
-                f"{source}: {CONFIG} has tie_word_embeddings = true, but {to_hf('output.weight')} "
-                f"and {to_hf(ours)} differ"
+                f"{source}: {described} ties the output matrix to the embedding, but "
+                f"{to_hf('output.weight')} and {to_hf(ours)} differ"
             )
         weights[ours] = tensor
-    missing = [to_hf(name) for name in wanted if name not in weights]
+    spell = to_hf if described == CONFIG else str
+    missing = [spell(name) for name in wanted if name not in weights]
     for what, names in (("lacks", missing), ("holds beside the model", extra)):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             raise UserError(
                 f"{source} {what} {', '.join(names[:5])}{more}: it is not the model that its "
-                f"{CONFIG} describes"
+                f"{described} describes"
             )
     return {name: weights[name] for name in wanted}
 
@@ -240,8 +309,18 @@ def _our_name(theirs: str) -> str | None:
         return None
 
 
-def _tensors(source: Path) -> Iterable[tuple[str, Tensor]]:
-    """Every tensor of the folder by its name there, one at a time."""
+def _tensors(
+    source: Path,
+) -> Iterator[tuple[str, str | None, torch.Size, Callable[[], Tensor]]]:
+    """Every tensor of the folder: its name there, ours (None if it has none), shape, and value.
+
+    A value may be read until the next one is asked for.
+    """
+    if (params := _params(source)) is not None:
+        path = _file(source, params.with_name(lingua.WEIGHTS))
+        for name, tensor in lingua.read_tensors(path).items():
+            yield name, lingua.to_ours(name), tensor.shape, tensor.detach
+        return
     for path, names in _files(source).items():
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -249,7 +328,8 @@ def _tensors(source: Path) -> Iterable[tuple[str, Tensor]]:
                 if names is not None and (lost := sorted(names - there)):
                     raise UserError(f"{path} lacks {', '.join(lost[:5])}, which {INDEX} puts there")
                 for name in sorted(there if names is None else names):
-                    yield name, file.get_tensor(name)
+                    shape = torch.Size(file.get_slice(name).get_shape())
+                    yield name, _our_name(name), shape, partial(file.get_tensor, name)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} cannot be read: {error}") from None
 
@@ -257,19 +337,19 @@ def _tensors(source: Path) -> Iterable[tuple[str, Tensor]]:
 def _files(source: Path) -> dict[Path, set[str] | None]:
     """The folder's safetensors files, and the names that an index takes from each (None: all)."""
     if (source / INDEX).is_file():
-        places = _read_json(source / INDEX).get("weight_map")
+        places = _read_json(_file(source, INDEX)).get("weight_map")
         if not isinstance(places, dict) or not places:
             raise UserError(f"{source / INDEX} has no weight_map")
         files: dict[Path, set[str] | None] = {}
         for name, file in places.items():
             if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
                 raise UserError(f"{source / INDEX} puts {name} into {file!r}: expected a file name")
-            names = files.setdefault(source / file, set())
+            names = files.setdefault(_file(source, file), set())
             assert names is not None
             names.add(name)
         return files
     if (source / ONE_FILE).is_file():
-        return {source / ONE_FILE: None}
+        return {_file(source, ONE_FILE): None}
     if any(source.glob("*.bin")) or any(source.glob("*.pt*")):
         raise UserError(
             f"{source} holds pickled weights (.bin, .pt), which can run code when they are read. "
@@ -278,7 +358,7 @@ def _files(source: Path) -> dict[Path, set[str] | None]:
     raise UserError(f"{source} has neither {ONE_FILE} nor {INDEX}")
 
 
-def _halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
+def halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
     """By our parameter name, the order of its rows that turns rotary halves into pairs.
 
     Llama's code rotates dim i of a head with dim i + R/2, R being the rotated dims; ours 2i with
