@@ -207,7 +207,7 @@ def test_every_kind_of_difference_is_named_in_its_place(tmp_path: Path) -> None:
         "guards.outlier_sigma": [None, 6.0],
     }
     assert differences["data"] == {
-        "fingerprint": [FINGERPRINT, "f" * 64],
+        "data_fingerprint": [FINGERPRINT, "f" * 64],
     }
     assert differences["config"] == {"training.compile": [None, True]}
     assert differences["code"].keys() == {"commit", "patch", "untracked"}

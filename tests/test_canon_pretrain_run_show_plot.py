@@ -290,6 +290,20 @@ def test_validation_is_drawn_whole_and_by_source(tmp_path: Path) -> None:
     assert content["figures"][0]["bits_per_byte"] == "NaN"
 
 
+def test_a_validation_curve_is_of_one_text(tmp_path: Path) -> None:
+    """Issue 17, item 17: the text was changed at step 20, as run.allow_changes let it."""
+    events = [
+        at(0, "start"),
+        validation(10, 1.5) | {"held_out_fingerprint": "old"},
+        step(0.4, 20, 8.0),
+        validation(20, 1.25) | {"held_out_fingerprint": "new"},
+    ]
+    run = plant_run(tmp_path / "run", events, held_out_fingerprint="new")
+    history = read_history(run.path, "run")
+    assert history.validation[""].values.tolist() == [1.25]
+    assert any("another held-out text" in notice for notice in history.notices)
+
+
 def test_evaluations_show_whole_results_and_say_what_is_left_out(tmp_path: Path) -> None:
     events = [at(0, "start"), step(0.1, 10, 9.0), step(0.2, 20, 8.0)]
     run = plant_run(tmp_path / "run", events)

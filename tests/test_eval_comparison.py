@@ -11,10 +11,13 @@ from lm_eval.api import metrics
 from scipy import stats
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.run.folder import RunFolder
 from eval.comparison.architectures import architectures, choose
 from eval.comparison.content import comparison_content
 from eval.comparison.records import Records, Scale, _values
+from eval.report.over_steps import score_curves
 from eval.report.runs import read_runs
+from eval.results import Score
 from tests.eval_simulation import (
     evaluated,
     plant_answers,
@@ -23,7 +26,7 @@ from tests.eval_simulation import (
     right_or_wrong,
     validations,
 )
-from tests.report_runs import plant_run
+from tests.report_runs import plant_results, plant_run
 
 ACC = {"boolq": {"primary": ["acc"], "higher_is_better": {"acc": True}, "chance": 0.5}}
 SUITE = "discriminative"
@@ -153,6 +156,40 @@ def test_the_validation_suite_goes_before_the_log(tmp_path: Path) -> None:
     choice = choose(one)
     assert choice.recipe is one.recipes[1] and "the suite `validation`" in choice.words
     assert "the suite `validation`" in content(*paths)["selection_words"]
+
+
+def test_losses_of_different_texts_choose_no_learning_rate(tmp_path: Path) -> None:
+    """Issue 17, item 17: nor are they one row or curve; they make no other architecture, and
+    no further seed."""
+    texts = {"low": "a" * 64, "high": "b" * 64}
+    for name, rate in (("low", 0.001), ("high", 0.002)):
+        run = rated(tmp_path / name, rate, {20: 2.5 if name == "low" else 2.6})
+        stored = RunFolder(run).read_config()
+        stored["identity"]["held_out_fingerprint"] = texts[name]
+        RunFolder(run).write_config(stored["config"], stored["identity"])
+        for at in (10, 20):
+            asked = {"held_out_fingerprint": texts[name]}
+            scores = {"validation": {"nats_per_token": Score(3.0)}}
+            plant_results(RunFolder(run), at, "validation", scores, **asked)
+    paths = [tmp_path / "low", tmp_path / "high"]
+    (one,) = architectures(read_runs(paths))
+    choice = choose(one)
+    assert choice.recipe is None and choice.losses == [None, None]
+    rows = content(*paths)["every_run"]
+    assert [[cell["run"] for cell in row["cells"]] for row in rows] == [["low"], ["high"]]
+    curves = score_curves(read_runs(paths))
+    assert [[line["run"] for line in curve["lines"]] for curve in curves] == [["low"], ["high"]]
+    # both on one text, on purpose: that one counts
+    asked = {"held_out_fingerprint": texts["low"]}
+    scores = {"validation": {"nats_per_token": Score(2.9)}}
+    plant_results(RunFolder(tmp_path / "high"), 20, "validation", scores, **asked)
+    (one,) = architectures(read_runs(paths))
+    assert choose(one).losses == [3.0, 2.9]
+    # what the run records is shown, however old
+    assert [row["cells"][0]["value"] for row in content(*paths)["every_run"]] == [3.0, 3.0]
+    again = rated(tmp_path / "again", 0.001, {20: 2.5})
+    (one,) = architectures(read_runs([*paths, again]))
+    assert [run.label for run in one.recipes[0].repeats] == ["again"]
 
 
 def test_several_learning_rates_without_a_held_out_loss_are_not_judged(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ and the tables and verdicts of this package. No torch.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -14,12 +14,14 @@ from typing import Any
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.log import number
 from canon_pretrain.run.names import printable
-from eval.report.runs import Run
+from eval.report.runs import Run, text_of
 
 LEARNING_RATE = "optimizer.lr"
 SEEDS = ("model.init_seed", "data.data_seed")
 TELLING = ("model.position", "model.canon_set", "model.num_layers", "model.dim", "model.num_heads")
 """What names an architecture before any other field does."""
+HELD_OUT = "held_out_fingerprint"
+"""The text of a held-out loss: part of a run's identity, and nothing that it is trained by."""
 VALIDATION = "validation"
 BY_SUITE, BY_LOG = "the suite `validation`", "the loss that training logs on held-out text"
 
@@ -76,7 +78,8 @@ def setting(run: Run, name: str) -> Any:
 
 def architectures(runs: Sequence[Run]) -> list[Architecture]:
     """The runs by architecture, then by learning rate; labels are unique."""
-    names = sorted({name for run in runs for name in run.identity} - {LEARNING_RATE, *SEEDS})
+    known = {name for run in runs for name in run.identity}
+    names = sorted(known - {LEARNING_RATE, *SEEDS, HELD_OUT})
     grouped: dict[str, list[Run]] = {}
     for run in runs:
         key = json.dumps([setting(run, name) for name in names], sort_keys=True)
@@ -103,7 +106,9 @@ def _recipes(runs: Sequence[Run]) -> list[Recipe]:
 
 def recipe_of(runs: Sequence[Run]) -> Recipe:
     """The runs as one recipe; of those that are alike, seeds too, the first counts."""
-    known = [_defaults() | run.identity if run.identity else None for run in runs]
+    known = [
+        _defaults() | run.identity | {HELD_OUT: None} if run.identity else None for run in runs
+    ]
     is_first = [each is None or each not in known[:k] for k, each in enumerate(known)]
     return Recipe(
         runs[0].identity.get(LEARNING_RATE),
@@ -154,19 +159,22 @@ def _word(name: str, value: Any) -> str:
 def choose(architecture: Architecture) -> Choice:
     """The learning rate with the lowest held-out loss, at the last step that all of them have.
 
-    By the suite `validation`, or by the log where that goes further; never by the scores that are
-    to be compared. A loss that is no number is worse than any.
+    Losses of different texts are never set beside each other. By the suite `validation`, or by the
+    log where that goes further; never by the scores that are to be compared. A loss that is no
+    number is worse than any.
     """
     recipes = architecture.recipes
     found = []
     for words, losses_of in ((BY_SUITE, suite_losses), (BY_LOG, logged_losses)):
         by_run = [[losses_of(run) for run in recipe.runs] for recipe in recipes]
-        steps = set.intersection(*(set(losses) for group in by_run for losses in group))
-        if steps:
-            found.append((max(steps), words, by_run))
+        scored = set.intersection(*(set(losses) for group in by_run for losses in group))
+        if scored:
+            found.append((max(scored, key=_step_and_own_text(recipes)), words, by_run))
     if found:
-        step, words, by_run = max(found, key=lambda each: each[0])  # the suite, of equal steps
-        means = [math.fsum(losses[step] for losses in group) / len(group) for group in by_run]
+        # the suite, of equal steps
+        at, words, by_run = max(found, key=lambda each: each[0][0])
+        step = at[0]
+        means = [math.fsum(losses[at] for losses in group) / len(group) for group in by_run]
         losses = [x if math.isfinite(x) else None for x in means]
         if len(recipes) == 1:
             return Choice(recipes[0], "its only learning rate", losses, step)
@@ -180,26 +188,38 @@ def choose(architecture: Architecture) -> Choice:
         return Choice(recipes[0], "its only learning rate", nothing)
     return Choice(
         None,
-        f"{len(recipes)} learning rates and no held-out loss at a step that they share: evaluate "
-        "them on the suite `validation`, or name the runs of one learning rate only",
+        f"{len(recipes)} learning rates and no held-out loss at a step and of a text that they "
+        "share: evaluate them on the suite `validation` (--held_out names a text), or name the "
+        "runs of one learning rate only",
         nothing,
     )
 
 
-def suite_losses(run: Run) -> Mapping[int, float]:
-    """The held-out losses of the suite `validation`, by step."""
+Scored = tuple[int, str]
+"""A step, and the text that a loss is of: its fingerprint, "None" if it was not recorded."""
+
+
+def _step_and_own_text(recipes: Sequence[Recipe]) -> Callable[[Scored], tuple[int, bool, str]]:
+    """The sort key of what was scored: the step, then whether it is the text of the runs."""
+    own = [str(run.identity.get(HELD_OUT)) for recipe in recipes for run in recipe.runs]
+    return lambda scored: (scored[0], scored[1] in own, scored[1])
+
+
+def suite_losses(run: Run) -> Mapping[Scored, float]:
+    """The held-out losses of the suite `validation`, by step and text."""
     found = {}
     for results in run.evaluations:
         score = results.scores.get(VALIDATION, {}).get("nats_per_token")
         if results.asked["suite"] == VALIDATION and results.asked["limit"] is None and score:
-            found[results.asked["step"]] = score.value
+            found[results.asked["step"], text_of(results)] = score.value
     return found
 
 
-def logged_losses(run: Run) -> Mapping[int, float]:
-    """The held-out losses that training logged, by step."""
+def logged_losses(run: Run) -> Mapping[Scored, float]:
+    """The held-out losses that training logged, by step and text."""
     found = {}
     for event in run.events:
         if event["event"] == "validation" and "step" in event and "loss" in event:
-            found[event["step"]] = number(event["loss"])
+            text = event.get(HELD_OUT, run.identity.get(HELD_OUT))
+            found[event["step"], str(text)] = number(event["loss"])
     return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.report.runs import Run, chance_of, described, primary_metrics
+from eval.report.runs import Run, chance_of, described, primary_metrics, text_of
 from eval.results import OWN_TO_A_CHECKPOINT, Results
 
 VALIDATION = "validation"
@@ -92,6 +92,14 @@ def suites_of(runs: Sequence[Run], wanted: Sequence[str] | None = None) -> list[
         if results.asked["limit"] is None
     )
     return [name for name in names if wanted is None or name in wanted]
+
+
+def by_text(standings: Sequence[Standing]) -> dict[str, list[Standing]]:
+    """The answers that may be set beside each other: of `validation` those about one text."""
+    found: dict[str, list[Standing]] = {}
+    for standing in standings:
+        found.setdefault(text_of(standing.results), []).append(standing)
+    return found
 
 
 def questions(

@@ -15,6 +15,7 @@ from eval.comparison.standing import (
     Question,
     Standing,
     by_step,
+    by_text,
     higher_is_better,
     is_loss,
     latest,
@@ -42,21 +43,26 @@ def every_run(architectures: Sequence[Architecture], measure: Measure) -> list[d
     ]
     named = {run.label: (label, rate) for run, label, rate in owners}
     rows = []
-    for question, standings in _asked([run for run, *_ in owners], measure, every_metric=True):
-        cells = []
-        for standing in standings:
-            label, rate = named[standing.run.label]
-            cells.append(
-                {
-                    "run": standing.run.label,
-                    "architecture": label,
-                    "learning_rate": rate,
-                    "step": standing.results.asked["step"],
-                    "value": score_of(standing, question),
-                }
-            )
-        primary = question in questions(standings, question.suite)
-        rows.append({**_head(question, standings), "primary": primary, "cells": cells})
+    for question, everyone in _asked([run for run, *_ in owners], measure, every_metric=True):
+        texts = by_text(everyone)
+        for text, standings in texts.items():
+            cells = []
+            for standing in standings:
+                label, rate = named[standing.run.label]
+                cells.append(
+                    {
+                        "run": standing.run.label,
+                        "architecture": label,
+                        "learning_rate": rate,
+                        "step": standing.results.asked["step"],
+                        "value": score_of(standing, question),
+                    }
+                )
+            primary = question in questions(standings, question.suite)
+            head = _head(question, standings)
+            if len(texts) > 1:
+                head["task"] += f" of text {text[:8]}"
+            rows.append({**head, "primary": primary, "cells": cells})
     return rows
 
 

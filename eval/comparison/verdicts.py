@@ -89,13 +89,14 @@ def held_out_words(
     for entry in of_pair(refused):
         return f"{start} not compared: {entry['why']}"
     logged = [[logged_losses(run) for run in side.runs] for side in pair]
-    steps = set.intersection(*(set(losses) for side in logged for losses in side))
+    scored = set.intersection(*(set(losses) for side in logged for losses in side))
     how = "`python -m eval run --suite validation` evaluates a checkpoint"
-    if not steps:
+    if not scored:
         return f"{start} not evaluated; {how}"
-    ours, theirs = (math.fsum(x[max(steps)] for x in side) / len(side) for side in logged)
+    at = max(scored)
+    ours, theirs = (math.fsum(x[at] for x in side) / len(side) for side in logged)
     return (
-        f"{start} not evaluated; in training, at step {max(steps)}, {name} had {ours:.4f} "
+        f"{start} not evaluated; in training, at step {at[0]}, {name} had {ours:.4f} "
         f"nats/token and {than.removeprefix(' than ') or 'A'} {theirs:.4f}: no verdict ({how})"
     )
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.names import printable
-from eval.comparison.architectures import logged_losses, suite_losses
+from eval.comparison.architectures import Scored, logged_losses, suite_losses
 from eval.report.lengths import Entry
-from eval.report.runs import Run, described, primary_metrics, suite_order
+from eval.report.runs import Run, described, primary_metrics, suite_order, text_of
 from eval.results import Results
 
 
@@ -33,55 +33,68 @@ def score_curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
     }
     curves = []
     for suite, task, metric in _primaries(runs):
-        lines = []
+        texts: dict[str, list[dict[str, Any]]] = {}  # losses of different texts make no one chart
         for run in runs:
-            points = [
-                (step, results)
-                for (name, step), results in sorted(by_step[run.label].items())
-                if name == suite and metric in results.scores.get(task, {})
-            ]
-            if points:
-                lines.append(_line(run, points, task, metric, tokens[run.label]))
-        if any(len(line["steps"]) > 1 for line in lines):
-            names = {"suite": suite, "task": printable(task), "metric": printable(metric)}
-            curves.append({**names, "lines": lines})
+            points: dict[str, list[tuple[int, Results]]] = {}
+            for (name, step), results in sorted(by_step[run.label].items()):
+                if name == suite and metric in results.scores.get(task, {}):
+                    points.setdefault(text_of(results), []).append((step, results))
+            for text, scored in points.items():
+                line = _line(run, scored, task, metric, tokens[run.label])
+                texts.setdefault(text, []).append(line)
+        for text, lines in texts.items():
+            if any(len(line["steps"]) > 1 for line in lines):
+                label = f"{task} of text {text[:8]}" if len(texts) > 1 else task
+                names = {"suite": suite, "task": printable(label), "metric": printable(metric)}
+                curves.append({**names, "lines": lines})
     return curves
 
 
 def held_out_curves(runs: Sequence[Run], entries: Sequence[Entry]) -> dict[str, Any] | None:
-    """Held-out loss over tokens, a line per architecture; None without any.
+    """Held-out loss of one text over tokens, a line per architecture; None without any.
 
-    From the suite `validation` or the training logs, whichever has more points: the two may score
-    other windows. A line's value is the mean over the entry's runs at a step that all of them have;
-    `low` and `high` are the lowest and highest, `n` how many there are.
+    From the suite `validation` or the training logs, and of the text, that have most points: the
+    two may score other windows. A line's value is the mean over the entry's runs at a step that all
+    of them have; `low` and `high` are the lowest and highest, `n` how many there are.
     """
     found: list[dict[str, Any]] = []
     for words, losses_of in (
         ("the suite validation", suite_losses),
         ("training logs", logged_losses),
     ):
-        lines = []
-        for entry in entries:
-            members = [(run, losses_of(run)) for run in runs if run.label in entry.runs]
-            members = [(run, losses) for run, losses in members if losses]
-            if members:
-                steps = sorted(set.intersection(*(set(losses) for _, losses in members)))
-                at = {step: [losses[step] for _, losses in members] for step in steps}
-                at = {step: v for step, v in at.items() if all(map(math.isfinite, v))}
-                lines.append(
-                    {
-                        "label": entry.label,
-                        "steps": list(at),
-                        "tokens": [tokens_at(members[0][0], step) for step in at],
-                        "values": [math.fsum(v) / len(v) for v in at.values()],
-                        "low": [min(v) for v in at.values()],
-                        "high": [max(v) for v in at.values()],
-                        "n": [len(v) for v in at.values()],
-                    }
-                )
-        found.append({"source": words, "lines": [line for line in lines if line["steps"]]})
-    best = max(found, key=lambda each: sum(len(line["steps"]) for line in each["lines"]))
-    return best if best["lines"] else None
+        members = {
+            entry.label: [(run, losses_of(run)) for run in runs if run.label in entry.runs]
+            for entry in entries
+        }
+        texts = {text for each in members.values() for _, losses in each for _, text in losses}
+        for text in sorted(texts):
+            lines = [_mean_line(label, each, text) for label, each in members.items()]
+            found.append({"source": words, "lines": [line for line in lines if line["steps"]]})
+    best = max(found, key=lambda x: sum(len(line["steps"]) for line in x["lines"]), default=None)
+    return best if best and best["lines"] else None
+
+
+def _mean_line(
+    label: str, members: Sequence[tuple[Run, Mapping[Scored, float]]], text: str
+) -> dict[str, Any]:
+    """The mean of the losses of `text` at the steps that all members with any have."""
+    by_step = [
+        (run, {step: loss for (step, of), loss in losses.items() if of == text})
+        for run, losses in members
+    ]
+    by_step = [(run, losses) for run, losses in by_step if losses]
+    steps = sorted(set.intersection(*(set(losses) for _, losses in by_step))) if by_step else []
+    at = {step: [losses[step] for _, losses in by_step] for step in steps}
+    at = {step: v for step, v in at.items() if all(map(math.isfinite, v))}
+    return {
+        "label": label,
+        "steps": list(at),
+        "tokens": [tokens_at(by_step[0][0], step) for step in at],
+        "values": [math.fsum(v) / len(v) for v in at.values()],
+        "low": [min(v) for v in at.values()],
+        "high": [max(v) for v in at.values()],
+        "n": [len(v) for v in at.values()],
+    }
 
 
 def _primaries(runs: Sequence[Run]) -> list[tuple[str, str, str]]:

@@ -60,6 +60,12 @@ class Run:
         return [event for event in self.events if event["event"] in ("start", "resume")]
 
 
+def text_of(results: Results) -> str:
+    """The fingerprint of the text that a held-out loss is of; empty for another suite."""
+    asked = results.asked
+    return str(asked.get("held_out_fingerprint")) if asked["suite"] == "validation" else ""
+
+
 def described(results: Results, task: str) -> dict[str, Any]:
     """What the task says of itself, as recorded: version, primary, chance ...; {} where unknown."""
     tasks = results.asked.get("tasks")
@@ -136,9 +142,11 @@ def _read_evaluations(
     """All results of the run with their folders, and why others were left out, in sentences.
 
     By suite, cut short ones first, by step, and the newest last; but those of the checkpoint that
-    the run has at that step after those of another. Raises UserError for damaged ones.
+    the run has at that step after those of another, and losses of the run's own held-out text after
+    those of another. Raises UserError for damaged ones.
     """
     found, left_out = [], []
+    own_texts = str(config["identity"].get("held_out_fingerprint")).split("+")
     for path in sorted((folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
         results = read_results(path)
         for metrics in results.scores.values():
@@ -151,7 +159,11 @@ def _read_evaluations(
         asked = results.asked
         is_own = not is_outdated(folder, results)
         written = (results.written, path.stat().st_mtime_ns)
-        order = (asked["suite"], asked["limit"] is None, asked["step"], is_own, *written)
+        is_own_text = text_of(results) in own_texts
+        order = (
+            *(asked["suite"], asked["limit"] is None, asked["step"]),
+            *(is_own, is_own_text, *written),
+        )
         found.append((order, results, path.parent))
     found.sort(key=lambda entry: entry[0])
     return [(results, place) for _, results, place in found], left_out

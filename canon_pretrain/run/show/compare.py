@@ -40,6 +40,9 @@ OWN_ENVIRONMENT = (
 LOGGED_VERSIONS = ("torch", "torchtitan", "canon_pretrain", "python")
 """What a `start` or `resume` event may name."""
 
+DATA = ("data_fingerprint", "held_out_fingerprint")
+"""What of the identity is about the data."""
+
 SECTIONS = ("identity", "data", "config", "code", "packages", "environment", "launch")
 
 
@@ -140,7 +143,7 @@ def compare(a: Recorded, b: Recorded, *, rtol: float) -> dict[str, Any]:
     """
     sections = {
         "identity": _section(_computed(a), _computed(b)),
-        "data": _section(_data(a), _data(b)),
+        "data": _section(_data(a, b), _data(b, a)),
         "config": _section(_settings(a, b), _settings(b, a), own=lambda name: name in OWN_CONFIG),
         "code": _section(_source(a), _source(b)),
         "packages": _section(*_installed(a, b)),
@@ -182,11 +185,16 @@ def _section(
 
 
 def _computed(run: Recorded) -> dict[str, Any]:
-    return {name: value for name, value in run.identity.items() if name != "data_fingerprint"}
+    return {name: value for name, value in run.identity.items() if name not in DATA}
 
 
-def _data(run: Recorded) -> dict[str, Any]:
-    return {"fingerprint": run.identity.get("data_fingerprint")}
+def _data(run: Recorded, other: Recorded) -> dict[str, Any]:
+    """What both have recorded of their data."""
+    return {
+        name: run.identity[name]
+        for name in DATA
+        if {name} <= run.identity.keys() & other.identity.keys()
+    }
 
 
 def _settings(run: Recorded, other: Recorded) -> dict[str, Any]:

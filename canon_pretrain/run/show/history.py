@@ -19,6 +19,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number
 from canon_pretrain.run.names import printable
 
+HELD_OUT = "held_out_fingerprint"
 STEP_FIELDS = ("loss", "grad_norm", "tokens_per_second", "mfu", "lr")
 SEEDS = ("model.init_seed", "data.data_seed")
 
@@ -123,11 +124,19 @@ def read_history(path: Path, label: str) -> History:
             )
             for field in STEP_FIELDS
         }
-        validation = _validation([event for event in events if event["event"] == "validation"])
+        scored = [event for event in events if event["event"] == "validation"]
+        own = [
+            each
+            for each in scored
+            if each.get(HELD_OUT, identity.get(HELD_OUT)) == identity.get(HELD_OUT)
+        ]
+        validation = _validation(own)
         skips = _that_count(events, "skip")
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder.log_file} is damaged: {error!r}") from None
     evaluations, notices = read_evaluations(folder, identity)
+    if left := len(scored) - len(own):
+        notices.append(f"{left} validation(s) are of another held-out text and left out")
     return History(
         label=label,
         folder=folder,
