@@ -11,7 +11,6 @@ it runs while a node's time is paid for.
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Literal, NamedTuple, get_args
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.errors import UserError, exit_with
-from canon_pretrain.files import write_json
+from canon_pretrain.files import UnreadableFile, parsing, read_json, write_json
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.holder import Holder, process_lives, read_count
 from canon_pretrain.run.lock import live_holder
@@ -246,9 +245,12 @@ def _read_status(run: RunFolder) -> Status | None:
 
 def _read_link(run: RunFolder) -> Link | None:
     """restarts.json; None where there is none, or it is damaged: counting begins anew."""
+    path = restarts_file(run)
     try:
-        return Link(**json.loads(restarts_file(run).read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):
+        record = read_json(path)
+        with parsing(path):
+            return Link(**record)
+    except UnreadableFile:
         return None
 
 

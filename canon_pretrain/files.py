@@ -1,17 +1,127 @@
-"""Small file operations that survive a crash: atomic writes, folder sync, hashes.
+"""Small file operations that survive a crash or an odd file: atomic writes, bounded reads, hashes.
 
-A leaf of the package: data shards, run folders and results are written through it.
+A leaf of the package: data shards, run folders and results are read and written through it.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
+import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
+
+from canon_pretrain.errors import UserError
 
 READ_BYTES = 1 << 20
+MAX_JSON_BYTES = 64 << 20
+MAX_LINE_BYTES = 16 << 20
+"""Of a line of JSON that we wrote: a longer one is damage."""
+
+
+class UnreadableFile(UserError):
+    """A file that is missing, cannot be read, or does not hold what it should.
+
+    `errno` is that of the failed call; None if the content is at fault.
+    """
+
+    def __init__(self, path: Path, fault: str, cause: OSError | None = None) -> None:
+        super().__init__(f"{path} {fault}")
+        self.errno = None if cause is None else cause.errno
+
+    @property
+    def is_missing(self) -> bool:
+        return self.errno == errno.ENOENT
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading; raise UnreadableFile for anything else, without waiting.
+
+    Links are followed. An OSError within the block becomes an UnreadableFile too.
+    """
+    try:
+        with open(path, "rb", opener=open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UnreadableFile(path, "is not a regular file")
+            yield file
+    except OSError as error:
+        text = "is missing" if error.errno == errno.ENOENT else f"cannot be read: {error.strerror}"
+        raise UnreadableFile(path, text, error) from None
+
+
+@contextlib.contextmanager
+def parsing(path: Path) -> Iterator[None]:
+    """Raise UnreadableFile for what the block finds wrong in the values that `path` holds."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
+        text = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise UnreadableFile(path, f"is damaged: {text}") from None
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """An `opener` that waits for nothing, such as the writer of a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Return the content of a regular file. Raises UnreadableFile, also for a larger one."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise UnreadableFile(path, f"is damaged: it has more than {max_bytes:,} bytes")
+        return file.read()
+
+
+def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a regular file with their ends; a longer one becomes an empty line.
+
+    Raises UnreadableFile.
+    """
+    with open_regular(path) as file:
+        while line := file.readline(max_line_bytes):
+            is_cut = False
+            while len(line) == max_line_bytes and not line.endswith(b"\n"):
+                is_cut, line = True, file.readline(max_line_bytes)
+            yield b"\n" if is_cut else line
+
+
+def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
+    """`json.loads` that fails with a ValueError alone, whatever `content` is.
+
+    Unless `finite` is False, NaN, infinities and floats beyond the largest one are refused.
+    """
+    try:
+        if finite:
+            return json.loads(content, parse_constant=_not_finite, parse_float=_finite)
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _not_finite(word: str) -> NoReturn:
+    raise ValueError(f"{word[:40]} is not a finite number")
+
+
+def _finite(word: str) -> float:
+    return value if math.isfinite(value := float(word)) else _not_finite(word)
+
+
+def read_json(
+    path: Path, *, finite: bool = True, max_bytes: int = MAX_JSON_BYTES
+) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises UnreadableFile in every other case."""
+    content = read_bytes(path, max_bytes)
+    with parsing(path):
+        value = parse_json(content, finite=finite)
+        if not isinstance(value, dict):
+            raise ValueError("it holds no JSON object")
+    return value
 
 
 def fsync_folder(folder: Path) -> None:
@@ -23,9 +133,23 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def rename(source: Path, target: Path) -> None:
+    """`os.rename` that checks what an error did: a file server may rename and lose the reply."""
+    before = os.lstat(source)
+    try:
+        os.rename(source, target)
+    except OSError:
+        try:
+            is_done = os.path.samestat(before, os.lstat(target)) and not os.path.lexists(source)
+        except OSError:
+            is_done = False
+        if not is_done:
+            raise
+
+
 def publish(temporary: Path, final: Path) -> None:
     """Give a finished and synced `temporary` file its `final` name, durably and in one step."""
-    os.replace(temporary, final)
+    rename(temporary, final)
     fsync_folder(final.parent)
 
 
@@ -75,9 +199,11 @@ def free_bytes(path: Path) -> int:
 
 
 def sha256_file(path: Path) -> str:
-    """The hex SHA-256 of a file's bytes, read in pieces."""
+    """Return the hex SHA-256 of a regular file's bytes. Raises OSError, also for other files."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         while piece := file.read(READ_BYTES):
             digest.update(piece)
     return digest.hexdigest()

@@ -19,12 +19,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_atomic, write_json
+from canon_pretrain.files import (
+    UnreadableFile,
+    open_at_once,
+    parse_json,
+    parsing,
+    read_json,
+    read_lines,
+    write_atomic,
+    write_json,
+)
 from canon_pretrain.run.folder import RunFolder
 
 VERSION = 1
 RESULTS = "results.json"
 SAMPLES = "samples-{}.jsonl"
+MAX_TASK_BYTES = 1 << 30
+MAX_SAMPLE_BYTES = 1 << 26
 
 Z_95 = 1.959964
 """The normal distribution's 97.5 % quantile."""
@@ -129,7 +140,7 @@ class Unfinished:
         Raises OSError where the folder cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        file = open(self._folder / "lock", "a")
+        file = open(self._folder / "lock", "a", opener=open_at_once)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -147,10 +158,12 @@ class Unfinished:
         found = {}
         for path in sorted(self._folder.glob("*.task.json")):
             try:
-                stored = json.loads(path.read_text())
-                scores = {name: Score(**score) for name, score in stored["scores"].items()}
-                found[stored["task"]] = Answers(scores, stored["num_samples"], stored["samples"])
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                stored = read_json(path, finite=False, max_bytes=MAX_TASK_BYTES)
+                with parsing(path):
+                    scores = {m: _score(s, None) for m, s in stored["scores"].items()}
+                    answers = Answers(scores, stored["num_samples"], stored["samples"])
+                    found[stored["task"]] = answers
+            except UnreadableFile:
                 continue
         return found
 
@@ -167,9 +180,9 @@ class Unfinished:
     def _is_ours(self) -> bool:
         """Whether the answers that were kept are to this question."""
         try:
-            kept = json.loads(self._question.read_text())
+            kept = read_json(self._question, finite=False)
             return question_of(kept) == question_of(self._asked)
-        except (OSError, ValueError, AttributeError):
+        except UnreadableFile:
             return False
 
     def remove(self) -> None:
@@ -210,47 +223,62 @@ def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for path in sorted(folder.glob(SAMPLES.format("*"))):
         task = path.name.removeprefix(start).removesuffix(end).replace("%2F", "/")
         try:
-            # not splitlines: a text may hold U+2028
-            lines = path.read_text(encoding="utf-8").split("\n")
-            found[task] = [json.loads(line) for line in lines if line]
-            if not all(isinstance(item, dict) for item in found[task]):
-                raise ValueError("a line is no JSON object")
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{path}: damaged ({error}); `python -m eval run` asks that suite again"
-            ) from None
+            with parsing(path):
+                lines = read_lines(path, MAX_SAMPLE_BYTES)
+                found[task] = [parse_json(line, finite=False) for line in lines]
+                if not all(isinstance(item, dict) for item in found[task]):
+                    raise ValueError("a line is no JSON object")
+        except UnreadableFile as error:
+            raise UserError(f"{error}; `python -m eval run` asks that suite again") from None
     return found
 
 
 def read_results(path: Path) -> Results:
     """Read one results.json. Raises UserError if it is missing, damaged or of another version."""
     try:
-        stored = json.loads(path.read_text())
-        version = stored["version"]
-        if version != VERSION:
-            raise UserError(f"{path}: version {version!r}, this program reads {VERSION}")
-        scores = {
-            task: {
-                m: _score(score, stored["num_samples"].get(task)) for m, score in metrics.items()
-            }
-            for task, metrics in stored["scores"].items()
-        }
-        written = str(stored.get("written", ""))
-        results = Results(stored["asked"], scores, stored["num_samples"], written)
-        missing = [name for name in ASKED if name not in results.asked]
-        if missing:
-            raise KeyError(", ".join(missing))
-        return results
-    except FileNotFoundError:
-        raise UserError(f"{path}: no results here; `python -m eval run` writes them") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: damaged ({error!r}); evaluate again") from None
+        stored = read_json(path, finite=False)
+        with parsing(path):
+            if stored["version"] != VERSION:
+                raise UserError(
+                    f"{path}: version {stored['version']!r}, this program reads {VERSION}"
+                )
+            return _results(stored)
+    except UnreadableFile as error:
+        if error.is_missing:
+            raise UserError(f"{path}: no results here; `python -m eval run` writes them") from None
+        if error.errno is not None:
+            raise
+        raise UserError(f"{error}; evaluate again") from None
+
+
+def _results(stored: Mapping[str, Any]) -> Results:
+    """Raises ValueError, KeyError and the like for what `write_results` never writes."""
+    asked, num_samples = stored["asked"], stored["num_samples"]
+    if missing := [name for name in ASKED if name not in asked]:
+        raise KeyError(", ".join(missing))
+    for name in ("checkpoint", "suite"):
+        if not isinstance(asked[name], str):
+            raise ValueError(f"asked.{name} is {str(asked[name])[:40]}")
+    for name in ("step", "limit"):
+        if not isinstance(asked[name], int | None):  # an export need not know its step
+            raise ValueError(f"asked.{name} is {str(asked[name])[:40]}")
+    for task, count in num_samples.items():
+        if not isinstance(count, int):
+            raise ValueError(f"num_samples of {task} is {str(count)[:40]}")
+    scores = {
+        task: {m: _score(score, num_samples.get(task)) for m, score in metrics.items()}
+        for task, metrics in stored["scores"].items()
+    }
+    return Results(asked, scores, num_samples, str(stored.get("written", "")))
 
 
 def _score(stored: dict[str, Any], count: int | None) -> Score:
     """A score as stored; earlier versions wrote a standard error of 0 where all items are alike."""
-    if stored.get("stderr") == 0 and stored["value"] in (0, 1) and count:
-        return Score(stored["value"], bound=wilson_bound(stored["value"], count))
-    return Score(**stored)
+    score = Score(**stored)
+    for name, value in stored.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number and (name == "value" or value is not None):
+            raise ValueError(f"the {name} of a score is {str(value)[:40]}, expected a number")
+    if score.stderr == 0 and score.value in (0, 1) and count:
+        return Score(score.value, bound=wilson_bound(score.value, count))
+    return score

@@ -105,7 +105,7 @@ def test_list_reads_no_file_but_manifests(run: Path, capsys: Output) -> None:
         path.unlink()
         os.mkfifo(path)  # opening it would wait for ever; its size is 0
         assert content
-    assert "damaged: __0_0.distcp has 0 bytes" in output_of(capsys, "list", run)
+    assert "damaged: __0_0.distcp is not a regular file" in output_of(capsys, "list", run)
 
 
 def test_list_bears_steps_that_vanish_meanwhile(

@@ -1,6 +1,8 @@
 """Retention: what counts, what goes, what is held, and faults in the middle of it."""
 
+import errno
 import itertools
+import json
 import os
 import shutil
 import threading
@@ -436,3 +438,55 @@ def test_two_threads_take_turns(run: Path) -> None:
     assert sorted(step for outcome in outcomes for step in outcome.deleted) == [10, 20, 30]
     assert all(outcome.errors == [] for outcome in outcomes)
     assert Manifest.read(folder_of(run).step_path(50)).kind == "full"
+
+
+ODD = {
+    "infinity": lambda record: record | {"step": float("inf")},
+    "world size": lambda record: record | {"world_size": float("nan")},
+    "nul": lambda record: record | {"files": {"a\0b": {"bytes": 1, "sha256": "0"}}},
+    "surrogate": lambda record: record | {"files": {"\ud800": {"bytes": 1, "sha256": "0"}}},
+    "long name": lambda record: record | {"files": {"x" * 300: {"bytes": 1, "sha256": "0"}}},
+    "long path": lambda record: record | {"files": {"x/" * 3000: {"bytes": 1, "sha256": "0"}}},
+    "no files": lambda record: record | {"files": None},
+    "huge": lambda record: record | {"step": 10**30},
+    "more": lambda record: record | {"more": 1},
+    "list": lambda record: [record],
+}
+
+
+@pytest.mark.parametrize("odd", [*ODD, "deep", "fifo", "device", "latin-1"])
+def test_an_odd_manifest_goes_to_quarantine_and_the_others_are_pruned(run: Path, odd: str) -> None:
+    """Issue 17, item 19: it ended the retention thread, and nine were kept of two."""
+    path = run / "checkpoint" / "step-50" / "manifest.json"
+    if odd in ODD:
+        path.write_text(json.dumps(ODD[odd](json.loads(path.read_text()))))
+    elif odd == "deep":
+        path.write_bytes(b"[" * 100_000)
+    elif odd == "latin-1":
+        path.write_bytes(path.read_bytes() + b"\xe9")
+    else:
+        path.unlink()
+        path.symlink_to("/dev/zero") if odd == "device" else os.mkfifo(path)
+    outcome = retention(run, 2).apply()
+    assert list(outcome.bad) == [50] and not outcome.errors
+    assert outcome.kept == [30, 40] and outcome.deleted == [10, 20]
+    assert list(kinds(run)) == [30, 40]
+
+
+def test_a_step_that_can_not_be_read_stops_no_other(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 19: another user's folder neither counts nor goes, and is said."""
+    read = Manifest.read
+
+    def refuse(folder: Path) -> Manifest:
+        if folder.name == "step-50":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return read(folder)
+
+    monkeypatch.setattr(Manifest, "read", refuse)
+    outcome = retention(run, 2).apply()
+    assert outcome.kept == [30, 40] and outcome.deleted == [10, 20]
+    assert len(outcome.errors) == 1 and "step-50" in outcome.errors[0]
+    monkeypatch.undo()
+    assert list(kinds(run)) == [30, 40, 50]

@@ -227,9 +227,9 @@ def test_the_loss_is_of_the_newest_step_that_stands(tmp_path: Path) -> None:
             b'{"event": "step", "step": 3, "loss": [1], "tokens_per_second": "x"}\n',
             None,
         ),
-        ("checkpoint/step-30/manifest.json", b"{", "step-30: its manifest.json is damaged"),
+        ("checkpoint/step-30/manifest.json", b"{", "step-30: manifest.json is damaged"),
         ("checkpoint/step-30/manifest.json", b'{"step": 30, "files": 3}', "step-30"),
-        ("checkpoint/step-30/other", b"", "step-30: it has no manifest.json"),
+        ("checkpoint/step-30/other", b"", "step-30: manifest.json is missing"),
         ("evals/step-30", b"no folder", None),
     ],
 )

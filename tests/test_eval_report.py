@@ -412,10 +412,33 @@ def test_refuses_a_run_without_a_log(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"event": "step"}\n', '{"event": "step", "step": "x", "tokens": 1}\n', "[]\n", "3\n"]
+    "line",
+    [
+        b'{"event": "step"}',
+        b'{"event": "step", "step": "x", "tokens": 1}',
+        b'{"event": "step", "step": 1, "tokens": 1, "loss": null}',
+        b'{"event": "step", "step": 1, "tokens": 1, "loss": 1%s}' % (b"0" * 400),
+        b'{"event": "step", "step": 1%s, "tokens": 1}' % (b"0" * 30),
+        b'{"event": "validation", "step": 1, "sources": [1]}',
+        b'{"event": "resume"}',
+        b"[" * 100_000,
+        b"\xff\xfe{}",
+        b"[]",
+        b"3",
+    ],
 )
-def test_refuses_a_damaged_log(run: RunFolder, text: str) -> None:
-    run.log_file.write_text(text)
+def test_skips_and_counts_a_line_that_is_no_event(
+    run: RunFolder, line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue 17, item 25: what is no event costs itself alone, and is said once."""
+    before = read_runs([run.path])[0].events
+    run.log_file.write_bytes(line + b"\n" + run.log_file.read_bytes())
+    assert read_runs([run.path])[0].events == before
+    assert "1 line(s)" in caplog.text and len(caplog.records) == 1
+
+
+def test_refuses_a_log_with_steps_without_tokens(run: RunFolder) -> None:
+    run.log_file.write_text('{"event": "step", "step": 1}\n')
     assert f"{run.log_file} is damaged" in refused([run.path])
 
 
@@ -460,7 +483,7 @@ def test_refuses_results_without_what_was_asked(run: RunFolder) -> None:
     stored = json.loads(path.read_text())
     del stored["asked"]["limit"]
     path.write_text(json.dumps(stored))
-    assert f"{path}: damaged (KeyError('limit'))" in refused([run.path])
+    assert f"{path} is damaged: no 'limit'" in refused([run.path])
 
 
 def test_refuses_an_out_that_is_a_file(run: RunFolder, tmp_path: Path) -> None:

@@ -92,5 +92,5 @@ def test_samples_come_back_by_task(tmp_path: Path) -> None:
 def test_damaged_samples_name_the_file(tmp_path: Path, content: bytes) -> None:
     write_results(tmp_path, Results(ASKED, {}, {}), {"one": [{"doc_id": 0}]})
     (tmp_path / "samples-one.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match="samples-one.jsonl: damaged"):
+    with pytest.raises(UserError, match="samples-one.jsonl is damaged"):
         read_samples(tmp_path)

@@ -138,7 +138,7 @@ def test_damage_to_an_export_is_one_message(copy: Path) -> None:
         Subject.open(copy, None).load(CPU)
     path.write_bytes(whole)
     (copy / "canon_pretrain.json").write_text("{")
-    with pytest.raises(UserError, match="canon_pretrain.json cannot be read"):
+    with pytest.raises(UserError, match="canon_pretrain.json is damaged"):
         Subject.open(copy, None)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, verify
-from canon_pretrain.files import fsync_folder, write_atomic
+from canon_pretrain.files import fsync_folder, rename, write_atomic
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 
 QUARANTINE = "quarantine"
@@ -170,7 +170,7 @@ class CheckpointFolder:
         try:
             _move(self.saving_path(step), final)
         except OSError:
-            os.rename(replaced, final)
+            rename(replaced, final)
             raise
         return remove_tree(replaced) - tree_bytes(final)
 
@@ -304,7 +304,7 @@ class CheckpointFolder:
 
 def step_number(name: str, mark: str = "") -> int | None:
     """The N of a name that is exactly `mark`step-N, without leading zeros; None for any other."""
-    match = re.fullmatch(rf"{re.escape(mark)}step-(0|[1-9][0-9]*)", name)
+    match = re.fullmatch(rf"{re.escape(mark)}step-(0|[1-9][0-9]{{0,17}})", name)
     return int(match.group(1)) if match else None
 
 
@@ -357,7 +357,7 @@ def remove_tree(path: Path) -> int:
 
 def _move(source: Path, target: Path) -> None:
     """Rename durably, to a name that is free or that of an empty folder."""
-    os.rename(source, target)
+    rename(source, target)
     fsync_folder(target.parent)
     if source.parent != target.parent:
         fsync_folder(source.parent)

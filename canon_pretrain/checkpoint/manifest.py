@@ -10,6 +10,8 @@ is damaged; nothing goes on from it. No torch here.
 import errno
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -19,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import sha256_file, write_json
+from canon_pretrain.files import UnreadableFile, parsing, read_json, sha256_file, write_json
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -27,7 +29,15 @@ HASH_WORKERS = 4
 
 Kind = Literal["full", "weights"]
 
-DAMAGE = (errno.EIO, errno.ENODATA, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+DAMAGE = (
+    errno.EIO,
+    errno.ENODATA,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ENXIO,  # a socket, or a device without a driver
+)
 """What an OSError may say of the file itself. A stale handle, a missing permission or too many open
 files say something of this process, and condemn no checkpoint."""
 
@@ -90,44 +100,54 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """The manifest in `folder`; raises DamagedCheckpoint where it is missing or unreadable."""
+        """Return the manifest in `folder`.
+
+        Raises DamagedCheckpoint if it is missing or damaged, OSError if this process cannot tell.
+        """
+        path = folder / MANIFEST
         try:
-            record = json.loads((folder / MANIFEST).read_bytes())
-            version = record["version"]
-            if version != VERSION:
-                raise DamagedCheckpoint(
-                    f"{folder / MANIFEST} has version {version!r}, expected {VERSION}: it was "
-                    "written by another version of canon_pretrain"
-                )
-            files = {
-                name: FileEntry(int(entry["bytes"]), str(entry["sha256"]))
-                for name, entry in record["files"].items()
-            }
-            outside = [name for name in files if not _lies_inside(name)]
-            if outside:
-                raise ValueError(f"it names {outside[0]!r}, which is no file of this folder")
-            if record["kind"] not in ("full", "weights"):
-                raise ValueError(f"kind {record['kind']!r}")
-            origin = record.get("run_id"), record.get("launch")
-            if not (isinstance(origin[0], str | None) and isinstance(origin[1], int | None)):
-                raise ValueError(f"run_id and launch {origin!r}")
-            if not isinstance(record.get("weights_of"), str | None):
-                raise ValueError(f"weights_of {record['weights_of']!r}")
-            return cls(**{**record, "step": int(record["step"]), "files": files})
-        except FileNotFoundError:
-            raise DamagedCheckpoint(f"{folder} has no {MANIFEST}: it was never finished") from None
-        except OSError as error:
-            if error.errno not in DAMAGE:
-                raise
-            raise DamagedCheckpoint(f"{folder / MANIFEST} is damaged: {error!r}") from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DamagedCheckpoint(f"{folder / MANIFEST} is damaged: {error!r}") from None
+            record = read_json(path)
+            with parsing(path):
+                return cls._of(record)
+        except UnreadableFile as error:
+            if error.is_missing:
+                text = f"{folder} has no {MANIFEST}: it was never finished"
+                raise DamagedCheckpoint(text) from None
+            if error.errno is not None and error.errno not in DAMAGE:
+                raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+            raise DamagedCheckpoint(str(error)) from None
+
+    @classmethod
+    def _of(cls, record: dict[str, Any]) -> "Manifest":
+        if (version := record["version"]) != VERSION:
+            raise ValueError(
+                f"it has version {version!r}, expected {VERSION}: it was written by another "
+                "version of canon_pretrain"
+            )
+        files = {
+            name: FileEntry(int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in record["files"].items()
+        }
+        outside = [name for name in files if not _is_inside(name)]
+        if outside:
+            raise ValueError(f"it names {outside[0][:80]!r}, which is no file of this folder")
+        if record["kind"] not in ("full", "weights"):
+            raise ValueError(f"kind {record['kind']!r}")
+        origin = record.get("run_id"), record.get("launch")
+        if not (isinstance(origin[0], str | None) and isinstance(origin[1], int | None)):
+            raise ValueError(f"run_id and launch {origin!r}")
+        if not isinstance(record.get("weights_of"), str | None):
+            raise ValueError(f"weights_of {record['weights_of']!r}")
+        texts = {name: str(record[name]) for name in ("torch", "saved")}
+        numbers = {name: int(record[name]) for name in ("step", "world_size")}
+        return cls(**{**record, **texts, **numbers, "files": files})
 
 
-def _lies_inside(name: str) -> bool:
+def _is_inside(name: str) -> bool:
     """Whether a path of a manifest stays in the checkpoint's folder."""
     path = PurePosixPath(name)
-    return bool(name) and not path.is_absolute() and ".." not in path.parts
+    fits = "\0" not in name and len(os.fsencode(name)) < 4096  # PATH_MAX
+    return bool(name) and fits and not path.is_absolute() and ".." not in path.parts
 
 
 def files_of(folder: Path) -> list[str]:
@@ -168,7 +188,10 @@ def find_faults(
 def _file_fault(folder: Path, manifest: Manifest, name: str, *, hashes: bool) -> str | None:
     entry, path = manifest.files[name], folder / name
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is not a regular file"
+        size = status.st_size
         if size != entry.bytes:
             return f"{name} has {size:,} bytes, expected {entry.bytes:,}"
         if hashes and (found := sha256_file(path)) != entry.sha256:

@@ -51,6 +51,8 @@ class Plan:
     """Those in `delete` that an evaluation waits for: too many wait."""
     bad: dict[int, str] = field(default_factory=dict)
     """Damaged steps and how; they go to quarantine."""
+    errors: list[str] = field(default_factory=list)
+    """Steps that this process can't read: they neither count nor change."""
 
 
 @dataclass
@@ -154,17 +156,18 @@ class Retention:
                 continue
             try:
                 kind = Manifest.read(path).kind
+                if kind == "weights":
+                    weights.insert(0, step)
+                elif len(plan.kept) == self.keep:
+                    older.insert(0, step)
+                elif fault := self._fault(step):
+                    plan.bad[step] = fault
+                else:
+                    plan.kept.insert(0, step)
             except DamagedCheckpoint as error:
                 plan.bad[step] = str(error)
-                continue
-            if kind == "weights":
-                weights.insert(0, step)
-            elif len(plan.kept) == self.keep:
-                older.insert(0, step)
-            elif fault := self._fault(step):
-                plan.bad[step] = fault
-            else:
-                plan.kept.insert(0, step)
+            except OSError as error:
+                plan.errors.append(f"{path} cannot be read: {error}")
         return older, weights
 
     def _fault(self, step: int) -> str | None:
@@ -199,6 +202,7 @@ class Retention:
                 outcome.errors.append(f"{self.folder.path} can't be looked through: {error}")
                 return outcome
             outcome.kept, outcome.weights_only = plan.kept, plan.weights_only
+            outcome.errors += plan.errors
             acts: list[Callable[[], None]] = [
                 partial(self._set_aside, step, fault, outcome)
                 for step, fault in sorted(plan.bad.items())
@@ -259,7 +263,7 @@ class Retention:
         """What lies there says it best: of a replacement, the last deletion alone may fail."""
         try:
             return Manifest.read(self.folder.step_path(step)).kind == "weights"
-        except DamagedCheckpoint:
+        except (DamagedCheckpoint, OSError):
             return False
 
 

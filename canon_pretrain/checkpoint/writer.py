@@ -37,7 +37,7 @@ from canon_pretrain.checkpoint.manifest import (
     Manifest,
     find_faults,
 )
-from canon_pretrain.files import fsync_folder
+from canon_pretrain.files import fsync_folder, rename
 
 
 class _HashedFile:
@@ -231,7 +231,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
             self._refuse_existing()
             if not self._may_commit():
                 raise PermissionError(f"{self.final} is no longer this process's to write")
-            os.rename(self.temporary, self.final)
+            rename(self.temporary, self.final)
         fsync_folder(self.final.parent)
         self.manifest = manifest
 

@@ -40,7 +40,7 @@ from canon_pretrain.checkpoint.weights import (
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.data.tokenizer import FILE_NAMES
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import fsync_folder, write_atomic
+from canon_pretrain.files import UnreadableFile, fsync_folder, read_json, write_atomic
 from canon_pretrain.hf import lingua
 from canon_pretrain.hf.config import HUGGINGFACE, MODEL_TYPES, layout, to_args, unknown
 from canon_pretrain.hf.names import to_hf, to_ours
@@ -243,16 +243,13 @@ def _refuse_unknown(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+        return read_json(path, finite=False)
+    except UnreadableFile as error:
+        if not error.is_missing:
+            raise
         raise UserError(
             f"{path} is missing: expected a Hugging Face folder, with {CONFIG} and *.safetensors"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds a {type(found).__name__}, expected a JSON object")
-    return found
 
 
 # -- the weights -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.files import UnreadableFile
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_tail
 
@@ -81,7 +82,7 @@ def words_on_waits(run: RunFolder, show: Callable[[str], str]) -> str | None:
     try:
         saves = [e for e in read_tail(run.log_file, until="checkpoint") if "seconds" in e]
         save_s = next(float(e["seconds"]) for e in reversed(saves) if e["event"] == "checkpoint")
-    except (OSError, StopIteration, ValueError, TypeError):
+    except (UnreadableFile, StopIteration, ValueError, TypeError):
         return None
     partition = os.environ.get("SLURM_JOB_PARTITION", "")
     kill = _number(r"KillWait\s*=\s*(\d+)", show("config"))

@@ -3,12 +3,13 @@
 preflight/__main__.py's `verdict` prints it for slurm/lib.sh, which requeues without those nodes.
 """
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from canon_pretrain.files import UnreadableFile, parsing, read_json
 
 CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 30.0
 """Half of the minute after which a silent run counts as dead, by another node's clock."""
@@ -73,10 +74,11 @@ def read_reports(folder: Path, nodes: Sequence[str], *, ranks: bool) -> dict[str
         reports[node] = None
         for path in found:
             try:
-                report = json.loads(path.read_bytes())
-            except ValueError:
+                report = read_json(path, finite=False)
+                with parsing(path):
+                    faults = (reports[node] or {"faults": []})["faults"] + report["faults"]
+            except UnreadableFile:
                 continue  # cut short by a full disk, or a crash
-            faults = (reports[node] or {"faults": []})["faults"] + report["faults"]
             reports[node] = {
                 **(reports[node] or {}),
                 **report,

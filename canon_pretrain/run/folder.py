@@ -24,13 +24,12 @@
 The trainer writes it, eval and the report read it. No torch here.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_atomic, write_json
+from canon_pretrain.files import UnreadableFile, read_json, write_atomic, write_json
 from canon_pretrain.run.log import read_log
 
 CHECKPOINTS = "checkpoint"
@@ -92,28 +91,28 @@ class RunFolder:
         return cls(checkpoint.resolve().parent.parent)
 
     def read_config(self) -> dict[str, Any]:
-        """The content of config.json; raises UserError where there is none."""
+        """Return the content of config.json. Raises UserError if it is missing or damaged."""
         try:
-            return json.loads(self.config_file.read_text())
-        except FileNotFoundError:
+            return read_json(self.config_file, finite=False)
+        except UnreadableFile as error:
+            if not error.is_missing:
+                raise
             raise UserError(
                 f"{self.path} is not a run folder: it has no {self.config_file.name}. Expected a "
                 "folder that canon_pretrain.train wrote (job.dump_folder)"
             ) from None
-        except json.JSONDecodeError as error:
-            raise UserError(f"{self.config_file} is damaged: {error}") from None
 
     def read_log(self) -> list[dict[str, Any]]:
         """`read_log` of log.jsonl. Raises UserError where there is none that can be read."""
         try:
             return read_log(self.log_file)
-        except FileNotFoundError:
+        except UnreadableFile as error:
+            if not error.is_missing:
+                raise
             raise UserError(
                 f"{self.path} has no log: {self.log_file.name} is missing. The trainer writes it "
                 "at its first launch"
             ) from None
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-            raise UserError(f"{self.log_file} is damaged: {error!r}") from None
 
     def write_config(self, config: dict[str, Any], identity: dict[str, Any]) -> None:
         """Record the resolved job; the folder is made if need be."""

@@ -4,14 +4,13 @@ A launch takes its number under the run's lock, before it writes a line to the l
 back where it came to nothing. No torch here.
 """
 
-import json
 import os
 import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.files import write_json
+from canon_pretrain.files import UnreadableFile, parsing, read_json, read_lines, write_json
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.holder import utc_now
 from canon_pretrain.run.log import read_tail
@@ -42,11 +41,11 @@ class RunFacts:
 def read_run(folder: RunFolder) -> RunFacts | None:
     """What stands in run.json; None where there is none, or it is damaged."""
     try:
-        record = json.loads(folder.run_file.read_bytes())
-        facts = RunFacts(str(record["run_id"]), str(record["created"]), int(record["launches"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        record = read_json(folder.run_file)
+        with parsing(folder.run_file):
+            return RunFacts(str(record["run_id"]), str(record["created"]), int(record["launches"]))
+    except UnreadableFile:
         return None
-    return facts
 
 
 def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
@@ -74,7 +73,7 @@ def take_back(folder: RunFolder, facts: RunFacts) -> None:
             folder.run_file.unlink(missing_ok=True)
         else:
             write_json(folder.run_file, asdict(replace(facts, launches=number - 1)))
-    except OSError:
+    except (OSError, UnreadableFile):
         return  # then a number is left out: no harm
 
 
@@ -89,12 +88,10 @@ def _recover(folder: RunFolder) -> RunFacts:
 
 def _launches_logged(log: Path) -> int:
     """Events that head a launch; the lines are not parsed, since an old log may be long."""
+    heads = (b'{"event": "start"', b'{"event": "resume"')
     try:
-        with open(log, "rb") as file:
-            return sum(
-                line.startswith((b'{"event": "start"', b'{"event": "resume"')) for line in file
-            )
-    except OSError:
+        return sum(line.startswith(heads) for line in read_lines(log))
+    except UnreadableFile:
         return 0
 
 
@@ -102,7 +99,9 @@ def _last_segment(log: Path) -> int | None:
     """The launch that wrote the log's last line; None where it does not say, or is not there."""
     try:
         events = read_tail(log, until=None)
-    except FileNotFoundError:
+    except UnreadableFile as error:
+        if not error.is_missing:
+            raise
         return None
     return events[-1].get("segment") if events else None
 
@@ -119,10 +118,12 @@ def launch_numbers(folder: RunFolder) -> list[int]:
 def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
     """launch.json of the newest launch whose record can be read; None without one."""
     for number in reversed(launch_numbers(folder)):
+        path = folder.launch_path(number) / "launch.json"
         try:
-            record = json.loads((folder.launch_path(number) / "launch.json").read_bytes())
-            if int(record["launch"]) >= 0 and record["run_id"]:
-                return record
-        except (OSError, ValueError, KeyError, TypeError):
+            record = read_json(path, finite=False)
+            with parsing(path):
+                if int(record["launch"]) >= 0 and record["run_id"]:
+                    return record
+        except UnreadableFile:
             continue
     return None

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from canon_pretrain.files import open_at_once, parse_json
 from canon_pretrain.run.holder import Holder
 
 LOCK_BYTES = 1024
@@ -80,7 +81,7 @@ def content_of(holder: Holder) -> bytes:
 def parse(content: bytes) -> Holder | None:
     """The holder that `content` names; None where it is damaged."""
     try:
-        holder = Holder(**json.loads(content))
+        holder = Holder(**parse_json(content))
         if "/" in holder.id or holder.pid <= 0 or not isinstance(holder.beats, int):
             return None
     except (ValueError, TypeError):
@@ -89,11 +90,14 @@ def parse(content: bytes) -> Holder | None:
 
 
 def read(path: Path) -> tuple[Holder, int] | None:
-    """The holder in one file and the file's time of change; None where there is no such file."""
+    """Return the holder in one file and the file's time of change; None if there is no such file.
+
+    Of anything but a lock, such as a FIFO, the holder is DAMAGED.
+    """
     for _ in range(3):
         try:
-            with open(path, "rb") as file:
-                content, status = file.read(), os.fstat(file.fileno())
+            with open(path, "rb", opener=open_at_once) as file:
+                content, status = file.read(2 * LOCK_BYTES) or b"", os.fstat(file.fileno())
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -23,19 +23,34 @@ import json
 import logging
 import math
 import os
+import stat
 import threading
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.files import (
+    MAX_LINE_BYTES,
+    UnreadableFile,
+    open_regular,
+    parse_json,
+    parsing,
+    read_json,
+    read_lines,
+    write_atomic,
+)
 
 logger = logging.getLogger(__name__)
 
 RETAKEN = ("step", "validation")
 """Events that a launch which goes back over their steps writes anew."""
+NEEDED = {"step": (*RETAKEN, "skip", "checkpoint", "archive"), "from_step": ("resume",)}
+"""Events without the field are none."""
+NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_wait")
 TAIL_BYTES = 1 << 16
+MAX_TAIL_BYTES = 1 << 24
+OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class RunLog:
@@ -54,8 +69,17 @@ class RunLog:
         self._unwritten = b""
         self._is_full = self._is_closed = False
         self._lock = threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, OPEN_FLAGS, 0o644)
+        except OSError as error:
+            raise UnreadableFile(path, f"cannot be opened: {error.strerror}", error) from None
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            os.close(self._descriptor)
+            raise UnreadableFile(path, "is not a regular file")
+        self._end_torn_line()
+
+    def _end_torn_line(self) -> None:
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             # a crash tore the last line: end it, or ours would be glued to it and lost as well
@@ -75,6 +99,7 @@ class RunLog:
             if self._is_closed:
                 return
             self._unwritten += line
+            self._follow_path()
             self._flush()
 
     def _flush(self) -> None:
@@ -89,9 +114,30 @@ class RunLog:
                 self._open_anew()
         self._is_full = bool(self._unwritten)
 
+    def _follow_path(self) -> None:
+        """Write to the file that `path` names now, if this run's log was removed or replaced.
+
+        A removed one is written again from the open file, which still has its content.
+        """
+        try:
+            is_there = os.path.lexists(self.path)
+            if is_there and os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
+                return
+            if _read_run_file(self.path.parent / "run.json")[0] != self.run_id:
+                return  # another launch archived this run's log together with its run.json
+            if not is_there:
+                size = os.fstat(self._descriptor).st_size
+                write_atomic(self.path, os.pread(self._descriptor, size, 0))
+            self._open_anew()
+            self._end_torn_line()
+            what = "replaced: writing to the new file" if is_there else "removed: written again"
+            logger.warning(f"{self.path} was {what}")
+        except OSError:
+            return  # as before into the open file; the next event tries again
+
     def _open_anew(self) -> None:
         with contextlib.suppress(OSError):
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            descriptor = os.open(self.path, OPEN_FLAGS, 0o644)
             os.dup2(descriptor, self._descriptor, inheritable=False)
             os.close(descriptor)
 
@@ -110,14 +156,14 @@ class RunLog:
 
 
 def _read_run_file(path: Path) -> tuple[str | None, int]:
-    """The run's id and the number of the launch; (None, 1) where there is no such file."""
+    """Return the run's id and the number of the launch; (None, 1) if there is no such file."""
     try:
-        record = json.loads(path.read_bytes())
-        return str(record["run_id"]), int(record["launches"])
-    except FileNotFoundError:
-        return None, 1
-    except (ValueError, KeyError, TypeError) as error:
-        logger.warning(f"{path} is damaged ({error!r}): the log's lines go without a run_id")
+        record = read_json(path)
+        with parsing(path):
+            return str(record["run_id"]), int(record["launches"])
+    except UnreadableFile as error:
+        if not error.is_missing:
+            logger.warning(f"{error}: the log's lines have no run_id")
         return None, 1
 
 
@@ -139,29 +185,36 @@ def number(value: Any) -> float:
     """The float that a value of the log stands for, "NaN" and infinities too; else ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{value!r} in a log, expected a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("an integer beyond the largest float in a log") from None
 
 
 # -- reading ------------------------------------------------------------------------------------
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All events in order, without those that a later launch went back over (`drop_superseded`).
+    """Return all events in order, without superseded ones (`drop_superseded`).
 
-    A line that is no JSON (torn by a crash, or still being written) is left out. Raises UserError,
-    naming the line, for one that is no event.
+    A line that is no event (torn by a crash, or changed since) is skipped; the skipped ones are
+    counted in one warning. Raises UnreadableFile.
     """
-    events = []
-    with _no_garbage_collection(), open(path, encoding="utf-8", errors="replace") as file:
-        for place, line in enumerate(file, 1):
-            event = _parse(line)
-            if event is not None:
-                if fault := _fault(event):
-                    raise UserError(f"{path} is damaged: line {place} {fault}")
+    events, faults = [], []
+    with _no_garbage_collection():
+        for place, line in enumerate(read_lines(path), 1):
+            event, fault = _parse(line)
+            if not fault:
                 events.append(event)
-            if not line.endswith("\n"):
+            is_whole = line.endswith(b"\n")
+            if fault and is_whole and line.strip():
+                faults.append(f"line {place} {fault}")
+            if not is_whole:
                 break  # the file's end just now: its other half would be read as a line of its own
-        return drop_superseded(events)
+        events = drop_superseded(events)
+    if faults:
+        logger.warning(f"{path}: {len(faults)} line(s) are no events and are skipped: {faults[0]}")
+    return events
 
 
 @contextlib.contextmanager
@@ -179,12 +232,12 @@ def _no_garbage_collection() -> Iterator[None]:
 def read_tail(
     path: Path, num_bytes: int = TAIL_BYTES, *, until: str | None = "step"
 ) -> list[dict[str, Any]]:
-    """The events of the file's last `num_bytes`, in order, without superseded ones.
+    """Return the events of the file's last `num_bytes`, in order, without superseded ones.
 
-    More is read, doubling, until an event of kind `until` is among them (None: never). Quick on a
-    log of any size that has such an event near its end. What is no event is left out.
+    More is read, doubling up to MAX_TAIL_BYTES, until an event of kind `until` is among them (None:
+    never). Quick on a log of any size. What is no event is left out. Raises UnreadableFile.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         while True:
             start = max(0, size - num_bytes)
@@ -193,7 +246,8 @@ def read_tail(
             if start:
                 del lines[0]  # begins before what was read
             events = drop_superseded(parse_events(lines))
-            if not start or until is None or any(event["event"] == until for event in events):
+            found = until is None or any(event["event"] == until for event in events)
+            if found or not start or num_bytes >= MAX_TAIL_BYTES:
                 return events
             num_bytes *= 2
 
@@ -218,25 +272,41 @@ def drop_superseded(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse_events(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The events among `lines`; what is none is left out."""
-    return [event for line in lines if (event := _parse(line)) and not _fault(event)]
+    """Return the events among `lines`; what is none is left out."""
+    return [event for line in lines for event, fault in [_parse(line)] if not fault]
 
 
-def _parse(line: bytes | str) -> Any:
-    """What a line holds; None where it is torn, or the zeros that a crash leaves in a file."""
+def _parse(line: bytes) -> tuple[dict[str, Any], str | None]:
+    """Return the event in a line, and None or why there is none."""
     try:
-        return json.loads(line)
-    except ValueError:  # UnicodeDecodeError is one, too
-        return None
-
-
-def _fault(event: Any) -> str | None:
-    """Why this is no event of a log."""
+        event = parse_json(line, finite=False)
+    except ValueError:  # torn, the zeros that a crash leaves in a file, not UTF-8
+        return {}, "is no JSON"
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return "is no object with an `event`"
-    needed = "step" if event["event"] in RETAKEN else "from_step"
-    if (needed in event or needed == "step") and not isinstance(event.get(needed), int):
-        return f"has {needed} = {event.get(needed)!r}, expected an integer"
+        return {}, "is no object with an `event`"
+    return event, _fault(event)
+
+
+def _fault(event: dict[str, Any]) -> str | None:
+    """Return why the fields of an event are not what readers rely on; None if they are."""
+    for name in ("step", "from_step", "tokens"):
+        value = event.get(name)
+        is_needed = event["event"] in NEEDED.get(name, ())
+        if (is_needed or name in event) and not (type(value) is int and abs(value) < 1 << 63):
+            return f"has {name} = {str(value)[:40]}, expected an integer"
+    for name in NUMBERS:
+        value = event.get(name)
+        is_null_loss = name == "loss" and value is None and name in event
+        if is_null_loss or not (value is None or type(value) is float):
+            try:
+                number(value)
+            except ValueError as error:
+                return f"has {name} = {error}"
+    sources = event.get("sources") or {}
+    if not isinstance(sources, dict) or not all(isinstance(x, dict) for x in sources.values()):
+        return "has sources that are no objects"
+    if not isinstance(event.get("data_digests") or [], list):
+        return "has data_digests that are no list"
     return None
 
 
@@ -253,16 +323,24 @@ class LogFollower:
         self._offset = 0
 
     def poll(self) -> list[dict[str, Any]]:
-        """New events, oldest first; the beginning of a line waits for its end."""
+        """Return new events, oldest first; the beginning of a line waits for its end."""
+        events = []
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._inode, self._offset = status.st_ino, 0
                 file.seek(self._offset)
-                content = file.read()
-        except FileNotFoundError:
-            return []
-        whole = content.rfind(b"\n") + 1
-        self._offset += whole
-        return parse_events(content[:whole].split(b"\n"))
+                while content := file.read(MAX_LINE_BYTES):
+                    whole = content.rfind(b"\n") + 1
+                    if not whole and len(content) == MAX_LINE_BYTES:
+                        whole = len(content)  # longer than any line of ours
+                    if not whole:
+                        break
+                    self._offset += whole
+                    file.seek(self._offset)
+                    events += parse_events(content[:whole].split(b"\n"))
+        except UnreadableFile as error:
+            if not error.is_missing:
+                raise
+        return events

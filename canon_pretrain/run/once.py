@@ -6,13 +6,12 @@ repeats that line. Obeyed again, they would throw away what the job has trained 
     RUN/obeyed.json    option -> the job that obeyed it, and its count of restarts then
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.files import write_json
+from canon_pretrain.files import UnreadableFile, read_json, write_json
 from canon_pretrain.run.holder import boot_of, read_count
 
 FRESH = "checkpoint.fresh"
@@ -41,10 +40,16 @@ def mark_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ
 def _read(path: Path) -> dict[str, Any]:
     """The records there; none where the file is missing or damaged."""
     try:
-        record = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+        records = read_json(path)
+    except UnreadableFile:
         return {}
-    return record if isinstance(record, dict) else {}
+    kinds = {name: type(value) for name, value in _launch({}).items()}
+    return {
+        option: launch
+        for option, launch in records.items()
+        if isinstance(launch, dict)
+        and all(isinstance(launch.get(name), kind) for name, kind in kinds.items())
+    }
 
 
 def _launch(environ: Mapping[str, str]) -> dict[str, str | int]:

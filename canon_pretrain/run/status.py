@@ -5,7 +5,6 @@ Global rank 0 keeps it while it holds the run's lock and writes it at every hear
 log.jsonl, and nothing goes on from it. No torch here.
 """
 
-import json
 import os
 import threading
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_json
+from canon_pretrain.files import UnreadableFile, parsing, read_json, write_json
 from canon_pretrain.run.holder import Holder, utc_now
 
 States = Literal["running", "stopped", "done", "failed"]
@@ -162,28 +161,37 @@ def read_status(path: Path) -> Status | None:
     Keys that this version does not know are left out, those that it misses have their defaults.
     """
     try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        record = json.loads(content)
+        record = read_json(path)
         names = {each.name for each in fields(Status)}
-        status = Status(**{name: value for name, value in record.items() if name in names})
-        for name, allowed in (("state", get_args(States)), ("phase", get_args(Phases))):
-            if getattr(status, name) not in allowed:
-                raise ValueError(f"{name} {getattr(status, name)!r}, expected one of {allowed}")
-        for name in ("step", "steps", "launches"):
-            if not isinstance(getattr(status, name), int):
-                raise ValueError(f"{name} {getattr(status, name)!r}, expected an integer")
-        for time in (status.heartbeat, status.written):
-            if datetime.fromisoformat(time).tzinfo is None:
-                raise ValueError(f"the time {time!r} has no time zone")
-    except (ValueError, TypeError, AttributeError) as error:
+        with parsing(path):
+            status = Status(**{name: value for name, value in record.items() if name in names})
+            _check(status)
+    except UnreadableFile as error:
+        if error.is_missing:
+            return None
         raise UserError(
-            f"{path} is damaged: {error}. Expected what the trainer writes; a running one replaces "
-            "it within seconds, else remove it"
+            f"{error}. Expected what the trainer writes; a running one replaces it within seconds, "
+            "else remove it"
         ) from None
     return status
+
+
+def _check(status: Status) -> None:
+    """Raise ValueError or TypeError for a value that is not of its field's type."""
+    for name, allowed in (("state", get_args(States)), ("phase", get_args(Phases))):
+        if getattr(status, name) not in allowed:
+            raise ValueError(f"{name} {getattr(status, name)!r}, expected one of {allowed}")
+    for name in ("step", "steps", "launches", "skipped_steps", "checkpoint_failures"):
+        if not isinstance(getattr(status, name), int):
+            raise ValueError(f"{name} {getattr(status, name)!r}, expected an integer")
+    for name in ("reason", "host"):
+        if not isinstance(getattr(status, name), str):
+            raise ValueError(f"{name} {getattr(status, name)!r}, expected a string")
+    if not isinstance(status.seconds_per_step, int | float | None):
+        raise ValueError(f"seconds_per_step {status.seconds_per_step!r}, expected a number")
+    for time in (status.heartbeat, status.written):
+        if datetime.fromisoformat(time).tzinfo is None:
+            raise ValueError(f"the time {time!r} has no time zone")
 
 
 def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S) -> str:

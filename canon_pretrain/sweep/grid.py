@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from canon_pretrain.config import Data, read_experiment
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_json
+from canon_pretrain.files import UnreadableFile, parsing, read_json, write_json
 from canon_pretrain.run.folder import RunFolder
 
 PLAN = "sweep.json"
@@ -167,22 +167,22 @@ def read_sweep(folder: Path) -> Sweep:
     """The plan in `folder`. Raises UserError where there is none, or it is damaged."""
     path = folder / PLAN
     try:
-        record = json.loads(path.read_bytes())
-        if record.pop("version") != VERSION:
-            raise ValueError("of another version")
-        record["runs"] = [PlannedRun(**run) for run in record["runs"]]
-        if record["seed_of"] not in get_args(SeedOf):
-            raise ValueError(f"seed_of {record['seed_of']!r}")
-        return Sweep(**record)
-    except FileNotFoundError:
+        record = read_json(path)
+        with parsing(path):
+            if record.pop("version") != VERSION:
+                raise ValueError("of another version")
+            record["runs"] = [PlannedRun(**run) for run in record["runs"]]
+            if record["seed_of"] not in get_args(SeedOf):
+                raise ValueError(f"seed_of {record['seed_of']!r}")
+            return Sweep(**record)
+    except UnreadableFile as error:
+        if error.is_missing:
+            raise UserError(
+                f"{folder} is not a sweep: it has no {PLAN}. Make one: python -m "
+                "canon_pretrain.sweep plan SWEEP --configs A.toml B.toml --lr 1e-3 2e-3 --seeds 0 1"
+            ) from None
         raise UserError(
-            f"{folder} is not a sweep: it has no {PLAN}. Make one: python -m canon_pretrain.sweep "
-            "plan SWEEP --configs A.toml B.toml --lr 1e-3 2e-3 --seeds 0 1"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is damaged ({error}): remove it, and plan with the same arguments again; no "
-            "run is lost"
+            f"{error}: remove it, and plan with the same arguments again; no run is lost"
         ) from None
 
 

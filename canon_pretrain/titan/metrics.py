@@ -17,6 +17,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.utils import device_type
 
+from canon_pretrain.files import UnreadableFile
 from canon_pretrain.model.args import FLOPS_FORMULA
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.live_export import LiveExports
@@ -89,7 +90,7 @@ class CanonMetrics(MetricsProcessor):
         if self.run_log is None:
             return
         past = []
-        with contextlib.suppress(OSError):  # only a picture of them is wanted
+        with contextlib.suppress(UnreadableFile):  # only a picture of them is wanted
             past = read_tail(self.run_log.path, until=None) if is_terminal() else []
         self.console.begin(step, past)
         self._exports.start(self.job_config.metrics, self.run_log.path.parent)

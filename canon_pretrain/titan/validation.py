@@ -38,6 +38,7 @@ from canon_pretrain.data.held_out import (
 from canon_pretrain.data.mixture import Mixture, exact_weight, short_names
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.errors import UserError
+from canon_pretrain.files import UnreadableFile, read_lines
 from canon_pretrain.run.log import drop_superseded, json_value, parse_events
 from canon_pretrain.run.trace import VALIDATION
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -286,9 +287,9 @@ def stands_in_log(log_file: Path, step: int) -> bool:
     kinds = ("validation", "start", "resume")
     heads = tuple(f'{{"event": "{kind}"'.encode() for kind in kinds)
     try:
-        with open(log_file, "rb") as file:  # of a long run 100 MB: only what counts is parsed
-            events = parse_events(line for line in file if line.startswith(heads))
-    except OSError:
+        # of a long run 100 MB: only what counts is parsed
+        events = parse_events(line for line in read_lines(log_file) if line.startswith(heads))
+    except UnreadableFile:
         return False  # a second one does no harm
     standing = drop_superseded(events)
     return any(each["event"] == "validation" and each["step"] == step for each in standing)

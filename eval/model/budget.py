@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_atomic
+from canon_pretrain.files import UnreadableFile, parsing, read_json, write_atomic
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
 from eval.model.lm import READ_TOKENS, CanonLM
@@ -89,10 +89,11 @@ def _remembered(lm: CanonLM, folder: Path, console: Console) -> Budget:
 def _read(path: Path) -> list[dict[str, Any]]:
     """The entries of a file; none where it is missing, damaged or of another version."""
     try:
-        record = json.loads(path.read_text("utf-8"))
-        entries = record["entries"] if record["version"] == VERSION else []
-        return [entry for entry in entries if _is_whole(entry["for"], entry["found"])]
-    except (OSError, ValueError, TypeError, KeyError):
+        record = read_json(path)
+        with parsing(path):
+            entries = record["entries"] if record["version"] == VERSION else []
+            return [entry for entry in entries if _is_whole(entry["for"], entry["found"])]
+    except UnreadableFile:
         return []
 
 

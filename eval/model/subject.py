@@ -8,7 +8,6 @@ needs --data.
 
 import contextlib
 import hashlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +24,7 @@ from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import sha256_file
+from canon_pretrain.files import UnreadableFile, read_json, sha256_file
 from canon_pretrain.hf.export import RECORD
 from canon_pretrain.hf.reading import CONFIG, folder_args, is_folder
 from canon_pretrain.model.transformer import Transformer
@@ -276,12 +275,11 @@ def _content(export: Path) -> str:
 def _record(export: Path) -> dict[str, Any]:
     """What an export of ours was made from; empty for a folder of another making."""
     try:
-        found = json.loads((export / RECORD).read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{export / RECORD} cannot be read: {error}") from None
-    return found if isinstance(found, dict) else {}
+        return read_json(export / RECORD, finite=False)
+    except UnreadableFile as error:
+        if error.is_missing:
+            return {}
+        raise
 
 
 def _recorded_tokenizer(export: Path) -> str | None:
@@ -291,7 +289,7 @@ def _recorded_tokenizer(export: Path) -> str | None:
 
 def _of_export(export: Path) -> Tokenizer:
     """The tokenizer beside an export's weights; raises UserError where there is none."""
-    eos_id = json.loads((export / CONFIG).read_text("utf-8")).get("eos_token_id")
+    eos_id: Any = read_json(export / CONFIG, finite=False).get("eos_token_id")
     eos_id = eos_id[0] if isinstance(eos_id, list) and eos_id else eos_id
     try:
         return Tokenizer.find(export, eos=eos_id)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.checkpoint.folder import EVALS, entries
+from canon_pretrain.files import UnreadableFile, parsing, read_json
 from canon_pretrain.run.holder import Holder, process_lives
 from canon_pretrain.run.lock_files import link, remove
 
@@ -124,10 +125,13 @@ class Leases:
 
     def _read(self, number: int) -> Lease:
         for _ in range(3):
+            path = self._path(number)
             try:
-                record = json.loads(self._path(number).read_bytes())
-                return Lease(**{**record, "number": number, "holder": Holder(**record["holder"])})
-            except (OSError, ValueError, TypeError, KeyError):
+                record = read_json(path)
+                with parsing(path):
+                    holder = Holder(**record["holder"])
+                    return Lease(**{**record, "number": number, "holder": holder})
+            except UnreadableFile:
                 time.sleep(0.01)  # NFS: replaced while we read
         return Lease(number, Holder(f"damaged-{number}", "unknown", 1, None, None, 0, "", ""))
 
@@ -178,10 +182,13 @@ def begin(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tupl
 
 def _restarts(leases: Leases) -> Mapping[str, Any]:
     """The record of the last begin; an empty one where there is none, or it is damaged."""
+    path = leases.folder / RESTARTS
     try:
-        found = json.loads((leases.folder / RESTARTS).read_bytes())
-        return {"job": found["job"], "tasks": int(found["tasks"]), "fruitless": found["fruitless"]}
-    except (OSError, ValueError, TypeError, KeyError):
+        found = read_json(path)
+        with parsing(path):
+            counts = {name: int(found[name]) for name in ("tasks", "fruitless")}
+            return {"job": found["job"], **counts}
+    except UnreadableFile:
         return {"job": None, "tasks": 0, "fruitless": 0}
 
 

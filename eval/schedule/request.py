@@ -17,7 +17,7 @@ from typing import Any
 
 from canon_pretrain.checkpoint.folder import EVALS
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import fsync_folder
+from canon_pretrain.files import UnreadableFile, fsync_folder, parsing, read_json
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.lock_files import link, remove
 from eval.report.runs import SUITES
@@ -157,8 +157,10 @@ def known_suites(run: Path) -> list[str]:
 
 def _read_request(path: Path) -> Request | None:
     try:
-        return Request(**json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}): delete it, and submit again") from None
+        record = read_json(path)
+        with parsing(path):
+            return Request(**record)
+    except UnreadableFile as error:
+        if error.is_missing:
+            return None
+        raise UserError(f"{error}: delete it, and submit again") from None

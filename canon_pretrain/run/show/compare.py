@@ -4,8 +4,6 @@ Reads config.json, the newest of launches/, and the log; `diff.py` shows it. Run
 (older ones) are compared in what they have. No torch.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.files import UnreadableFile, read_bytes, read_json, sha256_file
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, launch_numbers
 from canon_pretrain.run.log import json_value, number
@@ -95,26 +94,23 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any] | None:
-    """An object in a file; None where there is no such file."""
+    """Return the object in a file; None if there is no such file."""
     try:
-        value = json.loads(path.read_text("utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError("it holds no object")
-        return value
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}; without it the rest can") from None
+        return read_json(path, finite=False)
+    except UnreadableFile as error:
+        if error.is_missing:
+            return None
+        raise UserError(f"{error}; without it the rest can be read") from None
 
 
 def _packages(path: Path) -> dict[str, str] | None:
     """`name==version` lines."""
     try:
-        lines = path.read_text("utf-8").split()
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}; without it the rest can") from None
+        lines = read_bytes(path).decode(errors="replace").split()
+    except UnreadableFile as error:
+        if error.is_missing:
+            return None
+        raise UserError(f"{error}; without it the rest can be read") from None
     return dict(line.split("==", 1) for line in lines if "==" in line)
 
 
@@ -126,7 +122,7 @@ def _code(launch: Path) -> tuple[str, ...]:
 def _patch_hash(launch: Path) -> str:
     """A short hash of source.patch; empty where the tree had no changes."""
     try:
-        return hashlib.sha256((launch / "source.patch").read_bytes()).hexdigest()[:12]
+        return sha256_file(launch / "source.patch")[:12]
     except OSError:
         return ""
 

@@ -5,9 +5,9 @@ evals/; writes nothing, and reads no file whose size grows with the run. A file 
 damaged leaves its facts out and is named in `problems`. No torch.
 """
 
-import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.files import UnreadableFile, parsing, read_json
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.holder import Holder, process_lives
 from canon_pretrain.run.launches import read_run
@@ -137,7 +138,7 @@ class _Look:
         try:
             config = self.run.read_config().get("config", {})
             return config if isinstance(config, dict) else {}
-        except (UserError, OSError, UnicodeDecodeError, AttributeError) as error:
+        except UserError as error:
             # a launch writes it when it begins to train
             if self.run.config_file.exists():
                 self.problems.append(_said("config.json", error))
@@ -146,7 +147,7 @@ class _Look:
     def _status(self) -> Status | None:
         try:
             status = read_status(self.run.status_file)
-        except (UserError, OSError) as error:
+        except UserError as error:
             self.problems.append(_said("status.json", error))
             return None
         if status is None:
@@ -164,10 +165,9 @@ class _Look:
         """The newest `step` event that stands; {} without one."""
         try:
             events = read_tail(self.run.log_file)
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            self.problems.append(_said("log.jsonl", error))
+        except UnreadableFile as error:
+            if not error.is_missing:
+                self.problems.append(_said("log.jsonl", error))
             return {}
         steps = [event for event in events if event["event"] == "step"]
         return steps[-1] if steps else {}
@@ -249,16 +249,15 @@ class _Look:
         for step in sorted((int(match[1]) for match in found if match), reverse=True):
             path = folder / f"step-{step}"
             try:
-                manifest = json.loads((path / "manifest.json").read_bytes())
-                fault = _fault(path, manifest)
-                if manifest["kind"] == "full" and not fault:
-                    return Saved(step, manifest["saved"], self._age_s(manifest["saved"]))
-            except FileNotFoundError:
+                manifest = read_json(path / "manifest.json")
+                with parsing(path / "manifest.json"):
+                    fault = _fault(path, manifest)
+                    if manifest["kind"] == "full" and not fault:
+                        return Saved(step, manifest["saved"], self._age_s(manifest["saved"]))
+            except (UnreadableFile, OSError) as error:
                 if not path.exists():  # retention was faster than this look
                     continue
-                fault = "it has no manifest.json"
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                fault = f"its manifest.json is damaged ({error})"
+                fault = _said("manifest.json", error)
             if fault:
                 self.problems.append(f"{path.name}: {fault}")
         return None
@@ -332,7 +331,7 @@ def _logged(value: Any) -> float | str | None:
 def _number(value: Any) -> float | None:
     """A finite number, or None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else None
+    return float(value) if is_number and abs(value) <= sys.float_info.max else None
 
 
 def _said(name: str, error: Exception) -> str:

@@ -4,7 +4,6 @@ The log is read through `RunFolder.read_log`, so that steps which a restart did 
 once, as they were done last. No torch.
 """
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.files import UnreadableFile, parsing, read_json
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number
 from canon_pretrain.run.names import printable
@@ -115,7 +115,7 @@ def read_history(path: Path, label: str) -> History:
     if not isinstance(identity, dict):
         raise UserError(f"{folder.config_file} is damaged: it has no `identity`")
     events = folder.read_log()
-    try:
+    with parsing(folder.log_file):
         steps = [event for event in events if event["event"] == "step"]
         clock, launches = _clock(events)
         curves = {
@@ -132,8 +132,6 @@ def read_history(path: Path, label: str) -> History:
         ]
         validation = _validation(own)
         skips = _that_count(events, "skip")
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder.log_file} is damaged: {error!r}") from None
     evaluations, notices = read_evaluations(folder, identity)
     if left := len(scored) - len(own):
         notices.append(f"{left} validation(s) are of another held-out text and left out")
@@ -243,27 +241,28 @@ def read_evaluations(
     notices = []
     for path in sorted((folder.path / "evals").glob("step-*/*/*/results.json")):
         try:
-            stored = json.loads(path.read_text("utf-8"))
-            asked = stored["asked"]
-            step, suite, limit = int(asked["step"]), str(asked["suite"]), asked["limit"]
-            if asked["train_fingerprint"] != identity.get("data_fingerprint"):
-                raise ValueError("it is of a model that was trained on other data")
-            scores = [
-                Evaluation(
-                    suite=printable(suite),
-                    task=printable(task),
-                    metric=printable(metric),
-                    step=step,
-                    value=number(score["value"]),
-                    stderr=None if score["stderr"] is None else number(score["stderr"]),
-                    limit=limit,
-                )
-                for task, metrics in stored["scores"].items()
-                for metric, score in metrics.items()
-            ]
+            stored = read_json(path, finite=False)
+            with parsing(path):
+                asked = stored["asked"]
+                step, suite, limit = int(asked["step"]), str(asked["suite"]), asked["limit"]
+                if asked["train_fingerprint"] != identity.get("data_fingerprint"):
+                    raise ValueError("it is of a model that was trained on other data")
+                scores = [
+                    Evaluation(
+                        suite=printable(suite),
+                        task=printable(task),
+                        metric=printable(metric),
+                        step=step,
+                        value=number(score["value"]),
+                        stderr=None if score["stderr"] is None else number(score["stderr"]),
+                        limit=limit,
+                    )
+                    for task, metrics in stored["scores"].items()
+                    for metric, score in metrics.items()
+                ]
             written = str(stored.get("written", ""))
             order = (limit is None, written, path.stat().st_mtime_ns)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (UnreadableFile, OSError) as error:
             notices.append(f"{path.relative_to(folder.path)} is left out: {error}")
             continue
         key = (suite, step)
