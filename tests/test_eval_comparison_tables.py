@@ -10,8 +10,10 @@ import pytest
 from eval.comparison.content import comparison_content
 from eval.report.runs import read_runs
 from eval.report.verdicts import verdict_summary
+from eval.report.write import report
 from eval.stats import simulate
 from tests.eval_simulation import plant_answers, planted_run, records, right_or_wrong, validations
+from tests.report_pages import Page
 from tests.report_runs import plant_run
 
 ACC = {"primary": ["acc"], "higher_is_better": {"acc": True}, "chance": 0.5}
@@ -126,17 +128,45 @@ def test_scores_by_architecture_are_of_one_step(tmp_path: Path) -> None:
     found = comparison_content(read_runs([first, second]))
     for name in ("chosen", "best_of"):
         (cell,) = found[name][0]["cells"]
-        assert cell["step"] == 20 and cell["value"] <= 0.52
-    assert any("show step 20" in note and "40" in note for note in found["notes"])
+        assert (cell["step"], cell["num_runs"], cell["value"]) == (40, 1, pytest.approx(0.9))
+    assert any("left out" in note and "a (20)" in note for note in found["notes"])
     (row,) = found["every_run"]
-    assert [cell["step"] for cell in row["cells"]] == [20, 40]
+    assert [cell["step"] for cell in row["cells"]] == [20, 40] and row["suite_step"] == 40
+
+
+def test_one_lagging_run_does_not_pull_the_tables_to_its_step(tmp_path: Path) -> None:
+    """Issue 17, item 3: a table shows the step of the verdict, and each cell says its step."""
+    rng = np.random.default_rng(0)
+    paths = []
+    for canon, steps in (("", (20, 40)), ("A", (20, 40)), ("ABCD", (20,))):
+        for at in steps:
+            share = 0.5 + 0.005 * at + 0.1 * bool(canon)
+            plant(tmp_path / f"run-{canon}", 1, right_or_wrong(400, share, rng), canon, at=at)
+        paths.append(tmp_path / f"run-{canon}")
+    found = comparison_content(read_runs(paths))
+    rows = {row["architecture"]: row for row in found["pairs"]}
+    assert {name: row["step"] for name, row in rows.items()} == {"Canon-A": 40, "Canon-ABCD": 20}
+    for name in ("chosen", "best_of"):
+        (table,) = found[name]
+        cells = {cell["architecture"]: cell for cell in table["cells"]}
+        assert cells["no Canon"]["step"] == table["suite_step"] == 40
+        for label, row in rows.items():
+            assert cells[label]["step"] == row["step"] and row["suite_step"] == 40
+            assert cells[label]["value"] == pytest.approx(row["value"])
+    assert any("Canon-ABCD at 20" in note for note in found["notes"])
+    page = report(paths, tmp_path / "out")
+    marked = [row for row in Page(page).rows if any("step 20" in cell for cell in row)]
+    tables = [row for row in marked if row[0].startswith("boolq acc")]
+    assert len(tables) == 3  # the difference, the chosen rate, the best
+    assert not any("step 40" in cell for row in tables for cell in row)
 
 
 def test_no_step_in_common_is_told(tmp_path: Path) -> None:
     first = plant(tmp_path / "a", 1, [0.0, 1.0] * 50, at=20)
-    second = plant(tmp_path / "b", 2, [0.0, 1.0] * 50, at=40)
+    second = plant(tmp_path / "b", 2, [0.0, 1.0] * 50, "A", at=40)
     found = comparison_content(read_runs([first, second]))
-    assert any("each at its last: 20, 40" in note for note in found["notes"])
+    assert [cell["step"] for cell in found["chosen"][0]["cells"]] == [20, 40]
+    assert any("Canon-A at 40" in note for note in found["notes"])
 
 
 def test_the_error_of_a_chosen_score_is_of_items_and_seeds(tmp_path: Path) -> None:

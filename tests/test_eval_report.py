@@ -214,7 +214,7 @@ def test_several_runs_stand_side_by_side(run: RunFolder, tmp_path: Path) -> None
     assert "| lambada | perplexity | 1,234.57 ± 60.25 (n = 1,000) | – |" in markdown(page)
     for text in (parsed.text, markdown(page)):
         assert "bare: no evaluation results yet" in text
-        assert "The columns stand at different steps." in text
+        assert "The columns are at different steps." in text
         assert "trained on different data" not in text
 
 

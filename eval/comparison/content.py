@@ -11,12 +11,14 @@ from typing import Any
 from canon_pretrain.errors import UserError, nearest
 from eval.comparison.architectures import Architecture, Choice, architectures, choose
 from eval.comparison.measure import Measure, Options, Side
+from eval.comparison.standing import steps_shown, suites_of
 from eval.comparison.tables import (
     BEST_OF_WORDS,
     best_of,
     chosen,
     differing_steps,
     every_run,
+    suite_step,
 )
 from eval.comparison.verdicts import held_out_words, verdicts
 from eval.report.runs import Run
@@ -55,6 +57,16 @@ def comparison_content(
         if base and base.label in sides and label != base.label
     ]
     rows, refused, notes = verdicts(measure, pairs)
+    shown = {
+        each.label: recipe.runs if (recipe := choices[each.label].recipe) else each.runs
+        for each in found
+    }
+    steps = {
+        suite: steps_shown(shown, base.label if base else None, suite, step)
+        for suite in suites_of(runs, suites)
+    }
+    for row in rows:
+        row["suite_step"] = suite_step(steps[row["suite"]])
     content = {
         "version": VERSION,
         "alpha": ALPHA,
@@ -70,13 +82,14 @@ def comparison_content(
         "family": family(rows),
         "pairs": rows,
         "refused": refused,
-        "every_run": every_run(found, measure),
-        "best_of": best_of(found, measure),
+        "steps": steps,
+        "every_run": every_run(found, measure, steps),
+        "best_of": best_of(found, measure, steps),
         "best_of_words": BEST_OF_WORDS,
-        "chosen": chosen(found, choices, measure),
+        "chosen": chosen(found, choices, measure, steps),
         "notes": [
             *_notes(runs, found, base),
-            *differing_steps([run for each in found for run in each.runs], measure),
+            *differing_steps(found, measure, steps),
             *notes,
         ],
     }
@@ -159,6 +172,7 @@ def _architecture(each: Architecture, choice: Choice) -> dict[str, Any]:
             "learning_rate": recipe.learning_rate,
             "runs": [run.label for run in recipe.runs],
             "loss": choice.loss,
+            "step": choice.step,
             "by": choice.words,
         }
         if recipe

@@ -4,7 +4,7 @@ Between the runs as read and the verdicts (verdicts.py) and tables (tables.py). 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def side_by_side(
     *,
     any_step: bool = False,
 ) -> tuple[list[Standing], list[Standing]]:
-    """Answers of both sides at the highest step that both have; ([], []) where there is none.
+    """Answers of both sides at their `common_step`; ([], []) if there is none.
 
     Runs without an answer at that step are left out. `any_step`: each run's last answer instead.
     """
@@ -74,13 +74,39 @@ def side_by_side(
         last = [[latest(run, suite, step) for run in runs] for runs in (a, b)]
         first, second = ([x for x in side if x is not None] for side in last)
         return (first, second) if first and second else ([], [])
-    sides = [[by_step(run, suite, step) for run in runs] for runs in (a, b)]
-    have = [{at for found in side for at in found} for side in sides]
-    if not have[0] & have[1]:
+    at = common_step(a, b, suite, step)
+    if at is None:
         return [], []
-    at = max(have[0] & have[1])
-    first, second = ([found[at] for found in side if at in found] for side in sides)
+    found = [[by_step(run, suite, at) for run in runs] for runs in (a, b)]
+    first, second = ([answers[at] for answers in side if at in answers] for side in found)
     return first, second
+
+
+def common_step(
+    a: Sequence[Run], b: Sequence[Run], suite: str, step: int | None = None
+) -> int | None:
+    """The highest step at which both sides have a run with a whole answer; None without one."""
+    have = [{at for run in side for at in by_step(run, suite, step)} for side in (a, b)]
+    return max(have[0] & have[1], default=None)
+
+
+def steps_shown(
+    sides: Mapping[str, Sequence[Run]], baseline: str | None, suite: str, step: int | None = None
+) -> dict[str, int]:
+    """The step at which tables show each side, the baseline first: that of its verdict.
+
+    The baseline, which has several verdicts, is shown at the highest of them; a side that has no
+    step in common with it at its own last. A side without a whole answer is left out.
+    """
+    base = sides.get(baseline or "", ())
+    others = {label: runs for label, runs in sides.items() if label != baseline}
+    common = {label: common_step(runs, base, suite, step) for label, runs in others.items()}
+    first = max((at for at in common.values() if at is not None), default=None)
+    shown = {baseline or "": first if first is not None else common_step(base, base, suite, step)}
+    for label, runs in others.items():
+        at = common[label]
+        shown[label] = at if at is not None else common_step(runs, runs, suite, step)
+    return {label: at for label, at in shown.items() if at is not None}
 
 
 def suites_of(runs: Sequence[Run], wanted: Sequence[str] | None = None) -> list[str]:

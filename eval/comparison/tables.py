@@ -4,7 +4,7 @@ No torch.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eval.comparison.architectures import Architecture, Choice
@@ -33,7 +33,13 @@ BEST_OF_WORDS = (
 )
 
 
-def every_run(architectures: Sequence[Architecture], measure: Measure) -> list[dict[str, Any]]:
+Steps = Mapping[str, Mapping[str, int]]
+"""suite -> label of an architecture -> the step that is shown (`standing.steps_shown`)."""
+
+
+def every_run(
+    architectures: Sequence[Architecture], measure: Measure, steps: Steps
+) -> list[dict[str, Any]]:
     """Every metric of every run, repeats too, at its last whole answer."""
     owners = [
         (run, each.label, recipe.learning_rate)
@@ -59,23 +65,25 @@ def every_run(architectures: Sequence[Architecture], measure: Measure) -> list[d
                     }
                 )
             primary = question in questions(standings, question.suite)
-            head = _head(question, standings)
+            head = _head(question, standings, steps)
             if len(texts) > 1:
                 head["task"] += f" of text {text[:8]}"
             rows.append({**head, "primary": primary, "cells": cells})
     return rows
 
 
-def best_of(architectures: Sequence[Architecture], measure: Measure) -> list[dict[str, Any]]:
+def best_of(
+    architectures: Sequence[Architecture], measure: Measure, steps: Steps
+) -> list[dict[str, Any]]:
     """The best run of each architecture, and by how much its choice flatters it."""
     owner = {run.label: each.label for each in architectures for run in each.runs}
     runs = [run for each in architectures for run in each.runs]
     rows = []
-    for question, standings in _asked(runs, measure, one_step=True):
+    for question, standings in _asked(runs, measure, lambda run: owner[run.label], steps):
         if question.suite == VALIDATION:
             continue
         noise = _noise(question, standings, measure)
-        head = _head(question, standings)
+        head = _head(question, standings, steps)
         cells = []
         for each in architectures:
             ours = [s for s in standings if owner[s.run.label] == each.label]
@@ -103,7 +111,10 @@ def best_of(architectures: Sequence[Architecture], measure: Measure) -> list[dic
 
 
 def chosen(
-    architectures: Sequence[Architecture], choices: Mapping[str, Choice], measure: Measure
+    architectures: Sequence[Architecture],
+    choices: Mapping[str, Choice],
+    measure: Measure,
+    steps: Steps,
 ) -> list[dict[str, Any]]:
     """The mean over the seeds of each architecture's chosen learning rate.
 
@@ -113,8 +124,9 @@ def chosen(
         each.label: recipe for each in architectures if (recipe := choices[each.label].recipe)
     }
     runs = [run for recipe in recipes.values() for run in recipe.runs]
+    owner = {run.label: label for label, recipe in recipes.items() for run in recipe.runs}
     rows = []
-    for question, standings in _asked(runs, measure, one_step=True):
+    for question, standings in _asked(runs, measure, lambda run: owner[run.label], steps):
         if question.suite == VALIDATION:
             continue
         noise = _noise(question, standings, measure)
@@ -135,68 +147,87 @@ def chosen(
                     "architecture": label,
                     "learning_rate": recipe.learning_rate,
                     "value": value,
-                    "step": max(s.results.asked["step"] for s in ours),
+                    "step": steps[question.suite][label],
                     "num_runs": len(means),
                     "stderr": stderr,
                 }
             )
-        rows.append({**_head(question, standings), "cells": cells})
+        rows.append({**_head(question, standings, steps), "cells": cells})
     return rows
 
 
-def differing_steps(runs: Sequence[Run], measure: Measure) -> list[str]:
-    """Where the tables by architecture do not show each run's last step alone, a sentence each."""
+def differing_steps(
+    architectures: Sequence[Architecture], measure: Measure, steps: Steps
+) -> list[str]:
+    """What the tables by architecture show of another step, or leave out; a sentence each."""
     found = []
-    for suite in suites_of(runs, measure.options.suites):
-        shown = [_step(s) for s in _at_one_step(runs, suite, measure)]
-        last = [_step(s) for run in runs if (s := latest(run, suite, measure.options.step))]
-        steps = sorted(set(shown))
-        if suite == VALIDATION or shown == last == [steps[0]] * len(last):
+    for suite, shown in steps.items():
+        if suite == VALIDATION:
             continue
-        if len(steps) == 1:
+        first = suite_step(shown)
+        other = [f"{label} at {at:,}" for label, at in shown.items() if at != first]
+        left = [
+            f"{run.label} ({answer.results.asked['step']:,})"
+            for each in architectures
+            for run in each.runs
+            if (answer := latest(run, suite, measure.options.step))
+            and shown[each.label] not in by_step(run, suite, measure.options.step)
+        ]
+        if other:
             found.append(
-                f"{suite}: the tables by architecture show step {steps[0]}, the last that all runs "
-                f"were evaluated at; some were at {max(last)} too."
+                f"{suite}: step {first:,}, but {', '.join(other)}: the last step at which both the "
+                "baseline and that architecture were evaluated."
             )
-        else:
+        if left:
             found.append(
-                f"{suite}: no step at which all runs were evaluated, so the tables by architecture "
-                f"show each at its last: {', '.join(map(str, steps))}."
+                f"{suite}: left out of the tables by architecture, since last evaluated at another "
+                f"step: {', '.join(left)}."
             )
     return found
 
 
-def _step(standing: Standing) -> int:
-    return int(standing.results.asked["step"])
-
-
-def _at_one_step(runs: Sequence[Run], suite: str, measure: Measure) -> list[Standing]:
-    """The answers of the runs at the last step that all of them have; else each one's last."""
-    by_run = [found for run in runs if (found := by_step(run, suite, measure.options.step))]
-    common = set.intersection(*(set(found) for found in by_run)) if by_run else set()
-    return [found[max(common or found)] for found in by_run]
+def suite_step(shown: Mapping[str, int]) -> int:
+    """The step of a suite's tables: the baseline's. Cells of another one are marked."""
+    return next(iter(shown.values()))
 
 
 def _asked(
-    runs: Sequence[Run], measure: Measure, *, every_metric: bool = False, one_step: bool = False
+    runs: Sequence[Run],
+    measure: Measure,
+    owner: Callable[[Run], str] | None = None,
+    steps: Steps | None = None,
+    *,
+    every_metric: bool = False,
 ) -> list[tuple[Question, list[Standing]]]:
-    """Each question with the last whole answers of the runs that have one."""
+    """Each question with the whole answers of the runs that have one.
+
+    At the step of `steps` for the run's `owner`; without these at each run's last.
+    """
     found = []
     for suite in suites_of(runs, measure.options.suites):
-        if one_step:
-            standings = _at_one_step(runs, suite, measure)
-        else:
-            answers = [latest(run, suite, measure.options.step) for run in runs]
-            standings = [answer for answer in answers if answer is not None]
+        standings = []
+        for run in runs:
+            if owner is None or steps is None:
+                answer = latest(run, suite, measure.options.step)
+            else:
+                at = steps[suite].get(owner(run))
+                answer = (
+                    by_step(run, suite, measure.options.step).get(at) if at is not None else None
+                )
+            if answer is not None:
+                standings.append(answer)
         for question in questions(standings, suite, every_metric=every_metric):
             here = [s for s in standings if score_of(s, question) is not None]
             found.append((question, here))
     return found
 
 
-def _head(question: Question, standings: Sequence[Standing]) -> dict[str, Any]:
-    better = higher_is_better(standings[0].results, question)
-    return {**question.words, "higher_is_better": better}
+def _head(question: Question, standings: Sequence[Standing], steps: Steps) -> dict[str, Any]:
+    return {
+        **question.words,
+        "higher_is_better": higher_is_better(standings[0].results, question),
+        "suite_step": suite_step(steps[question.suite]),
+    }
 
 
 def _score(standing: Standing, question: Question) -> float:

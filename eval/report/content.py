@@ -10,6 +10,7 @@ from typing import Any
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.names import printable
+from eval.comparison.tables import suite_step
 from eval.report.anchors import anchors
 from eval.report.curves import CURVES, line, points_a_line
 from eval.report.lengths import length_figures
@@ -28,7 +29,8 @@ def report_content(runs: Sequence[Run], comparison: dict[str, Any]) -> dict[str,
     """
     comparison = {name: _in_order(value) for name, value in comparison.items()}
     most = points_a_line(len(runs) * len(CURVES))
-    suites = suites_content(runs)
+    steps = comparison["steps"]
+    suites = suites_content(runs, {suite: suite_step(shown) for suite, shown in steps.items()})
     return {
         "version": VERSION,
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
@@ -38,7 +40,7 @@ def report_content(runs: Sequence[Run], comparison: dict[str, Any]) -> dict[str,
         "anchors": anchors((r["task"], r["metric"]) for suite in suites for r in suite["rows"]),
         "held_out": held_out_curves(runs, entries(comparison)),
         "score_curves": score_curves(runs),
-        "lengths": length_figures(runs, entries(comparison)),
+        "lengths": length_figures(runs, entries(comparison), steps),
         "runs": [_run_content(run) for run in runs],
         "differing_settings": _differing_settings(runs),
         "curves": [

@@ -45,20 +45,38 @@ FIGURES = (
 )
 
 
-def length_figures(runs: Sequence[Run], entries: Sequence[Entry]) -> list[dict[str, Any]]:
+def length_figures(
+    runs: Sequence[Run], entries: Sequence[Entry], steps: Mapping[str, Mapping[str, int]]
+) -> list[dict[str, Any]]:
     """The figures that any run was asked for: of each series and metric a line an entry.
 
-    A line's value is the mean over the entry's runs at that length; `low` and `high` are the
-    lowest and highest of them, `n` how many there are.
+    `steps`: suite -> entry -> the step to show, as in the tables. A line's value is the mean over
+    the entry's runs at that length; `low` and `high` are the lowest and highest of them, `n` how
+    many there are. `step` is that of the line if it is not the others', else None.
     """
-    by_label = {run.label: run for run in runs}
     figures = []
     for figure in FIGURES:
-        tables = {label: _by_length(run, figure) for label, run in by_label.items()}
+        shown = {run.label: _shown(run, figure, entries, steps) for run in runs}
+        tables = {label: _by_length(found, figure) for label, found in shown.items()}
+        at = {
+            entry.label: max(
+                (r.asked["step"] for label in entry.runs for r in shown.get(label, ())),
+                default=None,
+            )
+            for entry in entries
+        }
+        first = next((step for step in at.values() if step is not None), None)
+        other = {label: None if step == first else step for label, step in at.items()}
         names = dict.fromkeys(name for table in tables.values() for name in sorted(table))
-        panels = [_panel(name, figure, tables, entries) for name in sorted(names, key=_order)]
+        panels = [
+            _panel(name, figure, tables, entries, other) for name in sorted(names, key=_order)
+        ]
         if panels:
-            limited = sorted(label for label, run in by_label.items() if _limited(run, figure))
+            limited = sorted(
+                label
+                for label, found in shown.items()
+                if any(results.asked["limit"] is not None for results in found)
+            )
             figures.append(
                 {
                     "name": figure.name,
@@ -71,28 +89,30 @@ def length_figures(runs: Sequence[Run], entries: Sequence[Entry]) -> list[dict[s
     return figures
 
 
-def _latest(run: Run, figure: Figure) -> list[Results]:
-    """The results to show of each suite that has tasks of `figure`."""
-    by_suite = {
-        results.asked["suite"]: results
-        for results in run.evaluations
-        if any(figure.pattern.fullmatch(task) for task in results.scores)
-    }
+def _shown(
+    run: Run, figure: Figure, entries: Sequence[Entry], steps: Mapping[str, Mapping[str, int]]
+) -> list[Results]:
+    """The results to show of each suite with tasks of `figure`; none if at another step."""
+    by_suite: dict[str, Results] = {}
+    owner = next((entry.label for entry in entries if run.label in entry.runs), "")
+    for results in run.evaluations:
+        suite, step = results.asked["suite"], results.asked["step"]
+        expected = steps.get(suite, {}).get(owner, step)
+        is_whole = results.asked["limit"] is None
+        if any(figure.pattern.fullmatch(task) for task in results.scores):
+            if step == expected or not is_whole:
+                by_suite[suite] = results
     return list(by_suite.values())
-
-
-def _limited(run: Run, figure: Figure) -> bool:
-    return any(results.asked["limit"] is not None for results in _latest(run, figure))
 
 
 Series = dict[tuple[str, str], dict[int, tuple[float, float | None]]]
 """(series, metric) -> length -> (value, chance)."""
 
 
-def _by_length(run: Run, figure: Figure) -> Series:
-    """What `run` scored; Babilong with the mean of its five tasks where all of them are there."""
+def _by_length(shown: Sequence[Results], figure: Figure) -> Series:
+    """What a run scored; Babilong with the mean of its five tasks where all of them are there."""
     series: Series = {}
-    for results in _latest(run, figure):
+    for results in shown:
         for task, metrics in results.scores.items():
             if not (match := figure.pattern.fullmatch(task)):
                 continue
@@ -131,6 +151,7 @@ def _panel(
     figure: Figure,
     tables: Mapping[str, Series],
     entries: Sequence[Entry],
+    steps: Mapping[str, int | None],
 ) -> dict[str, Any]:
     found = {label: table[name] for label, table in tables.items() if name in table}
     lengths = sorted({length for values in found.values() for length in values})
@@ -145,6 +166,7 @@ def _panel(
             lines.append(
                 {
                     "label": entry.label,
+                    "step": steps[entry.label],
                     "values": [statistics.fmean(v) if v else None for v in at],
                     "low": [min(v, default=None) for v in at],
                     "high": [max(v, default=None) for v in at],

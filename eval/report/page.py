@@ -21,6 +21,7 @@ WORDS = (
     "interval",
     "mcnemar",
     "noise_words",
+    "other_step",
     "p_value",
     "pair_cells",
     "real",

@@ -4,7 +4,7 @@ A part of the report's content (content.py): numbers unrounded, JSON values only
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from canon_pretrain.run.log import json_value
@@ -22,13 +22,15 @@ MAX_NAMED = 6
 """Runs at most that a sentence names one by one."""
 
 
-def suites_content(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The tables of all suites that any run was asked."""
+def suites_content(runs: Sequence[Run], steps: Mapping[str, int]) -> list[dict[str, Any]]:
+    """The tables of all suites that any run was asked; `steps`: of the verdicts, by suite."""
     names = {results.asked["suite"] for run in runs for results in run.evaluations}
-    return [_suite_content(suite, runs) for suite in sorted(names, key=suite_order)]
+    return [
+        _suite_content(suite, runs, steps.get(suite)) for suite in sorted(names, key=suite_order)
+    ]
 
 
-def _suite_content(suite: str, runs: Sequence[Run]) -> dict[str, Any]:
+def _suite_content(suite: str, runs: Sequence[Run], step: int | None) -> dict[str, Any]:
     """One suite's tables: the latest step of each run, and every step where there are several."""
     by_run = {
         run.label: [results for results in run.evaluations if results.asked["suite"] == suite]
@@ -49,6 +51,7 @@ def _suite_content(suite: str, runs: Sequence[Run]) -> dict[str, Any]:
     ]
     return {
         "suite": suite,
+        "suite_step": max(r.asked["step"] for r in latest.values()) if step is None else step,
         "warnings": _suite_warnings(latest, outdated),
         "columns": [
             {"run": label, "step": results.asked["step"], "limit": results.asked["limit"]}
@@ -109,7 +112,7 @@ def _suite_warnings(latest: dict[str, Results], outdated: Sequence[str]) -> list
             f"longer what was evaluated; evaluate {'it' if one else 'them'} again."
         )
     if len({results.asked["step"] for results in latest.values()}) > 1:
-        warnings.append("The columns stand at different steps.")
+        warnings.append("The columns are at different steps.")
     asked = {label: _flat(results.asked) for label, results in latest.items()}
     names = dict.fromkeys(name for leaves in asked.values() for name in leaves)
     differing = [

@@ -83,13 +83,19 @@ def detectable(summary: Mapping[str, Any]) -> str:
     )
 
 
+def other_step(step: int | None, suite_step: int | None) -> str:
+    """The step of a score that is not at the step of its table; else empty."""
+    return "" if step == suite_step or step is None else f"step {step:,}"
+
+
 def real(pair: Mapping[str, Any]) -> str:
     """One difference that is real, without its task: values, (difference; 95 % CI; Holm's p)."""
     # a line never ends between p and its value
     p = f"p\N{NO-BREAK SPACE}{p_value(pair['p_holm'])}"
+    at = other_step(pair["step"], pair["suite_step"])
     return (
         f"{figure(pair['baseline_value'])} → {figure(pair['value'])} "
-        f"({signed(pair['difference'])}; {interval(pair['ci'])}; {p})"
+        f"({signed(pair['difference'])}; {interval(pair['ci'])}; {p})" + (f" at {at}" if at else "")
     )
 
 
@@ -118,8 +124,8 @@ def family(comparison: Mapping[str, Any]) -> str:
     words = comparison["family"]["words"]
     return (
         f"{words[:1].upper()}{words[1:].rstrip('.')}. What is not called better or worse is within "
-        "noise, however large it looks. In brackets: the difference, its 95 % confidence interval, "
-        "and p after Holm."
+        "noise, however large it looks. In brackets: the difference, its 95 % confidence interval "
+        "and p, both after Holm: the interval excludes 0 exactly if p is at most 0.05."
     )
 
 
@@ -177,18 +183,19 @@ def pair_cells(pair: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def best_note(cell: Mapping[str, Any]) -> str:
-    """How much too good the best of several runs is."""
-    if cell["num_runs"] < 2:
-        return "1 run"
-    bias = "" if cell["bias"] is None else f", about {figure(cell['bias'])} too good"
-    return f"best of {cell['num_runs']}{bias}"
+def best_note(cell: Mapping[str, Any], suite_step: int) -> str:
+    """How much too good the best of several runs is, and another step than the table's."""
+    runs = "1 run" if cell["num_runs"] < 2 else f"best of {cell['num_runs']}"
+    bias = "" if cell["bias"] is None or cell["num_runs"] < 2 else figure(cell["bias"])
+    parts = [runs, bias and f"about {bias} too good", other_step(cell["step"], suite_step)]
+    return ", ".join(filter(None, parts))
 
 
-def chosen_note(cell: Mapping[str, Any]) -> str:
-    """The standard error of a chosen learning rate's score, and its runs."""
+def chosen_note(cell: Mapping[str, Any], suite_step: int) -> str:
+    """The standard error of a chosen learning rate's score, its runs, and another step."""
+    error = "" if cell["stderr"] is None else f"± {figure(cell['stderr'])}"
     runs = "1 run" if cell["num_runs"] == 1 else f"{cell['num_runs']} runs"
-    return runs if cell["stderr"] is None else f"± {figure(cell['stderr'])}, {runs}"
+    return ", ".join(filter(None, [error, runs, other_step(cell["step"], suite_step)]))
 
 
 def aligned(
