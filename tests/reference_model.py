@@ -47,16 +47,16 @@ def _sequence_logits(cfg: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> 
             for name, p in params.items()
             if name.startswith(f"layers.{i}.")
         }
-        x = _rms(h, layer["attention_norm.weight"], cfg.norm_eps)
+        x = _norm(cfg, layer, "attention_norm", h)
         if "A" in cfg.canon_set:
             x = canon_by_loops(x, layer["canon_a.weight"], cfg)
         h = h + _attention(cfg, layer, x)
-        x = _rms(h, layer["ffn_norm.weight"], cfg.norm_eps)
+        x = _norm(cfg, layer, "ffn_norm", h)
         if "C" in cfg.canon_set:
             x = canon_by_loops(x, layer["canon_c.weight"], cfg)
         h = h + _feed_forward(cfg, layer, x)
     head = params["tok_embeddings.weight" if cfg.tie_embeddings else "output.weight"]
-    return _rms(h, params["norm.weight"], cfg.norm_eps) @ head.T
+    return _norm(cfg, params, "norm", h) @ head.T
 
 
 def canon_by_loops(x_BTC: Tensor, weight_C1K: Tensor, cfg: Any) -> Tensor:
@@ -78,8 +78,21 @@ def _rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return gain * x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps)
 
 
+def _norm(cfg: Any, params: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """RMSNorm, or LayerNorm (Ba et al. 2016, equation 4) with its bias if there is one."""
+    gain = params[f"{name}.weight"]
+    if cfg.norm != "layernorm":
+        return _rms(x, gain, cfg.norm_eps)
+    centered = x - x.mean(dim=-1, keepdim=True)
+    return _rms(centered, gain, cfg.norm_eps) + params.get(f"{name}.bias", 0.0)
+
+
+def _linear(params: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return x @ params[f"{name}.weight"].T + params.get(f"{name}.bias", 0.0)
+
+
 def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
-    q, k, v = (x @ layer[f"attention.{name}.weight"].T for name in ("wq", "wk", "wv"))
+    q, k, v = (_linear(layer, f"attention.{name}", x) for name in ("wq", "wk", "wv"))
     if cfg.qk_norm == "full":
         q = _rms(q, layer["attention.q_norm.weight"], cfg.norm_eps)
         k = _rms(k, layer["attention.k_norm.weight"], cfg.norm_eps)
@@ -105,7 +118,7 @@ def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
         scores = torch.einsum("btk,bsk->bts", q_head, k_head) / head_dim**0.5
         scores = scores + bias_by_loops(cfg, head, x.shape[1]).to(x.dtype)
         outputs.append(torch.einsum("bts,bsk->btk", scores.softmax(dim=-1), v_head))
-    return torch.cat(outputs, dim=-1) @ layer["attention.wo.weight"].T
+    return _linear(layer, "attention.wo", torch.cat(outputs, dim=-1))
 
 
 def bias_by_loops(cfg: Any, head: int, num_tokens: int) -> Tensor:
@@ -146,13 +159,16 @@ def _rotate(cfg: Any, x_BTK: Tensor, head: int, num_heads: int) -> Tensor:
 
 def _feed_forward(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
     names = ("w1", "w3") if cfg.ffn == "gated" else ("w1",)
-    inner = [x @ layer[f"feed_forward.{name}.weight"].T for name in names]
+    inner = [_linear(layer, f"feed_forward.{name}", x) for name in names]
     if "D" in cfg.canon_set:
         weights = layer["feed_forward.canon_d.weight"].split(cfg.ffn_dim)
         inner = [canon_by_loops(x, w, cfg) for x, w in zip(inner, weights, strict=True)]
     gate = inner[0]
     if cfg.ffn_activation == "relu2":
         y = torch.where(gate > 0, gate * gate, torch.zeros_like(gate))
+    elif cfg.ffn_activation == "gelu":  # Hendrycks and Gimpel 2016, section 2, as in GPT2
+        cubic = gate + 0.044715 * gate**3
+        y = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * cubic))
     else:
         y = gate * torch.sigmoid(gate)
-    return (y * inner[1] if cfg.ffn == "gated" else y) @ layer["feed_forward.w2.weight"].T
+    return _linear(layer, "feed_forward.w2", y * inner[1] if cfg.ffn == "gated" else y)

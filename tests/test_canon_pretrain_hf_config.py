@@ -119,8 +119,9 @@ NAMES = {
 def test_names(ours: str) -> None:
     assert to_hf(f"{ours}.weight") == f"{NAMES[ours]}.weight"
     assert to_ours(f"{NAMES[ours]}.weight") == f"{ours}.weight"
+    assert to_ours(to_hf(f"{ours}.bias")) == f"{ours}.bias"
     with pytest.raises(ValueError, match="no parameter"):
-        to_hf(f"{ours}.bias")
+        to_hf(f"{ours}.scale")
 
 
 @pytest.mark.parametrize(

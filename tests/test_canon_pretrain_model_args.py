@@ -38,6 +38,15 @@ def _built_parameters(args: ModelArgs) -> int:
         ("1b3", {"position": "h_alibi", "document_mask": True}, 1_345_423_360),
         ("1b3", {"canon_set": "ABCD", "canon_trainable": False}, 1_345_423_360 + 2_039_808),
         ("1b3", {"canon_set": "ABCD", "canon_kernel": 2}, 1_345_423_360 + 2_039_808 // 2),
+        # the original GPT2: 9 D biases in the matrices of a layer, 2 D and one D in the norms
+        (
+            "1b3",
+            {"ffn": "standard", "ffn_dim": 8192, "ffn_activation": "gelu", "norm": "layernorm"}
+            | {"bias": True},
+            1_339_131_904 + 24 * 11 * 2048 + 2048,
+        ),
+        ("1b3", {"bias": True}, 1_345_423_360 + 24 * (5 * 2048 + 2 * 5504)),
+        ("1b3", {"norm": "layernorm"}, 1_345_423_360),
         ("1b3", {"qk_norm": "per_head"}, 1_345_423_360 + 24 * 2 * 64),
         ("1b3", {"tie_embeddings": True}, 1_345_423_360 - 32000 * 2048),
         # 8 heads of k and v for 32 of q: two matrices of a quarter of the rows
@@ -169,7 +178,9 @@ def test_rotated_heads_and_dims_at_1b3(position, heads, dims):
             ["head dim of 12", "multiple of 8"],
         ),
         ({"ffn": "gate"}, ['ffn = "gate"', "gated, standard", 'mean "gated"']),
-        ({"ffn_activation": "relu"}, ['"relu"', "silu, relu2", 'mean "relu2"']),
+        ({"ffn_activation": "relu"}, ['"relu"', "silu, relu2, gelu", 'mean "relu2"']),
+        ({"ffn_activation": "gelu"}, ['ffn = "standard"']),
+        ({"norm": "layer_norm"}, ["rmsnorm, layernorm", 'mean "layernorm"']),
         ({"qk_norm": "fulll"}, ['"fulll"', "none, full, per_head", 'mean "full"']),
         ({"num_kv_heads": -1}, ["num_kv_heads = -1", "0 or more"]),
         ({"num_heads": 4, "num_kv_heads": 3}, ["num_heads = 4", "num_kv_heads = 3", "multiple"]),

@@ -185,8 +185,9 @@ def test_unknown_laws_names_and_shapes_are_refused():
         InitialValue("w", torch.Size((2,)), 0, "cauchy", 1.0)
     with pytest.raises(ValueError, match="rows to fill"):
         InitialValue("w", torch.Size(()), 0, "normal", 1.0)
-    with pytest.raises(ValueError, match="no initialisation is known for wq.bias"):
-        initial_value(ARGS, "wq.bias", torch.Size((4,)))
+    with pytest.raises(ValueError, match="no initialisation is known for wq.scale"):
+        initial_value(ARGS, "wq.scale", torch.Size((4,)))
+    assert not initial_value(ARGS, "wq.bias", torch.Size((4,))).rows(1, 3).any()
 
 
 @pytest.mark.parametrize(
@@ -199,6 +200,7 @@ def test_unknown_laws_names_and_shapes_are_refused():
         {"ffn_activation": "relu2"},
         {"tie_embeddings": True},
         {"ffn": "standard"},
+        {"norm": "layernorm"},
     ],
     ids=str,
 )

@@ -31,7 +31,8 @@ CHOICES = (
 
 
 def test_any_two_choices_meet_in_a_variant():
-    alone = {"half", "k5"}  # of one position, and of one backend: each is in one variant
+    # the first two of one position and of one backend; the others meet in random configurations
+    alone = {"half", "k5", "gpt2", "layernorm", "bias"}
     assert {word for words in CHOICES for word in words} - {""} == set(WORDS) - alone
     without_canon = CHOICES[2] + CHOICES[3] + CHOICES[4] + CHOICES[5]
     chosen = [
@@ -101,8 +102,10 @@ def _configurations(draw: st.DrawFn) -> ModelArgs:
         num_heads=num_heads,
         num_kv_heads=kv_heads,
         ffn_dim=draw(st.integers(1, 40)),
-        ffn=draw(st.sampled_from(["gated", "standard"])),
-        ffn_activation=draw(st.sampled_from(["silu", "relu2"])),
+        ffn=(ffn := draw(st.sampled_from(["gated", "standard"]))),
+        ffn_activation=draw(st.sampled_from(["silu", "relu2", "gelu"][: 2 + (ffn == "standard")])),
+        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
+        bias=draw(st.booleans()),
         max_seq_len=draw(st.integers(1, 9)),
         norm_eps=draw(st.sampled_from([1e-5, 1e-2])),
         position=position,

@@ -39,6 +39,9 @@ WORDS: dict[str, dict[str, Any]] = {
     "relu2": {"ffn_activation": "relu2"},
     "standard": {"ffn": "standard"},
     "standard_relu2": {"ffn": "standard", "ffn_activation": "relu2"},
+    "gpt2": {"ffn": "standard", "ffn_activation": "gelu", "norm": "layernorm", "bias": True},
+    "layernorm": {"norm": "layernorm"},
+    "bias": {"bias": True},
     "qk_full": {"qk_norm": "full"},
     "qk_per_head": {"qk_norm": "per_head"},
     "half": {"partial_rope_dim": 4},
@@ -48,6 +51,7 @@ WORDS: dict[str, dict[str, Any]] = {
 }
 NAMES = (
     "rope",
+    "rope gpt2 tied",
     "rope standard gqa",
     "rope A k3 cst relu2 qk_per_head documents",
     "rope AC no_res act standard_relu2 qk_full gqa tied documents",
@@ -86,6 +90,9 @@ NAMES = (
     "partial_rope_c ABCD qk_full",
     "partial_rope_c ABCD k3 cst standard_relu2 qk_full tied",
     "partial_rope_c half ABCD k5 qk_full gqa",
+    "partial_rope_c ABCD gpt2 qk_full gqa documents",
+    "nope ABCD bias qk_per_head",
+    "alibi AC layernorm",
 )
 
 
@@ -103,7 +110,7 @@ every_variant = pytest.mark.parametrize("args", VARIANTS.values(), ids=list(VARI
 
 
 def build(args: ModelArgs, **options: Any) -> Transformer:
-    """Return the initialised model of `args` with norm gains that differ from 1.
+    """Return the initialised model of `args` with norm gains that differ from 1, biases from 0.
 
     Gains of 1 would hide one that is applied in the wrong place. `options` go to `Transformer`.
     """
@@ -114,6 +121,8 @@ def build(args: ModelArgs, **options: Any) -> Transformer:
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5, generator=generator)
+            if name.endswith(".bias"):
+                parameter.uniform_(-0.5, 0.5, generator=generator)
     return model
 
 

@@ -26,6 +26,8 @@ PLAIN = {
 }
 """By position and QK-norm, the model_type and class of transformers for a model without Canon."""
 MODEL_TYPES = (MODEL_TYPE, *(kind for kind, _ in PLAIN.values()))
+GELU = "gelu_pytorch_tanh"
+"""transformers' name of GPT2's gelu."""
 OWN = "canon_pretrain"
 """The sub-dictionary, and the `rope_version` of what the released class can't express."""
 LINGUA, HUGGINGFACE = "lingua", "huggingface"
@@ -95,7 +97,7 @@ _LLAMA_FIELDS = (
 
 # what only the sub-dictionary can say, by its name in ModelArgs; the second part changes how a
 # model is trained and not what it computes
-_CHANGES_THE_MODEL = ("position", "ffn", "qk_norm", "document_mask")
+_CHANGES_THE_MODEL = ("position", "ffn", "norm", "bias", "qk_norm", "document_mask")
 _CHANGES_TRAINING = ("eos_id", "canon_trainable", "init", "init_seed")
 _OWN_POSITIONS = ("alibi", "h_alibi", "partial_rope_a", "partial_rope_b")
 
@@ -113,7 +115,7 @@ def to_fields(args: ModelArgs) -> dict[str, Any]:
         "num_attention_heads": args.num_heads,
         "num_key_value_heads": args.kv_heads,
         "head_dim": args.head_dim,
-        "hidden_act": args.ffn_activation,
+        "hidden_act": GELU if args.ffn_activation == "gelu" else args.ffn_activation,
         "max_position_embeddings": args.max_seq_len,
         "rms_norm_eps": args.norm_eps,
         "tie_word_embeddings": args.tie_embeddings,
@@ -142,6 +144,7 @@ def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     """
     kind, architecture = PLAIN.get((args.position, args.qk_norm), ("", ""))
     is_llama_like = (args.canon_set, args.ffn, args.ffn_activation) == ("", "gated", "silu")
+    is_llama_like &= (args.norm, args.bias) == ("rmsnorm", False)
     if not kind or not is_llama_like or args.document_mask:
         return None
     found = {name: value for name, value in to_fields(args).items() if name in _LLAMA_FIELDS}
@@ -160,8 +163,9 @@ def _own(args: ModelArgs) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if args.position in _OWN_POSITIONS:
         own["position"] = args.position
-    if args.ffn != "gated":
-        own["ffn"] = args.ffn
+    for name in ("ffn", "norm", "bias"):
+        if getattr(args, name) != getattr(ModelArgs, name):
+            own[name] = getattr(args, name)
     if args.qk_norm == "per_head":
         own["qk_norm"] = args.qk_norm
     if args.document_mask:
@@ -192,7 +196,7 @@ def to_args(given: Mapping[str, Any]) -> ModelArgs:
         "num_heads": num_heads,
         "num_kv_heads": 0 if num_kv_heads == num_heads else num_kv_heads,
         "ffn_dim": found["intermediate_size"],
-        "ffn_activation": found["hidden_act"],
+        "ffn_activation": "gelu" if found["hidden_act"] == GELU else found["hidden_act"],
         "max_seq_len": found["max_position_embeddings"],
         "norm_eps": float(found["rms_norm_eps"]),
         **_position(found),
@@ -273,8 +277,8 @@ def _refuse_others(found: Mapping[str, Any]) -> None:
     types = found.get("layer_types") or []
     if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
         _refuse("layer_types", types, 'these models have "full_attention" alone')
-    if found["hidden_act"] not in ("silu", "relu2"):
-        _refuse("hidden_act", found["hidden_act"], "these models have silu or relu2")
+    if found["hidden_act"] not in ("silu", "relu2", GELU):
+        _refuse("hidden_act", found["hidden_act"], f"these models have silu, relu2 or {GELU}")
     size = found["hidden_size"] // found["num_attention_heads"]
     if found["head_dim"] not in (None, size):
         _refuse("head_dim", found["head_dim"], f"here it is hidden_size / heads = {size}")

@@ -144,7 +144,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         if isinstance(module, Canon):
             bound = self.core.args.canon_bound
             nn.init.uniform_(module.weight, -bound, bound)
-        elif isinstance(module, nn.RMSNorm):
+        elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
             nn.init.ones_(module.weight)
         elif isinstance(module, nn.Linear | nn.Embedding):
             if self.core.args.init == "lingua":
@@ -152,6 +152,9 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
                 nn.init.trunc_normal_(module.weight, 0.0, std, -3 * std, 3 * std)
             else:
                 nn.init.normal_(module.weight, 0.0, self.config.initializer_range)
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            nn.init.zeros_(bias)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens

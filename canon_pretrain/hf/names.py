@@ -44,12 +44,12 @@ def to_ours(name: str) -> str:
 
 
 def _translate(name: str, before: str, after: str, modules: dict[str, str]) -> str:
-    match = re.fullmatch(rf"({re.escape(before)}(0|[1-9]\d*)\.)?(.+)\.weight", name)
+    match = re.fullmatch(rf"({re.escape(before)}(0|[1-9]\d*)\.)?(.+)\.(weight|bias)", name)
     module = modules.get(match[3]) if match else None
     if match is None or module is None or _is_end(module) != (match[2] is None):
         raise ValueError(f"{name} is no parameter of this family of models")
     block = "" if match[2] is None else f"{after}{match[2]}."
-    return f"{block}{module}.weight"
+    return f"{block}{module}.{match[4]}"
 
 
 def _is_end(module: str) -> bool:

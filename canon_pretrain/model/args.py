@@ -20,7 +20,8 @@ POSITIONS = (
 )  # fmt: skip
 ROTARY = ("rope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
 FFNS = ("gated", "standard")
-FFN_ACTIVATIONS = ("silu", "relu2")
+FFN_ACTIVATIONS = ("silu", "relu2", "gelu")
+NORMS = ("rmsnorm", "layernorm")
 INITS = ("paper", "lingua")
 QK_NORMS = ("none", "full", "per_head")
 CANON_SITES = "ABCD"
@@ -41,7 +42,9 @@ class ModelArgs:
     `canon_set`: any subset of the sites A, B, C, D of section 4; stored sorted and upper-case.
     `canon_trainable=False`: cst-Canon, fixed at its initial values (Figure 20).
     `ffn`: `gated` w2(act(w1 x) * w3 x), `standard` w2(act(w1 x)); `ffn_activation`: `silu`, or
-    `relu2`, the square of relu (Figure 21).
+    `relu2`, the square of relu (Figure 21), or `gelu`, GPT2's tanh form, in the standard one only.
+    `norm`, `bias`: `layernorm` and biases in it and in the blocks' linear layers are the original
+    GPT2's (Figure 11). QK-norm is RMSNorm in any case; the output matrix has no bias.
     `qk_norm`: `full` RMSNorm over the whole vector of q and of k, before Canon-B (the released
     models); `per_head` over each head's K dims, one gain for all heads, after Canon-B (Qwen3's).
     `tie_embeddings`: the output matrix is the token embedding.
@@ -63,6 +66,8 @@ class ModelArgs:
     ffn_dim: int = 5504
     ffn: str = "gated"
     ffn_activation: str = "silu"
+    norm: str = "rmsnorm"
+    bias: bool = False
     max_seq_len: int = 4096
     norm_eps: float = 1e-5
     position: str = "rope"
@@ -91,6 +96,12 @@ class ModelArgs:
         check_choice("qk_norm", self.qk_norm, QK_NORMS)
         check_choice("ffn", self.ffn, FFNS)
         check_choice("ffn_activation", self.ffn_activation, FFN_ACTIVATIONS)
+        check_choice("norm", self.norm, NORMS)
+        if self.ffn_activation == "gelu" and self.ffn != "standard":
+            raise UserError(
+                'ffn_activation = "gelu" is the original GPT2\'s, whose feed-forward is not gated; '
+                'set ffn = "standard" with it, or choose silu or relu2.'
+            )
         _check_heads(self)
         if 4 * self.partial_rope_dim == self.head_dim:
             object.__setattr__(self, "partial_rope_dim", 0)
@@ -267,14 +278,20 @@ def _toml(value: bool | int) -> str:
 def num_parameters(args: ModelArgs) -> int:
     """Return N, the parameters of `Transformer(args)`, in closed form; cst-Canon's count as well.
 
-    No biases; Canon-A and -C have D channels, -B those of q, k and v, -D 2F (F where not gated).
+    Canon-A and -C have D channels, -B those of q, k and v, -D 2F (F where not gated).
     """
     q_dim, k_dim, v_dim = args.qkv_dims
     layer = args.dim * (2 * q_dim + k_dim + v_dim)
     layer += args.dim * (args.ffn_in_dim + args.ffn_dim) + 2 * args.dim
     layer += sum(args.canon_channels.values()) * args.canon_kernel
     layer += {"none": 0, "full": q_dim + k_dim, "per_head": 2 * args.head_dim}[args.qk_norm]
-    ends = (1 if args.tie_embeddings else 2) * args.vocab_size * args.dim + args.dim
+    if args.bias:
+        layer += q_dim + k_dim + v_dim + args.dim + args.ffn_in_dim + args.dim
+    has_norm_bias = args.bias and args.norm == "layernorm"
+    layer += 2 * args.dim * has_norm_bias
+    ends = (1 if args.tie_embeddings else 2) * args.vocab_size * args.dim + args.dim * (
+        1 + has_norm_bias
+    )
     return ends + args.num_layers * layer
 
 

@@ -28,10 +28,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = args.head_dim
         q_dim, k_dim, v_dim = args.qkv_dims
-        self.wq = nn.Linear(args.dim, q_dim, bias=False)
-        self.wk = nn.Linear(args.dim, k_dim, bias=False)
-        self.wv = nn.Linear(args.dim, v_dim, bias=False)
-        self.wo = nn.Linear(q_dim, args.dim, bias=False)
+        self.wq = nn.Linear(args.dim, q_dim, bias=args.bias)
+        self.wk = nn.Linear(args.dim, k_dim, bias=args.bias)
+        self.wv = nn.Linear(args.dim, v_dim, bias=args.bias)
+        self.wo = nn.Linear(q_dim, args.dim, bias=args.bias)
         self.qk_norm, self.norm_eps = args.qk_norm, args.norm_eps
         q_width, k_width = {"full": (q_dim, k_dim)}.get(args.qk_norm, (args.head_dim,) * 2)
         has_norm = args.qk_norm != "none"

@@ -65,17 +65,17 @@ class Canon(nn.Module):
 
     def after_norm(
         self,
-        norm: nn.RMSNorm,
+        norm: nn.RMSNorm | nn.LayerNorm,
         h_BTD: Tensor,
         near_BN: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return h and Canon(norm(h)), [B, T, D]: the block goes on with both.
 
-        In one kernel, where the backend has one; it adds up their gradients, too.
+        In one kernel, where the backend has one (for RMSNorm); it adds up their gradients, too.
         """
         fused = triton_kernels(self.backend, h_BTD) if cache is None else None
-        if fused is None:
+        if fused is None or isinstance(norm, nn.LayerNorm):
             return h_BTD, self(norm(h_BTD), near_BN, cache)
         both: tuple[Tensor, Tensor] = fused.norm_canon_stream_triton(
             h_BTD, norm.weight, self.weight, eps=norm.eps, **self._options(near_BN)

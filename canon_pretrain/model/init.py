@@ -15,7 +15,7 @@ from torch import Tensor
 from canon_pretrain.model.args import ModelArgs
 
 BLOCK_ELEMENTS = 2**16
-KINDS = ("ones", "normal", "truncated_normal", "uniform")
+KINDS = ("ones", "zeros", "normal", "truncated_normal", "uniform")
 TRUNCATE_SIGMAS = 3.0
 PAPER_STD = 0.02
 # what torch.compile and activation checkpointing insert into a parameter's name
@@ -26,8 +26,8 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 class InitialValue:
     """The whole initial value of one parameter: a pure function of seed, name, shape and law.
 
-    `kind`: `ones`; `normal` N(0, scale); `truncated_normal` the same, cut at 3 sigma; `uniform`
-    U(-scale, scale). Raises ValueError for another kind, or for a shape without rows.
+    `kind`: `ones`, `zeros`; `normal` N(0, scale); `truncated_normal` the same, cut at 3 sigma;
+    `uniform` U(-scale, scale). Raises ValueError for another kind, or for a shape without rows.
     """
 
     name: str
@@ -60,8 +60,8 @@ class InitialValue:
                 f"rows [{start}, {stop}) of {self.name} do not exist: it has {self.shape[0]}"
             )
         size = (stop - start, *self.shape[1:])
-        if self.kind == "ones":
-            return torch.ones(size, device="cpu", dtype=torch.float32)
+        if self.kind in ("ones", "zeros"):
+            return torch.full(size, float(self.kind == "ones"), device="cpu", dtype=torch.float32)
         values = torch.empty(size, device="cpu", dtype=torch.float32)
         row = start
         while row < stop:
@@ -99,8 +99,8 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     """Return the initial value of the parameter `name` of `Transformer(args)`.
 
     Canon: PyTorch's Conv1d default U(-K^-1/2, K^-1/2), +-1/2 at kernel 4 (appendix C, "default
-    initialisation"), whatever the preset. Norm gains: 1. All else is a matrix [out, in]: N(0, 0.02)
-    with `paper`; with `lingua` std in^-1/2 (D^-1/2, and F^-1/2 for w2) cut at 3 sigma.
+    initialisation"), whatever the preset. Biases: 0. Norm gains: 1. All else is a matrix [out, in]:
+    N(0, 0.02) with `paper`; with `lingua` std in^-1/2 (D^-1/2, and F^-1/2 for w2) cut at 3 sigma.
     Raises ValueError for a name of no known law.
     """
     name = plain_name(name)
@@ -109,6 +109,8 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     def value(kind: str, scale: float) -> InitialValue:
         return InitialValue(name, torch.Size(shape), args.init_seed, kind, scale)
 
+    if name.endswith(".bias"):
+        return value("zeros", 0.0)
     if module.startswith("canon_"):
         return value("uniform", args.canon_bound)
     if module.endswith("norm"):

@@ -29,7 +29,7 @@ Writer = Callable[[nn.Parameter, InitialValue], None]
 
 
 class TransformerBlock(nn.Module):
-    """h += Attention(Canon-A(RMSNorm(h))), then h += FeedForward(Canon-C(RMSNorm(h))).
+    """h += Attention(Canon-A(norm(h))), then h += FeedForward(Canon-C(norm(h))).
 
     `rope` is the model's one `Rope`, or None where positions are not rotary; `attend` its one
     `Attend`; `canon_backend` as in `kernels/backends.py`.
@@ -39,10 +39,10 @@ class TransformerBlock(nn.Module):
         self, args: ModelArgs, rope: Rope | None, attend: Attend, canon_backend: str = "auto"
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = norm_of(args)
         self.canon_a = canon_at("A", args, canon_backend)
         self.attention = Attention(args, rope, attend, canon_backend)
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = norm_of(args)
         self.canon_c = canon_at("C", args, canon_backend)
         self.feed_forward = FeedForward(args, canon_backend)
 
@@ -64,8 +64,15 @@ class TransformerBlock(nn.Module):
         return h_BTD + self.feed_forward(x_BTD, near_BN, cache)
 
 
+def norm_of(args: ModelArgs) -> nn.RMSNorm | nn.LayerNorm:
+    """Return the norm over D that the blocks and the head of a model of `args` have."""
+    if args.norm == "layernorm":
+        return nn.LayerNorm(args.dim, eps=args.norm_eps, bias=args.bias)
+    return nn.RMSNorm(args.dim, eps=args.norm_eps)
+
+
 def _normed(
-    norm: nn.RMSNorm,
+    norm: nn.RMSNorm | nn.LayerNorm,
     canon: nn.Module | None,
     h_BTD: Tensor,
     near_BN: Tensor | None,
@@ -102,7 +109,7 @@ class Transformer(nn.Module):
                 for i in range(args.num_layers)
             }
         )
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm = norm_of(args)
         self.output: nn.Linear | None = None
         if not args.tie_embeddings:
             self.output = Head(args.dim, args.vocab_size)

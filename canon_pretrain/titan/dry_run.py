@@ -35,14 +35,8 @@ CPU_FLOPS_PER_RANK = 3e10
 
 
 SHOWN_IF_SET = (
-    *(
-        "num_kv_heads",
-        "ffn",
-        "ffn_activation",
-        "partial_rope_dim",
-        "canon_kernel",
-        "canon_residual",
-    ),
+    *("num_kv_heads", "ffn", "ffn_activation", "norm", "bias", "partial_rope_dim"),
+    *("canon_kernel", "canon_residual"),
     *("canon_activation", "canon_trainable", "tie_embeddings", "document_mask"),
     *("z_loss", "squared_loss"),
 )

@@ -35,7 +35,11 @@ class Model(titan.Model):
     ffn: str | None = None
     """gated: w2(act(w1 x) * w3 x); standard: w2(act(w1 x)), the paper's GPT2(RoPE)."""
     ffn_activation: str | None = None
-    """silu, or relu2 (the paper's R2)."""
+    """silu, relu2 (the paper's R2), or gelu (GPT2's, with ffn = "standard")."""
+    norm: str | None = None
+    """rmsnorm, or layernorm (GPT2's)."""
+    bias: bool | None = None
+    """Biases in the blocks' linear layers and in LayerNorm (GPT2's)."""
     norm_eps: float | None = None
     position: str | None = None
     """rope, nope, alibi, h_alibi, or partial_rope_a, _b, _c (the paper's Figure 22)."""

@@ -18,7 +18,7 @@ from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.cache import near_segments
 from canon_pretrain.model.head import Head
 from canon_pretrain.model.positions import Rope
-from canon_pretrain.model.transformer import TransformerBlock
+from canon_pretrain.model.transformer import TransformerBlock, norm_of
 from canon_pretrain.titan.loss import head_loss
 
 
@@ -96,7 +96,7 @@ def saved_bytes(
         try:
             rope = Rope(plain) if plain.rope_dim else None
             block = TransformerBlock(plain, rope, Attend(plain))
-            norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+            norm = norm_of(args)
             output = Head(args.dim, args.vocab_size)
         finally:
             torch.set_default_dtype(before)
