@@ -217,17 +217,19 @@ def merged(
     """What the harness saw as several tasks as one where they are parts of it."""
     scores: dict[str, dict[str, Score]] = {}
     num_samples: dict[str, int] = {}
+    truncated: dict[str, int] = {}
     records: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
     for name, given in answers.items():
         described = plan.asked["tasks"].get(name, {})
         reported = described.get("part_of", name)
         scores.setdefault(reported, {}).update(given.scores)
         num_samples.setdefault(reported, given.num_samples)
+        truncated[reported] = max(truncated.get(reported, 0), given.truncated)
         for item in given.samples:
             kept = records.setdefault(reported, {}).setdefault((item["doc_id"], item["filter"]), {})
             kept.update({**item, **kept})  # the prompt's hash is that of the whole's own task
     samples = {name: [*items.values()] for name, items in records.items()}
-    return Results(plan.asked, scores, num_samples), samples
+    return Results(plan.asked, scores, num_samples, truncated), samples
 
 
 @contextmanager

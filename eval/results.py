@@ -82,22 +82,28 @@ class Results:
     holds at least ASKED: the checkpoint's path, its step, the suite, `limit` (None unless cut
     short), the training data.
     `scores[task][metric]`; `num_samples[task]`, for a loss the number of predicted tokens.
-    `written`: when, UTC, ISO 8601; empty in results of older versions.
+    `truncated[task]`: the items whose context lost its beginning, as it was longer than max_length.
+    `written`: when, UTC, ISO 8601. Both are empty in results of older versions.
     """
 
     asked: dict[str, Any]
     scores: dict[str, dict[str, Score]]
     num_samples: dict[str, int]
+    truncated: dict[str, int] = field(default_factory=dict)
     written: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What one task gave: scores by metric, how many items, and a record of each item."""
+    """What one task gave: scores by metric, how many items, and a record of each item.
+
+    `truncated`: see Results.
+    """
 
     scores: dict[str, Score]
     num_samples: int
     samples: list[dict[str, Any]] = field(default_factory=list)
+    truncated: int = 0
 
 
 WHOSE = ("checkpoint", "run_id")
@@ -161,8 +167,9 @@ class Unfinished:
                 stored = read_json(path, finite=False, max_bytes=MAX_TASK_BYTES)
                 with parsing(path):
                     scores = {m: _score(s, None) for m, s in stored["scores"].items()}
-                    answers = Answers(scores, stored["num_samples"], stored["samples"])
-                    found[stored["task"]] = answers
+                    found[stored["task"]] = Answers(
+                        scores, stored["num_samples"], stored["samples"], stored["truncated"]
+                    )
             except UnreadableFile:
                 continue
         return found
@@ -254,6 +261,7 @@ def read_results(path: Path) -> Results:
 def _results(stored: Mapping[str, Any]) -> Results:
     """Raises ValueError, KeyError and the like for what `write_results` never writes."""
     asked, num_samples = stored["asked"], stored["num_samples"]
+    truncated = stored.get("truncated", {})
     if missing := [name for name in ASKED if name not in asked]:
         raise KeyError(", ".join(missing))
     for name in ("checkpoint", "suite"):
@@ -262,14 +270,15 @@ def _results(stored: Mapping[str, Any]) -> Results:
     for name in ("step", "limit"):
         if not isinstance(asked[name], int | None):  # an export need not know its step
             raise ValueError(f"asked.{name} is {str(asked[name])[:40]}")
-    for task, count in num_samples.items():
-        if not isinstance(count, int):
-            raise ValueError(f"num_samples of {task} is {str(count)[:40]}")
+    for name, counts in (("num_samples", num_samples), ("truncated", truncated)):
+        for task, count in counts.items():
+            if not isinstance(count, int):
+                raise ValueError(f"{name} of {task} is {str(count)[:40]}")
     scores = {
         task: {m: _score(score, num_samples.get(task)) for m, score in metrics.items()}
         for task, metrics in stored["scores"].items()
     }
-    return Results(asked, scores, num_samples, str(stored.get("written", "")))
+    return Results(asked, scores, num_samples, truncated, str(stored.get("written", "")))
 
 
 def _score(stored: dict[str, Any], count: int | None) -> Score:

@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -163,7 +164,9 @@ def _answers(
             continue
         with work.part(_part(plan, name)) as advance:
             lm.answered = advance
-            answers[name] = ask(lm, name, task.task, arguments.limit)
+            lm.truncated.clear()
+            found = ask(lm, name, task.task, arguments.limit)
+            answers[name] = replace(found, truncated=len(lm.truncated))
         if lm.ranks.rank == 0 and len(plan.tasks) > 1:
             with writing(plan.folder):
                 plan.unfinished.add(name, answers[name])

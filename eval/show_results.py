@@ -31,6 +31,17 @@ def print_results(console: Console, subject: str, results: Results) -> None:
             count = f"{results.num_samples[task]:,}"
             table.add_row(Text(task), Text(metric, style), f"{score.value:.4f}", error, count)
     console.print(table)
+    cut_items = [
+        f"{task} {count:,} of {results.num_samples[task]:,}"
+        for task, count in results.truncated.items()
+        if count
+    ]
+    if cut_items:
+        words = (
+            f"contexts longer than max_length {results.asked['max_length']} lost their beginning "
+            f"(--max_length reads more): {', '.join(cut_items)}"
+        )
+        console.print(Text(words), soft_wrap=True)
     for task, described in results.asked["tasks"].items():
         if counts := described.get("counts"):
             words = ", ".join(f"{name} {count:,}" for name, count in counts.items())

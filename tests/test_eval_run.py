@@ -328,6 +328,39 @@ def load(**_):
 """
 
 
+@pytest.mark.parametrize("kind", ["multiple_choice", "generate_until"])
+def test_contexts_that_lost_their_beginning_are_counted(
+    copy: Path, ask: Ask, task_file: Path, kind: str
+) -> None:
+    """Issue 17, item 3: in results.json, by task, and said in one line."""
+    task_file.with_name("colours.py").write_text(LOAD.replace('"Blood is"', '"Blood " * 40'))
+    if kind == "generate_until":
+        yaml = TASK.replace("multiple_choice", kind).replace("metric: acc", "metric: exact_match")
+        yaml = yaml.replace("doc_to_choice: [red, green, blue]\n", "")
+        task_file.write_text(yaml + "generation_kwargs: {max_gen_toks: 20}\n")
+    results = copy / "evals/step-3/colours"
+    for _ in range(2):  # the second time as found
+        printed = ask(str(task_file), "--max_length", 50, of=copy)
+        assert read_results(only_result(results)).truncated == {"colours": 1}
+        (line,) = [line for line in printed.splitlines() if "lost their beginning" in line]
+        assert "max_length 50" in line and "colours 1 of 3" in line
+    assert "lost their beginning" not in ask(str(task_file), *SHORT, of=copy)
+    assert {read_results(path).truncated["colours"] for path in results.glob("*/results.json")} == {
+        0,
+        1,
+    }
+
+
+def test_a_continuation_without_tokens_names_its_item(ask: Ask, task_file: Path) -> None:
+    """Issue 17, item 3: the task and the document, and no traceback."""
+    choices = "{{['red', 'green', ''] if 'Blood' in question else ['red', 'green', 'blue']}}"
+    task_file.write_text(
+        TASK.replace("[red, green, blue]", f'"{choices}"') + 'target_delimiter: ""\n'
+    )
+    error = ask(str(task_file), "--out", task_file.parent / "out", code=2)
+    assert "task colours, document 1, ''" in error and "0 tokens" in error
+
+
 @pytest.mark.parametrize("source", ["", ", source: page"])
 def test_exact_match_of_a_task_of_ones_own_has_a_standard_error(
     task_file: Path, source: str

@@ -3,7 +3,7 @@
 Every suite asks through this class (harness.py, validation.py). What the harness's own `hf` model
 leaves to the tokenizer or to defaults is fixed here: no BOS unless asked for, EOS where a text
 needs a token before its first one (documents were separated by EOS in training), log-softmax in
-float32, greedy decoding, and a context that is too long loses its beginning.
+float32, greedy decoding. A context that is too long loses its beginning and is counted.
 
 Requests become pairs of tokens to score (score_plan.py, scoring.py) or questions to answer
 (generation.py), these become batches within a budget of tokens (batches.py), and the batches are
@@ -68,7 +68,8 @@ class CanonLM(TemplateLM):
     then what did fit. `add_bos`: a token before every text, where `lm_eval --model hf` puts BOS
     with add_bos_token=True; it is EOS, which began texts in training and is the exports' BOS.
     `answered` is told the cost (request_cost) of requests as they are answered. `max_length`,
-    `batch_tokens` and `answered` may be set between calls. All `ranks` must make the same calls.
+    `batch_tokens` and `answered` may be set between calls. `truncated` has the doc_id of each item
+    whose context lost its beginning, until it is cleared. All `ranks` must make the same calls.
 
     Raises UserError for a max_length that the model cannot take, and tokenizers that do not fit.
     """
@@ -94,6 +95,7 @@ class CanonLM(TemplateLM):
         self.model, self._text = model, tokenizer
         self.max_length, self.batch_tokens = max_length, batch_tokens
         self.ranks, self.answered, self.say = ranks or Ranks.alone(), answered, say
+        self.truncated: set[int | None] = set()
         self._device = model.tok_embeddings.weight.device
         self.read_tokens: int | None = READ_TOKENS.get(self._device.type)
         self._bos = [self.eot_token_id] if add_bos else []
@@ -147,7 +149,7 @@ class CanonLM(TemplateLM):
             context, continuation = request.args
             self._remember(context.rstrip())
             tokens, count = self._joined(context, continuation)
-            pairs.append(self._pair(tokens, count))
+            pairs.append(self._pair(tokens, count, request))
         self._encoded.clear()
         costs = [request_cost(request) for request in requests]
         return self.score_pairs(pairs, costs)
@@ -169,16 +171,22 @@ class CanonLM(TemplateLM):
                 before, after = after[:1], after[1:]
         return before + after, len(after)
 
-    def _pair(self, tokens: list[int], count: int) -> Pair:
-        if not 0 < count <= self.max_length:
-            raise UserError(
-                f"a continuation of {count} tokens cannot be scored: expected 1 to max_length = "
-                f"{self.max_length}"
-            )
-        if count == len(tokens):
-            raise UserError("a continuation without any token before it cannot be scored")
+    def _pair(self, tokens: list[int], count: int, request: Instance | None = None) -> Pair:
+        if not 0 < count <= self.max_length or count == len(tokens):
+            item = ""
+            if request is not None and request.task_name is not None:
+                words = request.args[1]
+                quoted = f"{words[:60]!r}{'...' * (len(words) > 60)}"
+                item = f"task {request.task_name}, document {request.doc_id}, {quoted}: "
+            problem = f"of {count} tokens (expected 1 to max_length = {self.max_length})"
+            if 0 < count == len(tokens):
+                problem = "without any token before it"
+            raise UserError(f"{item}a continuation {problem} cannot be scored")
         # the last token is only predicted, never read: hence one more than max_length
-        return Pair(tokens[-(self.max_length + 1) :], count)
+        kept = tokens[-(self.max_length + 1) :]
+        if request is not None and len(kept) < len(tokens):
+            self.truncated.add(request.doc_id)
+        return Pair(kept, count)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True
@@ -271,7 +279,10 @@ class CanonLM(TemplateLM):
         for request in requests:
             context, options = request.args
             tokens = self.tok_encode(context) or [self.prefix_token_id]
-            number = asked.setdefault(question(tokens, options, self.max_length), len(asked))
+            found = question(tokens, options, self.max_length)
+            if len(found.context) < len(tokens):
+                self.truncated.add(request.doc_id)
+            number = asked.setdefault(found, len(asked))
             if number == len(costs):
                 costs.append(0)
             costs[number] += request_cost(request)
