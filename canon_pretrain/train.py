@@ -22,6 +22,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan.device import device_count, has_accelerator, prepare_device
 from canon_pretrain.titan.environment import check_launch, stand_alone
+from canon_pretrain.titan.key_names import check_names
 from canon_pretrain.titan.logs import init_logging
 
 if TYPE_CHECKING:  # it imports torchtitan, which must wait for prepare_device()
@@ -30,14 +31,19 @@ if TYPE_CHECKING:  # it imports torchtitan, which must wait for prepare_device()
 
 def main(argv: list[str] | None = None) -> None:
     """Run one training job; `argv` defaults to the command line. Exits with code 2 on bad input."""
-    prepare_device()
-    with stand_alone():
-        _main(sys.argv[1:] if argv is None else argv)
-
-
-def _main(argv: list[str]) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     # a fault that all ranks share is printed once per node: files may be missing on one node alone
     quiet = os.environ.get("LOCAL_RANK", "0") != "0" and "LOCAL_WORLD_SIZE" in os.environ
+    try:
+        check_names(argv)  # torch takes seconds to import
+    except UserError as error:
+        exit_with(error, quiet=quiet)
+    prepare_device()
+    with stand_alone():
+        _main(argv, quiet=quiet)
+
+
+def _main(argv: list[str], *, quiet: bool) -> None:
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         check_launch()

@@ -161,3 +161,15 @@ def test_a_source_too_short_or_of_another_vocabulary_is_named(
     job = parse_job(experiment(tmp_path, paths=other, weights=[1, 1]))
     with pytest.raises(UserError, match="vocab_size is 512 in .*, 600 in .*other/train"):
         open_shards(job)
+
+
+def test_the_vocabulary_is_that_of_the_data_unless_it_is_given(tmp_path: Path) -> None:
+    """Issue 17, item 11."""
+    write_shards(tmp_path / "other" / "train", [np.arange(300)], vocab_size=600, eos_id=EOS_ID)
+    words = experiment(tmp_path, path=str(tmp_path / "other"))
+    job = parse_job(words)
+    assert job.model_args.vocab_size == 512  # the flavor's, before the data are read
+    open_shards(job).close()
+    assert job.model_args.vocab_size == 600
+    with pytest.raises(UserError, match="model.vocab_size = 512.* 600"):
+        open_shards(parse_job([*words, "--model.vocab_size", "512"]))

@@ -242,7 +242,7 @@ def test_the_data_that_is_there_is_measured(data_folder: Path) -> None:
     ("words", "message"),
     [
         (["--model.document_mask", "True", "--model.eos_id", "5"], "set model.eos_id = 2"),
-        (["--model.vocab_size", "500"], "set model.vocab_size = 512"),
+        (["--model.vocab_size", "500"], "model.vocab_size = 500.* 512"),
     ],
 )
 def test_data_that_the_run_would_refuse_is_refused_by_the_plan(

@@ -2,6 +2,11 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +14,7 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import FLAVORS, ModelArgs
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, Model, micro_batch_size
+from canon_pretrain.titan.key_names import check_names, known_options
 from tests.support import ROOT
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
@@ -180,3 +186,42 @@ def test_a_wrong_override_suggests_and_exits_with_2(
         parse_job(["--config", DEBUG, *words], quiet=True)
     printed = capsys.readouterr()
     assert printed.out + printed.err == ""
+
+
+def test_the_keys_read_from_the_sources_are_those_of_the_classes() -> None:
+    """Issue 17, item 11: so that no right key is refused, and no wrong one taken."""
+
+    def names(cls: type, prefix: str = "") -> Iterator[str]:
+        for name, hint in typing.get_type_hints(cls).items():
+            if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+                yield from names(hint, f"{prefix}{name}.")
+            else:
+                yield prefix + name
+
+    assert sorted(known_options()) == sorted(names(CanonJobConfig))
+    check_names(
+        ["--config", DEBUG, "--model.canon-set=A", "--checkpoint.no_initial_load_model_only"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "named"),
+    [
+        ("[modle]\nflavor = 'debug'\n", [], "'model'"),
+        ("[training]\nstepz = 1\n", [], "'steps'"),
+        ("", ["--modle.flavor", "x"], "'--model.flavor'"),
+    ],
+)
+def test_a_typo_is_reported_before_torch_is_imported(
+    text: str, words: list[str], named: str, tmp_path: Path
+) -> None:
+    """Issue 17, item 11: as a user starts it; 5.4 s of CPU before."""
+    (tmp_path / "c.toml").write_text(f'extends = "{DEBUG}"\n{text}')
+    script = (
+        "import sys\nfrom canon_pretrain.train import main\n"
+        "try: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", script, "--config", str(tmp_path / "c.toml"), *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1 and named in done.stderr

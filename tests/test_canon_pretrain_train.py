@@ -223,7 +223,7 @@ def test_shards_of_another_vocabulary(
     argv = [*debug_run(data_folder, tmp_path / "run"), "--model.vocab_size", 100]
     message = exits_with_2(argv, capsys)
     assert "model.vocab_size = 100" in message
-    assert "set model.vocab_size = 512" in message
+    assert "512" in message
     assert not (tmp_path / "run").exists()
 
 

@@ -5,7 +5,6 @@ train.py calls `parse_job`; what comes back is complete and checked.
 
 import contextlib
 import io
-from pathlib import Path
 
 import tyro
 from torchtitan.config.manager import custom_registry
@@ -14,13 +13,13 @@ from canon_pretrain import config as experiment
 from canon_pretrain.errors import UserError
 from canon_pretrain.titan.job_checks import check_job
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.key_names import USAGE, split_config
 
 DESCRIPTION = """Train one job: --config FILE.toml, and any key below on top of it.
 
 With --dry_run [--gpu h100|h200|a100] [--world N] [--mfu F] print what it would take instead:
 parameters, memory, disk, time.
 """
-USAGE = "torchrun -m canon_pretrain.train --config FILE.toml [--section.key value ...]"
 
 
 def parse_job(arguments: list[str], *, quiet: bool = False) -> CanonJobConfig:
@@ -30,7 +29,7 @@ def parse_job(arguments: list[str], *, quiet: bool = False) -> CanonJobConfig:
     With `quiet` nothing is printed (the ranks above 0). Raises UserError; a fault in the overrides
     is printed by tyro, with the nearest option, and leaves with exit code 2.
     """
-    path, overrides = _split_config(arguments)
+    path, overrides = split_config(arguments)
     if path is None:
         if not any(word in ("-h", "--help") for word in overrides):
             raise UserError(f"no config file given. Usage: {USAGE}")
@@ -53,21 +52,3 @@ def parse_job(arguments: list[str], *, quiet: bool = False) -> CanonJobConfig:
     job.job.config_file = str(path)
     check_job(job)
     return job
-
-
-def _split_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """Take `--config FILE` (or torchtitan's `--job.config_file FILE`) out of the command line."""
-    names = ("--config", "--job.config_file", "--job.config-file")
-    path: Path | None = None
-    rest = []
-    words = iter(arguments)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name not in names:
-            rest.append(word)
-            continue
-        value = value if equals else next(words, "")
-        if not value:
-            raise UserError(f"{name} needs a file. Usage: {USAGE}")
-        path = Path(value)
-    return path, rest

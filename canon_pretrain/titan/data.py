@@ -168,19 +168,21 @@ def absolute_folders(data: Data) -> dict[str, Any]:
 def open_shards(job: CanonJobConfig) -> Mixture:
     """The training data of `data.path` or `data.paths`, the latter with their weights.
 
-    Raises UserError where it does not fit the job's model.
+    Sets `model.vocab_size` to that of the data if it is unset. Raises UserError if the data do not
+    fit the job's model.
     """
     if not job.data.folders:
         raise UserError(
             "data.path is not set: name the folder that `python -m data_prep build` wrote"
         )
     mixture = Mixture.open(job.data.folders, job.data.shares)
+    if job.model.vocab_size is None:
+        job.model.vocab_size = mixture.vocab_size
     args = job.model_args
     if mixture.vocab_size != args.vocab_size:
         raise UserError(
-            f"the model has model.vocab_size = {args.vocab_size}, but {job.data.folders[0]} was "
-            f"tokenized with {mixture.vocab_size} pieces: set model.vocab_size = "
-            f"{mixture.vocab_size}, or choose other shards"
+            f"model.vocab_size = {args.vocab_size}, but the tokenizer of {job.data.folders[0]} has "
+            f"{mixture.vocab_size}: leave model.vocab_size unset, or choose other shards"
         )
     for folder, source in zip(job.data.folders, mixture.sources, strict=True):
         if args.document_mask and source.eos_id != args.eos_id:

@@ -2,7 +2,8 @@
 
 torchtitan asks torch for its accelerator at import time and falls back to CUDA. `prepare_device`
 makes the CPU answer those questions. Call it before the first import of torchtitan; with an
-accelerator it does nothing. (Proven at 2 ranks with gloo, FSDP2 and checkpoints.)
+accelerator it does nothing. Torch is imported by the functions: train.py reports a typo before it
+is. (Proven at 2 ranks with gloo, FSDP2 and checkpoints.)
 """
 
 import os
@@ -12,16 +13,18 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 
 def has_accelerator() -> bool:
     """Whether a CUDA device can be used in this process."""
+    import torch
+
     return torch.cuda.is_available()
 
 
 def device_count() -> int:
     """How many CUDA devices this process can use."""
+    import torch
+
     return torch.cuda.device_count()
 
 
@@ -35,6 +38,8 @@ def prepare_device() -> None:
     tools = sys.modules.get("torchtitan.tools.utils")
     if tools is not None and tools.device_type != "cpu":
         raise RuntimeError("prepare_device() must be called before torchtitan is imported")
+    import torch
+
     torch._utils._get_available_device_type = lambda: "cpu"
     cpu: Any = torch.cpu
     cpu.current_device = lambda: 0

@@ -5,6 +5,7 @@
 Nothing is trained and nothing written. titan/memory.py says what a GPU must hold.
 """
 
+import contextlib
 import json
 from dataclasses import dataclass
 
@@ -93,14 +94,15 @@ def make_plan(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Pla
         raise UserError(f"--mfu {mfu}: expected a fraction above 0 and up to 1, such as 0.4")
     if world_size < 1:
         raise UserError(f"--world {world_size}: expected at least 1")
-    args, training = job.model_args, job.training
+    training = job.training
+    tokens_per_step = training.global_batch_size * training.seq_len
+    data_bytes, fingerprint = _data(job, tokens_per_step * training.steps)
+    args = job.model_args  # once the data have told their vocabulary
     micro_batch = micro_batch_size(job, world_size)
     with torch.device("meta"):
         model = Transformer(args)
     parameters, trained = count_parameters(model)
     assert parameters == num_parameters(args), "the closed form and the built model differ"
-    tokens_per_step = training.global_batch_size * training.seq_len
-    data_bytes, fingerprint = _data(job, tokens_per_step * training.steps)
     saves = -(-training.steps // job.checkpoint.interval)
     keep = min(job.checkpoint.keep_latest_k or saves, saves)
     return Plan(
@@ -138,14 +140,11 @@ def _data(job: CanonJobConfig, tokens: int) -> tuple[int, str | None]:
 
     Raises UserError where the data is there, and a run of this job would refuse it.
     """
-    width = dtype_for(job.model_args.vocab_size).itemsize
-    if not job.data.folders:
-        return tokens * width, None
-    try:
-        with open_shards(job) as data:
-            return data.num_tokens * width, data.fingerprint
-    except ShardError:
-        return tokens * width, None
+    with contextlib.suppress(ShardError):
+        if job.data.folders:
+            with open_shards(job) as data:
+                return data.num_tokens * dtype_for(data.vocab_size).itemsize, data.fingerprint
+    return tokens * dtype_for(job.model_args.vocab_size).itemsize, None
 
 
 def print_plan(job: CanonJobConfig, plan: Plan, console: Console) -> None:

@@ -24,7 +24,7 @@ class Model(titan.Model):
     name: str = "canon"
     flavor: str = "debug"
     vocab_size: int | None = None
-    """Must equal the vocabulary of the shards."""
+    """Unset: that of the shards; given, it must equal theirs."""
     num_layers: int | None = None
     dim: int | None = None
     num_heads: int | None = None
