@@ -1,7 +1,8 @@
 """Ask checkpoints, and report what they answered.
 
     python -m eval stage --suite all --to DIR
-    python -m eval run --checkpoint RUN/checkpoint/step-N --suite all
+    python -m eval tasks [--grep PATTERN]
+    python -m eval run --checkpoint RUN --suite all
     python -m eval submit RUN... --suites all --every N
     python -m eval compare RUN_A RUN_B
     python -m eval report RUN [RUN ...] --out DIR
@@ -23,7 +24,8 @@ EXIT_INTERRUPTED = 130
 
 COMMANDS = {
     "stage": ("eval.staging.stage", "download the suites' data once, where there is a network"),
-    "run": ("eval.run_command", "evaluate one checkpoint on one suite, or on all"),
+    "run": ("eval.run_command", "evaluate one checkpoint on some suites, or on all"),
+    "tasks": ("eval.list_tasks", "the suites and tasks that can be asked, ours and lm_eval's"),
     "submit": (
         "eval.schedule.submit",
         "evaluate checkpoints as they come, by Slurm jobs or here",

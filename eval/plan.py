@@ -5,7 +5,7 @@ not load, a folder that can't be written. run.py then asks.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import sha256_file
 from eval.model.subject import Subject
 from eval.results import (
     RESULTS,
@@ -30,19 +29,16 @@ from eval.results import (
     results_folder,
 )
 from eval.staging.staged import staged_folder
-from eval.suites import (
+from eval.suite_names import (
     ALL,
     BIRTH_YEAR,
-    FOLDERS,
-    SUITES,
     VALIDATION,
-    TaskPlan,
+    asked_how,
     find_suite,
-    folder_of,
     is_birth_year,
-    least_length,
-    open_tasks,
+    split_suites,
 )
+from eval.suites import TaskPlan, open_tasks
 from eval.tasks.birth_year.frozen import open_probes
 
 VALIDATION_VERSION = 3
@@ -71,33 +67,41 @@ def check_options(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name} {value}: expected at least 1")
     if arguments.suite == ALL:
         return
-    _, path = find_suite(arguments.suite)
+    paths = [path for _, path in _find_suites(arguments)]
     for name, suite, serves in (
-        ("must_beat", VALIDATION, path is None),
-        ("junk", BIRTH_YEAR, is_birth_year(path)),
+        ("must_beat", VALIDATION, None in paths),
+        ("junk", BIRTH_YEAR, any(map(is_birth_year, paths))),
     ):
         if getattr(arguments, name) is not None and not serves:
             raise UserError(f"--{name} is for --suite {suite}, not for {arguments.suite}")
+
+
+def _find_suites(arguments: argparse.Namespace) -> list[tuple[str, Path | None]]:
+    """The suites of --suite with their task files."""
+    found = [find_suite(suite) for suite in split_suites(arguments.suite)]
+    names = [name for name, _ in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"--suite {arguments.suite} names two suites {twice}: rename one task file")
+    return found
 
 
 def open_plans(
     console: Console, subject: Subject, dtype: torch.dtype, arguments: argparse.Namespace
 ) -> list[Plan]:
     """The suites of the command, opened: their data is there, and their folders can be written."""
-    found = [find_suite(name) for name in (SUITES if arguments.suite == ALL else [arguments.suite])]
+    found = _find_suites(arguments)
     plans = []
     for name, path in found:
-        max_length = arguments.max_length or max(subject.seq_len, least_length(path))
+        how = asked_how(name, arguments, subject.seq_len)
+        max_length = how["max_length"]
         tasks = _open(console, subject, name, path, max_length, arguments)
         described = {task: plan.described for task, plan in tasks.items()}
         asked = {
             **subject.identity,
             "suite": name,
             "limit": arguments.limit,
-            "max_length": max_length,
             "dtype": str(dtype).removeprefix("torch."),
-            "add_bos": arguments.add_bos,
-            **_options(path, arguments.option),
+            **how,
             "lm_eval": version("lm_eval"),
             "tasks": described or {VALIDATION: _validation_described()},
         }
@@ -109,28 +113,12 @@ def open_plans(
                 )
             folder = results_folder(subject.folder, asked)
         else:
-            folder = arguments.out / name if arguments.suite == ALL else arguments.out
+            folder = arguments.out / name if len(found) > 1 else arguments.out
         # now: nobody waits hours to learn that it can't be
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         plans.append(Plan(name, asked, max_length, folder, tasks))
     return plans
-
-
-def _options(path: Path | None, given: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """The options that the tasks of `path` may take: not those named after another suite of ours.
-
-    A file is named by what is in it, so that the same one elsewhere is the same question.
-    """
-    if path is None:
-        return {}
-    own = folder_of(path)
-    others = tuple(f"{name}_" for name in FOLDERS if name != own)
-    taken = {name: value for name, value in given if not (own and name.startswith(others))}
-    for name, value in taken.items():
-        if Path(value).suffix and Path(value).is_file():
-            taken[name] = f"file {sha256_file(Path(value))}"
-    return {"options": taken} if taken else {}
 
 
 def _validation_described() -> dict[str, Any]:

@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder
+from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import (
     UnreadableFile,
@@ -124,7 +126,17 @@ def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
     """Where the results of `asked` are by default."""
     question = json.dumps(question_of(asked), sort_keys=True)
     digest = hashlib.sha256(question.encode()).hexdigest()
-    return run.path / "evals" / f"step-{asked['step']}" / asked["suite"] / digest[:12]
+    return run.path / EVALS / f"step-{asked['step']}" / asked["suite"] / digest[:12]
+
+
+def is_outdated(folder: RunFolder, results: Results) -> bool:
+    """Whether the run's checkpoint of that step is there and is not the one that was evaluated."""
+    evaluated = results.asked.get("content")
+    try:
+        checkpoint = CheckpointFolder.of_run(folder).step_path(results.asked["step"])
+        return evaluated is not None and Manifest.read(checkpoint).content != evaluated
+    except (UserError, OSError):
+        return False
 
 
 class Unfinished:

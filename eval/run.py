@@ -28,7 +28,7 @@ from eval.plan import Plan, check_options, known_results, merged, open_plans, wr
 from eval.progress import Work
 from eval.results import RESULTS, Answers, Results, Score, write_results
 from eval.show_results import print_results
-from eval.suites import VALIDATION
+from eval.suite_names import VALIDATION
 from eval.validation import baseline_losses, model_loss
 
 

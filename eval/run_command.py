@@ -10,22 +10,24 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds those of `eval run`."""
     parser.description = (
-        "Evaluate one checkpoint. The same question asked again is answered from results.json; "
-        "what was interrupted goes on with the task that it was at. Under torchrun the work is "
-        "shared out, with the same results."
+        "Evaluate one checkpoint on one suite or several. The same question asked again is "
+        "answered from results.json; what was interrupted goes on with the task that it was at. "
+        "Under torchrun the work is shared out, with the same results."
     )
     parser.add_argument(
         "--checkpoint",
         type=Path,
         required=True,
-        metavar="RUN/checkpoint/step-N",
-        help="or a folder that `python -m canon_pretrain.hf export` wrote (with --out)",
+        metavar="RUN",
+        help="a run's newest checkpoint, or RUN/checkpoint/step-N, or a folder that `python -m "
+        "canon_pretrain.hf export` wrote (with --out)",
     )
     parser.add_argument(
         "--suite",
         required=True,
-        help="discriminative, jrt, babilong, birth-year, validation, all; a task or group in "
-        "eval/tasks, or the path of a task's YAML",
+        metavar="A,B",
+        help="discriminative, jrt, babilong, birth-year, validation, all; a task or group that "
+        "`python -m eval tasks` lists, or the path of a task's YAML",
     )
     parser.add_argument("--limit", type=int, help="the first N windows or items: not a result")
     parser.add_argument("--out", type=Path, help="default: a folder of the question in RUN/evals")

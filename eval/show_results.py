@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.results import Results, bound_words
-from eval.suites import VALIDATION
+from eval.suite_names import VALIDATION
 
 
 def print_results(console: Console, subject: str, results: Results) -> None:

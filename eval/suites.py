@@ -1,10 +1,8 @@
-"""What can be asked of a checkpoint: suites and their lm_eval tasks, and what identifies them.
+"""The lm_eval tasks of a suite, loaded, and what identifies them.
 
-Between the command (run.py) and the task files in eval/tasks. `validation` is no lm_eval task
-(validation.py); every other suite is a group there, and any task or group may be asked alone.
+Between the command (run.py) and the task files in eval/tasks or lm_eval; suite_names.py finds them.
 """
 
-import functools
 import hashlib
 import inspect
 import json
@@ -14,30 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lm_eval.tasks
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import handle_non_serializable
 
-from canon_pretrain.errors import UserError, nearest
+from canon_pretrain.errors import UserError
 from eval.harness import harness, requests_of
 from eval.model.lm import request_cost
+from eval.suite_names import TASKS, harness_names, harness_tasks
 
-DISCRIMINATIVE, JRT, BABILONG = "discriminative", "jrt", "babilong"
-BIRTH_YEAR, VALIDATION = "birth-year", "validation"
-SUITES = (DISCRIMINATIVE, JRT, BABILONG, BIRTH_YEAR, VALIDATION)
-"""Those of the paper (Figures 17 and 25), and the held-out loss."""
-ALL = "all"
-LEAST_LENGTHS = {"babilong": 8192, "birth_year": 8192}
-"""Tokens that a model is given to read at least, unless the user says otherwise, by task folder:
-what they hide among 4,096 tokens would else be cut off, or left out. The others fit the training
-length."""
-
-FOLDERS = (DISCRIMINATIVE, JRT, BABILONG, "birth_year")
-"""Of the suites' tasks; an option of a suite's tasks begins with its name."""
-TASKS = Path(__file__).parent / "tasks"
-HARNESS_TASKS = Path(lm_eval.tasks.__file__).parent
+HARNESS_TASKS = harness_tasks()
 HARNESS_FOLDERS = (
     "arc", "hellaswag", "lambada", "piqa", "siqa", "super_glue", "wikitext", "winogrande",
 )  # fmt: skip
@@ -57,61 +42,6 @@ class TaskPlan:
     cost: int
 
 
-@functools.cache
-def task_files() -> dict[str, Path]:
-    """The tasks and groups in eval/tasks by name; the harness's own by the group they are in."""
-    found: dict[str, Path] = {}
-    members: dict[str, Path] = {}
-    for path in sorted(TASKS.rglob("*.yaml")):
-        content = path.read_text()
-        names = re.findall(r"^(?:task|group):[ \t]+(\S+)", content, re.MULTILINE)
-        found |= dict.fromkeys(names[:1], path)
-        members |= dict.fromkeys(re.findall(r"^ +- task:[ \t]+(\S+)", content, re.MULTILINE), path)
-    return members | found
-
-
-def find_suite(given: str) -> tuple[str, Path | None]:
-    """The suite's name and its file, None for `validation`. Raises UserError for an unknown one."""
-    files = task_files()
-    if given == VALIDATION:
-        return given, None
-    if given in files:
-        return given, files[given]
-    if given.endswith((".yaml", ".yml")):
-        path = Path(given)
-        if not path.is_file():
-            raise UserError(f"--suite {given}: no such task file")
-        ours = files.get(path.stem, path)
-        if path.stem == VALIDATION or path.resolve() != ours.resolve():
-            raise UserError(
-                f"--suite {given}: '{path.stem}' is the name of another suite; rename the file"
-            )
-        return path.stem, path
-    near = nearest(given, [*SUITES, ALL, *files])
-    others = [name for name in files if name not in SUITES]
-    raise UserError(
-        f"unknown suite '{given}'{f', did you mean {near!r}?' if near else ''}; suites: "
-        f"{', '.join(SUITES)}, or {ALL}; or one of the {len(others)} tasks in {TASKS}; or the path "
-        "of a task's YAML"
-    )
-
-
-def least_length(path: Path | None) -> int:
-    """See LEAST_LENGTHS; 0 for any other task file."""
-    return LEAST_LENGTHS.get(folder_of(path), 0)
-
-
-def is_birth_year(path: Path | None) -> bool:
-    """Whether the tasks of this file read frozen probes."""
-    return folder_of(path) == "birth_year"
-
-
-def folder_of(path: Path | None) -> str:
-    """The folder in eval/tasks that a task file lies in; empty for one of the user's."""
-    ours = path is not None and path.resolve().is_relative_to(TASKS)
-    return path.parent.name if path is not None and ours else ""
-
-
 def open_tasks(
     name: str, path: Path, metadata: Mapping[str, Any], limit: int | None, only: list[str] | None
 ) -> dict[str, TaskPlan]:
@@ -122,13 +52,22 @@ def open_tasks(
     """
     with harness():
         try:
-            manager = _manager(path, metadata)
+            is_theirs = path.is_relative_to(HARNESS_TASKS)
+            manager = _manager(name, path, metadata)
             group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
-            spec: str | dict[str, Any] = str(path)
-            if group:
+            spec: str | dict[str, Any] = name if is_theirs else str(path)
+            if group and not is_theirs:
                 # a group is found by its name only; one member, as the group makes it
                 spec = group[1] if name == group[1] else _with_one_member(path, name)
             tasks = _load(manager, spec, only)
+            if not tasks:
+                raise UserError(f"{path}: holds no task")
+            plans = {}
+            for key, task in tasks.items():
+                entry = manager.task_index.get(key) if is_theirs else None
+                files = _files_sha256(entry.yaml_path if entry else path)
+                plans[key] = TaskPlan(task, *_describe(task, files, limit))
+            return plans
         except UserError:
             raise
         except Exception as error:
@@ -136,20 +75,26 @@ def open_tasks(
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
             reason = " ".join(f"{type(error).__name__}: {error}".split())
+            if isinstance(error, ConnectionError):
+                reason += (
+                    ". Load its data once where there is a network, with HF_HOME on a disk that "
+                    "this machine has too: python -c 'from lm_eval.tasks import TaskManager; "
+                    f'TaskManager().load(["{name}"])\''
+                )
             raise UserError(f"{path}: this task file does not load: {reason}") from error
-        if not tasks:
-            raise UserError(f"{path}: holds no task")
-        files = _files_sha256(path)
-        return {key: TaskPlan(task, *_describe(task, files, limit)) for key, task in tasks.items()}
 
 
-def _manager(path: Path, metadata: Mapping[str, Any]) -> TaskManager:
-    folders = [HARNESS_TASKS / name for name in HARNESS_FOLDERS] + [TASKS]
-    if not path.resolve().is_relative_to(TASKS):
+def _manager(name: str, path: Path, metadata: Mapping[str, Any]) -> TaskManager:
+    folders = [HARNESS_TASKS / folder for folder in HARNESS_FOLDERS] + [TASKS]
+    everything = False
+    if path.is_relative_to(HARNESS_TASKS):
+        folders = [path.parent]
+        everything = harness_names()[name].kind != "task"  # its members may be anywhere
+    elif not path.resolve().is_relative_to(TASKS):
         folders.append(path.resolve().parent)  # a group of the user's names tasks beside it
     return TaskManager(
-        include_path=[str(folder) for folder in folders],
-        include_defaults=False,
+        include_path=[] if everything else [str(folder) for folder in folders],
+        include_defaults=everything,
         metadata=dict(metadata),
     )
 

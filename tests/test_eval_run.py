@@ -1,5 +1,6 @@
 """`python -m eval run` on a run that has text: suites, files and every error."""
 
+import argparse
 import json
 import os
 import re
@@ -11,10 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import env as TEMPLATES
 
 from canon_pretrain.checkpoint.weights import strip_to_weights
@@ -34,7 +37,11 @@ from eval.model.lm import CanonLM
 from eval.model.load import load_model
 from eval.report.runs import read_runs
 from eval.results import Results, read_results, write_results
-from eval.suites import SUITES, TASKS, open_tasks, task_files
+from eval.run_command import add_how
+from eval.schedule.request import Request, to_words
+from eval.schedule.schedule import Schedule
+from eval.suite_names import SUITES, TASKS, harness_names, task_files
+from eval.suites import open_tasks
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.support import ROOT
@@ -618,6 +625,86 @@ def test_an_option_is_part_of_the_question_it_is_for(
     assert asked("zen_of_python", "beauty=1") and asked("zen_of_python", "jrt_tokens=7")
     assert not asked("zen_of_python", "jrt_tokens=8")
     assert asked("validation", "jrt_tokens=7") and not asked("validation", "jrt_tokens=8")
+
+
+def test_submit_and_run_agree_on_what_is_answered(
+    copy: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 3: `eval submit --suites validation --option jrt_tokens=500` asked twice and
+    ended "failed: exit code 0"; a checkpoint written again was asked again."""
+    (tmp_path / "a.toml").write_text("x = 1")
+    monkeypatch.chdir(tmp_path)
+    words = ["--option", "jrt_tokens=500", "--option", "prompts=a.toml"]
+
+    def known(suite: str, words: Sequence[str] = words) -> bool:
+        parser = argparse.ArgumentParser()
+        add_how(parser)
+        how = to_words(vars(parser.parse_args([*words])))
+        monkeypatch.chdir(tmp_path.parent)  # jobs run elsewhere
+        answered = Schedule(copy, Request([suite], how=how)).has_results(3, suite)
+        monkeypatch.chdir(tmp_path)
+        return answered
+
+    for suite in ("validation", "zen_of_python"):
+        assert not known(suite)
+        ask(suite, *words, of=copy)
+        assert known(suite)
+    assert not known("zen_of_python", ["--option", "jrt_tokens=500"])
+    assert known("validation", []) and not known("validation", ["--max_length", "64"])
+    ask("validation", "--max_length", 64, of=copy)
+    assert known("validation", ["--max_length", "64"])
+    (tmp_path / "a.toml").write_text("x = 2")
+    assert not known("zen_of_python")
+
+    checkpoint = copy / "checkpoint/step-3"
+    model = load_model(checkpoint, torch.device("cpu"))
+    shutil.rmtree(checkpoint)
+    save_alone(dict(model.named_parameters()), checkpoint, step=3)  # the same values again
+    assert known("validation") and "as found in" in ask("validation", of=copy)
+    shutil.rmtree(checkpoint)
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    save_alone(zeros, checkpoint, step=3)
+    assert not known("validation")
+
+
+def test_several_suites_and_tasks_of_lm_evals_by_name(
+    copy: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17, item 10: `--suite a,b`, and any name of the installed lm_eval."""
+    choices = {"text": ["river", "stone", "light", "house"], "label": list("ABCD")}
+    row = {"id": "1", "question_stem": "What is in it?", "choices": choices, "answerKey": "B"}
+    rows = datasets.Dataset.from_list([row] * 3)
+    splits = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: splits)
+    ask("openbookqa,validation,openbookqa", of=copy)
+    results = read_results(only_result(copy / "evals/step-3/openbookqa"))
+    assert set(results.scores["openbookqa"]) == {"acc", "acc_norm"}
+    assert results.num_samples == {"openbookqa": 3}
+    assert only_result(copy / "evals/step-3/validation").is_file()
+    assert ask("openbookqa", of=copy).count("as found in") == 1
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach 'allenai/openbookqa' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    assert "HF_HOME" in ask("openbookqa", "--limit", 1, of=copy, code=2)
+    assert "did you mean 'openbookqa'" in ask("openbokqa", code=2)
+    main(["tasks", "--grep", "^(openbookqa|jrt_fda|validation)$"])
+    listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [["validation", "suite"], ["jrt_fda", "ours"], ["openbookqa", "task"]]
+
+
+@pytest.mark.slow
+def test_names_are_those_of_lm_evals_own_index() -> None:
+    """Issue 17, item 10: it parses 14,000 files; a scan of their text finds the same names."""
+    index = TaskManager().task_index
+    ours = harness_names()
+    # two tags are in templates that nothing includes
+    assert index.keys() <= ours.keys() and len(ours.keys() - index.keys()) <= 2
+    for name, entry in index.items():
+        kind = "task" if entry.kind.name == "PY_TASK" else entry.kind.name.lower()
+        assert ours[name].kind == kind
+        assert kind == "tag" or ours[name].path == entry.yaml_path
 
 
 def test_junk_is_for_one_of_the_probes_too(ask: Ask, tmp_path: Path) -> None:

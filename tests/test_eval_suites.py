@@ -13,7 +13,7 @@ import pytest
 
 from eval.__main__ import main
 from eval.results import RESULTS, Results, Unfinished, read_results, read_samples
-from eval.suites import SUITES
+from eval.suite_names import SUITES
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.support import ROOT

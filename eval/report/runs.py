@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder
-from canon_pretrain.checkpoint.manifest import Manifest
+from canon_pretrain.checkpoint.folder import EVALS
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.names import printable, unique_labels
 from canon_pretrain.run.status import read_status
-from eval.results import RESULTS, Results, read_results
-
-SUITES = ("validation", "discriminative", "jrt", "babilong", "birth-year")
+from eval.results import RESULTS, Results, is_outdated, read_results
+from eval.suite_names import SUITES
 
 
 def suite_order(name: str) -> tuple[int, str]:
@@ -167,13 +165,3 @@ def _of_another_run(asked: dict[str, Any], folder: RunFolder, config: dict[str, 
     if data != trained_on:
         return f"a model trained on data {data}, and {folder.path} was trained on {trained_on}"
     return None
-
-
-def is_outdated(folder: RunFolder, results: Results) -> bool:
-    """Whether the run's checkpoint of that step is there and is not the one that was evaluated."""
-    evaluated = results.asked.get("content")
-    try:
-        checkpoint = CheckpointFolder.of_run(folder).step_path(results.asked["step"])
-        return evaluated is not None and Manifest.read(checkpoint).content != evaluated
-    except (UserError, OSError):
-        return False

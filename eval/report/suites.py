@@ -9,8 +9,8 @@ from typing import Any
 
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.names import printable
-from eval.report.runs import Run, is_outdated, suite_order
-from eval.results import OWN_TO_A_CHECKPOINT, Results
+from eval.report.runs import Run, suite_order
+from eval.results import OWN_TO_A_CHECKPOINT, Results, is_outdated
 
 OWN_TO_A_RUN = (*OWN_TO_A_CHECKPOINT, "suite", "limit")
 """What `asked` may differ in while two runs were still asked the same question."""

@@ -26,6 +26,7 @@ from canon_pretrain.checkpoint.folder import EVALS, entries
 from canon_pretrain.files import UnreadableFile, parsing, read_json
 from canon_pretrain.run.holder import Holder, process_lives
 from canon_pretrain.run.lock_files import link, remove
+from eval.suite_names import suite_name
 
 LEASES = "leases"
 RESTARTS = "restarts.json"
@@ -144,11 +145,6 @@ class Leases:
 
 def _content(lease: Lease) -> bytes:
     return (json.dumps(asdict(lease), indent=2) + "\n").encode()
-
-
-def suite_name(given: str) -> str:
-    """The folder's name of a suite: a name, or the path of a task's YAML."""
-    return Path(given).stem if given.endswith((".yaml", ".yml")) else given
 
 
 def leases_of(run: Path, step: int, suite: str) -> Leases:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,9 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.files import UnreadableFile, fsync_folder, parsing, read_json
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.lock_files import link, remove
-from eval.report.runs import SUITES
 from eval.run_command import add_how
-from eval.schedule.leases import suite_name
+from eval.suite_names import SUITES, asked_how, is_file, suite_name
 
-ALL = "all"
 SCHEDULE = "schedule.json"
 RETRIES = 2
 
@@ -49,14 +47,12 @@ def _parse_how(how: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(how))
 
 
-def answers(asked: dict[str, Any], how: Sequence[str]) -> bool:
-    """Whether results that were asked like this have the options of `how`."""
-    wanted = _parse_how(how)
-    return (
-        asked.get("add_bos", False) == wanted.add_bos
-        and asked.get("options", {}) == dict(wanted.option)
-        and wanted.max_length in (None, asked.get("max_length"))
-        and wanted.dtype in ("auto", asked.get("dtype"))
+def answers(asked: dict[str, Any], suite: str, how: Sequence[str], seq_len: int) -> bool:
+    """Whether results that were asked like this are what `eval run` finds for `suite` and `how`."""
+    options = _parse_how(how)
+    wanted = {"options": None, "junk": None, **asked_how(suite_name(suite), options, seq_len)}
+    return options.dtype in ("auto", asked.get("dtype")) and all(
+        asked.get(name) == value for name, value in wanted.items()
     )
 
 
@@ -79,30 +75,12 @@ def to_words(given: dict[str, Any]) -> list[str]:
         if value is True:
             words.append(f"--{name}")
         elif isinstance(value, list):
-            words += [word for key, text in value for word in (f"--{name}", f"{key}={text}")]
+            for key, text in value:
+                words += [f"--{name}", f"{key}={os.path.abspath(text) if is_file(text) else text}"]
         else:
             words.append(f"--{name}")
             words.append(os.path.abspath(value) if isinstance(value, Path) else str(value))
     return words
-
-
-def split_suites(given: str, known: Collection[str] = ()) -> list[str]:
-    """The suites of `--suites a,b`, of `all` the paper's. Raises UserError for an unknown one.
-
-    `known` were found good before.
-    """
-    names: list[str] = []
-    for name in filter(None, given.split(",")):
-        path = os.path.abspath(name) if name.endswith((".yaml", ".yml")) else name
-        if name != ALL and path not in (*SUITES, *known):
-            from eval.suites import find_suite  # imports lm_eval: seconds
-
-            find_suite(name)
-        name = path
-        names += SUITES if name == ALL else [name]
-    if not names:
-        raise UserError(f"--suites {given!r}: expected {ALL}, or names such as {SUITES[0]},jrt")
-    return list(dict.fromkeys(names))
 
 
 def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool = True) -> Request:

@@ -1,10 +1,11 @@
 """What of a run is to be evaluated, and how far that is: checkpoints x suites, and their states.
 
 Between the run folder and `eval submit` (watcher.py). A scan opens no data: a suite of a step has
-results where RUN/evals/step-N/SUITE holds a results.json of it, whole (`limit` None), that was
-asked with the options of the request (request.py). It does not see that a task's file or its data
-have changed since; `eval run` does, and asks anew. A checkpoint is taken as it is saved under its
-final name with all files of the right sizes; the job that loads it checks its hashes. No torch.
+results where RUN/evals/step-N/SUITE holds a results.json of it, whole (`limit` None), of the
+checkpoint that is there, that was asked with the options of the request (request.py). It does not
+see that a task's file or its data have changed since; `eval run` does, and asks anew. A checkpoint
+is taken as it is saved under its final name with all files of the right sizes; the job that loads
+it checks its hashes. No torch.
 """
 
 import dataclasses
@@ -17,11 +18,12 @@ from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder, entries
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
 from canon_pretrain.checkpoint.retention import held_steps, hold, release
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
-from eval.results import RESULTS, read_results
+from canon_pretrain.run.folder import RunFolder
+from eval.results import RESULTS, is_outdated, read_results
 from eval.schedule.cluster import Verdict
-from eval.schedule.leases import LOCAL, Lease, Leases, leases_of, new_lease, suite_name
+from eval.schedule.leases import LOCAL, Lease, Leases, leases_of, new_lease
 from eval.schedule.request import Request, answers
+from eval.suite_names import suite_name
 
 HOLD = "submit"
 """The name of our holds: RUN/evals/holds/step-N.submit."""
@@ -72,9 +74,10 @@ class Schedule:
         self._claim_expiry_s = claim_expiry_s
         config = self.run.read_config().get("config", {})
         checkpoint = config.get("checkpoint", {})
-        self.checkpoints = CheckpointFolder(path / checkpoint.get("folder", CHECKPOINTS))
+        self.checkpoints = CheckpointFolder.of_run(self.run)
         self._interval = int(checkpoint.get("interval", 1))
         self._last = int(config.get("training", {}).get("steps", 0))
+        self._seq_len = int(config.get("training", {}).get("seq_len", 0))
         self.kept, self.max_held = checkpoint.get("keep_latest_k", 0), checkpoint.get("max_held", 4)
         every = request.every or self._interval
         if every < 1 or every % self._interval:
@@ -119,11 +122,16 @@ class Schedule:
         folder = self.run.path / EVALS / f"step-{step}" / suite_name(suite)
         for path in folder.glob(f"*/{RESULTS}"):
             try:
-                asked = read_results(path).asked
+                results = read_results(path)
             except UserError:
                 continue
+            asked = results.asked
             own = asked["suite"] == suite_name(suite) and asked["step"] == step
-            if own and asked["limit"] is None and answers(asked, self.request.how):
+            if (
+                (own and asked["limit"] is None)
+                and answers(asked, suite, self.request.how, self._seq_len)
+                and not is_outdated(self.run, results)
+            ):
                 return True
         return False
 

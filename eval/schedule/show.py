@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eval.schedule.leases import suite_name
 from eval.schedule.schedule import Entry, Schedule
+from eval.suite_names import suite_name
 
 Found = Sequence[tuple[Schedule, Sequence[Entry]]]
 ORDER = (

@@ -22,10 +22,11 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from eval.run_command import add_how
 from eval.schedule.cluster import SCRIPTS, NoQueue, Slurm
-from eval.schedule.request import ALL, RETRIES, known_suites, settle, split_suites, to_words
+from eval.schedule.request import RETRIES, known_suites, settle, to_words
 from eval.schedule.schedule import CLAIM_EXPIRY_S, Queue, Schedule
 from eval.schedule.show import show_status
 from eval.schedule.watcher import Watcher
+from eval.suite_names import ALL, split_suites
 
 MAX_IN_FLIGHT = 8
 INTERVAL_S = 60.0

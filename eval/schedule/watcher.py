@@ -18,7 +18,7 @@ from rich.console import Console
 
 from canon_pretrain.errors import UserError
 from eval.schedule.cluster import SCRIPTS, NoAnswer, Slurm
-from eval.schedule.leases import BEAT_S, LEASES, LOCAL, Lease, Leases, suite_name
+from eval.schedule.leases import BEAT_S, LEASES, LOCAL, Lease, Leases
 from eval.schedule.request import words_for
 from eval.schedule.schedule import (
     IN_FLIGHT,
@@ -29,6 +29,7 @@ from eval.schedule.schedule import (
     judge,
 )
 from eval.schedule.show import summary
+from eval.suite_names import suite_name
 
 DONE = "done"
 

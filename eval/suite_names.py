@@ -1,0 +1,190 @@
+"""What can be asked of a checkpoint, by name, and how: read by `eval run` and `eval submit` alike.
+
+A suite is `validation` (validation.py), a task or group in eval/tasks, one of lm_eval's own, or a
+task file of the user's; suites.py loads them. No torch and no lm_eval here.
+"""
+
+import argparse
+import functools
+import os
+import re
+from collections.abc import Collection
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from canon_pretrain.errors import UserError, nearest
+from canon_pretrain.files import sha256_file
+
+DISCRIMINATIVE, JRT, BABILONG = "discriminative", "jrt", "babilong"
+BIRTH_YEAR, VALIDATION = "birth-year", "validation"
+SUITES = (VALIDATION, DISCRIMINATIVE, JRT, BABILONG, BIRTH_YEAR)
+"""The held-out loss, and those of the paper (Figures 17 and 25)."""
+ALL = "all"
+LEAST_LENGTHS = {"babilong": 8192, "birth_year": 8192}
+"""Tokens that a model is given to read at least, unless the user says otherwise, by task folder:
+what they hide among 4,096 tokens would else be cut off, or left out. The others fit the training
+length."""
+
+FOLDERS = (DISCRIMINATIVE, JRT, BABILONG, "birth_year")
+"""Of the suites' tasks; an option of a suite's tasks begins with its name."""
+TASKS = Path(__file__).parent / "tasks"
+
+
+class HarnessName(NamedTuple):
+    """What the installed lm_eval calls by a name: a task, group or tag, and a file that says so."""
+
+    kind: str
+    path: Path
+
+
+@functools.cache
+def task_files() -> dict[str, Path]:
+    """The tasks and groups in eval/tasks by name; the harness's own by the group they are in."""
+    found: dict[str, Path] = {}
+    members: dict[str, Path] = {}
+    for path in sorted(TASKS.rglob("*.yaml")):
+        content = path.read_text()
+        names = re.findall(r"^(?:task|group):[ \t]+(\S+)", content, re.MULTILINE)
+        found |= dict.fromkeys(names[:1], path)
+        members |= dict.fromkeys(re.findall(r"^ +- task:[ \t]+(\S+)", content, re.MULTILINE), path)
+    return members | found
+
+
+def harness_tasks() -> Path:
+    """The folder of the installed lm_eval's tasks."""
+    spec = find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        raise UserError("lm_eval is not installed: pip install -e . installs it")
+    return Path(spec.origin).parent / "tasks"
+
+
+@functools.cache
+def harness_names() -> dict[str, HarnessName]:
+    """All names of the installed lm_eval.
+
+    The same as in its own index (a test compares them), which takes a parse of 14,000 files.
+    """
+    named: dict[str, HarnessName] = {}
+    tags: dict[str, HarnessName] = {}
+    # a template, which has no suffix, may hold the tags of those that include it
+    files = (path for path in harness_tasks().rglob("*") if path.suffix in ("", ".yaml"))
+    for path in sorted(path for path in files if path.is_file()):
+        text = path.read_text(errors="replace")
+        if path.suffix:
+            found = dict(reversed(_NAME.findall(text)))
+            kind = "group" if "group" in found and not _CLASS.search(text) else "task"
+            if kind in found:
+                named.setdefault(found[kind], HarnessName(kind, path))
+        for listed in _TAGS.findall(text):
+            words = re.findall(r"[^\s\"',\[\]-][^\s\"',\[\]]*", re.sub("#.*", "", listed))
+            tags |= {word: HarnessName("tag", path) for word in words if word not in tags}
+    return tags | named
+
+
+_NAME = re.compile(r"^[ {]*\"?(task|group)\"?:[ \t]+[\"']?([^\s\"',]+)", re.MULTILINE)
+_CLASS = re.compile("^class:", re.MULTILINE)
+_TAGS = re.compile(r"^\"?tag\"?:[ \t]*([^\n]*(?:\n[ \t]*-[^\n]*)*)", re.MULTILINE)
+
+
+def is_task_file(given: str) -> bool:
+    """Whether a suite is given as the path of a YAML file."""
+    return given.endswith((".yaml", ".yml"))
+
+
+def split_suites(given: str, known: Collection[str] = ()) -> list[str]:
+    """The suites of `a,b`, of `all` the paper's; paths absolute. Raises UserError for unknown ones.
+
+    `known` were found good before.
+    """
+    suites: list[str] = []
+    for name in filter(None, given.split(",")):
+        suite = os.path.abspath(name) if is_task_file(name) else name
+        if name != ALL and suite not in known:
+            find_suite(name)
+        suites += SUITES if name == ALL else [suite]
+    if not suites:
+        raise UserError(
+            f"no suite in {given!r}: expected {ALL}, or names such as {JRT},{VALIDATION}"
+        )
+    return list(dict.fromkeys(suites))
+
+
+def suite_name(given: str) -> str:
+    """The name of a suite, which is that of its folder of results."""
+    return Path(given).stem if is_task_file(given) else given
+
+
+def find_suite(given: str) -> tuple[str, Path | None]:
+    """The suite's name and its file, None for `validation`. Raises UserError for an unknown one.
+
+    Of a name of lm_eval's the file is in its package.
+    """
+    files = task_files()
+    if given == VALIDATION:
+        return given, None
+    if given in files:
+        return given, files[given]
+    if is_task_file(given):
+        path = Path(given)
+        if not path.is_file():
+            raise UserError(f"--suite {given}: no such task file")
+        ours = files.get(path.stem, path)
+        if path.stem == VALIDATION or path.resolve() != ours.resolve():
+            raise UserError(
+                f"--suite {given}: '{path.stem}' is the name of another suite; rename the file"
+            )
+        return path.stem, path
+    if given in harness_names():
+        return given, harness_names()[given].path
+    near = nearest(given, [*SUITES, ALL, *files]) or nearest(given, harness_names())
+    raise UserError(
+        f"unknown suite '{given}'{f', did you mean {near!r}?' if near else ''}; suites: "
+        f"{', '.join(SUITES)}, or {ALL}; or a task or group that `python -m eval tasks` lists; or "
+        "the path of a task's YAML"
+    )
+
+
+def folder_of(path: Path | None) -> str:
+    """The folder in eval/tasks that a task file is in; empty for any other file."""
+    ours = path is not None and path.resolve().is_relative_to(TASKS)
+    return path.parent.name if path is not None and ours else ""
+
+
+def is_birth_year(path: Path | None) -> bool:
+    """Whether the tasks of this file read frozen probes."""
+    return folder_of(path) == "birth_year"
+
+
+def asked_how(name: str, how: argparse.Namespace, seq_len: int) -> dict[str, Any]:
+    """What the options of `eval run` (run_command.add_how) make of a suite's question.
+
+    `seq_len` is that of training. Of --option those stay that the suite's tasks may take: not those
+    named after another suite of ours. A file is named by its content, so that the same one
+    elsewhere is the same question.
+    """
+    own = folder_of(task_files().get(name))
+    asked: dict[str, Any] = {
+        "max_length": how.max_length or max(seq_len, LEAST_LENGTHS.get(own, 0)),
+        "add_bos": how.add_bos,
+    }
+    if name == VALIDATION:
+        return asked
+    if own == "birth_year" and how.junk:
+        asked["junk"] = _as_content(how.junk)
+    others = tuple(f"{folder}_" for folder in FOLDERS if folder != own)
+    options = {
+        option: _as_content(value)
+        for option, value in how.option
+        if not (own and option.startswith(others))
+    }
+    return asked | ({"options": options} if options else {})
+
+
+def _as_content(value: Path | str) -> str:
+    return f"file {sha256_file(Path(value))}" if is_file(value) else str(value)
+
+
+def is_file(value: Path | str) -> bool:
+    """Whether the value of an --option names a file that is there."""
+    return bool(Path(value).suffix) and Path(value).is_file()
