@@ -76,6 +76,38 @@ def test_logits_and_gradients_equal_the_independent_implementation(args):
     _assert_equals_the_reference(args, random_tokens(args, rows=2, num_tokens=11))
 
 
+def test_the_original_gpt2_is_transformers_gpt2():
+    """Issue 17, item 6: LayerNorm, gelu and biases, compared without positions on either side."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = build(variant("nope gpt2 tied"))
+    a, ours = model.args, model.state_dict()
+    sizes = {"n_layer": a.num_layers, "n_embd": a.dim, "n_head": a.num_heads, "n_inner": a.ffn_dim}
+    config = GPT2Config(vocab_size=a.vocab_size, n_positions=a.max_seq_len, **sizes)
+    theirs = GPT2LMHeadModel(config).eval()
+    state = {
+        "wpe.weight": torch.zeros(a.max_seq_len, a.dim),
+        "wte.weight": ours["tok_embeddings.weight"],
+    }
+    names = {"attention_norm": "ln_1", "attention.wo": "attn.c_proj", "ffn_norm": "ln_2"}
+    names |= {"feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj"}
+    for end in ("weight", "bias"):
+        state[f"ln_f.{end}"] = ours[f"norm.{end}"]
+        for i in range(a.num_layers):
+            layer = f"layers.{i}"
+            qkv = torch.cat(
+                [ours[f"{layer}.attention.{name}.{end}"] for name in ("wq", "wk", "wv")]
+            )
+            state[f"h.{i}.attn.c_attn.{end}"] = qkv.T if end == "weight" else qkv
+            for our_name, their_name in names.items():
+                value = ours[f"{layer}.{our_name}.{end}"]
+                state[f"h.{i}.{their_name}.{end}"] = value.T if value.ndim == 2 else value
+    theirs.transformer.load_state_dict(state)
+    tokens = random_tokens(a, rows=2, num_tokens=24)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
 @st.composite
 def _configurations(draw: st.DrawFn) -> ModelArgs:
     position = draw(st.sampled_from(POSITIONS))

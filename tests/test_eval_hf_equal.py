@@ -234,7 +234,7 @@ def test_where_theirs_is_not_right(pairs: dict[str, Pair]) -> None:
     assert generate(pair.ours, [prompt], [stop]) == [""]
     assert generate(pair.theirs, [prompt], [stop]) == [answer[1:].split(stop)[0]] != [""]
 
-    with pytest.raises(IndexError, match="dimension 1 with size 0"):
+    with pytest.raises((IndexError, RuntimeError)):  # which, is the exported class's
         generate(pair.theirs, [""], [])
     # beside another one it is all padding, and attends to nothing; ours go on from EOS
     with_bos = their_model(Path(pair.theirs.pretrained), add_bos=True)
