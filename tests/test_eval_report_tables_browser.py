@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from eval.report.words import signed
 from eval.report.write import report
 from eval.results import Score
 from tests.browser import Browser, chromium
@@ -173,6 +174,7 @@ def draw(browser: Browser, selector: str) -> None:
     # cards get their true heights, and plots are drawn, as they come near: the page moves
     browser.wait_for(
         """const plot = document.querySelector(arguments[0]);
+        plot.closest("details")?.setAttribute("open", "");
         plot.scrollIntoView({ block: "center" });
         const top = plot.getBoundingClientRect().top, still = page.top === top;
         page.top = top;
@@ -208,7 +210,7 @@ def test_hover_shows_a_scores_value_error_step_tokens_and_items(
     curve = content(page)["score_curves"][0]
     line = curve["lines"][1]
     assert (curve["task"], line["run"]) == ("piqa", "nope")
-    text = hover(browser, "[data-steps='0']", 500, line["values"][1])
+    text = hover(browser, "[data-steps='0']", 500 * TOKENS_A_STEP, line["values"][1])
     assert text == (
         f"nope{line['values'][1]:.4f} ± {line['stderrs'][1]:.4f}"
         f"step 500, {500 * TOKENS_A_STEP:,} tokens, n = 300"
@@ -256,6 +258,57 @@ def test_a_run_is_turned_off_by_either_legend_in_every_plot(browser: Browser, pa
     assert browser.run(pressed, second) == "false" and browser.run(shown) is False
     browser.run(click, second)
     assert browser.run(pressed, first) == "true" and browser.run(shown) is True
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_small_plots_are_folded_and_the_page_is_short(
+    browser: Browser, page: Path, size: tuple[int, int]
+) -> None:
+    """Issue 17, item 3: 18,938 px of a demo report became 7,019, and 35,352 on a phone 9,292."""
+    browser.open(page, *size)
+    browser.run(
+        "for (const c of document.querySelectorAll('.tabled')) c.classList.remove('tabled')"
+    )
+    height = "return document.documentElement.scrollHeight"
+    folded = browser.run(height)
+    browser.run("for (const d of document.querySelectorAll('details')) d.open = true")
+    assert folded < 0.55 * browser.run(height)
+    small = "return [...document.querySelectorAll('.plot[data-steps], .plot[data-length]')]"
+    assert browser.run(f"{small}.every((plot) => plot.closest('details'))")
+
+
+def test_the_difference_is_under_the_chip_on_a_phone(browser: Browser, page: Path) -> None:
+    """Issue 17, item 3: it can be read without scrolling sideways."""
+    under = """const cell = document.querySelector("#pairs td[data-difference]");
+        return [getComputedStyle(cell, "::after").content, cell.getBoundingClientRect().right]"""
+    pair = content(page)["comparison"]["pairs"][0]
+    browser.open(page, *PHONE)
+    text, right = browser.run(under)
+    assert text == f'"{signed(pair["difference"])}"' and right <= PHONE[0]
+    browser.open(page, *DESKTOP)
+    assert browser.run(under)[0] == "none"
+
+
+def test_the_late_loss_is_smoothed_and_less_the_baselines(browser: Browser, tmp_path: Path) -> None:
+    """Issue 17, item 3: the last half of the loss, and the difference to the baseline."""
+    paths = []
+    for k, position in enumerate(("rope", "nope")):
+        events = [launch("start"), *(step(n, 5 - k / 10 + n % 2 / 10) for n in range(1, 201))]
+        paths.append(plant_run(tmp_path / position, events, model__position=position).path)
+    page = report(paths, tmp_path / "out")
+    late = content(page)["late_loss"]
+    assert len(late["tokens"]) == 20 and late["tokens"][0] > 100 * TOKENS_A_STEP
+    for k, line in enumerate(late["lines"]):
+        assert line["values"] == pytest.approx([5.05 - k / 10] * 20, abs=0.011)
+        assert line["differences"] == pytest.approx([-k / 10] * 20)
+    browser.open(page, *DESKTOP)
+    for kind in ("values", "differences"):
+        draw(browser, f"[data-late={kind}]")
+        drawn = browser.run(
+            "return document.querySelector(`[data-late=${arguments[0]}]`).data[1].y", kind
+        )
+        assert drawn == pytest.approx(late["lines"][1][kind], rel=1e-6)
+    assert browser.console() == []
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])

@@ -12,7 +12,7 @@ from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.names import printable
 from eval.comparison.tables import suite_step
 from eval.report.anchors import anchors
-from eval.report.curves import CURVES, line, points_a_line
+from eval.report.curves import CURVES, late_loss, line, points_a_line
 from eval.report.lengths import length_figures
 from eval.report.over_steps import held_out_curves, score_curves, tokens_at
 from eval.report.runs import Run, suite_order
@@ -50,9 +50,19 @@ def report_content(runs: Sequence[Run], comparison: dict[str, Any]) -> dict[str,
             }
             for curve in CURVES
         ],
+        "late_loss": late_loss(
+            [(run.label, run.steps) for run in runs], _baseline_runs(comparison)
+        ),
         "suites": suites,
         "without_evaluations": [run.label for run in runs if not run.evaluations],
     }
+
+
+def _baseline_runs(comparison: dict[str, Any]) -> Sequence[str]:
+    """The runs of the baseline whose losses the others' are compared with; none if it is alone."""
+    if len(comparison["architectures"]) < 2:
+        return []
+    return next(each.runs for each in entries(comparison) if each.label == comparison["baseline"])
 
 
 def _in_order(value: Any) -> Any:

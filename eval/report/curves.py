@@ -12,6 +12,8 @@ ALL_POINTS = 40_000
 """Of all lines of a report together: its page is to open at once."""
 FEWEST_POINTS = 300
 """Of one line, however many there are."""
+MOST_STRETCHES, FEWEST_STRETCHES, FEWEST_A_STRETCH = 100, 8, 5
+"""Points of a smoothed line, and logged steps that each is a mean of."""
 
 
 @dataclass(frozen=True)
@@ -115,3 +117,55 @@ def thin(values: Sequence[float | None], max_points: int = MAX_POINTS) -> list[i
             kept |= {min(numbers)[1], max(numbers)[1]}
         kept.update([i for i in stretch if values[i] is None][:1])
     return sorted(kept)
+
+
+def late_loss(
+    runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], baseline: Sequence[str]
+) -> dict[str, Any] | None:
+    """The last half of the training losses, smoothed; None without enough steps.
+
+    `runs`: labels and `step` events; `baseline`: labels of the runs to subtract. Half of the most
+    tokens of any run is cut into equally long stretches: `values` are a run's means over them (None
+    without a finite loss), `differences` those less the mean of the baseline's runs.
+    """
+    points = {
+        label: [(e["tokens"], x) for e in steps if (x := finite(e.get("loss"))) is not None]
+        for label, steps in runs
+    }
+    most = max((tokens for found in points.values() for tokens, _ in found), default=0)
+    begin = most / 2
+    late = {label: [p for p in found if p[0] > begin] for label, found in points.items()}
+    full = max((len(found) for found in late.values()), default=0)
+    count = min(MOST_STRETCHES, full // FEWEST_A_STRETCH)
+    if count < FEWEST_STRETCHES:
+        return None
+    width = (most - begin) / count
+    means = {label: _means(found, begin, width, count) for label, found in late.items()}
+    bases = [means[label] for label in baseline if label in means]
+    base = [_mean([b for b in at if b is not None]) for at in zip(*bases, strict=True)]
+    lines = [
+        {
+            "run": label,
+            "values": values,
+            "differences": [
+                None if v is None or b is None else v - b for v, b in zip(values, base, strict=True)
+            ]
+            if base
+            else [],
+        }
+        for label, values in means.items()
+    ]
+    return {"tokens": [begin + (k + 0.5) * width for k in range(count)], "lines": lines}
+
+
+def _means(
+    points: Sequence[tuple[int, float]], begin: float, width: float, count: int
+) -> list[float | None]:
+    stretches: list[list[float]] = [[] for _ in range(count)]
+    for tokens, value in points:
+        stretches[min(int((tokens - begin) / width), count - 1)].append(value)
+    return [_mean(values) for values in stretches]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

@@ -73,8 +73,16 @@ def _plotted(content: dict[str, Any]) -> dict[str, Any]:
             {"lines": [{k: _once(_rounded(v)) for k, v in line.items()} for line in curve["lines"]]}
             for curve in content["score_curves"]
         ],
+        "late_loss": _late(content["late_loss"]),
         "lengths": content["lengths"],
         "held_out": content["held_out"],
+    }
+
+
+def _late(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    return found and {
+        "tokens": _rounded(found["tokens"]),
+        "lines": [{name: _rounded(v) for name, v in line.items()} for line in found["lines"]],
     }
 
 

@@ -208,4 +208,5 @@ def aligned(
 
 def settings(architecture: Mapping[str, Any]) -> str:
     """What tells an architecture from the others."""
-    return ", ".join(f"{name} {value}" for name, value in architecture["settings"].items())
+    each = architecture["settings"].items()
+    return ", ".join(f"{name.removeprefix('model.')} {value or 'none'}" for name, value in each)

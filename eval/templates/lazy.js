@@ -10,7 +10,10 @@ const lazy = (() => {
   const watcher = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting) show(entry.target);
   }, { rootMargin: "400px" });
-  addEventListener("beforeprint", () => [...draws.keys()].forEach(show));
+  addEventListener("beforeprint", () => {
+    for (const folded of document.querySelectorAll("details")) folded.open = true;
+    [...draws.keys()].forEach(show);
+  });
   return {
     add: (plot, draw) => {
       draws.set(plot, draw);

@@ -19,12 +19,21 @@ const scores = (() => {
   const digits = (value) =>
     value.toLocaleString("en-US", { minimumFractionDigits: 4, maximumFractionDigits: 4 });
 
-  function overSteps(curve) {
-    const traces = curve.lines.map((packed) => {
-      // a list that repeats one value is packed as that value
-      const count = Math.max(...Object.values(packed).map((v) => (Array.isArray(v) ? v.length : 1)));
-      const line = Object.fromEntries(Object.entries(packed).map(([name, v]) => (
-        [name, Array.isArray(v) || name === "run" ? v : Array(count).fill(v)])));
+  // a list that repeats one value is packed as that value
+  function unpacked(packed) {
+    const count = Math.max(...Object.values(packed).map((v) => (Array.isArray(v) ? v.length : 1)));
+    return Object.fromEntries(Object.entries(packed).map(([name, v]) => (
+      [name, Array.isArray(v) || name === "run" ? v : Array(count).fill(v)])));
+  }
+
+  const titled = (text) => ({
+    title: { text, standoff: 4, font: { size: 12 } }, exponentformat: "B",
+  });
+
+  function overTraining(curve) {
+    const lines = curve.lines.map(unpacked);
+    const byTokens = lines.every((line) => !line.tokens.includes(null));
+    const traces = lines.map((line) => {
       const k = runs.get(line.run);
       const words = line.steps.map((step, i) => [
         line.stderrs[i] === null ? "" : ` ± ${digits(Number(line.stderrs[i]))}`,
@@ -40,7 +49,7 @@ const scores = (() => {
         mode: "lines+markers",
         name: plain(short(line.run)),
         visible: !hidden.run.has(k),
-        x: line.steps,
+        x: byTokens ? line.tokens : line.steps,
         y: line.values.map(number),
         text: words,
         line: { color: runColor(k), width: 1.6, dash: page.runDash(k) },
@@ -55,7 +64,26 @@ const scores = (() => {
         hovertemplate: "%{fullData.name}<br><b>%{y:,.4f}</b>%{text}<extra></extra>",
       };
     });
-    return [traces, layout({ title: { text: "step", standoff: 4, font: { size: 12 } }, exponentformat: "B" }, {})];
+    return [traces, layout(titled(byTokens ? "tokens" : "step"), {})];
+  }
+
+  // the last half of the loss, or its difference to the baseline
+  function late(kind) {
+    const format = kind === "differences" ? "+.4f" : ".4f";
+    const traces = content.late_loss.lines.map((line) => {
+      const k = runs.get(line.run);
+      return {
+        type: "scatter",
+        mode: "lines",
+        name: plain(short(line.run)),
+        visible: !hidden.run.has(k),
+        x: content.late_loss.tokens,
+        y: line[kind],
+        line: { color: runColor(k), width: 1.8, dash: page.runDash(k) },
+        hovertemplate: `%{fullData.name}<br>%{x:,d} tokens: <b>%{y:${format}}</b><extra></extra>`,
+      };
+    });
+    return [traces, layout(titled("tokens"), {})];
   }
 
   // a line per architecture: the mean over its runs, with a bar from the lowest to the highest
@@ -122,11 +150,17 @@ const scores = (() => {
   }
 
   const panels = content.lengths.flatMap((figure) => figure.panels.map((p) => [figure, p]));
-  const figureOf = (plot) => ("heldOut" in plot.dataset ? heldOut() : "steps" in plot.dataset
-    ? overSteps(content.score_curves[Number(plot.dataset.steps)])
-    : overLength(panels[Number(plot.dataset.length)]));
-  for (const plot of document.querySelectorAll(".plot[data-held-out], .plot[data-steps], .plot[data-length]")) {
-    lazy.add(plot, () => Plotly.react(plot, ...figureOf(plot), config));
+  const figures = {
+    heldOut,
+    late,
+    steps: (at) => overTraining(content.score_curves[Number(at)]),
+    length: (at) => overLength(panels[Number(at)]),
+  };
+  for (const plot of document.querySelectorAll(".plot")) {
+    const kind = Object.keys(figures).find((name) => name in plot.dataset);
+    if (kind) {
+      lazy.add(plot, () => Plotly.react(plot, ...figures[kind](plot.dataset[kind]), config));
+    }
   }
   return { hidden };
 })();
