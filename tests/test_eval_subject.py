@@ -13,6 +13,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.errors import UserError
 from canon_pretrain.hf.export import export
+from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.run.folder import RunFolder
 from eval.model.lm import CanonLM
 from eval.model.subject import Subject
@@ -154,3 +155,11 @@ def test_eos_may_be_a_list_in_a_folder_of_another_making(copy: Path) -> None:
     (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": [eos_id, 7]}))
     found = Subject.open(copy, None).tokenizer
     assert found.eos_id == eos_id and isinstance(found, Tokenizer)
+
+
+def test_an_import_is_evaluated_by_its_export(copy: Path, tmp_path: Path) -> None:
+    """Issue 17, item 9: its config.json is whole, but there is no run behind it."""
+    found = import_folder(copy, tmp_path / "imported")
+    for path in (found.checkpoint, found.checkpoint.parent):
+        with pytest.raises(UserError, match="is an import.*canon_pretrain.hf export"):
+            Subject.open(path, None)
