@@ -59,7 +59,7 @@ def test_as_a_user_types_it(tmp_path: Path) -> None:
     assert cells[:5] == ["boolq", "acc", "0.550", "0.850", "+0.300"]
     assert cells[8] == "better"
     assert "A: nope" in done.stdout and "B: canon" in done.stdout
-    assert "1 test: primary metrics of 1 task, 1 pair with the baseline" in done.stdout
+    assert "discriminative 1 test: 1 pair with the baseline" in done.stdout
     assert "boolq acc: seed noise the paper's: 8 seeds within 3 %" in done.stdout
     (row,) = json.loads(out.read_text())["pairs"]
     assert row["verdict"] == "better" and row["difference"] == pytest.approx(0.3)

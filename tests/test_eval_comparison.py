@@ -406,7 +406,8 @@ def test_seeds_needed_and_intervals_agree_with_the_verdict(tmp_path: Path, seeds
                 },
                 described={task: {"primary": ["acc"]} for task in tasks},
             )
-    rows = content(*sorted(tmp_path.iterdir(), reverse=True))["pairs"]
+    mean, *rows = content(*sorted(tmp_path.iterdir(), reverse=True))["pairs"]
+    assert mean["mean_of"] == tasks
     noise = [row for row in rows if row["verdict"] == "within noise"]
     assert noise and len(noise) < len(rows) == 12
     for row in rows:
@@ -456,7 +457,7 @@ def test_items_of_one_source_alone_are_not_judged(tmp_path: Path) -> None:
     assert "of one source" in row["words"]
 
 
-def test_holm_is_over_every_task_and_pair(tmp_path: Path) -> None:
+def test_holm_is_over_every_task_and_pair_of_a_suite(tmp_path: Path) -> None:
     rng = generator()
     tasks = [f"task{k}" for k in range(6)]
     described = dict.fromkeys(tasks, ACC["boolq"])
@@ -464,16 +465,53 @@ def test_holm_is_over_every_task_and_pair(tmp_path: Path) -> None:
         run = planted_run(tmp_path / name, model__canon_set=canon)
         answers = {t: records({"acc": right_or_wrong(4000, 0.6 + shift, rng)}) for t in tasks}
         plant_answers(run, 20, SUITE, answers, described=described)
-    found = content(*(tmp_path / name for name in "abc"))
-    assert found["family"]["tests"] == 12 and len(found["family"]["tasks"]) == 6
+        plant_answers(run, 20, "mine", {"x": answers["task0"]}, described={"x": ACC["boolq"]})
+    both = content(*(tmp_path / name for name in "abc"), seed_sigma={"x": 0.02})
+    assert both["family"]["suites"] == {SUITE: 14, "mine": 2}
+    found = content(*(tmp_path / name for name in "abc"), suites=[SUITE])
+    assert [r["p_holm"] for r in both["pairs"] if r["suite"] == SUITE] == [
+        row["p_holm"] for row in found["pairs"]
+    ]
+    assert found["family"]["tests"] == 14 and len(found["family"]["tasks"]) == 7
     assert found["family"]["pairs"] == [["Canon-A", "no Canon"], ["Canon-AB", "no Canon"]]
-    p = [row["p"] for row in found["pairs"]]
+    # the two means have half of the error rate, the twelve tasks the other half
+    first = [row["p"] * (4 if row["mean_of"] else 24) for row in found["pairs"]]
     for row in found["pairs"]:
         assert row["p_holm"] >= row["p"]
         assert (row["verdict"] == "within noise") == (row["p_holm"] > 0.05)
-    assert min(row["p_holm"] for row in found["pairs"]) == pytest.approx(min(1, 12 * min(p)))
-    few = content(*(tmp_path / name for name in "ab"))
-    assert few["family"]["tests"] == 6
+    assert min(row["p_holm"] for row in found["pairs"]) == pytest.approx(min(1, min(first)))
+    few = content(*(tmp_path / name for name in "ab"), suites=[SUITE])
+    assert few["family"]["tests"] == 7
+
+
+def test_a_suite_is_judged_by_the_mean_of_its_tasks_first(tmp_path: Path) -> None:
+    """Issue 17, item 3: seven points on every task, which no task shows alone."""
+    rng, tasks = generator(), [f"jrt_{k}" for k in range(8)]
+    described = dict.fromkeys(tasks, {"primary": ["contains"]})
+    for name, canon, share in (("a", "", 0.4), ("b", "A", 0.49)):
+        run = planted_run(tmp_path / name, model__canon_set=canon)
+        answers = {t: records({"contains": right_or_wrong(1000, share, rng)}) for t in tasks}
+        plant_answers(run, 20, "jrt", answers, described=described)
+    mean, *rows = content(tmp_path / "a", tmp_path / "b")["pairs"]
+    assert mean["mean_of"] == tasks and mean["metric"] == "contains"
+    assert mean["difference"] == pytest.approx(0.09) and mean["verdict"] == "better"
+    assert {row["verdict"] for row in rows} == {"within noise"}
+    assert (mean["num_items"], mean["num_clusters"]) == (8000, 1000)  # the same documents
+    # the paper's spread, as if all tasks had the same luck
+    assert mean["seed_noise"]["sigma"] == pytest.approx(0.05 / 2.847)
+
+
+def test_babilong_is_one_test_per_length(tmp_path: Path) -> None:
+    """Issue 17, item 3: 20 cells are four tests and the mean of all."""
+    rng = generator()
+    tasks = [f"babilong_qa{k}_{length}k" for k in range(1, 6) for length in (0, 1, 2, 4)]
+    for name, canon in (("a", ""), ("b", "A")):
+        run = planted_run(tmp_path / name, model__canon_set=canon)
+        answers = {t: records({"acc": right_or_wrong(100, 0.4, rng)}) for t in tasks}
+        plant_answers(run, 20, "babilong", answers, described=dict.fromkeys(tasks, ACC["boolq"]))
+    rows = content(tmp_path / "a", tmp_path / "b")["pairs"]
+    assert [len(row["mean_of"]) for row in rows] == [20, 5, 5, 5, 5]
+    assert rows[4]["mean_of"] == [f"babilong_qa{k}_4k" for k in range(1, 6)]
 
 
 def test_a_perplexity_is_compared_in_nats_and_shown_on_its_scale(tmp_path: Path) -> None:

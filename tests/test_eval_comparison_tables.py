@@ -37,7 +37,7 @@ def plant(
 def test_simulated_verdicts_are_those_of_a_report(tmp_path: Path) -> None:
     """The same answers, once through files, joins and tables, once through the simulation."""
     scenario = simulate.Scenario("", 3, 2, "own")
-    kinds = list(simulate.SPREADS)
+    kinds = [task for tasks in simulate.SUITES for task in tasks]
     drawn: list[np.ndarray] = []
     answers = simulate.answers
 
@@ -48,29 +48,42 @@ def test_simulated_verdicts_are_those_of_a_report(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulate, "answers", kept)
         simulated = simulate.compare_all(scenario, 0.03, np.random.default_rng(1))
-    p = simulate.p_values([pair for pair, _ in simulated])
-    adjusted = simulate.holm_rows(p)
-    sources = [f"source {k // simulate.PER_SOURCE}" for k in range(simulate.NUM_ITEMS)]
+    p = simulate.p_values([test.pair for test in simulated])
+    is_real = simulate._rejected([simulated])[0]
+    places = [k // simulate.PER_SOURCE for k in range(simulate.NUM_ITEMS)]
     paths = []
     for recipe, canon in enumerate(("", "A", "AB")):
         for seed in range(2):
             run = planted_run(tmp_path / f"{recipe}-{seed}", seed, model__canon_set=canon)
             items = {
-                task: records({"acc": runs[recipe, seed].tolist()}, sources=sources)
+                task: records(
+                    {"acc": runs[recipe, seed].tolist()},
+                    sources=[f"{task} source {k}" for k in places],
+                    names=[f"{task} {k}" for k in range(simulate.NUM_ITEMS)],
+                )
                 for task, runs in zip(kinds, drawn, strict=True)
             }
-            plant_answers(run, 20, SUITE, items, described=dict.fromkeys(kinds, ACC))
+            for suite, tasks in zip((SUITE, "jrt"), simulate.SUITES, strict=True):
+                here = {task: items[task] for task in tasks}
+                plant_answers(run, 20, suite, here, described=dict.fromkeys(tasks, ACC))
             paths.append(run.path)
     found = comparison_content(read_runs(paths), own_noise_only=True)
-    assert found["family"]["tests"] == len(simulated) == 30
+    assert found["family"]["tests"] == len(simulated) == 34
+    assert found["family"]["suites"] == {SUITE: 18, "jrt": 16}
     rows = {(row["task"], row["architecture"]): row for row in found["pairs"]}
     labels = [pair[0] for pair in found["family"]["pairs"]]
-    expected = [(task, label) for task in kinds for label in labels]
-    for key, (pair, _), own, family in zip(expected, simulated, p, adjusted, strict=True):
+    expected = [
+        (task, label)
+        for tasks in simulate.SUITES
+        for label in labels
+        for task in (*tasks, f"mean of {len(tasks)} tasks")
+    ]
+    for key, test, own, real in zip(expected, simulated, p, is_real, strict=True):
         row = rows[key]
-        assert row["difference"] == pytest.approx(pair.difference, abs=1e-12)
-        assert row["stderr"] == pytest.approx(pair.noise.stderr)
-        assert (row["p"], row["p_holm"]) == (pytest.approx(own), pytest.approx(family))
+        assert row["difference"] == pytest.approx(test.pair.difference, abs=1e-12)
+        assert row["stderr"] == pytest.approx(test.pair.noise.stderr)
+        assert row["p"] == pytest.approx(own)
+        assert (row["verdict"] in ("better", "worse")) == real
 
 
 def test_seeds_that_all_score_one_do_not_judge_a_single_run(tmp_path: Path) -> None:

@@ -98,16 +98,17 @@ def test_a_planted_difference_is_real_and_the_others_are_noise(page: Path) -> No
     (summary,) = content(page)["verdicts"]["architectures"]
     assert (summary["architecture"], summary["baseline"]) == ("nope", "rope")
     counts = summary["counts"]
-    assert (counts["better"], counts["worse"]) == (1, 0)
-    assert sum(counts.values()) == len(content(page)["comparison"]["pairs"]) == 4
-    (real,) = summary["real"]
+    assert (counts["better"], counts["worse"]) == (2, 0)
+    assert sum(counts.values()) == len(content(page)["comparison"]["pairs"]) == 5
+    mean, real = summary["real"]
+    assert mean["mean_of"] == ["piqa", "boolq", "lambada_openai"]
     assert (real["task"], real["metric"]) == ("piqa", "acc")
     assert real["difference"] == pytest.approx(0.35, abs=0.06)
     words = (
         f"{figure(real['baseline_value'])} → {figure(real['value'])} ({signed(real['difference'])}"
     )
     for text in (Page(page).text, markdown(page)):
-        assert "1 better, 0 worse" in text and words in text
+        assert "2 better, 0 worse" in text and words in text
         assert "within noise, however large it looks" in text
 
 
@@ -243,7 +244,7 @@ def test_baseline_is_taken_by_label_or_run_and_an_unknown_one_is_refused(
 ) -> None:
     arguments = ["report", *map(str, six), "--out", str(tmp_path)]
     main([*arguments, "--baseline", "nope"])
-    assert "rope against nope: 0 better, 1 worse" in capsys.readouterr().out
+    assert "rope against nope: 0 better, 2 worse" in capsys.readouterr().out
     with pytest.raises(SystemExit) as exit_code:
         main([*arguments, "--baseline", "alibi"])
     assert exit_code.value.code == 2
@@ -443,6 +444,7 @@ def pair(verdict: str, task: str, p: float | None = 0.5, **more: Any) -> dict[st
         "baseline": "b",
         "verdict": verdict,
         "p": p,
+        "mean_of": None,
         "p_holm": p,
         "detectable": 0.01,
         "log_difference": None,

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from statsmodels.regression.linear_model import WLS
+from statsmodels.stats.multitest import multipletests
 
 from eval.stats import decide, items, pair, seeds, simulate
 from eval.stats.items import Clusters
+from eval.stats.seeds import SeedNoise
 
 
 @pytest.fixture
@@ -23,6 +25,13 @@ def rng() -> np.random.Generator:
 def alone(values: np.ndarray) -> Clusters:
     """Every item its own cluster."""
     return Clusters.of(values, np.ones(values.size), np.arange(values.size))
+
+
+def compared(
+    a: np.ndarray, b: np.ndarray, weights: np.ndarray, clusters: np.ndarray, seeds: SeedNoise
+) -> pair.Paired:
+    """On one task."""
+    return pair.paired([pair.Answers(a, b, weights, clusters)], seeds)
 
 
 # -- items ----------------------------------------------------------------------------------------
@@ -139,7 +148,7 @@ def test_what_runs_answer_on_their_own_is_the_part_of_their_spread_without_the_s
 ) -> None:
     chances = rng.uniform(0.1, 0.9, 900)
     answers = (rng.random((300, 900)) < chances).astype(float)  # equally good runs
-    found = items.interaction_variance(answers, np.ones(900), np.arange(900))
+    found = items.interaction_variance((answers, np.ones(900), np.arange(900)))
     assert found == pytest.approx((chances * (1 - chances)).mean() / 900, rel=0.02)
     assert found == pytest.approx(answers.mean(axis=1).var(ddof=1), rel=0.3)
 
@@ -243,9 +252,7 @@ def test_seeds_are_pooled_over_unlike_architectures_with_care() -> None:
             assert noise is not None
             difference = scores[k, j, 1].mean() - scores[k, j, 0].mean()
             p[k, j] = 2 * stats.t.sf(abs(difference) / math.sqrt(2 / 3 * noise.variance), noise.df)
-        alarms[compared is not None] = (
-            (simulate.holm_rows(np.asarray(p)) <= 0.05).any(axis=1).mean()
-        )
+        alarms[compared is not None] = (decide.holm(np.asarray(p)) <= 0.05).any(axis=1).mean()
     assert alarms[False] > 0.2
     assert alarms[True] < 0.5 * alarms[False]
 
@@ -313,7 +320,7 @@ def test_the_levels_of_holm_are_those_at_which_it_tests(p: list[float]) -> None:
     """Issue 17, item 3: p is at most its level exactly where Holm's p is at most alpha."""
     levels = decide.holm_levels(np.array(p))
     near = np.isclose(p, levels, rtol=1e-9)
-    assert (((np.array(p) <= levels) == (simulate.holm_rows(np.array(p)) <= 0.05)) | near).all()
+    assert (((np.array(p) <= levels) == (decide.holm(np.array(p)) <= 0.05)) | near).all()
     assert all(0.05 / len(p) <= level <= 0.05 for level in levels)
 
 
@@ -345,7 +352,7 @@ P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
 @given(P_VALUES)
 def test_holm_steps_down_one_hypothesis_at_a_time(p: list[float]) -> None:
-    adjusted = simulate.holm_rows(np.array([p]))[0]
+    adjusted = decide.holm(np.array([p]))[0]
     left, rejected = sorted(range(len(p)), key=lambda k: p[k]), set()
     for k, index in enumerate(left):
         if p[index] > 0.05 / (len(p) - k):
@@ -358,9 +365,29 @@ def test_holm_steps_down_one_hypothesis_at_a_time(p: list[float]) -> None:
 
 def test_holm_of_one_family_and_of_many_agree(rng: np.random.Generator) -> None:
     p = rng.uniform(size=(3, 15)) ** 6
-    each = np.stack([decide.holm(row) for row in p])  # by statsmodels
-    assert simulate.holm_rows(p) == pytest.approx(each)
+    each = np.stack([multipletests(row, method="holm")[1] for row in p])
+    assert decide.holm(p) == pytest.approx(each)
     assert decide.holm(np.array([])).size == 0
+
+
+@given(P_VALUES, st.integers(0, 10**6))
+def test_weighted_holm_gives_each_test_its_share_of_what_is_left(p: list[float], seed: int) -> None:
+    """Issue 17, item 3: half of the error rate for the mean of a suite."""
+    weights = np.random.default_rng(seed).uniform(0.1, 5, len(p))
+    adjusted, levels = (f(np.array(p), weights) for f in (decide.holm, decide.holm_levels))
+    left, rejected = set(range(len(p))), set()
+    while left:
+        share = {k: 0.05 * weights[k] / sum(weights[j] for j in left) for k in left}
+        found = {k for k in left if p[k] <= share[k]}
+        if not found:
+            break
+        rejected |= found
+        left -= found
+    near = [math.isclose(x, 0.05, rel_tol=1e-9) for x in adjusted]
+    if not any(near):
+        assert {k for k, x in enumerate(adjusted) if x <= 0.05} == rejected
+        assert {k for k, x in enumerate(p) if x <= levels[k]} == rejected
+    assert decide.holm(np.array(p), np.full(len(p), 3.0)) == pytest.approx(decide.holm(np.array(p)))
 
 
 # -- pairs: what may not change a verdict ---------------------------------------------------------
@@ -392,7 +419,7 @@ def test_swapping_the_sides_turns_the_sign_only(
     sides: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
     a, b, weights, clusters = sides
-    one, other = (pair.paired(*x, weights, clusters, NOISE) for x in ((a, b), (b, a)))
+    one, other = (compared(*x, weights, clusters, NOISE) for x in ((a, b), (b, a)))
     assert one.difference == pytest.approx(-other.difference)
     assert one.noise.parts == pytest.approx(other.noise.parts, rel=1e-9, abs=1e-15)
     p = [float(decide.two_sided_p(x.difference, *x.noise.parts)) for x in (one, other)]
@@ -408,8 +435,8 @@ def test_the_order_of_items_and_the_names_of_clusters_do_not_matter(
     generator = np.random.default_rng(seed)
     order = generator.permutation(weights.size)
     renamed = generator.permutation(clusters.max() + 1)[clusters]
-    one = pair.paired(a, b, weights, clusters, NOISE)
-    other = pair.paired(a[:, order], b[:, order], weights[order], renamed[order], NOISE)
+    one = compared(a, b, weights, clusters, NOISE)
+    other = compared(a[:, order], b[:, order], weights[order], renamed[order], NOISE)
     assert one.difference == pytest.approx(other.difference, rel=1e-9, abs=1e-12)
     assert one.noise.parts == pytest.approx(other.noise.parts, rel=1e-6, abs=1e-12)
 
@@ -424,8 +451,8 @@ def test_items_that_all_answer_alike_shrink_the_difference_by_their_share(
     padded = [np.concatenate([x, np.tile(extra, (len(x), 1))], axis=1) for x in (a, b)]
     both_weights = np.append(weights, np.ones(more))
     both_clusters = np.append(clusters, clusters.max() + 1 + np.arange(more))
-    one = pair.paired(a, b, weights, clusters, NOISE)
-    other = pair.paired(*padded, both_weights, both_clusters, NOISE)
+    one = compared(a, b, weights, clusters, NOISE)
+    other = compared(*padded, both_weights, both_clusters, NOISE)
     share = weights.sum() / both_weights.sum()
     assert other.difference == pytest.approx(one.difference * share, rel=1e-9, abs=1e-12)
 
@@ -437,10 +464,8 @@ def test_every_item_twice_in_its_own_cluster_is_no_further_evidence(
 ) -> None:
     a, b, weights, clusters = sides
     a, b = a - 1e6, b - 1e6  # unbounded: without the two items that Bonett and Price add
-    one = pair.paired(a, b, weights, clusters, NOISE)
-    other = pair.paired(
-        np.tile(a, 2), np.tile(b, 2), np.tile(weights, 2), np.tile(clusters, 2), NOISE
-    )
+    one = compared(a, b, weights, clusters, NOISE)
+    other = compared(np.tile(a, 2), np.tile(b, 2), np.tile(weights, 2), np.tile(clusters, 2), NOISE)
     assert other.difference == pytest.approx(one.difference, abs=1e-6)
     assert other.noise.parts == pytest.approx(one.noise.parts, rel=1e-5, abs=1e-9)
 
@@ -453,10 +478,43 @@ def test_one_source_with_most_items_stays_a_noise_with_several_seeds(
     known = seeds.SeedNoise(1e-6, math.inf, "given", "")
     for _ in range(50):
         a, b = (rng.random((3, 1000)) < 0.5).astype(float), (rng.random((3, 1000)) < 0.5) * 1.0
-        found = pair.paired(a, b, np.ones(1000), clusters, known)
+        found = compared(a, b, np.ones(1000), clusters, known)
         alone = items.difference_variance(found.clusters, bounded=True)
         assert found.noise.item_variance == alone > 0
         assert found.noise.item_df < 2
+
+
+def test_the_mean_of_tasks_is_the_jackknife_that_leaves_out_a_source_of_all(
+    rng: np.random.Generator,
+) -> None:
+    """Issue 17, item 3: tasks of unequal size, some of whose items share a source."""
+    known = seeds.SeedNoise(0.0, math.inf, "given", "")
+    tasks, sizes = [], (60, 200, 35)
+    for size in sizes:
+        a, b = rng.normal(size=(1, size)), rng.normal(size=(1, size))
+        codes = rng.integers(0, 25, size)
+        codes[:25] = np.arange(25)
+        tasks.append(pair.Answers(a, b, rng.uniform(1, 3, size), codes))
+
+    def mean(left_out: int | None) -> float:
+        kept = [t.clusters_N != left_out for t in tasks]
+        each = [
+            np.average((t.a_RN - t.b_RN)[0, k], weights=t.weights_N[k])
+            for t, k in zip(tasks, kept, strict=True)
+        ]
+        return float(np.mean(each))
+
+    found = pair.paired(tasks, known)
+    assert found.difference == pytest.approx(mean(None))
+    by_hand = 24 / 25 * sum((mean(g) - mean(None)) ** 2 for g in range(25))
+    assert found.noise.item_variance == pytest.approx(by_hand)
+    alone = [pair.paired([t], known).noise.item_variance for t in tasks]
+    apart = [
+        pair.Answers(t.a_RN, t.b_RN, t.weights_N, t.clusters_N + 25 * k)
+        for k, t in enumerate(tasks)
+    ]
+    found = pair.paired(apart, known)  # independent: variances add
+    assert found.noise.item_variance == pytest.approx(sum(alone) / 9, rel=0.05)
 
 
 def test_seeds_are_not_counted_twice() -> None:
@@ -469,7 +527,7 @@ def test_seeds_are_not_counted_twice() -> None:
         answers = (generator.random((2, 3, 150)) < chances + better).astype(float)
         noise = seeds.seed_noise(answers.mean(axis=2).tolist(), own_only=True)
         assert noise is not None
-        found = pair.paired(*answers, np.ones(150), np.arange(150), noise)
+        found = compared(*answers, np.ones(150), np.arange(150), noise)
         differences.append(found.difference)
         estimates.append(found.noise.stderr**2)
     # the true one is a little below: the seeds' share is floored by their own answers
@@ -502,6 +560,9 @@ def test_verdicts_are_rarely_wrong_where_the_noise_is_given() -> None:
     # below 80 %: answers are noisier where a difference is planted than where none is
     assert 0.65 < outcome.found_at_detectable < 0.9
     assert outcome.found[0.1] > 0.7
+    # issue 17, item 3: the mean of a suite, and families by suite, find more
+    assert outcome.found_means[0.05] > 2 * outcome.found_in_one_family[0.05]
+    assert outcome.found[0.05] > outcome.found_in_one_family[0.05]
     assert outcome.naive["Holm by items alone"] > 0.5
     assert outcome.naive["95 % by items alone"] > 0.9
 
@@ -517,7 +578,14 @@ def by_words(words: str) -> simulate.Scenario:
     return found
 
 
-@pytest.mark.parametrize("words", ["3 seeds, own noise, heavy tails", "seeds shared"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "3 seeds, own noise, heavy tails",
+        "seeds shared",
+        "1 seed, the paper's noise, a seed as good",
+    ],
+)
 def test_heavy_tails_and_shared_seeds_do_not_break_the_promise(words: str) -> None:
     outcome = simulate.simulate(by_words(words), 200, np.random.default_rng(14), ())
     assert at_most_5_percent(outcome.false_alarms, 200), outcome
@@ -543,7 +611,7 @@ def test_welch_and_satterthwaite_would_be_too_bold_with_two_seeds() -> None:
     ours = decide.two_sided_p(difference, 1.0, math.inf, seeds_estimated, 1)
     df = (1 + seeds_estimated) ** 2 / seeds_estimated**2
     welch = 2 * stats.t.sf(np.abs(difference) / np.sqrt(1 + seeds_estimated), df)
-    alarms = [(simulate.holm_rows(p) <= 0.05).any(axis=1).mean() for p in (ours, welch)]
+    alarms = [(decide.holm(p) <= 0.05).any(axis=1).mean() for p in (ours, welch)]
     assert at_most_5_percent(alarms[0], 1000)
     assert alarms[1] > 0.25
 

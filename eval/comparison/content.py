@@ -5,6 +5,7 @@ architectures.py groups them, verdicts.py judges the pairs, tables.py lists the 
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,23 +98,25 @@ def comparison_content(
 
 
 def family(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The tests that share one error rate: what Holm's correction is over."""
+    """The tests; those of a suite share one error rate, which Holm's correction keeps."""
     judged = [row for row in rows if row["p"] is not None]
     names = ("suite", "task", "metric")
     asked = {tuple(row[name] for name in names): None for row in judged}
-    tasks = {task for _, task, _ in asked}
+    suites = Counter(row["suite"] for row in judged)
     pairs = {(row["architecture"], row["baseline"]): None for row in judged}
     words = "no test could be made"
     if judged:
         left = len(rows) - len(judged)
         words = (
-            f"{_count(len(judged), 'test')}: primary metrics of {_count(len(tasks), 'task')}, "
-            f"{_count(len(pairs), 'pair')} with the baseline. The chance of "
-            f"one wrong verdict or more among them is at most {100 * ALPHA:g} % (Holm)"
+            ", ".join(f"{suite} {_count(count, 'test')}" for suite, count in suites.items())
+            + f": {_count(len(pairs), 'pair')} with the baseline. A suite is a family: the chance "
+            f"of one wrong verdict or more in it is at most {100 * ALPHA:g} % (Holm; half of it is "
+            "that of the mean of its tasks)"
             + (f"; {left} more could not be judged" if left else "")
         )
     return {
         "tests": len(judged),
+        "suites": dict(suites),
         "tasks": [dict(zip(names, each, strict=True)) for each in asked],
         "pairs": [list(pair) for pair in pairs],
         "words": words,

@@ -6,7 +6,7 @@ noise; verdicts.py decides on all rows together. No torch.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from eval.comparison.standing import (
 from eval.report.runs import Run
 from eval.stats import decide
 from eval.stats.items import Clusters, bootstrap_interval, mcnemar_test
-from eval.stats.pair import Paired, one_side, paired
+from eval.stats.pair import Answers, Paired, one_side, paired
 from eval.stats.seeds import SeedNoise, published_spread, seed_noise
 
 NO_NOISE = SeedNoise(0.0, math.inf, "none", "none known")
@@ -61,13 +61,20 @@ class Refused(Exception):
 
 @dataclass
 class Measured:
-    """One row before the family is known; `bounded`: the metric lies between 0 and 1."""
+    """One row before the family is known; `bounded`: the metric lies between 0 and 1.
+
+    `weight`: its share of the family's error rate, in any unit. `answers` and the `sources` of
+    their clusters: for means over tasks.
+    """
 
     row: dict[str, Any]
     found: Paired | None
     scale: Scale
     bounded: bool
     baseline_value: float
+    answers: Answers | None = None
+    sources: np.ndarray | None = None
+    weight: float = 1.0
 
 
 @dataclass
@@ -79,43 +86,57 @@ class Measure:
     records: Records = field(default_factory=Records)
 
     def noise(
-        self, question: Question, *, bounded: bool, of: Sequence[Sequence[Standing]] = ()
+        self, asked: Sequence[Question], *, bounded: bool, of: Sequence[Sequence[Standing]] = ()
     ) -> SeedNoise | None:
         """The seed noise of one task, on the scale that is averaged; `of` the sides compared.
+
+        Of several tasks of a suite, that of the mean of their scores. What is published or given of
+        each says nothing of how they move together: they are taken to move as one, which can only
+        make the noise of the mean too large.
 
         Recipes whose seeds all score 0, or all 1, vary no more for that reason: they tell nothing
         of others. Of the sides they count where both have several seeds.
         """
-        scale = Scale.of(question.metric)
+        scale, suite = Scale.of(asked[0].metric), asked[0].suite
         compared_runs = [standing.run for side in of for standing in side]
         each_tells = bool(of) and all(len(side) > 1 for side in of)
         groups, compared = [], []
         for recipe in self.recipes:
-            standings = [by_step(run, question.suite, self.options.step) for run in recipe.runs]
+            standings = [by_step(run, suite, self.options.step) for run in recipe.runs]
             steps = [at for found in standings for at in found]
             several = [at for at in steps if steps.count(at) > 1]
             if several:
                 here = [found[max(several)] for found in standings if max(several) in found]
-                scores = [s for x in here if (s := score_of(x, question)) is not None]
-                group = [scale.mean(s) for s in scores]
+                scores = [[score_of(x, question) for question in asked] for x in here]
+                group = [
+                    sum(scale.mean(s) for s in known) / len(asked)
+                    for each in scores
+                    if len(known := [s for s in each if s is not None]) == len(asked)
+                ]
                 is_of = any(run in compared_runs for run in recipe.runs)
-                at_bound = bounded and (max(group) <= 0 or min(group) >= 1)
+                at_bound = bounded and group and (max(group) <= 0 or min(group) >= 1)
                 if np.isfinite(group).all() and (not at_bound or (is_of and each_tells)):
                     groups.append(group)
                     compared.append(is_of)
-        given = self.options.seed_sigma.get(f"{question.task}:{question.metric}")
-        if given is None and not scale.is_log:
-            given = self.options.seed_sigma.get(question.task)
-        spread = None
-        if bounded and not self.options.own_noise_only:
-            spread = published_spread(question.task, question.suite)
+        spreads = [
+            published_spread(question.task, suite)
+            if bounded and not self.options.own_noise_only
+            else None
+            for question in asked
+        ]
         return seed_noise(
             groups,
-            spread=spread,
-            given=given,
+            spread=_mean_if_all(spreads),
+            given=_mean_if_all([self._given(question) for question in asked]),
             own_only=self.options.own_noise_only,
             compared=compared if of else None,
         )
+
+    def _given(self, question: Question) -> float | None:
+        given = self.options.seed_sigma.get(f"{question.task}:{question.metric}")
+        if given is None and not Scale.of(question.metric).is_log:
+            given = self.options.seed_sigma.get(question.task)
+        return given
 
     def pair(
         self,
@@ -151,11 +172,12 @@ class Measure:
             "num_clusters": coarse.num_clusters,
             "num_runs": [len(a_RN), len(b_RN)],
             "asked_differently": differing,
+            "mean_of": None,
             **_items_alone(a_RN, b_RN, weights_N, coarse.clusters_N, scale, baseline_value),
         }
         sides = (a_RN, b_RN)
         bounded = not is_loss(question.metric) and all(((x >= 0) & (x <= 1)).all() for x in sides)
-        noise = self.noise(question, bounded=bounded, of=[ours, theirs])
+        noise = self.noise([question], bounded=bounded, of=[ours, theirs])
         guess = chance(ours[0].results, question)
         if guess is None and question.metric.startswith("acc"):
             guess = items.chance
@@ -165,8 +187,60 @@ class Measure:
         if bounded and coarse.num_clusters > 1:
             row["uninformative"] = _extreme(sides, weights_N, coarse.clusters_N, guess)
         judged = noise if coarse.num_clusters > 1 else None
-        found = paired(a_RN, b_RN, weights_N, coarse.clusters_N, judged) if judged else None
-        return Measured(row, found, scale, bounded, baseline_value)
+        answers = Answers(a_RN, b_RN, weights_N, coarse.clusters_N)
+        found = paired([answers], judged) if judged else None
+        return Measured(row, found, scale, bounded, baseline_value, answers, coarse.sources)
+
+    def mean(
+        self,
+        name: str,
+        tasks: Sequence[Measured],
+        ours: Sequence[Standing],
+        theirs: Sequence[Standing],
+    ) -> Measured:
+        """The row of the plain mean of the scores of `tasks`, which are of one suite and bounded.
+
+        A source that several of them share is one draw.
+        """
+        rows = [each.row for each in tasks]
+        found = [(each.answers, each.sources) for each in tasks]
+        given = [(x, sources) for x, sources in found if x is not None and sources is not None]
+        names, codes = np.unique(
+            np.concatenate([sources for _, sources in given]), return_inverse=True
+        )
+        ends = np.cumsum([sources.size for _, sources in given])[:-1]
+        shared = [
+            replace(x, clusters_N=place_G[x.clusters_N])
+            for (x, _), place_G in zip(given, np.split(codes, ends), strict=True)
+        ]
+        asked = [Question(row["suite"], row["task"], row["metric"]) for row in rows]
+        noise = self.noise(asked, bounded=True, of=[ours, theirs])
+        metrics = dict.fromkeys(row["metric"] for row in rows)
+        value, baseline_value = (
+            math.fsum(row[key] for row in rows) / len(rows) for key in ("value", "baseline_value")
+        )
+        extremes = {row["uninformative"] for row in rows}
+        row = rows[0] | {
+            "task": name,
+            "metric": ", ".join(metrics),
+            "value": value,
+            "baseline_value": baseline_value,
+            "difference": value - baseline_value,
+            "num_items": sum(row["num_items"] for row in rows),
+            "num_clusters": int(names.size),
+            "asked_differently": list(
+                dict.fromkeys(x for r in rows for x in r["asked_differently"])
+            ),
+            "items_ci": None,
+            "mcnemar": None,
+            "chance": _mean_if_all([row["chance"] for row in rows]),
+            "seed_noise": None if noise is None else _noise_words(noise, tasks[0].scale),
+            "uninformative": extremes.pop() if len(extremes) == 1 else None,
+            "mean_of": [row["task"] for row in rows],
+        }
+        judged = noise if all(row["num_clusters"] > 1 for row in rows) else None
+        mean = paired(shared, judged) if judged else None
+        return Measured(row, mean, tasks[0].scale, True, baseline_value)
 
     def stderr(
         self, question: Question, standings: Sequence[Standing], noise: SeedNoise
@@ -229,6 +303,11 @@ def _items_alone(
     if len(a_RN) == len(b_RN) == 1 and np.isin([a_RN, b_RN], (0.0, 1.0)).all():
         test = asdict(mcnemar_test(a_RN[0], b_RN[0]))
     return {"items_ci": [scale.change(x, baseline_value) for x in interval], "mcnemar": test}
+
+
+def _mean_if_all(values: Sequence[float | None]) -> float | None:
+    known = [x for x in values if x is not None]
+    return math.fsum(known) / len(known) if len(known) == len(values) else None
 
 
 def _other_items(a: Items, b: Items, differing: Sequence[str]) -> str:

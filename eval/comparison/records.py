@@ -60,10 +60,11 @@ class Items:
     """The items of one task in one evaluation, sorted by key.
 
     `keys` is one tuple for all evaluations of the same items. `values` by metric: (N, 2) of the
-    item's value and weight. `clusters_N`: codes of the items' sources, from 0.
+    item's value and weight. `clusters_N`: codes of the items' sources, from 0: places in `sources`.
     """
 
     keys: tuple[str, ...]
+    sources: np.ndarray
     clusters_N: np.ndarray
     values: dict[str, np.ndarray]
     chance: float | None = None
@@ -71,7 +72,7 @@ class Items:
 
     @property
     def num_clusters(self) -> int:
-        return int(self.clusters_N.max()) + 1 if self.clusters_N.size else 0
+        return int(self.sources.size)
 
     def of_metric(self, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
         """What is averaged, and its weights; None where the records do not hold the metric."""
@@ -125,8 +126,10 @@ class Records:
         ordered = [records[k] for k in order]
         keys = tuple(names[k] for k in order)
         digest = hashlib.sha256("\n".join(keys).encode()).digest()
-        codes = np.unique([clusters[k] for k in order], return_inverse=True)[1]
-        return Items(self._keys.setdefault(digest, keys), codes, _values(ordered), _chance(records))
+        sources, codes = np.unique([clusters[k] for k in order], return_inverse=True)
+        return Items(
+            self._keys.setdefault(digest, keys), sources, codes, _values(ordered), _chance(records)
+        )
 
 
 def _chance(records: Sequence[dict[str, Any]]) -> float | None:

@@ -239,4 +239,4 @@ def _noise(question: Question, standings: Sequence[Standing], measure: Measure) 
     """The seed noise of one run on the scale that is averaged."""
     scores = [_score(standing, question) for standing in standings]
     bounded = not is_loss(question.metric) and all(0 <= x <= 1 for x in scores)
-    return measure.noise(question, bounded=bounded)
+    return measure.noise([question], bounded=bounded)

@@ -6,19 +6,24 @@ shown, and words. No torch.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from eval.comparison.architectures import logged_losses
 from eval.comparison.measure import Measure, Measured, Refused, Side
-from eval.comparison.standing import VALIDATION, questions, side_by_side, suites_of
+from eval.comparison.standing import VALIDATION, Standing, questions, side_by_side, suites_of
+from eval.report.lengths import BABILONG
 from eval.stats import decide
 from eval.stats.pair import Paired
 
 BETTER, WORSE, WITHIN, NOT_JUDGED = "better", "worse", "within noise", "not judged"
 UNINFORMATIVE = "uninformative"
 """Within noise or not judged, with all sides at floor, ceiling or chance."""
+
+ROW = ("suite", "task", "metric", "architecture", "baseline")
+"""What names a row."""
 
 Rows = list[dict[str, Any]]
 
@@ -48,14 +53,51 @@ def verdicts(measure: Measure, pairs: Sequence[tuple[Side, Side]]) -> tuple[Rows
             if left:
                 at = ours[0].results.asked["step"]
                 notes[f"{suite} at step {at}: no whole result of {left}"] = None
+            found = []
             for question in questions([*ours, *theirs], suite):
                 if suite == VALIDATION and question.task != VALIDATION:
                     continue  # the count models beside it
                 try:
-                    measured.append(measure.pair(question, ours, theirs, names))
+                    found.append(measure.pair(question, ours, theirs, names))
                 except Refused as reason:
                     refused.append({**question.words, **names, "why": str(reason)})
+            measured += _with_means(measure, found, ours, theirs)
     return _decide(measured), refused, list(notes)
+
+
+def _with_means(
+    measure: Measure,
+    tasks: Sequence[Measured],
+    ours: Sequence[Standing],
+    theirs: Sequence[Standing],
+) -> list[Measured]:
+    """The rows of one suite and pair: the mean of its tasks first, Babilong as means per length.
+
+    A task counts in a mean by its first metric between 0 and 1. The mean has half of the family's
+    error rate, the others share the other half.
+    """
+    scored: dict[str, Measured] = {}
+    for each in tasks:
+        if each.bounded and each.row["higher_is_better"]:
+            scored.setdefault(each.row["task"], each)
+    cells: dict[int, list[Measured]] = {}
+    for task, each in scored.items():
+        if match := BABILONG.fullmatch(task):
+            cells.setdefault(int(match[2]), []).append(each)
+    rows = [each for each in tasks if not BABILONG.fullmatch(each.row["task"])]
+    rows += [
+        members[0]
+        if len(members) == 1
+        else measure.mean(
+            f"babilong_{length}k, mean of {len(members)} tasks", members, ours, theirs
+        )
+        for length, members in sorted(cells.items())
+    ]
+    if len(scored) > 1:
+        name = f"mean of {len(scored)} tasks"
+        mean = measure.mean(name, list(scored.values()), ours, theirs)
+        rows.insert(0, replace(mean, weight=sum(each.weight for each in rows)))
+    return rows
 
 
 def held_out_words(
@@ -102,18 +144,18 @@ def held_out_words(
 
 
 def _decide(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """The rows with p, Holm's p, verdicts and what could have been shown."""
-    judged = [each.found for each in measured if each.found]
-    p = np.array([float(decide.two_sided_p(x.difference, *x.noise.parts)) for x in judged])
-    adjusted = iter(zip(p, decide.holm(p), decide.holm_levels(p), strict=True))
-    rows = []
-    for each in measured:
-        if each.found is None:
-            rows.append(each.row | _not_judged(each))
-            continue
-        own, family, level = map(float, next(adjusted))
-        rows.append(each.row | _judged(each, each.found, own, family, level, len(judged)))
-    return rows
+    """The rows with p, Holm's p, verdicts and what could have been shown; a suite is a family."""
+    rows = [each.row | _not_judged(each) for each in measured if each.found is None]
+    for suite in dict.fromkeys(each.row["suite"] for each in measured):
+        tests = [(x, x.found) for x in measured if x.found and x.row["suite"] == suite]
+        p = np.array([float(decide.two_sided_p(x.difference, *x.noise.parts)) for _, x in tests])
+        weights = np.array([each.weight for each, _ in tests])
+        adjusted, levels = decide.holm(p, weights), decide.holm_levels(p, weights)
+        first = decide.ALPHA * weights / weights.sum()
+        for (each, found), *numbers in zip(tests, p, adjusted, levels, first, strict=True):
+            rows.append(each.row | _judged(each, found, *map(float, numbers)))
+    place = {tuple(each.row[name] for name in ROW): k for k, each in enumerate(measured)}
+    return sorted(rows, key=lambda row: place[tuple(row[name] for name in ROW)])
 
 
 def _not_judged(each: Measured) -> dict[str, Any]:
@@ -130,17 +172,17 @@ def _not_judged(each: Measured) -> dict[str, Any]:
         if row["num_clusters"] < 2
         else "no seed noise known"
         + (" (of seeds that all score 0, or all 1, none is learnt)" * each.bounded)
-        + ": give a second seed, or "
-        f"--seed_sigma {row['task']}:{row['metric']}=SIGMA"
+        + ": give a second seed, or --seed_sigma "
+        + ("of each task" if row["mean_of"] else f"{row['task']}:{row['metric']}=SIGMA")
         + (" (of the logarithm)" if each.scale.is_log else "")
     )
     return {**dict.fromkeys(names), "verdict": NOT_JUDGED, "words": f"{NOT_JUDGED}: {why}"}
 
 
 def _judged(
-    each: Measured, found: Paired, p: float, p_holm: float, level: float, tests: int
+    each: Measured, found: Paired, p: float, p_holm: float, level: float, first_level: float
 ) -> dict[str, Any]:
-    """The verdict; `ci` is at the `level` of this test in the family of `tests`."""
+    """The verdict; `ci` is at the `level` of this test, which begins at `first_level`."""
     scale, row = each.scale, each.row
     size, noise = found.difference, found.noise
     half = decide.critical_value(level, *noise.parts)
@@ -153,7 +195,7 @@ def _judged(
         """What could be shown; None if it is more than there can be, or all sides are at floor."""
         return None if says_nothing or (each.bounded and x > 1) else shown(x)
 
-    levels = decide.ALPHA, decide.ALPHA / tests
+    levels = decide.ALPHA, first_level
     alone, family = (decide.detectable(level, *noise.parts) for level in levels)
     is_up = (size > 0) == row["higher_is_better"]
     is_real = p_holm <= decide.ALPHA
@@ -175,7 +217,7 @@ def _judged(
         "detectable": possible(family),
         "detectable_alone": possible(alone),
         # a difference beyond noise has been shown already
-        "seeds_needed": decide.seeds_needed(size, decide.ALPHA / tests, found.noise_with)
+        "seeds_needed": decide.seeds_needed(size, first_level, found.noise_with)
         if verdict == WITHIN
         else None,
     }

@@ -62,7 +62,7 @@ def _tally(
     real: list[dict[str, Any]] = []
     for verdict in ("better", "worse"):
         alike = [pair for pair in pairs if pair["verdict"] == verdict]
-        real += sorted(alike, key=lambda pair: (pair["p_holm"], pair["task"]))[:most]
+        real += sorted(alike, key=lambda pair: (not pair["mean_of"], pair["p_holm"]))[:most]
     counts = {name: sum(pair["verdict"] == name for pair in pairs) for name in VERDICTS}
     noise = [pair for pair in pairs if pair["verdict"] == "within noise"]
     detectable = [

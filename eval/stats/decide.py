@@ -15,7 +15,6 @@ from functools import lru_cache
 import numpy as np
 from scipy import optimize, stats
 from scipy.special import ndtr
-from statsmodels.stats.multitest import multipletests
 
 ALPHA, POWER = 0.05, 0.8
 KNOWN_FROM = 5000
@@ -92,23 +91,37 @@ def critical_value(
     return noise * math.exp(optimize.brentq(excess, -20.0, high, xtol=1e-7))
 
 
-def holm(p: np.ndarray) -> np.ndarray:
-    """Holm's adjusted p values of one family: at most alpha where significant family-wise."""
-    return np.asarray(multipletests(p, method="holm")[1]) if p.size else p
+def holm(p: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """Holm's adjusted p values of a family (the last axis): at most alpha if significant there.
 
-
-def holm_levels(p: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
-    """The level at which Holm's procedure tests each p: `holm(p) <= alpha` iff `p <= level`.
-
-    The k-th smallest of m is tested at alpha / (m - k + 1); all after the first that is not
-    significant share its level. An interval at a test's level excludes 0 iff it is significant.
+    `weights`: shares of alpha that the tests have to begin with, in any unit (Holm 1979); equal
+    by default.
     """
+    weights = np.broadcast_to(1.0 if weights is None else weights, p.shape)
+    order = np.argsort(p / weights, axis=-1)
+    p_sorted, weights_sorted = (np.take_along_axis(x, order, axis=-1) for x in (p, weights))
+    left = np.cumsum(weights_sorted[..., ::-1], axis=-1)[..., ::-1]
+    adjusted = np.maximum.accumulate(p_sorted * left / weights_sorted, axis=-1)
+    found = np.empty(p.shape)
+    np.put_along_axis(found, order, np.minimum(adjusted, 1.0), axis=-1)
+    return found
+
+
+def holm_levels(
+    p: np.ndarray, weights: np.ndarray | None = None, alpha: float = ALPHA
+) -> np.ndarray:
+    """The level at which `holm` tests each p: `holm(p) <= alpha` iff `p <= level`.
+
+    A test has its share of alpha among those that are left; all after the first that is not
+    significant keep theirs. An interval at a test's level excludes 0 iff it is significant.
+    """
+    weights = np.broadcast_to(1.0 if weights is None else weights, p.shape)
+    left, stopped = float(weights.sum()), False
     levels = np.empty(p.size)
-    tested, stopped = p.size, False
-    for index in np.argsort(p, kind="stable"):
-        levels[index] = alpha / tested
+    for index in np.argsort(p / weights, kind="stable"):
+        levels[index] = alpha * weights[index] / left
         stopped = stopped or bool(p[index] > levels[index])
-        tested -= not stopped
+        left -= 0.0 if stopped else float(weights[index])
     return levels
 
 

@@ -7,6 +7,7 @@ item without a source being its own cluster. Pure functions over numpy arrays; n
 Letters: N items, G clusters, R runs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +27,27 @@ class Clusters:
     weights_G: np.ndarray
 
     @classmethod
-    def of(cls, values_N: np.ndarray, weights_N: np.ndarray, clusters_N: np.ndarray) -> "Clusters":
-        """`values_N` are means by item (times weight gives the item's sum); clusters are codes."""
+    def of(
+        cls, values_N: np.ndarray, weights_N: np.ndarray, clusters_N: np.ndarray, count: int = 0
+    ) -> "Clusters":
+        """`values_N` are means by item (times weight gives the item's sum); clusters are codes.
+
+        `count`: of codes, if tasks share them.
+        """
         return cls(
-            np.bincount(clusters_N, weights=values_N * weights_N),
-            np.bincount(clusters_N, weights=weights_N),
+            np.bincount(clusters_N, weights=values_N * weights_N, minlength=count),
+            np.bincount(clusters_N, weights=weights_N, minlength=count),
+        )
+
+    @classmethod
+    def joined(cls, tasks: Sequence["Clusters"]) -> "Clusters":
+        """Clusters whose mean is the plain mean of the tasks' means; codes are shared."""
+        if len(tasks) == 1:
+            return tasks[0]
+        shares = [1 / (len(tasks) * task.weights_G.sum()) for task in tasks]
+        return cls(
+            np.sum([x * task.sums_G for x, task in zip(shares, tasks, strict=True)], axis=0),
+            np.sum([x * task.weights_G for x, task in zip(shares, tasks, strict=True)], axis=0),
         )
 
     @property
@@ -38,19 +55,23 @@ class Clusters:
         return float(self.sums_G.sum() / self.weights_G.sum())
 
 
-def mean_variance(clusters: Clusters) -> float:
+def mean_variance(*tasks: Clusters) -> float:
     """The variance of the mean over clusters drawn at random, by the jackknife over clusters.
 
     (G - 1) / G sum (mean without g - mean)^2: the cluster-robust variance CR3 of a weighted mean.
     Where clusters are alike it is the usual one (CR1), which comes out near nil where one cluster
     has most of the weight, as the mean follows that one. G = 1 says nothing: infinite.
+    Of several tasks, the variance of the plain mean of their means: a cluster that they share is
+    left out of all of them at once.
     """
-    count = clusters.sums_G.size
-    if count < 2:
-        return float("inf")
-    residuals_G = clusters.sums_G - clusters.mean * clusters.weights_G
-    others_G = float(clusters.weights_G.sum()) - clusters.weights_G
-    return float((count - 1) / count * ((residuals_G / others_G) ** 2).sum())
+    count = tasks[0].sums_G.size
+    moved_G = np.zeros(count)
+    for task in tasks:
+        others_G = float(task.weights_G.sum()) - task.weights_G
+        if (others_G <= 0).any():
+            return float("inf")
+        moved_G += (task.sums_G - task.mean * task.weights_G) / others_G
+    return float((count - 1) / count * ((moved_G / len(tasks)) ** 2).sum())
 
 
 def degrees_of_freedom(clusters: Clusters) -> float:
@@ -76,17 +97,25 @@ def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
     return mean_variance(clusters)
 
 
-def interaction_variance(
-    values_RN: np.ndarray, weights_N: np.ndarray, clusters_N: np.ndarray
-) -> float:
+def interaction_variance(*tasks: tuple[np.ndarray, np.ndarray, np.ndarray]) -> float:
     """What one run's answers of its own add to the variance of its mean, from R >= 2 runs.
 
     Runs that differ in the seed alone answer some items differently. Their mean over the items
     then varies even where the runs are equally good: the runs' spread contains it, and so does the
-    variance over items, so that whoever adds the two counts it twice.
+    variance over items, so that whoever adds the two counts it twice. A task is its values_RN,
+    weights_N and clusters_N; of several, it is of the plain mean of their means.
     """
-    residuals_RN = values_RN - values_RN.mean(axis=0)
-    each = [mean_variance(Clusters.of(row, weights_N, clusters_N)) for row in residuals_RN]
+    count = 1 + max(int(clusters_N.max()) for *_, clusters_N in tasks)
+    residuals = [values_RN - values_RN.mean(axis=0) for values_RN, *_ in tasks]
+    each = [
+        mean_variance(
+            *(
+                Clusters.of(row_N, weights_N, clusters_N, count)
+                for row_N, (_, weights_N, clusters_N) in zip(rows, tasks, strict=True)
+            )
+        )
+        for rows in zip(*residuals, strict=True)
+    ]
     return float(sum(each) / (len(each) - 1))
 
 

@@ -66,37 +66,54 @@ class Paired:
         return self.clusters.sums_G.size
 
 
-def paired(
-    a_RN: np.ndarray,
-    b_RN: np.ndarray,
-    weights_N: np.ndarray,
-    clusters_N: np.ndarray,
-    seeds: SeedNoise,
-) -> Paired:
-    """Compare the runs `a_RN` with the runs `b_RN` item by item; `clusters_N` are codes from 0.
+@dataclass(frozen=True)
+class Answers:
+    """The values of the runs of both sides on the items of one task; `clusters_N` are codes."""
+
+    a_RN: np.ndarray
+    b_RN: np.ndarray
+    weights_N: np.ndarray
+    clusters_N: np.ndarray
+
+
+def paired(tasks: Sequence[Answers], seeds: SeedNoise) -> Paired:
+    """Compare two sides item by item on one task, or on the plain mean of several.
+
+    The codes of clusters mean the same in all tasks. `seeds`: the noise of one run's score, or mean
+    of scores.
 
     The variance of the mean difference is that over items (of differences averaged over the runs)
     plus that over seeds, less what is in both (`items.interaction_variance`, known where one side
     has several runs; else it is counted twice, which errs towards "within noise"). Runs of both
     sides that share a seed count as independent: so far as they move together, that errs alike.
     """
-    difference_N = a_RN.mean(axis=0) - b_RN.mean(axis=0)
-    clusters = Clusters.of(difference_N, weights_N, clusters_N)
-    both = np.concatenate([a_RN, b_RN])
-    bounded = bool((both >= 0).all() and (both <= 1).all() and (weights_N == 1).all())
-    over_items = items.difference_variance(clusters, bounded=bounded)
-    sides = (a_RN, b_RN)
-    own_answers = _own_answers(sides, weights_N, clusters_N)
+    count = 1 + max(int(task.clusters_N.max()) for task in tasks)
+    differences = [
+        Clusters.of(t.a_RN.mean(axis=0) - t.b_RN.mean(axis=0), t.weights_N, t.clusters_N, count)
+        for t in tasks
+    ]
+    clusters = Clusters.joined(differences)
+    if len(tasks) == 1:
+        both = np.concatenate([tasks[0].a_RN, tasks[0].b_RN])
+        bounded = bool(((both >= 0) & (both <= 1)).all() and (tasks[0].weights_N == 1).all())
+        over_items = items.difference_variance(clusters, bounded=bounded)
+    else:
+        over_items = items.mean_variance(*differences)
+    sides = (
+        [(t.a_RN, t.weights_N, t.clusters_N) for t in tasks],
+        [(t.b_RN, t.weights_N, t.clusters_N) for t in tasks],
+    )
+    own_answers = _own_answers(sides)
     # a run's score cannot vary less than its answers of its own make it
     one_run = max(seeds.variance, own_answers)
-    runs = 1 / len(a_RN) + 1 / len(b_RN)
+    counts = len(tasks[0].a_RN), len(tasks[0].b_RN)
+    runs = 1 / counts[0] + 1 / counts[1]
     noise = Noise(
         _beyond(over_items, runs * own_answers, clusters),
         items.degrees_of_freedom(clusters),
         runs * one_run,
         seeds.df,
     )
-    counts = len(a_RN), len(b_RN)
     lasting = noise.item_variance if max(counts) > 1 else 0.0
     return Paired(clusters.mean, noise, lasting, clusters, counts, seeds)
 
@@ -106,7 +123,7 @@ def one_side(
 ) -> tuple[float, Noise]:
     """The mean score of the runs of one architecture, and its noise over items and seeds."""
     clusters = Clusters.of(values_RN.mean(axis=0), weights_N, clusters_N)
-    own_answers = _own_answers([values_RN], weights_N, clusters_N)
+    own_answers = _own_answers([[(values_RN, weights_N, clusters_N)]])
     runs = len(values_RN)
     noise = Noise(
         _beyond(items.mean_variance(clusters), own_answers / runs, clusters),
@@ -127,14 +144,9 @@ def _beyond(over_items: float, own_answers: float, clusters: Clusters) -> float:
     return max(over_items - own_answers, 0.0)
 
 
-def _own_answers(
-    sides: Sequence[np.ndarray], weights_N: np.ndarray, clusters_N: np.ndarray
-) -> float:
+def _own_answers(sides: Sequence[Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]]) -> float:
     """`items.interaction_variance` pooled over the sides with several runs; 0 without any."""
-    several = [values_RN for values_RN in sides if len(values_RN) > 1]
-    df = sum(len(values_RN) - 1 for values_RN in several)
-    squares = sum(
-        (len(values_RN) - 1) * items.interaction_variance(values_RN, weights_N, clusters_N)
-        for values_RN in several
-    )
+    several = [(len(tasks[0][0]) - 1, tasks) for tasks in sides if len(tasks[0][0]) > 1]
+    df = sum(more for more, _ in several)
+    squares = sum(more * items.interaction_variance(*tasks) for more, tasks in several)
     return squares / df if df else 0.0

@@ -2,26 +2,29 @@
 
     python -m eval.stats.simulate [--experiments 1000]
 
-An experiment is the paper's: 15 tasks, runs with the paper's seed noise, items that come in groups
-of a common source and on which architectures differ without being better. It goes through the same
-functions as a report. Printed: the share of experiments in which any verdict is wrong (the
-family-wise false-alarm rate; at most 5 % is promised), the share of planted differences that are
-found, and beside it what simpler rules do. No torch.
+An experiment is the paper's: 15 tasks of two suites, runs with the paper's seed noise, items that
+come in groups of a common source and on which architectures differ without being better. It goes
+through the same functions as a report. Printed: the share of experiments in which any verdict of a
+suite is wrong (the family-wise false-alarm rate; at most 5 % is promised) and any at all, the share
+of planted differences that are found on the mean of a suite and on its tasks, and beside it what
+simpler rules do. No torch.
 """
 
 import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from eval.stats.decide import ALPHA, detectable, two_sided_p
+from eval.stats.decide import ALPHA, detectable, holm, two_sided_p
 from eval.stats.items import mean_variance
-from eval.stats.pair import Paired, paired
+from eval.stats.pair import Answers, Paired, paired
 from eval.stats.seeds import (
     OTHER_DISCRIMINATIVE,
     OTHER_GENERATIVE,
@@ -41,7 +44,13 @@ SPREADS = {
     **dict.fromkeys(OTHERS_G, OTHER_GENERATIVE),
 }
 """The 15 tasks and the range of the paper's eight seeds on each."""
+SUITES = tuple(
+    tuple(task for task in SPREADS if task.startswith(("jrt_", "babilong_")) == generative)
+    for generative in (False, True)
+)
+"""The tasks of the two suites; each is a family."""
 NUM_ITEMS, PER_SOURCE = 800, 4
+NUM_SOURCES = NUM_ITEMS // PER_SOURCE
 RIGHT = 0.97
 """How surely a model answers an item as its architecture does; 1 - RIGHT: otherwise."""
 OWN_SOURCES = 0.02
@@ -82,6 +91,8 @@ BREACHES = (
     Scenario("3 seeds, own noise, one side 3 times as noisy", 2, 3, "own", "unlike"),
     Scenario("3 seeds of 4, own noise, one 3 times as noisy", 4, 3, "auto", "unlike"),
     Scenario("3 seeds of 4, own noise, seeds shared", 4, 3, "auto", "shared"),
+    Scenario("1 seed, the paper's noise, a seed as good on all tasks", 2, 1, "auto", "one luck"),
+    Scenario("3 seeds, own noise, a seed as good on all tasks", 2, 3, "own", "one luck"),
 )
 """What the tests assume, and does not hold."""
 
@@ -90,14 +101,19 @@ BREACHES = (
 class Outcome:
     """Rates over the experiments of one scenario.
 
-    `false_alarms`: experiments with any wrong verdict. `found`: planted differences that are
-    called better. `naive`: false alarms anywhere under simpler rules, by the rule's words.
+    `false_alarms`: experiments with any wrong verdict in a suite, of the suite with most;
+    `anywhere`: in any suite. Planted differences that are called better, by their size: `found` of
+    tasks, `found_means` of means of a suite, `found_in_one_family` of tasks where all tasks are one
+    family without means. `naive`: false alarms anywhere under simpler rules, by the rule's words.
     """
 
     scenario: Scenario
     experiments: int
     false_alarms: float
+    anywhere: float
     found: dict[float, float]
+    found_means: dict[float, float]
+    found_in_one_family: dict[float, float]
     found_at_detectable: float
     naive: dict[str, float]
 
@@ -107,7 +123,8 @@ def seed_draws(kind: str, recipes: int, seeds: int, generator: np.random.Generat
 
     "normal"; "1.5 times" or "2 times" that; "heavy tails" (Student's t of 3 degrees of freedom);
     "unlike": the second recipe varies 3 times as much; "shared": half of the variance is the
-    seed's, whatever the recipe. All but "times" and "unlike" have a variance of 1.
+    seed's, whatever the recipe; "one luck": "normal", for all tasks at once. All but "times" and
+    "unlike" have a variance of 1.
     """
     if kind == "heavy tails":
         return generator.standard_t(3, (recipes, seeds)) / math.sqrt(3)
@@ -116,7 +133,7 @@ def seed_draws(kind: str, recipes: int, seeds: int, generator: np.random.Generat
         draws[1] *= 3
     elif kind == "shared":
         draws = (draws + generator.normal(size=seeds)) / math.sqrt(2)
-    elif kind != "normal":
+    elif kind not in ("normal", "one luck"):
         draws *= float(kind.removesuffix(" times"))
     return draws
 
@@ -131,10 +148,9 @@ def answers(
     otherwise is a part.
     """
     recipes = len(draws)
-    num_sources = NUM_ITEMS // PER_SOURCE
-    known = generator.random(num_sources) < 0.5
-    own = generator.random((recipes, num_sources)) < OWN_SOURCES
-    taken = np.where(own, generator.random((recipes, num_sources)) < 0.5, known)
+    known = generator.random(NUM_SOURCES) < 0.5
+    own = generator.random((recipes, NUM_SOURCES)) < OWN_SOURCES
+    taken = np.where(own, generator.random((recipes, NUM_SOURCES)) < 0.5, known)
     right = np.where(taken, RIGHT, 1 - RIGHT).repeat(PER_SOURCE, axis=1)[:, None, :]
     otherwise = RIGHT * (1 - RIGHT) / NUM_ITEMS
     sigma = math.sqrt(max((spread / RANGE_OF_8) ** 2 - otherwise, 0.0))
@@ -145,31 +161,59 @@ def answers(
     return (generator.random(better.shape) < better).astype(np.float64)
 
 
-def compare_all(
-    scenario: Scenario, shift: float, generator: np.random.Generator
-) -> list[tuple[Paired, float]]:
-    """One experiment: every task and pair with the baseline, and the paper's spread of the task."""
+@dataclass(frozen=True)
+class Test:
+    """One test: of a task, or of the mean of a suite, whose share of alpha is `weight`."""
+
+    pair: Paired
+    suite: int
+    spread: float
+    is_mean: bool = False
+    weight: float = 1.0
+
+
+def compare_all(scenario: Scenario, shift: float, generator: np.random.Generator) -> list[Test]:
+    """One experiment: every task, suite and pair with the baseline."""
     weights_N = np.ones(NUM_ITEMS)
-    clusters_N = np.arange(NUM_ITEMS) // PER_SOURCE
-    found = []
-    for spread in SPREADS.values():
-        draws = seed_draws(scenario.spread, scenario.recipes, scenario.seeds, generator)
-        runs = answers(draws, spread, shift, generator)
-        published = spread
-        if scenario.noise == "range":
-            eight = seed_draws(scenario.spread, 1, 8, generator)
-            published *= float(np.ptp(eight)) / RANGE_OF_8
+    sources_N = np.arange(NUM_ITEMS) // PER_SOURCE
+    luck = seed_draws(scenario.spread, scenario.recipes, scenario.seeds, generator)
+    tests = []
+    for suite, tasks in enumerate(SUITES):
+        runs, published = [], []
+        for task in tasks:
+            draws = seed_draws(scenario.spread, scenario.recipes, scenario.seeds, generator)
+            draws = luck if scenario.spread == "one luck" else draws
+            runs.append(answers(draws, SPREADS[task], shift, generator))
+            published.append(SPREADS[task])
+            if scenario.noise == "range":
+                eight = seed_draws(scenario.spread, 1, 8, generator)
+                published[-1] *= float(np.ptp(eight)) / RANGE_OF_8
         for k in range(1, scenario.recipes):
-            noise = seed_noise(
-                runs.mean(axis=2).tolist(),
-                spread=published,
-                given=spread / RANGE_OF_8 if scenario.noise == "given" else None,
-                own_only=scenario.noise == "own",
-                compared=[recipe in (0, k) for recipe in range(scenario.recipes)],
-            )
-            assert noise is not None
-            found.append((paired(runs[k], runs[0], weights_N, clusters_N, noise), spread))
-    return found
+            chosen = [[n] for n in range(len(tasks))] + [[*range(len(tasks))]]
+            for members in chosen:
+                of_runs = np.mean([runs[n].mean(axis=2) for n in members], axis=0)
+                sigmas = np.array([SPREADS[tasks[n]] / RANGE_OF_8 for n in members])
+                noise = seed_noise(
+                    of_runs.tolist(),
+                    spread=float(np.mean([published[n] for n in members])),
+                    given=math.sqrt((sigmas**2).sum()) / len(members)
+                    if scenario.noise == "given"
+                    else None,
+                    own_only=scenario.noise == "own",
+                    compared=[recipe in (0, k) for recipe in range(scenario.recipes)],
+                )
+                assert noise is not None
+                found = paired(
+                    [
+                        Answers(runs[n][k], runs[n][0], weights_N, sources_N + place * NUM_SOURCES)
+                        for place, n in enumerate(members)
+                    ],
+                    noise,
+                )
+                is_mean = len(members) > 1
+                spread = math.nan if is_mean else SPREADS[tasks[members[0]]]
+                tests.append(Test(found, suite, spread, is_mean, len(tasks) if is_mean else 1.0))
+    return tests
 
 
 def p_values(pairs: Sequence[Paired]) -> np.ndarray:
@@ -196,46 +240,65 @@ def simulate(
 ) -> Outcome:
     """Null experiments, and a tenth as many of each planted difference on every task."""
     null = [compare_all(scenario, 0.0, generator) for _ in range(experiments)]
-    family = len(null[0])
-    alarms = _rejected(null).any(axis=1)
+    tests = null[0]
+    is_mean = np.array([test.is_mean for test in tests])
+    alarms = _rejected(null)
+    by_suite = [
+        alarms[:, [test.suite == suite for test in tests]].any(axis=1).mean()
+        for suite in range(len(SUITES))
+    ]
     few = max(20, experiments // 10)
-    found = {
-        shift: _found([compare_all(scenario, shift, generator) for _ in range(few)])
-        for shift in planted
-    }
-    typical = [pair for one in null[:20] for pair, s in one if s == OTHER_GENERATIVE]
-    mean = np.mean([pair.noise.parts for pair in typical], axis=0)
-    smallest = detectable(ALPHA / family, *mean)
+    found, found_means, before = {}, {}, {}
+    for shift in planted:
+        drawn = [compare_all(scenario, shift, generator) for _ in range(few)]
+        right = _rejected(drawn) & _better(drawn)
+        found[shift] = float(right[:, ~is_mean].mean())
+        found_means[shift] = float(right[:, is_mean].mean())
+        p = _p(drawn)[:, ~is_mean]
+        before[shift] = float(((holm(p) <= ALPHA) & _better(drawn)[:, ~is_mean]).mean())
+    typical = [test for one in null[:20] for test in one if test.spread == OTHER_GENERATIVE]
+    mean = np.mean([test.pair.noise.parts for test in typical], axis=0)
+    level = ALPHA / sum(test.weight for test in tests if test.suite == typical[0].suite)
+    smallest = detectable(level, *mean)
     at_smallest = [compare_all(scenario, smallest, generator) for _ in range(few)]
-    kept = [[pair for pair in one if pair[1] == OTHER_GENERATIVE] for one in at_smallest]
+    here = np.array([test.spread == OTHER_GENERATIVE for test in tests])
+    shown = (_p(at_smallest) <= level) & _better(at_smallest)
     return Outcome(
         scenario,
         experiments,
-        float(alarms.mean()),
+        max(map(float, by_suite)),
+        float(alarms.any(axis=1).mean()),
         found,
-        _found(kept, family),
-        _naive(null),
+        found_means,
+        before,
+        float(shown[:, here].mean()),
+        _naive([[test for test in one if not test.is_mean] for one in null]),
     )
 
 
-def _rejected(
-    experiments: list[list[tuple[Paired, float]]], family: int | None = None
-) -> np.ndarray:
-    """Whether each test is significant: by Holm, or with `family` at the level ALPHA / family."""
-    p = p_values([pair for one in experiments for pair, _ in one]).reshape(len(experiments), -1)
-    return p <= ALPHA / family if family else holm_rows(p) <= ALPHA
+def _p(experiments: Sequence[Sequence[Test]]) -> np.ndarray:
+    found = p_values([test.pair for one in experiments for test in one])
+    return found.reshape(len(experiments), -1)
 
 
-def _found(experiments: list[list[tuple[Paired, float]]], family: int | None = None) -> float:
-    """The share of planted differences that are significant and have the right sign."""
-    signs = np.array([[pair.difference > 0 for pair, _ in one] for one in experiments])
-    return float((_rejected(experiments, family) & signs).mean())
+def _better(experiments: Sequence[Sequence[Test]]) -> np.ndarray:
+    return np.array([[test.pair.difference > 0 for test in one] for one in experiments])
 
 
-def _naive(experiments: list[list[tuple[Paired, float]]]) -> dict[str, float]:
+def _rejected(experiments: Sequence[Sequence[Test]]) -> np.ndarray:
+    """Whether each test is significant, by Holm in its suite: (experiment, test)."""
+    p, tests = _p(experiments), experiments[0]
+    found = np.empty(p.shape, dtype=bool)
+    for suite in range(len(SUITES)):
+        here = [k for k, test in enumerate(tests) if test.suite == suite]
+        found[:, here] = holm(p[:, here], np.array([tests[k].weight for k in here])) <= ALPHA
+    return found
+
+
+def _naive(experiments: Sequence[Sequence[Test]]) -> dict[str, float]:
     """False alarms anywhere in an experiment, by simpler rules on the same numbers."""
-    pairs = [pair for one in experiments for pair, _ in one]
-    spreads = np.array([spread for one in experiments for _, spread in one])
+    pairs = [test.pair for one in experiments for test in one]
+    spreads = np.array([test.spread for one in experiments for test in one])
     size = np.abs([pair.difference for pair in pairs])
     over_items = np.sqrt([max(mean_variance(pair.clusters), 1e-12) for pair in pairs])
     items, item_df, seeds, df = np.array([pair.noise.parts for pair in pairs]).T
@@ -248,24 +311,13 @@ def _naive(experiments: list[list[tuple[Paired, float]]]) -> dict[str, float]:
     def anywhere(alarm: np.ndarray) -> float:
         return float(alarm.reshape(count, -1).any(axis=1).mean())
 
-    adjusted = holm_rows(p_welch.reshape(count, -1))
+    adjusted = holm(p_welch.reshape(count, -1))
     return {
         "beyond the spread of 8 seeds": anywhere(size > spreads),
         "95 % by items alone": anywhere(size > stats.norm.ppf(0.975) * over_items),
-        "Holm by items alone": anywhere(holm_rows(p_items.reshape(count, -1)) <= ALPHA),
+        "Holm by items alone": anywhere(holm(p_items.reshape(count, -1)) <= ALPHA),
         "Holm, Welch-Satterthwaite t": anywhere(adjusted <= ALPHA),
     }
-
-
-def holm_rows(p: np.ndarray) -> np.ndarray:
-    """`decide.holm` of every row: that one takes a garbage collection, 50 ms, a call."""
-    count = p.shape[-1]
-    order = np.argsort(p, axis=-1)
-    scaled = np.take_along_axis(p, order, axis=-1) * np.arange(count, 0, -1)
-    adjusted = np.minimum(np.maximum.accumulate(scaled, axis=-1), 1.0)
-    found = np.empty_like(adjusted)
-    np.put_along_axis(found, order, adjusted, axis=-1)
-    return found
 
 
 def spread_rule(generator: np.random.Generator, draws: int = 20_000) -> float:
@@ -291,28 +343,37 @@ def main(argv: list[str] | None = None) -> None:
     generator = np.random.default_rng(0)
     outcomes = [simulate(scenario, arguments.experiments, generator) for scenario in SCENARIOS]
     breaches = [simulate(scenario, arguments.experiments, generator, ()) for scenario in BREACHES]
-    table = Table(title=f"{arguments.experiments} null experiments of {len(SPREADS)} tasks each")
-    table.add_column("runs and their noise")
-    for column in ("false alarm anywhere", *(f"found of {100 * d:g} %" for d in outcomes[0].found)):
-        table.add_column(column, justify="right")
-    table.add_column("found of smallest detectable", justify="right")
+    style: dict[str, Any] = {"box": box.SIMPLE, "pad_edge": False}
+    title = f"false alarms in {arguments.experiments} experiments without a difference"
+    alarms = Table(title=title, **style)
+    rules = [f"anywhere, {rule}" for rule in outcomes[0].naive]
+    power = Table(title="planted differences that are found", **style)
+    sizes = [f"{100 * size:g} %" for size in outcomes[0].found]
+    kinds = ("mean of a suite", "task", "task, all one family")
+    for each, columns in (
+        (alarms, ["in a suite", "anywhere", *rules]),
+        (power, [*(f"{kind}: {size}" for kind in kinds for size in sizes), "detectable"]),
+    ):
+        each.add_column("runs and their noise", min_width=18)
+        for column in columns:
+            each.add_column(column, justify="right")
     for outcome in outcomes:
-        rates = outcome.false_alarms, *outcome.found.values(), outcome.found_at_detectable
-        table.add_row(outcome.scenario.words, *(f"{100 * rate:.1f} %" for rate in rates))
-    naive = Table(title="false alarm anywhere, by other rules")
-    naive.add_column("runs and their noise")
-    for rule in outcomes[0].naive:
-        naive.add_column(rule, justify="right")
-    for outcome in outcomes:
-        rates = tuple(outcome.naive.values())
-        naive.add_row(outcome.scenario.words, *(f"{100 * rate:.1f} %" for rate in rates))
-    unlike = Table(title="where what is assumed does not hold")
+        found = outcome.found_means, outcome.found, outcome.found_in_one_family
+        rates = [rate for by_size in found for rate in by_size.values()]
+        for each, shown in (
+            (alarms, [outcome.false_alarms, outcome.anywhere, *outcome.naive.values()]),
+            (power, [*rates, outcome.found_at_detectable]),
+        ):
+            each.add_row(outcome.scenario.words, *(f"{100 * rate:.1f} %" for rate in shown))
+    unlike = Table(title="where what is assumed does not hold", **style)
     unlike.add_column("runs, and what does not hold")
-    unlike.add_column("false alarm anywhere", justify="right")
+    for column in ("false alarm in a suite", "anywhere"):
+        unlike.add_column(column, justify="right")
     for outcome in breaches:
-        unlike.add_row(outcome.scenario.words, f"{100 * outcome.false_alarms:.1f} %")
+        both = outcome.false_alarms, outcome.anywhere
+        unlike.add_row(outcome.scenario.words, *(f"{100 * rate:.1f} %" for rate in both))
     console = Console()
-    for each in (table, naive, unlike):
+    for each in (alarms, power, unlike):
         console.print(each)
     lines = [
         f"beyond the spread of 8 seeds on any of {len(SPREADS)} tasks, were seeds the only noise: "
