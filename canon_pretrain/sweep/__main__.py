@@ -30,7 +30,7 @@ from canon_pretrain.sweep.grid import (
     read_sweep,
     write_plan,
 )
-from canon_pretrain.sweep.table import look_at_sweep, show_table
+from canon_pretrain.sweep.table import held_out_verdicts, look_at_sweep, show_table
 
 EXIT_INTERRUPTED = 130
 _OPTION = re.compile(r"--[A-Za-z_][\w-]*\.[\w.-]+(=.*)?", re.DOTALL)
@@ -88,7 +88,7 @@ def print_table(folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([row._asdict() for row in rows], indent=2, ensure_ascii=False))
     else:
-        show_table(rows)
+        show_table(rows, held_out_verdicts(sweep, rows))
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -4,8 +4,9 @@ What `python -m canon_pretrain.sweep table` shows. `python -m canon_pretrain.run
 more of each run that has begun; here those that have not are in the table too.
 """
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +15,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from canon_pretrain.files import UnreadableFile, read_json
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.log import number, read_tail
 from canon_pretrain.run.names import printable
 from canon_pretrain.run.show.glance import is_run, look_at_run
-from canon_pretrain.sweep.grid import Sweep
+from canon_pretrain.sweep.grid import Sweep, run_name
 
 WAITING = "waiting"
 """The state of a run whose trainer has never started."""
 _PIPED_WIDTH = 100_000
+ALPHA = 0.05
 
 
 class Row(NamedTuple):
@@ -35,38 +40,149 @@ class Row(NamedTuple):
     job_id: str | None = None
     """Slurm's, of the launch that was last."""
     reason: str | None = None
+    held_out_loss: float | None = None
+    """Nats per token at `held_out_step`, which is the same for all runs, by `held_out_source`."""
+    held_out_step: int | None = None
+    held_out_source: str | None = None
 
 
 def look_at_sweep(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
     """The rows at `now`, in the order of the numbers; never raises for what a run's folder has."""
     rows = []
-    for number, run in enumerate(sweep.runs, 1):
-        row = Row(number, run.name)
+    source, step, losses = _held_out_losses(sweep, folder)
+    for place, run in enumerate(sweep.runs, 1):
+        row = Row(place, run.name)
         if is_run(folder / run.name):
             seen = look_at_run(folder / run.name, run.name, now)
             row = Row(
-                number, run.name, seen.state, seen.step, seen.steps, seen.loss, seen.job_id,
+                place, run.name, seen.state, seen.step, seen.steps, seen.loss, seen.job_id,
                 seen.reason,
             )  # fmt: skip
+        if run.name in losses:
+            row = row._replace(
+                held_out_loss=losses[run.name], held_out_step=step, held_out_source=source
+            )
         rows.append(row)
     return rows
 
 
-def show_table(rows: Sequence[Row]) -> None:
-    """Print the rows, and how many are in each state."""
+def _held_out_losses(sweep: Sweep, folder: Path) -> tuple[str, int, dict[str, float]]:
+    """Where the losses are from, their step, and those of the runs that have it.
+
+    From the evaluations if there are any, else from the logs; at the step that most runs have, the
+    last of those.
+    """
+    for source, losses_of in (("suite validation", _evaluated), ("training logs", _logged)):
+        by_run = {run.name: losses_of(folder / run.name) for run in sweep.runs}
+        steps = Counter(step for losses in by_run.values() for step in losses)
+        if steps:
+            step = max(steps, key=lambda step: (steps[step], step))
+            here = {name: losses[step] for name, losses in by_run.items() if step in losses}
+            return source, step, here
+    return "", 0, {}
+
+
+def _evaluated(run: Path) -> Mapping[int, float]:
+    """Losses of the suite `validation` over all of its text, by step."""
+    found = {}
+    for path in sorted((run / "evals").glob("step-*/validation/*/results.json")):
+        try:
+            results = read_json(path)
+            loss = number(results["scores"]["validation"]["nats_per_token"]["value"])
+            if results["asked"]["limit"] is None and math.isfinite(loss):
+                found[int(results["asked"]["step"])] = loss
+        except (UnreadableFile, KeyError, TypeError, ValueError):
+            continue  # a file of another version, or damaged: `eval report` says so
+    return found
+
+
+def _logged(run: Path) -> Mapping[int, float]:
+    """The last held-out losses that training logged, by step."""
+    try:
+        events = read_tail(RunFolder(run).log_file, until="validation")
+    except UnreadableFile:
+        return {}
+    found = {}
+    for event in events:
+        if event["event"] == "validation":
+            try:
+                found[int(event["step"])] = number(event["loss"])
+            except (KeyError, TypeError, ValueError):
+                continue
+    return {step: loss for step, loss in found.items() if math.isfinite(loss)}
+
+
+def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
+    """A sentence per config against the first: the best learning rates, over seeds.
+
+    Student's t, with the variance between seeds pooled over all configs and learning rates and
+    Bonferroni's correction over the configs. `eval compare` pairs documents as well.
+    """
+    from scipy.special import stdtr, stdtrit  # not before it is needed: a tenth of a second
+
+    groups: dict[str, dict[str, list[float]]] = {}
+    for run, row in zip(sweep.runs, rows, strict=True):
+        if row.held_out_loss is not None:
+            label = run_name(Path(run.config), run.learning_rate, None)
+            groups.setdefault(run.config, {}).setdefault(label, []).append(row.held_out_loss)
+    named = [row for row in rows if row.held_out_loss is not None]
+    if not named:
+        return ["held-out loss: not known; `python -m eval run --suite validation` evaluates a run"]
+    start = f"held-out loss ({named[0].held_out_source}, step {named[0].held_out_step:,}):"
+    every = [group for rates in groups.values() for group in rates.values()]
+    df = sum(len(group) - 1 for group in every)
+    squares = sum((x - _mean(group)) ** 2 for group in every for x in group)
+    (first, base), *others = (
+        min(rates.items(), key=lambda item: _mean(item[1])) for rates in groups.values()
+    )
+    if not others:
+        return [f"{start} lowest with {first}, {_mean(base):.4f} ({len(base)} seeds)"]
+    lines = []
+    for label, ours in others:
+        size = _mean(ours) - _mean(base)
+        by = f"by {abs(size):.3g} nats/token than {first}"
+        error = math.sqrt(squares / df * (1 / len(ours) + 1 / len(base))) if df else 0.0
+        if not error:
+            lower = "lower" if size < 0 else "higher"
+            lines.append(f"{start} {label} {lower} {by}; no verdict without several seeds")
+            continue
+        p = min(1.0, 2 * float(stdtr(df, -abs(size) / error)) * len(others))
+        half = float(stdtrit(df, 1 - ALPHA / 2 / len(others))) * error
+        verdict = "better" if size < 0 else "worse"
+        if p > ALPHA:
+            verdict = f"within noise, {'lower' if size < 0 else 'higher'}"
+        lines.append(
+            f"{start} {label} {verdict} {by} (95 % {abs(size) - half:.3g} to "
+            f"{abs(size) + half:.3g}, p {p:.2g}, over {len(ours)} and {len(base)} seeds)"
+        )
+    return lines
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
+    """Print the verdicts, the rows, and how many are in each state."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PIPED_WIDTH, color_system=None)
+    for words in verdicts:
+        console.print(Text(words, style="bold"), soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title, justify in (
-        ("#", "right"), ("run", "left"), ("state", "left"), ("step", "right"), ("loss", "right"),
+        ("#", "right"), ("run", "left"), ("state", "left"), ("step", "right"),
+        ("held-out", "right"), ("training loss", "right"),
         ("job", "left"), ("why", "left"),
     ):  # fmt: skip
         table.add_column(title, justify="right" if justify == "right" else "left")
     for row in rows:
         loss = f"{row.loss:.4f}" if isinstance(row.loss, float | int) else row.loss or ""
         step = "" if row.step is None else f"{row.step:,}/{row.steps or '?'}"
-        cells = [str(row.number), row.name, row.state, step, loss, row.job_id, row.reason]
+        held_out = "" if row.held_out_loss is None else f"{row.held_out_loss:.4f}"
+        cells = [
+            str(row.number), row.name, row.state, step, held_out, loss, row.job_id, row.reason
+        ]  # fmt: skip
         table.add_row(*(Text(printable(cell or "")) for cell in cells))
     console.print(table)
     counts = Counter(row.state for row in rows)
