@@ -192,11 +192,11 @@ def compare_all(scenario: Scenario, shift: float, generator: np.random.Generator
             chosen = [[n] for n in range(len(tasks))] + [[*range(len(tasks))]]
             for members in chosen:
                 of_runs = np.mean([runs[n].mean(axis=2) for n in members], axis=0)
-                sigmas = np.array([SPREADS[tasks[n]] / RANGE_OF_8 for n in members])
+                # as in a report: what is known of each task is taken to move as one
                 noise = seed_noise(
                     of_runs.tolist(),
                     spread=float(np.mean([published[n] for n in members])),
-                    given=math.sqrt((sigmas**2).sum()) / len(members)
+                    given=float(np.mean([SPREADS[tasks[n]] for n in members])) / RANGE_OF_8
                     if scenario.noise == "given"
                     else None,
                     own_only=scenario.noise == "own",
