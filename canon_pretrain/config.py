@@ -65,6 +65,10 @@ class Run:
     """Names (such as `optimizer.lr`) of what this launch may change in the run that it goes on
     with. Any other difference in seeds, data, model, batch or schedule is refused."""
 
+    code: Literal["note", "refuse"] = "note"
+    """What a launch does if the source files that training uses are not those of the launch
+    before: name them on the screen and in the log, or refuse to resume."""
+
     heartbeat_s: float = 10.0
     """Seconds between two signs of life in lock.json and status.json; a lock that is silent for
     six of them may be taken over."""

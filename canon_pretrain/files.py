@@ -4,6 +4,7 @@ A leaf of the package: data shards, run folders and results are read and written
 """
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
@@ -175,6 +176,25 @@ def write_atomic(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def reserve(path: Path, num_bytes: int) -> None:
+    """Create `path` with `num_bytes` of disk space, of which little is written.
+
+    Raises OSError where such a file can't be: no room, a quota, a limit on its size. A file system
+    that can't reserve space is asked for the size alone.
+    """
+    with create_file(path) as file:
+        libc = ctypes.CDLL(None, use_errno=True)
+        # not os.posix_fallocate: it writes to every block of a file system that can't reserve
+        if libc.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
+            code = ctypes.get_errno()
+            if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise OSError(code, os.strerror(code), str(path))
+            os.ftruncate(file.fileno(), num_bytes)
+        file.write(bytes(min(num_bytes, READ_BYTES)))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def remove_leftovers(folder: Path, name: str = "*") -> None:

@@ -70,7 +70,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_shards
     from canon_pretrain.titan.job_config import micro_batch_size
-    from canon_pretrain.titan.launch import leave_folder, prepare_folder
+    from canon_pretrain.titan.launch import checkpoints_outside, leave_folder, prepare_folder
     from canon_pretrain.titan.spec import register
     from canon_pretrain.titan.trainer import CanonTrainer
     from canon_pretrain.titan.validation import settle_validation
@@ -97,6 +97,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         world_size=world_size,
         steps=job.training.steps,
         heartbeat_s=job.run.heartbeat_s,
+        checkpoints=checkpoints_outside(job),
         say=_say,
     ) as session:
         record = None

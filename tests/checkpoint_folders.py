@@ -1,6 +1,7 @@
 """Checkpoints of a few small files, a process killed between two file operations, a small disk."""
 
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.checkpoint.manifest import FileEntry, Kind, Manifest, files_of
-from canon_pretrain.files import sha256_file
+from canon_pretrain.checkpoint.manifest import MANIFEST, FileEntry, Kind, Manifest, files_of
+from canon_pretrain.files import sha256_file, write_json
 
 OPERATIONS = ("rename", "replace", "unlink", "rmdir", "mkdir")
 """What a folder is moved or deleted with, by pathlib and shutil too."""
@@ -26,6 +27,7 @@ def make_step(
     *,
     name: str | None = None,
     num_bytes: int = 64,
+    run_id: str | None = None,
 ) -> Path:
     """A whole checkpoint of `step` in `folder`, under another `name` than step-N if one is given.
 
@@ -38,18 +40,26 @@ def make_step(
     (path / "__0_0.distcp").write_bytes(content)
     if kind == "full":
         (path / "more" / "__1_0.distcp").write_bytes(content[::-1])
-    write_manifest(path, step, kind)
+    write_manifest(path, step, kind, run_id)
     return path
 
 
-def write_manifest(path: Path, step: int, kind: Kind) -> None:
+def write_manifest(path: Path, step: int, kind: Kind, run_id: str | None = None) -> None:
     """The manifest of the files that lie in `path` now."""
     files = {
         name: FileEntry((path / name).stat().st_size, sha256_file(path / name))
         for name in files_of(path)
     }
     saved = "2026-11-20T12:00:00+00:00"  # the same in all: folders are compared byte by byte
-    Manifest(step, kind, world_size=1, torch="2.13.0", files=files, saved=saved).write(path)
+    Manifest(
+        step, kind, world_size=1, torch="2.13.0", files=files, saved=saved, run_id=run_id
+    ).write(path)
+
+
+def set_manifest(checkpoint: Path, **fields: object) -> None:
+    """Change fields of a manifest."""
+    path = checkpoint / MANIFEST
+    write_json(path, json.loads(path.read_bytes()) | fields)
 
 
 def fake_strip(checkpoint: Path, temporary: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from canon_pretrain.checkpoint.weights import read_weights, tensor_shapes
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.lock import RunLock
-from tests.checkpoint_folders import flip_byte, make_step, write_manifest
+from tests.checkpoint_folders import flip_byte, make_step, set_manifest, write_manifest
 from tests.support import ROOT
 
 Output = pytest.CaptureFixture[str]
@@ -60,6 +61,38 @@ def row_of(output: str, step: int) -> list[str]:
     """The cells of a step's line in the table."""
     (line,) = [row for row in output.splitlines() if row.startswith("│") and f" {step} │" in row]
     return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+# ---- another run's
+
+
+def test_checkpoints_of_another_run_are_named_and_kept(run: Path, capsys: Output) -> None:
+    """Issue 17, item 14: list and verify say whose they are, prune leaves them out; a folder alone
+    is that of the run that its checkpoints name, if that is one."""
+    folder = CheckpointFolder(run / "checkpoint")
+    RunFolder(run).run_file.write_text('{"run_id": "ours", "created": "t", "launches": 2}')
+    for step in folder.steps():
+        set_manifest(folder.step_path(step), run_id="ours" if step < 40 else "theirs", launch=1)
+    listed = json.loads(output_of(capsys, "list", run, "--json"))["checkpoints"]
+    assert [(c["step"], c["run_id"]) for c in listed][-2:] == [(30, "ours"), (40, "theirs")]
+    assert listed[2]["state"] == "whole" and "theirs" in listed[3]["state"]
+    assert "theirs" in output_of(capsys, "list", run)
+    output = output_of(capsys, "prune", run, "--keep", 1)
+    assert "theirs" in output and folder.steps() == [30, 40]
+    alone = run.parent / "elsewhere"
+    folder.path.rename(alone)
+    _, error = failure_of(capsys, 2, "prune", alone, "--keep", 1)
+    assert "ours" in error and "theirs" in error
+    shutil.rmtree(alone / "step-40")
+    assert "kept: step-30" in output_of(capsys, "prune", alone, "--keep", 1)
+    for step in (10, 20):
+        real_step(run, step)
+    set_manifest(folder.step_path(20), run_id="theirs", launch=1)
+    output, _ = failure_of(capsys, 1, "verify", run, "--json")
+    assert [(r["state"], r["run_id"]) for r in json.loads(output)] == [
+        ("whole", None),
+        ("of another run", "theirs"),
+    ]
 
 
 # ---- list

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def folder_of(run: Path) -> CheckpointFolder:
     return CheckpointFolder(run / "checkpoint")
 
 
-def retention(run: Path, keep: int, **options: int) -> Retention:
+def retention(run: Path, keep: int, **options: Any) -> Retention:
     return Retention(
         folder_of(run), keep, holds=lambda: held_steps(run), strip=fake_strip, **options
     )
@@ -67,6 +68,18 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # ---- what counts
+
+
+def test_checkpoints_of_another_run_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    """Issue 17, item 14: two runs share an absolute checkpoint.folder."""
+    run = tmp_path / "run"
+    for step in (10, 20, 30, 40):
+        make_step(run / "checkpoint", step, run_id="ours" if step != 20 else None)
+    for step in (5, 25, 50):
+        make_step(run / "checkpoint", step, run_id="theirs")
+    outcome = retention(run, 2, run_id=lambda: "ours").apply()
+    assert (outcome.kept, outcome.deleted) == ([30, 40], [10, 20])
+    assert folder_of(run).steps() == [5, 25, 30, 40, 50]
 
 
 def test_the_newest_stay(run: Path) -> None:

@@ -1,14 +1,20 @@
 """What a run is: which changes are refused, by which names, and which are only noted."""
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import canon_pretrain
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.source_tree import code_hashes
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.identity import check_identity, config_changes, run_identity
+from canon_pretrain.titan.identity import check_identity, code_changes, config_changes, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig
 from tests.support import ROOT
 
@@ -33,6 +39,44 @@ def test_the_same_experiment_again_is_the_same_run(config: Path, tmp_path: Path)
     again = job(config=str(config))
     assert check_identity(run, run_identity(again, "shards"), []) == {}
     assert config_changes(run, again.to_dict()) == {}
+
+
+def test_code_is_compared_by_its_files(tmp_path: Path) -> None:
+    """Issue 17, item 26: the loss multiplied by 1.7 between two launches, in a copy of the package
+    as an installation makes it, without git."""
+    package = Path(canon_pretrain.__file__).parent
+    copied = tmp_path / "site-packages" / "canon_pretrain"
+    shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    code = code_hashes()
+    assert code_hashes(copied) == code
+    run, first = RunFolder(tmp_path / "run"), job()
+    run.write_config(first.to_dict(), run_identity(first, "shards"))
+    assert code_changes(run, code, refuse=True) == {}, "older than the record"
+    run.write_config(first.to_dict(), run_identity(first, "shards"), code)
+    assert code_changes(run, code, refuse=True) == {}
+    loss = copied / "titan" / "loss.py"
+    loss.write_text(loss.read_text() + "\nSCALE = 1.7\n")
+    (copied / "titan" / "more.py").touch()
+    (copied / "run" / "show" / "plot.py").unlink()  # training does not use it
+    changed = code_changes(run, code_hashes(copied), refuse=False)
+    assert changed.keys() == {"titan/loss.py", "titan/more.py"}
+    assert changed["titan/more.py"][0] is None
+    with pytest.raises(UserError, match=r"titan/loss\.py.*--run\.code note"):
+        code_changes(run, code_hashes(copied), refuse=True)
+
+
+def test_the_code_that_is_hashed_is_what_the_trainer_imports() -> None:
+    """Issue 17, item 26."""
+    words = "from canon_pretrain.titan.device import prepare_device as prepare; prepare(); "
+    words += "import sys, canon_pretrain.train, canon_pretrain.titan.trainer; "
+    words += "print(*(module.__file__ for name, module in sys.modules.items() "
+    words += "if name.startswith('canon_pretrain.')))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    output = subprocess.check_output([sys.executable, "-c", words], env=environment, text=True)
+    package = Path(canon_pretrain.__file__).parent
+    files = {Path(name).relative_to(package).as_posix() for name in output.split()}
+    assert "model/transformer.py" in files
+    assert {name for name in files if not name.endswith("__init__.py")} <= code_hashes().keys()
 
 
 CHANGES = [

@@ -10,11 +10,18 @@ from typing import Any
 
 import pytest
 
+from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import verify
+from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.once import mark_obeyed
+from canon_pretrain.run.session import Session
+from canon_pretrain.titan import trainer as trainer_module
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.launch import leave_folder, prepare_folder
 from canon_pretrain.titan.trainer import CanonTrainer
-from tests.checkpoint_folders import contents
+from tests.checkpoint_folders import contents, set_manifest, small_disk
 from tests.fault_runs import (
     EVERY_2,
     STEPS,
@@ -29,7 +36,7 @@ from tests.fault_runs import (
     truncate,
     unharmed_run,
 )
-from tests.ranks import assert_same_run, events, launch, status
+from tests.ranks import Launch, assert_same_run, events, launch, status
 from tests.support import debug_run
 
 
@@ -217,6 +224,139 @@ def test_strays_are_left_alone(base: Path, data_folder: Path, tmp_path: Path) ->
     assert resumed_from(run) == [4] and steps(run) == [4, 6]
     assert contents(folder / "step-100.backup") == contents(checkpoint(base, 8))
     assert (folder / "step-7").read_text() == "a file"
+
+
+# ---- another run's
+
+
+def test_another_runs_checkpoint_is_refused_and_an_old_one_is_read(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """Issue 17, item 14: a step-12 of another run copied in is not resumed from; both runs are
+    named and nothing moves. A checkpoint that names no run is an older one's."""
+    run = copy(base, tmp_path / "run", last=4)
+    shutil.copytree(checkpoint(base, 12), checkpoint(run, 12))
+    set_manifest(checkpoint(run, 12), run_id="0badcafe")
+    set_manifest(checkpoint(run, 4), run_id=None, launch=None)
+    facts = read_run(RunFolder(run))
+    assert facts is not None
+    before = contents(run / "checkpoint")
+    command = (*debug_run(data_folder, run), *EVERY_2, "--run.stop_at", 5)
+    ended = launch(*command, output=tmp_path / "out", ranks=1, check=False)
+    assert_refused(ended)
+    for word in ("step-12", "0badcafe", facts.run_id, "--checkpoint.initial_load_path"):
+        assert word in ended.output
+    assert contents(run / "checkpoint") == before and read_run(RunFolder(run)) == facts
+    shutil.rmtree(checkpoint(run, 12))
+    ended = launch(*command, output=tmp_path / "out", ranks=1)
+    assert resumed_from(run) == [4] and "names no run" in ended.output
+    manifest = verify(checkpoint(run, 5))
+    assert (manifest.run_id, manifest.launch) == (facts.run_id, 2)
+
+
+def test_two_runs_cannot_share_a_checkpoint_folder(data_folder: Path, tmp_path: Path) -> None:
+    """Issue 17, item 14: the second is refused while the first runs, by the lock of that folder,
+    and afterwards by the run that the checkpoints name."""
+    shared = ("--checkpoint.folder", tmp_path / "shared", "--run.heartbeat_s", 0.2)
+    a, b = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
+    first = Launch(
+        *debug_run(data_folder, a.path),
+        *(*EVERY_2, *shared, "--training.steps", 400),
+        output=tmp_path,
+        ranks=1,
+    )
+    first.wait_for(lambda: bool(CheckpointFolder(tmp_path / "shared").steps()))
+    second = (*debug_run(data_folder, b.path), *EVERY_2, *shared, "--data.data_seed", 1)
+    ended = launch(*second, output=tmp_path / "b-out", ranks=1, check=False)
+    assert_refused(ended)
+    assert f"pid {first.pids[0]}" in ended.output and "--checkpoint.folder" in ended.output
+    a.stop_file.touch()
+    assert first.wait().codes == [0]
+    facts, saved = read_run(a), contents(tmp_path / "shared")
+    assert facts is not None and not (tmp_path / "shared" / "lock.json").exists()
+    for more in ((), ("--checkpoint.fresh",)):
+        ended = launch(*second, *more, output=tmp_path / "b-out", ranks=1, check=False)
+        assert_refused(ended)
+        assert facts.run_id in ended.output and "a new run" in ended.output
+    assert contents(tmp_path / "shared") == saved and not b.run_file.exists()
+
+
+# ---- what a launch needs is checked before anything moves
+
+
+def files_of_run(run: Path) -> set[Path]:
+    return {path for path in run.rglob("*") if path.is_file() and path.name != "status.json"}
+
+
+def test_a_fresh_start_moves_nothing_before_it_can_begin(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """Issue 17, item 18: --checkpoint.fresh with an initial_load_path in the run itself, one that
+    is missing, damaged or of another model, and without room, leaves the run as it was."""
+    run = copy(base, tmp_path / "run")
+    damaged = copy(base, tmp_path / "damaged")
+    flip(checkpoint(damaged, 12) / "__1_0.distcp")
+    initial = "--checkpoint.initial_load_path"
+    command = (*debug_run(data_folder, run), *EVERY_2, "--checkpoint.fresh")
+    ended = launch(
+        *(*command, initial, checkpoint(run, 12)), output=tmp_path / "out", ranks=1, check=False
+    )
+    assert_refused(ended)
+    assert "--job.dump_folder" in ended.output
+    before = files_of_run(base)
+    assert {p.relative_to(run) for p in files_of_run(run)} == {p.relative_to(base) for p in before}
+
+    def prepare(*more: object) -> None:
+        job = parse_job([str(word) for word in (*command, *more)])
+        with Session(RunFolder(run), rank=0, world_size=1, steps=STEPS) as session:
+            record = prepare_folder(job, session, fingerprint="x", arguments=[])
+            leave_folder(session, record)
+
+    now = files_of_run(run)
+    for more in (
+        (initial, tmp_path / "none"),
+        (initial, checkpoint(damaged, 12)),
+        (initial, checkpoint(base, 12), "--model.num_layers", 3),
+    ):
+        with pytest.raises(UserError):
+            prepare(*more)
+        assert files_of_run(run) == now
+    with small_disk(tmp_path / "small", "size=1m") as small:
+        with pytest.raises(UserError, match="no room in"):
+            prepare("--checkpoint.folder", small)
+    assert files_of_run(run) == now
+    prepare(initial, checkpoint(base, 12))
+    assert steps(run) == [] and steps(run / "archive" / "1-before-a-fresh-start")[-1] == 12
+    (run / "log.jsonl").touch()  # as a launch leaves it that is refused from now on
+    prepare(initial, checkpoint(base, 12))
+    assert len(list((run / "archive").iterdir())) == 1
+
+
+# ---- other code
+
+
+def other_code(rank: int) -> None:
+    """The loss is another file than that of the launch before."""
+    original = trainer_module.code_hashes
+    trainer_module.code_hashes = lambda: original() | {"titan/loss.py": "0"}
+
+
+def test_a_resume_with_other_code_names_the_files(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """Issue 17, item 26: on the screen and in the log once, or refused with run.code = refuse."""
+    run = copy(base, tmp_path / "run", last=4)
+    command = (*debug_run(data_folder, run), *EVERY_2)
+    options: dict[str, Any] = {"output": tmp_path / "out", "ranks": 1, "before": other_code}
+    ended = launch(*command, "--run.code", "refuse", check=False, **options)
+    assert_refused(ended)
+    assert "titan/loss.py" in ended.output and resumed_from(run) == []
+    for stop_at in (5, 6):
+        ended = launch(*command, "--run.stop_at", stop_at, **options)
+        assert ("titan/loss.py" in ended.output) == (stop_at == 5)
+    (event,) = events(run, "changed")
+    assert event["step"] == 4 and event["code"].keys() == {"titan/loss.py"}
+    assert event["run"] == {}
 
 
 # ---- another number of ranks

@@ -4,7 +4,12 @@ The checkpoints, or the whole run, lie on a small tmpfs; a ballast file takes aw
 steps that a test chooses.
 """
 
+import ctypes
+import errno
 import os
+import resource
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +18,15 @@ from typing import Any
 
 import pytest
 
+from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, hold
-from canon_pretrain.files import free_bytes
+from canon_pretrain.errors import UserError
+from canon_pretrain.files import free_bytes, reserve
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.titan import trainer as trainer_module
-from canon_pretrain.titan.checkpoint import CanonCheckpointManager
+from canon_pretrain.titan.checkpoint import CanonCheckpointManager, check_room
 from canon_pretrain.titan.staging import Staging
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.checkpoint_folders import small_disk
@@ -253,6 +260,79 @@ def test_a_disk_too_full_for_config_or_done(base: Path, data_folder: Path, tmp_p
         with_no_room_for(None)
         assert RunFolder(run).done_file.read_text() == f"{STEPS}\n"
         assert_same_run(run, base, step=STEPS)
+
+
+# ---- a folder that can't be written
+
+
+def test_an_unusable_checkpoint_folder_is_found_before_the_first_step(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """Issue 17, item 16: RUN/checkpoint is a link to nowhere; no step is taken on any rank."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoint").symlink_to(tmp_path / "nowhere" / "else")
+    ended = launch(*debug_run(data_folder, run), *EVERY_2, output=tmp_path / "out", check=False)
+    assert_refused(ended)
+    assert "a link to nothing" in ended.output and "--checkpoint.folder" in ended.output
+    assert not RunFolder(run).log_file.exists()
+
+
+def no_large_files(rank: int) -> None:
+    """A limit on the size of files for one rank, as on its node alone."""
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
+
+
+def test_each_rank_tries_a_file_of_the_size_that_it_will_write(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """Issue 17, item 16: what another rank than the first can't write is found as early."""
+    run = tmp_path / "run"
+    ended = launch(
+        *(*debug_run(data_folder, run), *EVERY_2),
+        output=tmp_path / "out",
+        check=False,
+        before=no_large_files,
+    )
+    assert_refused(ended)
+    assert "rank 1: File too large" in ended.output and events(run, "step") == []
+    assert list((run / "checkpoint").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "read-only", "full"])
+def test_a_folder_that_takes_no_checkpoint_is_refused(tmp_path: Path, kind: str) -> None:
+    """Issue 17, item 16."""
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        folder = CheckpointFolder(disk / "checkpoint")
+        check_room(folder, 1 << 20)  # it can be made
+        reserve(folder.trial_path / "a", 1 << 20)
+        assert len(folder.recover()) == 1 and list(folder.path.iterdir()) == []
+        if kind == "file":
+            shutil.rmtree(folder.path)
+            folder.path.write_text("")
+        elif kind == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        num_bytes = (64 if kind == "full" else 1) << 20
+        with pytest.raises(UserError, match="--checkpoint.folder"):
+            check_room(folder, num_bytes)
+
+
+def test_reserving_takes_room_and_writes_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 16: also where the file system can't reserve."""
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        reserve(disk / "a", 3 << 20)
+        assert (disk / "a").stat().st_size == 3 << 20 and free_bytes(disk) <= 1 << 20
+        with pytest.raises(OSError, match="No space left"):
+            reserve(disk / "b", 3 << 20)
+    no_fallocate = SimpleNamespace(fallocate=lambda *arguments: -1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: no_fallocate)
+    monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EOPNOTSUPP)
+    reserve(tmp_path / "c", 1 << 34)
+    assert (tmp_path / "c").stat().st_size == 1 << 34
+    assert (tmp_path / "c").stat().st_blocks * 512 <= 2 << 20
 
 
 # ---- slow

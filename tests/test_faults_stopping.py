@@ -23,6 +23,7 @@ import pytest
 import torch.distributed as dist
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.run import status as run_status
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.holder import Holder
@@ -375,6 +376,90 @@ def test_what_has_lost_its_lock_writes_nothing_any_more(takeover: Takeover) -> N
     names = [tuple(entry[:2]) for entry in takeover.journal]
     after = names[names.index(("RunLock", "_lose")) :]
     assert set(after) == {("RunLock", "_lose")}, takeover.journal
+
+
+def commit_after_sleep(rank: int, step: int) -> None:
+    """Sleep between the last look at the lock before the commit of `step` and its rename."""
+    original = os.rename
+
+    def rename(source: Any, target: Any, **options: Any) -> None:
+        if Path(target).name == f"step-{step}":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.2)  # another thread may take the signal
+        original(source, target, **options)
+
+    os.rename = rename  # type: ignore[assignment]
+
+
+def stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@dataclass(frozen=True)
+class LateReturn:
+    """What is left after a launch slept while another took over, trained and ended."""
+
+    run: Path
+    before: dict[str, bytes]
+    """The run's small files when the successor had ended, by name."""
+    after: dict[str, bytes]
+    """The same when the first launch had ended."""
+    first: Ended
+    third: Ended
+    steps_before: list[int]
+    steps_after: list[int]
+
+
+@pytest.fixture(scope="module")
+def late_return(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LateReturn:
+    """The first launch sleeps in its commit of step 6; the second takes over at step 4 with another
+    learning rate and ends at step 5; the first wakes up; the third resumes."""
+    base = tmp_path_factory.mktemp("late")
+    run = base / "run"
+    argv = [*debug_run(data_folder, run), "--checkpoint.interval", 2, "--training.steps", 12]
+    argv += ["--run.heartbeat_s", 0.2, "--checkpoint.async_mode", "disabled"]
+    first = Launch(*argv, output=base, before=commit_after_sleep, before_args=(6,), ranks=1)
+    first.wait_for(lambda: stopped(first.pids[0]))
+    changed = ("--optimizer.lr", 5e-4, "--run.allow_changes", "optimizer.lr")
+    launch(*argv, *changed, "--run.stop_at", 5, output=base, ranks=1)
+    assert not RunFolder(run).lock_file.exists()
+    names = ("status.json", "config.json", "run.json", "log.jsonl")
+    before = {name: (run / name).read_bytes() for name in names}
+    steps_before = saved_steps(run)
+    first.send(signal.SIGCONT)
+    ended = first.wait()
+    after = {name: (run / name).read_bytes() for name in names}
+    steps_after = saved_steps(run)
+    # what the second launch found of the save, as if the first had still committed it
+    checkpoints = run / "checkpoint"
+    (checkpoints / "quarantine" / ".saving-step-6.1").rename(checkpoints / "step-6")
+    third = launch(*argv, *changed, output=base, ranks=1)
+    return LateReturn(run, before, after, ended, third, steps_before, steps_after)
+
+
+def test_a_launch_that_was_taken_over_writes_nothing_when_its_successor_has_ended(
+    late_return: LateReturn,
+) -> None:
+    """Issue 17, item 13: lock.json is gone, and that is not the sleeper's lock."""
+    assert 0 not in late_return.first.codes, late_return.first.output
+    assert late_return.after == late_return.before
+    assert late_return.steps_before == late_return.steps_after == [2, 4, 5]
+
+
+def test_a_checkpoint_of_a_launch_that_was_taken_over_is_set_aside(
+    late_return: LateReturn,
+) -> None:
+    """Issue 17, item 13: resume compares the launch that wrote a checkpoint with later launches."""
+    run = late_return.run
+    assert [e["from_step"] for e in events(run, "resume")] == [4, 5]
+    aside = CheckpointFolder(run / "checkpoint").quarantined()[-1]
+    assert aside.path.name == "step-6.1" and "launch 1" in aside.reason
+    assert [e["checkpoint"] for e in events(run, "quarantine")] == ["step-6"]
+    assert "step-6" in late_return.third.output
+    assert status(run).state == "done" and saved_steps(run)[-1] == 12
+    launches = {s: Manifest.read(run / "checkpoint" / f"step-{s}").launch for s in saved_steps(run)}
+    assert launches == {2: 1, 4: 1, 5: 2, 6: 3, 8: 3, 10: 3, 12: 3}
+    assert [e["step"] for e in events(run, "step")] == list(range(1, 13))
 
 
 @pytest.fixture(scope="module")

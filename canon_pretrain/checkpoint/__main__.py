@@ -6,7 +6,7 @@
 
 RUN is a run folder or the folder of its checkpoints. `list` reads no file but manifests; `verify`
 reads every byte and moves nothing; `prune` counts verified checkpoints only. Exit code 1: a
-checkpoint is damaged, or not all could be pruned; 2: bad input.
+checkpoint is damaged or of another run, or not all could be pruned; 2: bad input.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, as_r
 from canon_pretrain.checkpoint.retention import Retention, held_steps
 from canon_pretrain.errors import UserError, exit_with
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
+from canon_pretrain.run.launches import known_run
 
 EXIT_DAMAGED = 1
 EXIT_INTERRUPTED = 130
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.command == "list":
             _list(run, folder, as_json=arguments.json)
         elif arguments.command == "verify":
-            _verify(folder, arguments.step, arguments.workers, as_json=arguments.json)
+            _verify(run, folder, arguments)
         elif arguments.dry_run:
             _plan(run, folder, arguments)
         else:
@@ -82,8 +83,8 @@ def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
 
 
 def _list(run: Path, folder: CheckpointFolder, *, as_json: bool) -> None:
-    held = held_steps(run)
-    looks = [_look_at(folder, step, held) for step in folder.steps()]
+    held, run_id = held_steps(run), _run_id(run, folder)
+    looks = [_look_at(folder, step, held, run_id) for step in folder.steps()]
     # a launch may delete steps while we look
     checkpoints = [facts for facts in looks if Path(facts["path"]).exists()]
     unfinished = folder.unfinished() + folder.leftovers()
@@ -115,14 +116,28 @@ def _list(run: Path, folder: CheckpointFolder, *, as_json: bool) -> None:
         _say(console, f"no part of it: {', '.join(found['strays'])}")
 
 
-def _look_at(folder: CheckpointFolder, step: int, held: set[int]) -> dict[str, Any]:
+def _run_id(run: Path, folder: CheckpointFolder) -> str | None:
+    """The run whose checkpoints these are: the run folder's or, without one, the only one named.
+
+    None if that is not known.
+    """
+    if (facts := known_run(RunFolder(run))) is not None:
+        return facts.run_id
+    named = set(folder.of_other_runs(None).values())
+    return named.pop() if len(named) == 1 else None
+
+
+def _look_at(
+    folder: CheckpointFolder, step: int, held: set[int], run_id: str | None
+) -> dict[str, Any]:
     """The facts of one checkpoint by its manifest, and its state by sizes."""
     path = folder.step_path(step)
     facts: dict[str, Any] = {"step": step, "path": str(path), "held": step in held}
     try:
         facts |= as_record(Manifest.read(path)) | {"step": step}
         verify(path, hashes=False)
-        return facts | {"state": "whole"}
+        other = facts["run_id"] not in (None, run_id)
+        return facts | {"state": f"of another run, {facts['run_id']}" if other else "whole"}
     except DamagedCheckpoint as error:
         return {"bytes": tree_bytes(path)} | facts | {"state": f"damaged: {_faults(path, error)}"}
 
@@ -159,13 +174,12 @@ def _sized(path: Path) -> dict[str, Any]:
 # ---- verify
 
 
-def _verify(
-    folder: CheckpointFolder, step: int | None, workers: int | None, *, as_json: bool
-) -> None:
-    """Read every byte; exit with code 1 where a checkpoint is damaged."""
+def _verify(run: Path, folder: CheckpointFolder, arguments: argparse.Namespace) -> None:
+    """Read every byte; exit with code 1 where a checkpoint is damaged, or of another run."""
     from canon_pretrain.checkpoint.safe_load import check_safe  # torch, behind the parser
 
-    steps = folder.steps()
+    step, workers, as_json = arguments.step, arguments.workers, arguments.json
+    steps, run_id = folder.steps(), _run_id(run, folder)
     if step is not None and step not in steps:
         raise UserError(f"no step {step} in {folder.path}; there: {_names(steps)}")
     if workers is not None and workers < 1:
@@ -180,7 +194,10 @@ def _verify(
             manifest = verify(path, workers=workers or min(8, os.cpu_count() or 1))
             result["seconds"] = time.perf_counter() - start
             result |= {"kind": manifest.kind, "bytes": manifest.total_bytes}
+            result |= {"run_id": manifest.run_id, "launch": manifest.launch}
             check_safe(path)
+            if manifest.run_id not in (None, run_id):
+                result["state"] = "of another run"
         except DamagedCheckpoint as error:
             result |= {"state": "damaged", "faults": _faults(path, error)}
         results.append(result)
@@ -195,11 +212,11 @@ def _verify(
 
 
 def _verdict(result: dict[str, Any]) -> str:
-    if result["state"] != "whole":
+    if result["state"] == "damaged":
         return f"step-{result['step']}  damaged: {result['faults']}"
     speed = result["bytes"] / max(result["seconds"], 1e-9) / 1e9
     return (
-        f"step-{result['step']}  whole  {result['kind']}, {_size(result['bytes'])}, "
+        f"step-{result['step']}  {result['state']}  {result['kind']}, {_size(result['bytes'])}, "
         f"{speed:.2f} GB/s"
     )
 
@@ -216,8 +233,20 @@ def _retention(run: Path, folder: CheckpointFolder, keep: int) -> Retention:
 
         strip_to_weights(checkpoint, temporary)
 
-    workers = min(8, os.cpu_count() or 1)
-    return Retention(folder, keep, holds=lambda: held_steps(run), strip=strip, workers=workers)
+    workers, run_id = min(8, os.cpu_count() or 1), _run_id(run, folder)
+    if others := folder.of_other_runs(run_id):
+        names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
+        if run_id is None:
+            raise UserError(f"{folder.path} holds {names}: expected those of one run")
+        _say(_console(), f"skipped, not of run {run_id}: {names}")
+    return Retention(
+        folder,
+        keep,
+        holds=lambda: held_steps(run),
+        strip=strip,
+        run_id=lambda: run_id,
+        workers=workers,
+    )
 
 
 def _doomed(run: Path, folder: CheckpointFolder, arguments: argparse.Namespace) -> list[Path]:
@@ -251,10 +280,11 @@ def _prune(run: Path, folder: CheckpointFolder, arguments: argparse.Namespace) -
     from canon_pretrain.run.lock import live_holder
 
     retention = _retention(run, folder, arguments.keep)
-    if holder := live_holder(RunFolder(run).lock_file):
+    holder = live_holder(RunFolder(run).lock_file) or live_holder(RunFolder(folder.path).lock_file)
+    if holder is not None:
         raise UserError(
-            f"a launch is using {run} ({holder}): it prunes by itself (checkpoint.keep_latest_k); "
-            "stop it first, or look with --dry_run"
+            f"a launch is using {folder.path} ({holder}): it prunes by itself "
+            "(checkpoint.keep_latest_k); stop it first, or look with --dry_run"
         )
     console = _console()
     freed = 0

@@ -12,18 +12,19 @@ A step appears under its name by one rename of a finished folder and leaves it b
 what is called step-N was once whole. `recover` finishes what a kill interrupted. No torch here.
 """
 
+import contextlib
 import errno
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, verify
-from canon_pretrain.files import fsync_folder, rename, write_atomic
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
+from canon_pretrain.files import free_bytes, fsync_folder, rename, write_atomic
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 
 QUARANTINE = "quarantine"
@@ -49,10 +50,20 @@ class Quarantined(NamedTuple):
 
 
 class CheckpointFolder:
-    """RUN/checkpoint, whatever its name; it need not be there yet."""
+    """RUN/checkpoint, whatever its name; it need not be there yet.
 
-    def __init__(self, path: Path) -> None:
+    `may_change` is asked before anything is moved or deleted: a launch that was stopped may find
+    the folder another's. Where it is False, PermissionError is raised.
+    """
+
+    def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
         self.path = path
+        self._may_change = may_change
+
+    def _check_may_change(self) -> None:
+        if not self._may_change():
+            text = "no longer this launch's: another one took the run folder over"
+            raise PermissionError(errno.EPERM, text, str(self.path))
 
     @classmethod
     def of_run(cls, run: RunFolder) -> "CheckpointFolder":
@@ -72,6 +83,28 @@ class CheckpointFolder:
         """Where step N is written before it gets its name."""
         return self.path / f"{_SAVING}step-{step}"
 
+    def of_other_runs(self, run_id: str | None) -> dict[int, str]:
+        """By step, the run_id of each checkpoint that names another run than `run_id`."""
+        found: dict[int, str] = {}
+        for step in self.steps():
+            with contextlib.suppress(DamagedCheckpoint):  # says nothing that can be relied on
+                other = Manifest.read(self.step_path(step)).run_id
+                if other not in (None, run_id):
+                    found[step] = str(other)
+        return found
+
+    @property
+    def trial_path(self) -> Path:
+        """A folder for files that show whether a save could be written; `recover` deletes it."""
+        return self.path / f"{_DELETING}step-0"
+
+    def make_trial(self) -> None:
+        """Make `trial_path`, empty. Raises OSError where no save could be made either."""
+        self._check_may_change()
+        _make_folder(self.path)
+        remove_tree(self.trial_path)
+        self.trial_path.mkdir()
+
     def unfinished(self) -> list[Path]:
         """Saves in progress or killed, by step."""
         return self._marked(_SAVING)
@@ -84,6 +117,8 @@ class CheckpointFolder:
         """Names of what does not belong here: nothing reads, moves or deletes it."""
         known = {path.name for path in self.unfinished() + self.leftovers()}
         known |= {f"step-{step}" for step in self.steps()} | {QUARANTINE, ARCHIVE}
+        # the lock of a folder outside the run folder
+        known |= {path.name for path in self.path.glob(f"{RunFolder(self.path).lock_file.name}*")}
         return [path.name for path in entries(self.path) if path.name not in known]
 
     def _marked(self, mark: str) -> list[Path]:
@@ -103,6 +138,7 @@ class CheckpointFolder:
         from being read, and a kill or a full disk after it costs only the reason. Raises OSError
         where the rename can't be done; `path` is then where it was.
         """
+        self._check_may_change()
         folder = self.path / QUARANTINE
         _make_folder(folder)
         number = 1
@@ -127,12 +163,26 @@ class CheckpointFolder:
             for path in self._quarantine_entries()
         ]
 
+    def lack_of_room(self, num_bytes: int) -> str | None:
+        """What to report if the disk can't take `num_bytes`, even without interrupted saves."""
+        if free_bytes(self.path) >= num_bytes:
+            return None
+        freed = self.reclaim()
+        if freed and free_bytes(self.path) >= num_bytes:
+            logger.warning(f"deleted {freed:,} bytes of interrupted saves to make room")
+            return None
+        return (
+            f"no room in {self.path}: a checkpoint takes {num_bytes:,} bytes, "
+            f"{free_bytes(self.path):,} are free"
+        )
+
     def reclaim(self) -> int:
         """Delete the interrupted saves in quarantine, for a full disk; returns the bytes freed."""
         return sum(self.discard(path) for path in self._quarantined_saves())
 
     def discard(self, path: Path) -> int:
         """Delete an entry of quarantine with its reason, or an archive; returns the bytes freed."""
+        self._check_may_change()
         freed = remove_tree(path)
         _reason_file(path).unlink(missing_ok=True)
         return freed
@@ -154,6 +204,7 @@ class CheckpointFolder:
 
     def delete_step(self, step: int) -> int:
         """Delete step N; returns the bytes freed. A kill leaves step-N whole, or no step-N."""
+        self._check_may_change()
         doomed = self.path / f"{_DELETING}step-{step}"
         remove_tree(doomed)  # of an earlier step N, whose deletion failed
         _move(self.step_path(step), doomed)
@@ -165,6 +216,7 @@ class CheckpointFolder:
         Returns the bytes freed. A kill leaves the old one, which `recover` may have to rename
         back, or the new one. Raises OSError with the old one in its place where a rename fails.
         """
+        self._check_may_change()
         final, replaced = self.step_path(step), self.path / f"{_REPLACED}step-{step}"
         _move(final, replaced)
         try:
@@ -265,6 +317,8 @@ class CheckpointFolder:
         names = [EVALS, "report", "wandb", "tb", files.run_file.name, files.launches.name]
         names += [files.log_file.name, files.config_file.name]
         moves += [(run / name, name) for name in names]
+        if files.log_file.is_file() and not files.log_file.stat().st_size:
+            moves.remove((files.log_file, files.log_file.name))  # of a launch that was refused
         return self._archive(run, "before-a-fresh-start", why, moves)
 
     def archives(self, run: Path) -> list[Path]:
@@ -284,6 +338,7 @@ class CheckpointFolder:
         moves = [(source, name) for source, name in moves if os.path.lexists(source)]
         if not moves:
             return None
+        self._check_may_change()
         number = 1 + max(map(_archive_number, self.archives(run)), default=0)
         archive = run / ARCHIVE / f"{number}-{label}"
         _make_folder(archive)

@@ -80,9 +80,9 @@ class Retention:
     Nothing is deleted before `keep` verified ones are found. An older step that `holds` names is
     replaced by its weights alone, which `strip(step_path, temporary)` writes as a whole, synced
     checkpoint (it may raise any Exception); of these the newest `max_held` stay, as long as they
-    are held. They never count as kept. Steps that are links are no concern of it. `workers`
-    threads read files for their hashes. `may_act` is asked before each act: hashing takes minutes,
-    and the folder may be another launch's meanwhile.
+    are held. They never count as kept. Steps that are links, or that name another run than
+    `run_id()`, are skipped. `workers` threads read files for their hashes. `may_act` is asked
+    before each act: hashing takes minutes, and the folder may be another launch's meanwhile.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Retention:
         holds: Callable[[], set[int]],
         strip: Callable[[Path, Path], None],
         max_held: int = MAX_HELD,
+        run_id: Callable[[], str | None] = lambda: None,
         workers: int = 1,
         may_act: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -101,6 +102,7 @@ class Retention:
         self.folder = folder
         self.keep = keep
         self.max_held = max_held
+        self._run_id = run_id
         self._holds = holds
         self._strip_weights = strip
         self._workers = workers
@@ -155,8 +157,10 @@ class Retention:
             if path.is_symlink():
                 continue
             try:
-                kind = Manifest.read(path).kind
-                if kind == "weights":
+                manifest = Manifest.read(path)
+                if manifest.run_id not in (None, self._run_id()):
+                    continue
+                if manifest.kind == "weights":
                     weights.insert(0, step)
                 elif len(plan.kept) == self.keep:
                     older.insert(0, step)

@@ -1,6 +1,7 @@
 """What lies in a run folder, and the rule that one folder holds one run.
 
-    config.json     the resolved job, and the facts that make the run what it is (`identity`)
+    config.json     the resolved job, the facts that make the run what it is (`identity`), and the
+                    hash of each source file that the last launch used (`code`)
     run.json        the run's id, and how many launches it has had (run/launches.py)
     log.jsonl       one line an event (run/log.py)
     launches/NNN/   what each launch was: launch.json, config.json, packages.txt, environment.json,
@@ -24,6 +25,7 @@
 The trainer writes it, eval and the report read it. No torch here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,13 @@ from canon_pretrain.files import UnreadableFile, read_json, write_atomic, write_
 from canon_pretrain.run.log import read_log
 
 CHECKPOINTS = "checkpoint"
+
+
+def config_record(
+    config: dict[str, Any], identity: dict[str, Any], code: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """Return the content of config.json; without `code`, that is not known."""
+    return {"identity": identity, "config": config} | ({"code": dict(code)} if code else {})
 
 
 @dataclass(frozen=True)
@@ -114,10 +123,15 @@ class RunFolder:
                 "at its first launch"
             ) from None
 
-    def write_config(self, config: dict[str, Any], identity: dict[str, Any]) -> None:
-        """Record the resolved job; the folder is made if need be."""
+    def write_config(
+        self,
+        config: dict[str, Any],
+        identity: dict[str, Any],
+        code: Mapping[str, str] | None = None,
+    ) -> None:
+        """Record the resolved job, and the hashes of the code; the folder is made if need be."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.config_file, {"identity": identity, "config": config})
+        write_json(self.config_file, config_record(config, identity, code))
 
     def write_done(self, step: int) -> None:
         """Mark the run finished; written after its last checkpoint."""

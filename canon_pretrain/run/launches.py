@@ -19,6 +19,7 @@ OWN_TO_A_LAUNCH = (
     "job.config_file",
     "run.stop_at",
     "run.allow_changes",
+    "run.code",
     "checkpoint.fresh",
     "checkpoint.load_step",
     "training.local_batch_size",
@@ -51,10 +52,9 @@ def read_run(folder: RunFolder) -> RunFacts | None:
 def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
     """Count one more launch in run.json, which is made if need be; and what went wrong with that.
 
-    A lost run.json is made up from the launches' records or, of a run that is older than those,
-    from its log: no number is given twice.
+    No number is given twice.
     """
-    before = read_run(folder) or _recover(folder)
+    before = known_run(folder) or RunFacts(uuid.uuid4().hex[:8], utc_now(), 0)
     facts = RunFacts(before.run_id, before.created, before.launches + 1)
     try:
         write_json(folder.run_file, asdict(facts))
@@ -67,7 +67,7 @@ def take_back(folder: RunFolder, facts: RunFacts) -> None:
     """Undo `begin_launch`, which gave `facts`, unless the log has a line of that launch."""
     number = facts.launches
     try:
-        if _last_segment(folder.log_file) == number:
+        if _last_event(folder.log_file).get("segment") == number:
             return
         if number == 1:
             folder.run_file.unlink(missing_ok=True)
@@ -77,13 +77,20 @@ def take_back(folder: RunFolder, facts: RunFacts) -> None:
         return  # then a number is left out: no harm
 
 
-def _recover(folder: RunFolder) -> RunFacts:
-    newest = newest_launch(folder)
-    number = 0 if newest is None else int(newest["launch"])
-    number = max(number, _launches_logged(folder.log_file))
-    if newest is not None:
-        return RunFacts(str(newest["run_id"]), str(newest.get("created", utc_now())), number)
-    return RunFacts(uuid.uuid4().hex[:8], utc_now(), number)
+def known_run(folder: RunFolder) -> RunFacts | None:
+    """run.json or, if it is lost, what the launches' records and the log say; None for a new run.
+
+    A run that is older than its records has an id made up here.
+    """
+    if (facts := read_run(folder)) is not None:
+        return facts
+    newest, logged = newest_launch(folder), _launches_logged(folder.log_file)
+    if newest is None and not logged:
+        return None
+    record = newest or _last_event(folder.log_file)
+    run_id = str(record.get("run_id") or uuid.uuid4().hex[:8])
+    number = max(int(record.get("launch", 0)), logged)
+    return RunFacts(run_id, str(record.get("created", utc_now())), number)
 
 
 def _launches_logged(log: Path) -> int:
@@ -95,15 +102,15 @@ def _launches_logged(log: Path) -> int:
         return 0
 
 
-def _last_segment(log: Path) -> int | None:
-    """The launch that wrote the log's last line; None where it does not say, or is not there."""
+def _last_event(log: Path) -> dict[str, Any]:
+    """The log's last line; {} without one."""
     try:
         events = read_tail(log, until=None)
     except UnreadableFile as error:
         if not error.is_missing:
             raise
-        return None
-    return events[-1].get("segment") if events else None
+        return {}
+    return events[-1] if events else {}
 
 
 def launch_numbers(folder: RunFolder) -> list[int]:

@@ -9,10 +9,14 @@ of the chain lock.json -> after-ID -> ... holds the lock, also while lock.json i
 so of two that race only one can win. A file is written by its holder alone and never gets a second
 one: a holder that slept through a takeover writes into a file that no longer has a name.
 
+Only a lock.json with a launch's own id is its lock. A missing one is not: a launch that slept may
+have been taken over by one that has ended since.
+
 The trainer's global rank 0 holds it; `prune` and status ask `live_holder`. No torch here.
 """
 
 import errno
+import functools
 import os
 import threading
 import time
@@ -41,11 +45,19 @@ from canon_pretrain.run.lock_files import (
 
 HEARTBEAT_S = 10.0
 EXPIRY_BEATS = 6
+PROOF_BEATS = 2
+"""Heartbeats for which a look at the lock proves that it is ours."""
 SETTLE_S = 0.5
 """From replacing lock.json to the last look at it: a client may show an old name for a moment."""
 JOIN_S = 5.0
 """How long `release` waits for a thread that hangs in a file operation."""
 TURNS = 10
+RUN_FOLDER = "--job.dump_folder"
+
+# runs on while the process is stopped and, where the system has such a clock, the machine suspended
+_clock = functools.partial(
+    time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+)
 
 
 def read_holder(path: Path) -> Holder | None:
@@ -81,6 +93,7 @@ class _Launch:
     heartbeat_s: float
     expiry_s: float
     settle_s: float
+    option: str
     say: Callable[[str], None]
 
     def obtain(self) -> None:
@@ -105,7 +118,7 @@ class _Launch:
         raise UserError(
             f"{self.path} could not be taken in {TURNS} attempts: it comes and goes. Expected a "
             "file that one launch writes; look who uses this folder, or choose another with "
-            "--job.dump_folder"
+            f"{self.option}"
         )
 
     def _reason_at_once(self, holder: Holder) -> str | None:
@@ -182,10 +195,11 @@ class _Launch:
         if sight is not None:
             silent_s = age_s(self.path, sight)
             who = f"{sight.holder}, last heartbeat {silent_s:.1f} s ago"
+        stop = f" stop it with `touch {RunFolder(folder).stop_file}`,"
         return UserError(
             f"{folder} is in use by another launch ({who}), and this one ({self.ours}) would write "
-            f"into it too. Wait for the other to end, stop it with `touch "
-            f"{RunFolder(folder).stop_file}`, or choose another folder with --job.dump_folder"
+            f"into it too. Wait for the other to end,{stop if self.option == RUN_FOLDER else ''} "
+            f"or choose another folder with {self.option}"
         )
 
 
@@ -201,6 +215,7 @@ class RunLock:
         holder: Holder,
         *,
         heartbeat_s: float,
+        expiry_s: float,
         say: Callable[[str], None],
         on_beat: Callable[[], None] | None,
     ) -> None:
@@ -210,6 +225,10 @@ class RunLock:
         """Heartbeats in a row that could not be written."""
         self._lost = self._released = False
         self._gone = 0
+        self._proof_s, self._expiry_s = PROOF_BEATS * heartbeat_s, expiry_s
+        self._proved_at = _clock()
+        """When a look that found our id began."""
+        self._inode = path.stat().st_ino
         self._say, self._pid = say, os.getpid()
         self._stop = threading.Event()
         # two threads: a status file that hangs on a busy disk must not cost us the lock
@@ -228,6 +247,7 @@ class RunLock:
         heartbeat_s: float = HEARTBEAT_S,
         expiry_s: float | None = None,
         settle_s: float = SETTLE_S,
+        option: str = RUN_FOLDER,
         say: Callable[[str], None] = print,
         holder: Holder | None = None,
         on_beat: Callable[[], None] | None = None,
@@ -237,6 +257,7 @@ class RunLock:
         Free, or held by a process of this machine that is gone, or by an earlier start of the same
         Slurm job: at once. Else the holder is watched for `expiry_s` (default: 6 heartbeats), after
         one line through `say`. Raises UserError naming the holder when it shows any sign of life.
+        `option` is how a user chooses another folder.
 
         `on_beat` is called every `heartbeat_s` from a thread of its own while the lock is ours.
         """
@@ -244,13 +265,17 @@ class RunLock:
         expiry_s = EXPIRY_BEATS * heartbeat_s if expiry_s is None else expiry_s
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _Launch(path, ours, heartbeat_s, expiry_s, settle_s, say).obtain()
+            _Launch(path, ours, heartbeat_s, expiry_s, settle_s, option, say).obtain()
+            return cls(
+                path, ours, heartbeat_s=heartbeat_s, expiry_s=expiry_s, say=say, on_beat=on_beat
+            )
         except OSError as error:
+            no_folder = isinstance(error, FileExistsError)  # of mkdir
+            why = "its folder is a file, or a link to nothing" if no_folder else error.strerror
             raise UserError(
-                f"the lock {path} cannot be taken: {error.strerror}. Expected a folder that this "
-                "user may write, with some space left; or choose another with --job.dump_folder"
+                f"the lock {path} cannot be taken: {why}. Expected a folder that this "
+                f"user may write, with some space left; or choose another with {option}"
             ) from error
-        return cls(path, ours, heartbeat_s=heartbeat_s, say=say, on_beat=on_beat)
 
     @property
     def lost(self) -> bool:
@@ -264,15 +289,30 @@ class RunLock:
         """Look now, not at the next heartbeat: before a write that must not hit another's run.
 
         A process that was stopped (SIGSTOP, a suspended machine) learns from it what it missed.
-        A file system that does not answer is no proof: the lock is ours until it is another's.
+        A file that is missing, damaged or can't be read proves nothing: False. The lock is lost for
+        good only if another has it, or it is missing and another had the time to take it.
         """
+        began = _clock()
         try:
             sight = look(self.path)
         except OSError:
+            return False
+        if sight is not None and sight.holder.id == self.holder.id:
+            self._proved_at = began
             return not self._lost
         if sight is not None and self._is_anothers(sight.holder):
             self._lose(f"{sight.holder} took it")
-        return not self._lost
+        elif sight is None and began - self._proved_at > self._expiry_s:
+            self._lose("the file is gone, and another launch had the time to take it")
+        return False
+
+    def may_write(self) -> bool:
+        """Whether the lock was ours within PROOF_BEATS; looks if the last proof is older.
+
+        For the log and the status, which are written too often for a look each time.
+        """
+        is_fresh = _clock() - self._proved_at <= self._proof_s
+        return not self._lost and (is_fresh or self.still_ours())
 
     def release(self) -> None:
         """Stop the heartbeat and remove the file if it is still ours; a second call does nothing.
@@ -333,16 +373,20 @@ class RunLock:
             self._gone = self.failures = 0
 
     def _write_beat(self) -> None:
+        began = _clock()
         descriptor = os.open(self.path, os.O_RDWR)
         try:
             # through one descriptor: what is replaced after this read is another file
             found = parse(os.pread(descriptor, LOCK_BYTES, 0))
             if found is None:
-                raise OSError(errno.EIO, "its content is damaged")
+                if os.fstat(descriptor).st_ino != self._inode:
+                    raise OSError(errno.EIO, "its content is damaged")
+                found = self.holder  # the file that we made: its content is written anew
             claimed = found.id == self.holder.id and claim_of(self.path, self.holder.id).exists()
             if claimed or self._is_anothers(found):
                 self._lose("another launch took it")
                 return
+            self._proved_at = began
             holder = replace(self.holder, beats=found.beats + 1, heartbeat=utc_now())
             try:
                 # no fsync: while a checkpoint is written it may take longer than the expiry, and

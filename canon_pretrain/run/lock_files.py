@@ -94,14 +94,14 @@ def read(path: Path) -> tuple[Holder, int] | None:
 
     Of anything but a lock, such as a FIFO, the holder is DAMAGED.
     """
-    for _ in range(3):
+    for attempt in range(3):
         try:
             with open(path, "rb", opener=open_at_once) as file:
                 content, status = file.read(2 * LOCK_BYTES) or b"", os.fstat(file.fileno())
         except FileNotFoundError:
             return None
         except OSError as error:
-            if error.errno != errno.ESTALE:  # NFS: replaced while we read
+            if error.errno != errno.ESTALE or attempt == 2:  # NFS: replaced while we read
                 raise
             continue
         holder = parse(content)

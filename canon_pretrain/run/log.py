@@ -257,11 +257,11 @@ def drop_superseded(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
     A `resume` with `from_step` takes anew what stands before it of later steps; a `start` (again,
     after a run that died before its first checkpoint) takes all anew. Other kinds stay: they
-    happened.
+    happened. What a launch wrote after another had taken the run over is left out as well.
     """
     kept = []
     last = math.inf
-    for event in reversed(list(events)):
+    for event in reversed(list(_without_late_lines(events))):
         if event["event"] in RETAKEN and event["step"] > last:
             continue
         if event["event"] in ("start", "resume"):
@@ -269,6 +269,22 @@ def drop_superseded(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         kept.append(event)
     kept.reverse()
     return kept
+
+
+def _without_late_lines(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """`events` without those that a launch wrote after the first line of a later launch.
+
+    A line without a run_id belongs to no launch that is known.
+    """
+    begun: set[str] = set()
+    newest = ""
+    for event in events:
+        launch = f"{event['run_id']} {event.get('segment')}" if event.get("run_id") else newest
+        if launch in begun and launch != newest and event["event"] not in ("start", "resume"):
+            continue
+        begun.add(launch)
+        newest = launch
+        yield event
 
 
 def parse_events(lines: Iterable[bytes]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from typing import Any
 
 import canon_pretrain
 from canon_pretrain.files import create_file, fsync_folder, write_atomic
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.folder import RunFolder, config_record
 from canon_pretrain.run.holder import Holder, utc_now
 from canon_pretrain.run.launches import RunFacts, take_back
 from canon_pretrain.run.readme import IS_OURS, command_again, readme
@@ -161,6 +161,7 @@ class LaunchRecord:
         *,
         config: dict[str, Any],
         identity: dict[str, Any],
+        code: Mapping[str, str] | None = None,
         facts: dict[str, Any],
     ) -> list[str]:
         """Write the record and README.md; what went wrong, a sentence each.
@@ -172,7 +173,7 @@ class LaunchRecord:
         target = folder.launch_path(self.facts.launches)
         try:
             launch = self._launch() | facts
-            self._write_folder(target, launch, {"identity": identity, "config": config})
+            self._write_folder(target, launch, config_record(config, identity, code))
             self._write_readme(folder, launch, config)
         except Exception as error:  # a full disk, or what nobody thought of: the run goes on
             problems.append(f"what this launch is was not written to {target}: {error}")

@@ -11,19 +11,22 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import remove_leftovers
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.lock import RunLock
 from canon_pretrain.run.status import States, StatusWriter
-from canon_pretrain.run.stop import StopRequests
+from canon_pretrain.run.stop import LOST_LOCK, StopRequests
 
 
 class Session:
     """A context manager; leaving it by an exception makes the state `failed`.
 
-    Raises UserError on entry where another live launch holds the folder.
+    `checkpoints`, a folder outside the run folder, is locked as well: the lock of the run folder
+    does not keep another run out of it. Raises UserError on entry if another live launch holds one
+    of the two.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Session:
         world_size: int,
         steps: int,
         heartbeat_s: float = 10.0,
+        checkpoints: Path | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self.folder = folder
@@ -41,7 +45,8 @@ class Session:
         self._world_size, self._steps = world_size, steps
         self._heartbeat_s = heartbeat_s
         self._say = say
-        self._lock: RunLock | None = None
+        self._checkpoints = checkpoints
+        self._locks: list[RunLock] = []
         self.status: StatusWriter | None = None
         self.stop = StopRequests()
 
@@ -50,8 +55,7 @@ class Session:
             try:
                 self._take_folder()
             except BaseException:
-                if self._lock is not None:
-                    self._lock.release()
+                self._release()
                 raise
         self.stop.__enter__()
         if not self._is_writer:
@@ -75,18 +79,18 @@ class Session:
                 f"the run folder {path} cannot be written to: {error.strerror}; choose another "
                 "with --job.dump_folder, or make room"
             ) from None
-        self._lock = lock = RunLock.acquire(
-            self.folder.lock_file,
-            heartbeat_s=self._heartbeat_s,
-            say=self._say,
-            on_beat=self._beat,
-        )
+        options: dict[str, Any] = {"heartbeat_s": self._heartbeat_s, "say": self._say}
+        self._locks.append(RunLock.acquire(self.folder.lock_file, on_beat=self._beat, **options))
+        if self._checkpoints is not None:
+            lock_file = RunFolder(self._checkpoints).lock_file
+            option = "--checkpoint.folder"
+            self._locks.append(RunLock.acquire(lock_file, option=option, **options))
         for written in (self.folder.run_file, self.folder.config_file, self.folder.status_file):
             remove_leftovers(path, written.name)
         self.status = StatusWriter(
             self.folder.status_file, steps=self._steps, world_size=self._world_size
         )
-        self.stop = StopRequests(self.folder.stop_file, lambda: lock.lost)
+        self.stop = StopRequests(self.folder.stop_file, self._is_lost)
         if self.stop.forget_leftover(began=began):
             self._say(
                 f"{self.folder.stop_file} was there before this launch began: left over from an "
@@ -94,17 +98,24 @@ class Session:
             )
         self.status.write()
 
-    @property
-    def lost(self) -> bool:
-        """Whether another launch is known to have taken the folder: this one writes no more."""
-        return self._lock is not None and self._lock.lost
+    def _is_lost(self) -> bool:
+        return any(lock.lost for lock in self._locks)
 
     def still_ours(self) -> bool:
         """Whether the folder is this launch's, by a look at the lock; True above rank 0."""
-        return self._lock is None or self._lock.still_ours()
+        return all(lock.still_ours() for lock in self._locks)
+
+    def check_ours(self) -> None:
+        """Raise UserError unless `still_ours`; before a change to the folder."""
+        if not self.still_ours():
+            raise UserError(f"{self.folder.path}: {LOST_LOCK}; this launch changes nothing there")
+
+    def may_write(self) -> bool:
+        """Whether the log and the status are this launch's to write; cheaper than `still_ours`."""
+        return all(lock.may_write() for lock in self._locks)
 
     def _beat(self) -> None:
-        if self.status is not None and not self.lost:
+        if self.status is not None and self.may_write():
             self.status.write()
 
     def progress(self, step: int, phase: str, seconds_per_step: float | None = None) -> None:
@@ -119,7 +130,7 @@ class Session:
 
     def end(self, state: States, reason: str, step: int) -> None:
         """Write the launch's last state; `failed` is never overwritten."""
-        if self.status is not None:
+        if self.status is not None and self.still_ours():
             self.status.end(state, reason, step)
 
     def __exit__(
@@ -129,14 +140,17 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if self.status is not None and error is not None and not self.lost:
-                step = self.status.status.step
-                self.status.end("failed", f"{type(error).__name__}: {_first_line(error)}", step)
-            if self._lock is not None:
-                self._lock.release()
+            if self.status is not None and error is not None:
+                reason = f"{type(error).__name__}: {_first_line(error)}"
+                self.end("failed", reason, self.status.status.step)
+            self._release()
         finally:
             # last: torchrun sends SIGTERM to those that are left just when one rank has failed
             self.stop.__exit__()
+
+    def _release(self) -> None:
+        for lock in reversed(self._locks):
+            lock.release()
 
 
 def _first_line(error: BaseException) -> str:

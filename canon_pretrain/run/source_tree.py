@@ -1,10 +1,11 @@
-"""The program's own source tree, by git: which commit, and what differs from it.
+"""The program's own source: the hash of each file; by git, which commit, and what differs from it.
 
 A launch's record holds it (run/provenance.py), so that a year later the code can be put together
 again. git may be missing, slow, or have nothing to say: then there is a sentence about that, and
 never an error.
 """
 
+import contextlib
 import os
 import subprocess
 import threading
@@ -13,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import canon_pretrain
+from canon_pretrain.files import sha256_file
+
 PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = (".py", ".toml")
 UNTRACKED_NAMES = 200
@@ -20,6 +24,25 @@ UNTRACKED_BYTES = 1 << 16
 UNTRACKED_S = 5.0
 OWN_FOLDERS = ("data_prep", "eval")
 """The project's source folders beside canon_pretrain/: the patch shows their *.py files only."""
+
+
+TRAINING_CODE = (
+    *("config.py", "errors.py", "files.py", "train.py", "checkpoint/[!_]*.py", "data/*.py"),
+    *("kernels/**/*.py", "model/*.py", "run/[!_]*.py", "titan/*.py"),
+)
+"""What a training run imports of canon_pretrain."""
+
+
+def code_hashes(package: Path = Path(canon_pretrain.__file__).parent) -> dict[str, str]:
+    """The first 16 hexadecimal digits of the SHA-256 of each file of TRAINING_CODE, by its path.
+
+    Equal for an installed package and a clone. A file that can't be read is left out.
+    """
+    hashes = {}
+    for path in sorted({path for pattern in TRAINING_CODE for path in package.glob(pattern)}):
+        with contextlib.suppress(OSError):
+            hashes[path.relative_to(package).as_posix()] = sha256_file(path)[:16]
+    return hashes
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ The format is canon_pretrain/checkpoint/; this room knows the ranks. Every decis
 timeout of the training step.
 """
 
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,13 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
-from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.folder import CheckpointFolder, remove_tree
 from canon_pretrain.checkpoint.retention import Retention, held_steps
 from canon_pretrain.checkpoint.safe_load import describe
 from canon_pretrain.checkpoint.weights import strip_to_weights
 from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import free_bytes
+from canon_pretrain.files import reserve
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import RunFacts
 from canon_pretrain.run.once import mark_obeyed, was_obeyed
@@ -43,8 +45,31 @@ from canon_pretrain.titan.staging import Staging
 
 CLOSE_TIMEOUT_S = 5.0
 BUSY = "busy"
+ELSEWHERE = "Make room, or save elsewhere with --job.dump_folder or --checkpoint.folder"
 LOUD_AFTER = 3
 """Failed saves in a row from which on each one is an error, not a warning."""
+
+
+def full_bytes(weights: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of a full checkpoint of `weights`: them, two moments, and change."""
+    return int(3 * sum(t.numel() * t.element_size() for t in weights.values()) * 1.01) + (1 << 20)
+
+
+def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
+    """Raise UserError where `folder` can't be made, or has no room for `num_bytes` more.
+
+    Leaves `folder.trial_path` for files to be tried in.
+    """
+    if lack := folder.lack_of_room(num_bytes):
+        raise UserError(f"{lack}. {ELSEWHERE}")
+    try:
+        folder.make_trial()
+    except OSError as error:
+        path = folder.path
+        why = f"a link to {os.readlink(path)}, which is no folder" if path.is_symlink() else None
+        raise UserError(
+            f"no checkpoint can be saved in {path}: {why or error.strerror}. {ELSEWHERE}"
+        ) from None
 
 
 def no_event(name: str, **fields: Any) -> None:
@@ -71,7 +96,9 @@ class CanonCheckpointManager:
         self.config = checkpoint_config
         self.enable = checkpoint_config.enable
         self.run = RunFolder(Path(base_folder))
-        self.folder = CheckpointFolder(self.run.path / checkpoint_config.folder)
+        self.folder = CheckpointFolder(
+            self.run.path / checkpoint_config.folder, may_change=lambda: self._still_ours()
+        )
         self.states = states | {
             "optimizer": optimizers,
             "dataloader": dataloader,
@@ -82,6 +109,8 @@ class CanonCheckpointManager:
         self._note: Callable[..., None] = no_event
         self._still_ours: Callable[[], bool] = lambda: True
         self._launch: RunFacts | None = None
+        self._obeyed_once: str | None = None
+        """An option that acts once, to be marked as obeyed when the launch begins to train."""
         self.saved_step = 0
         """The newest step with a whole checkpoint, as far as this launch knows."""
         self.failures = 0
@@ -102,6 +131,7 @@ class CanonCheckpointManager:
             holds=lambda: held_steps(self.run.path),
             max_held=checkpoint_config.max_held,
             strip=strip_to_weights,
+            run_id=lambda: self._launch.run_id if self._launch else None,
             may_act=lambda: self._still_ours(),
         )
 
@@ -139,11 +169,30 @@ class CanonCheckpointManager:
             initial_model_only=self.config.initial_load_model_only,
         )
         if step != -1:
-            self._council.decide(lambda: mark_obeyed(once, option))
+            self._obeyed_once = option
         if found is not None:
             self.saved_step = found
             self._note(checkpoint_step=found)
         return found is not None
+
+    def begin(self) -> None:
+        """Settle what a launch that trains needs of the folder, after `load`.
+
+        Later steps of an abandoned branch move to the archive, last: before that, UserError on all
+        ranks if the run folder is another launch's by now, or no checkpoint could be saved.
+        """
+        if not self.enable:
+            return
+        if not self._council.decide(lambda: self._still_ours()):
+            raise UserError(f"stopped before its first step: {LOST_LOCK}", shared=True)
+        self.check_room()
+        if self.saved_step:
+            self._council.decide(self._leave_branch)
+
+    def _leave_branch(self) -> None:
+        leave_branch(self.folder, self.run, self.saved_step, self._event)
+        if self._obeyed_once:
+            mark_obeyed(self.run.obeyed_file, self._obeyed_once)
 
     def go_back(self, step: int) -> None:
         """Make `step` the newest one: what was saved after it moves to the archive."""
@@ -216,35 +265,32 @@ class CanonCheckpointManager:
         if not self._still_ours():
             return LOST_LOCK
         try:
-            return self._lack_of_room()
+            return self.folder.lack_of_room(self.checkpoint_bytes())
         except OSError as error:  # such as a stale handle: a save that can't be made, no more
             return f"{self.folder.path} cannot be looked at: {error}"
 
-    def _lack_of_room(self) -> str | None:
-        """What to say where the disk can't take one more checkpoint; rank 0 only."""
-        needed = self.checkpoint_bytes()
-        if free_bytes(self.folder.path) >= needed:
-            return None
-        freed = self.folder.reclaim()
-        if freed and free_bytes(self.folder.path) >= needed:
-            logger.warning(f"deleted {freed:,} bytes of interrupted saves to make room")
-            return None
-        return (
-            f"no room in {self.folder.path}: a checkpoint takes {needed:,} bytes, "
-            f"{free_bytes(self.folder.path):,} are free"
-        )
-
     def checkpoint_bytes(self) -> int:
-        """Bytes of a full checkpoint: fp32-like sizes of weights and two moments, and change."""
-        weights = sum(t.numel() * t.element_size() for t in self._model.state_dict().values())
-        return int(3 * weights * 1.01) + (1 << 20)
+        return full_bytes(self._model.state_dict())
 
     def check_room(self) -> None:
-        """Raise UserError on all ranks before training where no checkpoint could be saved."""
-        if self.enable and (lack := self._council.decide(self._lack_of_room)):
+        """Raise UserError on all ranks before training where no checkpoint could be saved.
+
+        Each rank tries a file of the size that it will write, beside those of the others.
+        """
+        self._council.decide(lambda: check_room(self.folder, self.checkpoint_bytes()))
+        trial = self.folder.trial_path
+        num_bytes = self.checkpoint_bytes() // dist.get_world_size()
+        faults = []
+        try:
+            reserve(trial / f"__{self._rank}_0.distcp", num_bytes)
+        except OSError as error:
+            faults.append(f"{socket.gethostname()}, rank {self._rank}: {error.strerror}")
+        found = self._council.collect(faults)
+        self._council.decide(lambda: remove_tree(trial) if trial.exists() else 0)
+        if found:
             raise UserError(
-                f"{lack}. Make room, or save elsewhere with --job.dump_folder or "
-                "--checkpoint.folder",
+                f"no checkpoint can be saved in {self.folder.path}, a file of {num_bytes:,} bytes "
+                f"was tried: {'; '.join(texts[0] for texts in found.values())}. {ELSEWHERE}",
                 shared=True,
             )
 
@@ -295,9 +341,10 @@ class CanonCheckpointManager:
     def _failed(self, step: int, why: str) -> None:
         """Report a save that was not made, louder from the third in a row on."""
         self.failures += 1
-        if self._rank or not self._still_ours():
+        if self._rank:
             return
-        remove_unfinished(self.folder.saving_path(step))
+        if self._still_ours():  # else it may be another launch's save by now
+            remove_unfinished(self.folder.saving_path(step))
         self._event("checkpoint_failed", step=step, reason=why, in_a_row=self.failures)
         self._note(checkpoint_failures=self.failures)
         text = f"step {step} is NOT SAVED: {why}"

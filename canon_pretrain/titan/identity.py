@@ -98,6 +98,29 @@ def recorded_held_out(folder: RunFolder) -> dict[str, Any]:
     return {HELD_OUT: identity[HELD_OUT]} if HELD_OUT in identity else {}
 
 
+def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> dict[str, list[Any]]:
+    """Source files that differ from those of the run's last launch: path -> [old, new] hash.
+
+    Empty for a new run, and one from before they were recorded. With `refuse`, UserError instead.
+    """
+    old = folder.read_config().get("code") if folder.config_file.exists() else None
+    if not isinstance(old, dict) or not old:
+        return {}
+    changed = {
+        name: [old.get(name), code.get(name)]
+        for name in sorted(old.keys() | code.keys())
+        if old.get(name) != code.get(name)
+    }
+    if changed and refuse:
+        raise UserError(
+            f"the code of canon_pretrain is not that of the last launch of {folder.path}: "
+            f"{', '.join(changed)} differ(s), and run.code is refuse. Put the former code back "
+            "(launches/ names its commit), or give --run.code note",
+            shared=True,
+        )
+    return changed
+
+
 def _defaults() -> dict[str, Any]:
     """What a part of the identity was before there was a name for it."""
     known = {f"model.{f.name}": f.default for f in fields(ModelArgs)}

@@ -6,7 +6,8 @@ A launch that is refused, whatever for, leaves no record: `announce` comes after
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,18 +15,22 @@ import torch.distributed as dist
 import torchtitan
 from torchtitan.tools.logging import logger
 
-from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.folder import ARCHIVE, CheckpointFolder, remove_tree
 from canon_pretrain.errors import UserError
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.holder import host_name
-from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, begin_launch
+from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, begin_launch, known_run
 from canon_pretrain.run.once import FRESH, mark_obeyed, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.titan.agree import Council
+from canon_pretrain.titan.checkpoint import check_room, full_bytes
 from canon_pretrain.titan.data import absolute_folders
 from canon_pretrain.titan.device import device_count, has_accelerator
 from canon_pretrain.titan.identity import HELD_OUT
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.resume import check_initial
 
 if TYPE_CHECKING:
     from canon_pretrain.titan.trainer import CanonTrainer
@@ -37,36 +42,104 @@ def prepare_folder(
     """What rank 0 does to the run folder, under its lock, before the ranks meet.
 
     The shards' `fingerprint` and the command line's `arguments` go into the launch's record, which
-    is given back: `announce` writes it.
+    is given back: `announce` writes it. Raises UserError, with nothing moved, for a folder that the
+    launch can't use.
     """
     run = session.folder
-    checkpoints = CheckpointFolder(run.path / job.checkpoint.folder)
-    for sentence in checkpoints.recover():
-        logger.info(f"NOTE: {sentence}")
-    if strays := checkpoints.strays():
-        names = ", ".join(strays)
-        logger.info(f"NOTE: in {checkpoints.path}, but no part of it, and left alone: {names}")
-    once = run.obeyed_file
-    if job.checkpoint.fresh and was_obeyed(once, FRESH):
-        logger.info("NOTE: this job has begun the run afresh before: going on with it")
-    elif job.checkpoint.fresh:
-        kept = checkpoints.archive_all(run.path, "--checkpoint.fresh")
-        mark_obeyed(once, FRESH)
-        if kept is not None:
-            logger.info(f"NOTE: beginning again: the run so far is in {kept}")
-    if checkpoints.steps() and not run.config_file.exists():
+    path = run.path / job.checkpoint.folder
+    checkpoints = CheckpointFolder(path, may_change=session.still_ours)
+    fresh = job.checkpoint.fresh and not was_obeyed(run.obeyed_file, FRESH)
+    try:
+        _check_folder(job, run, checkpoints, fresh=fresh)
+        _settle_folder(job, run, checkpoints, fresh=fresh)
+    except OSError as error:
         raise UserError(
-            f"{checkpoints.path} holds checkpoints, but {run.config_file}, which says what run "
-            "they are of, is gone. Put it back, or begin again with --checkpoint.fresh"
-        )
-    if kept := archive_traces(run.path / job.comm.save_traces_folder):
-        logger.info(f"NOTE: communication traces of an earlier launch are in {kept}")
+            f"{error.filename or path}: {error.strerror}. Choose another folder with "
+            "--job.dump_folder or --checkpoint.folder"
+        ) from None
+    session.check_ours()
     facts, problem = begin_launch(run)
     if problem:
         logger.warning(f"{problem}: the number of this launch, {facts.launches}, is not kept")
     places = absolute_folders(job.data)
     folders = places["paths"] or [places["path"]]
     return LaunchRecord(facts, arguments, fingerprint=fingerprint, folders=folders)
+
+
+def checkpoints_outside(job: CanonJobConfig) -> Path | None:
+    """The folder of the checkpoints, if it is outside the run folder and so needs its own lock."""
+    run = Path(job.job.dump_folder)
+    folder = run / job.checkpoint.folder
+    inside = folder.resolve().is_relative_to(run.resolve())
+    return folder if job.checkpoint.enable and not inside else None
+
+
+def _check_folder(
+    job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
+) -> None:
+    """Raise UserError for what keeps the launch from using its folder; moves nothing."""
+    home = RunFolder(checkpoints.path.resolve().parent)
+    if checkpoints_outside(job) and (home.run_file.is_file() or home.config_file.is_file()):
+        raise UserError(
+            f"checkpoint.folder = {job.checkpoint.folder} is in another run's folder, {home.path}. "
+            "Choose another one"
+        )
+    own = known_run(run)
+    if others := checkpoints.of_other_runs(own.run_id if own else None):
+        names = ", ".join(f"step-{step} of run {run_id}" for step, run_id in others.items())
+        raise UserError(
+            f"{checkpoints.path} holds {names}, and {run.path} is "
+            f"{f'run {own.run_id}' if own else 'a new run'}: a folder holds the checkpoints of one "
+            "run. Choose another with --checkpoint.folder or --job.dump_folder, or move those away;"
+            " --checkpoint.initial_load_path STEP starts a new run from one of them"
+        )
+    if not fresh and checkpoints.steps() and not run.config_file.exists():
+        raise UserError(
+            f"{checkpoints.path} holds checkpoints, but {run.config_file}, which says what run "
+            "they are of, is gone. Put it back, or begin again with --checkpoint.fresh"
+        )
+    if fresh and job.checkpoint.enable:
+        with torch.device("meta"):
+            weights = Transformer(job.model_args).state_dict()
+        _check_initial(job, checkpoints, weights)
+        check_room(checkpoints, full_bytes(weights))
+        remove_tree(checkpoints.trial_path)
+
+
+def _check_initial(
+    job: CanonJobConfig, checkpoints: CheckpointFolder, weights: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise UserError where a fresh run can't begin from checkpoint.initial_load_path."""
+    if not (initial := job.checkpoint.initial_load_path):
+        return
+    archive, path = checkpoints.path.resolve() / ARCHIVE, Path(initial).resolve()
+    if path.is_relative_to(archive.parent) and not path.is_relative_to(archive):
+        raise UserError(
+            f"checkpoint.initial_load_path = {initial} is one of the checkpoints that "
+            "--checkpoint.fresh moves away. Choose another folder for the new run with "
+            "--job.dump_folder, or copy the checkpoint to another place first"
+        )
+    check_initial(initial, weights, model_only=job.checkpoint.initial_load_model_only)
+
+
+def _settle_folder(
+    job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
+) -> None:
+    """Move what earlier launches left, and with `fresh` the run so far."""
+    for sentence in checkpoints.recover():
+        logger.info(f"NOTE: {sentence}")
+    if strays := checkpoints.strays():
+        names = ", ".join(strays)
+        logger.info(f"NOTE: in {checkpoints.path}, but no part of it, and left alone: {names}")
+    if fresh:
+        kept = checkpoints.archive_all(run.path, "--checkpoint.fresh")
+        mark_obeyed(run.obeyed_file, FRESH)
+        if kept is not None:
+            logger.info(f"NOTE: beginning again: the run so far is in {kept}")
+    elif job.checkpoint.fresh:
+        logger.info("NOTE: this job has begun the run afresh before: going on with it")
+    if kept := archive_traces(run.path / job.comm.save_traces_folder):
+        logger.info(f"NOTE: communication traces of an earlier launch are in {kept}")
 
 
 def leave_folder(session: Session, record: LaunchRecord) -> None:
@@ -96,8 +169,14 @@ def announce(trainer: CanonTrainer) -> None:
     else:
         metrics.event("start", **facts)
     differences = trainer.changes | trainer.config_changes
-    if differences:
-        metrics.event("changed", step=trainer.step, run=trainer.changes, config=differences)
+    if differences or trainer.code_changes:
+        metrics.event(
+            "changed",
+            step=trainer.step,
+            run=trainer.changes,
+            config=differences,
+            code=trainer.code_changes,
+        )
     # after what it makes unseen: killed before, the next launch says it all again
     Council().decide(lambda: _write_config(trainer))
     if record is not None:
@@ -105,12 +184,16 @@ def announce(trainer: CanonTrainer) -> None:
             folder,
             config=trainer.config,
             identity=trainer.identity,
+            code=trainer.code,
             facts=_facts_for_the_record(facts, trainer.step),
         ):
             logger.warning(f"{problem}. The run goes on")
     for name, (old, new) in differences.items():
         mark = " (allowed by run.allow_changes)" if name in trainer.changes else ""
         logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")
+    if trainer.code_changes:
+        names = ", ".join(trainer.code_changes)
+        logger.warning(f"the code has changed since the last launch, in canon_pretrain/: {names}")
     logger.info(
         f"{'going on' if trainer.step else 'starting'} at step {trainer.step + 1} of "
         f"{job.training.steps}, to step {job.last_step}, in {folder.path}"
@@ -151,7 +234,7 @@ def nothing_to_do(trainer: CanonTrainer) -> None:
 
 def _write_config(trainer: CanonTrainer) -> None:
     try:
-        trainer.folder.write_config(trainer.config, trainer.identity)
+        trainer.folder.write_config(trainer.config, trainer.identity, trainer.code)
     except OSError as error:
         raise UserError(
             f"{trainer.folder.config_file} cannot be written: {error.strerror}. Without it the run "
@@ -161,6 +244,8 @@ def _write_config(trainer: CanonTrainer) -> None:
 
 def _mark_done(trainer: CanonTrainer) -> None:
     """Write DONE. The run is done without it too: the same command writes it later."""
+    if not trainer.session.still_ours():
+        return
     try:
         trainer.folder.write_done(trainer.step)
     except OSError as error:

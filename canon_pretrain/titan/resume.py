@@ -9,11 +9,12 @@ import functools
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torchtitan.components.checkpoint import ModelWrapper
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
@@ -29,6 +30,7 @@ from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, check_s
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import sha256_file
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.launches import newest_launch
 from canon_pretrain.run.log import read_log
 from canon_pretrain.titan.agree import Council
 
@@ -55,10 +57,12 @@ class Resume:
         """Load step `asked`, or with -1 the newest that is whole; the step, None without one.
 
         A damaged one is moved to quarantine and the next is tried; one asked for by its number is
-        not replaced by another. Later steps of an abandoned branch move to the archive. Where the
-        run has no checkpoint yet, the state may come from the folder `initial`. Raises UserError
-        where steps are there, or were, and none is whole, and for a checkpoint of another model.
+        not replaced by another. Where the run has no checkpoint yet, the state may come from the
+        folder `initial`. Raises UserError where steps are there, or were, and none is whole, and
+        for a checkpoint of another model.
         """
+        if asked == -1:
+            self._council.decide(self._set_late_ones_aside)
         while True:
             step = self._council.decide(lambda: self._candidate(asked))
             if step is None:
@@ -77,12 +81,35 @@ class Resume:
             self._council.decide(functools.partial(self._set_aside, path, "; ".join(faults)))
         verified = time.monotonic()
         self._read(path)
+        if Manifest.read(path).run_id is None:
+            logger.info(f"NOTE: {path} names no run, as older checkpoints; taken for this run's")
         logger.info(
             f"took up {path}: verified in {verified - begin:.1f} s, read in "
             f"{time.monotonic() - verified:.1f} s"
         )
-        self._council.decide(lambda: leave_branch(self.folder, self.run, step, self._event))
         return step
+
+    def _set_late_ones_aside(self) -> None:
+        """Move checkpoints that a launch committed after another took the run over; rank 0 only.
+
+        A launch moves all after the step that it resumes from: a later step of an earlier launch
+        came after that. A user who put it back names it (checkpoint.load_step).
+        """
+        newest = newest_launch(self.run)
+        if newest is None or not isinstance(begin := newest.get("from_step"), int):
+            return
+        for step in self.folder.steps():
+            path = self.folder.step_path(step)
+            try:
+                launch = Manifest.read(path).launch
+            except DamagedCheckpoint:
+                continue  # for the search to find
+            if step > begin and launch is not None and launch < newest["launch"]:
+                text = (
+                    f"launch {launch} saved step {step} after launch {newest['launch']} had taken "
+                    f"the run over at step {begin}"
+                )
+                self._set_aside(path, text, "CHECKPOINT OF A LAUNCH THAT WAS TAKEN OVER")
 
     def _candidate(self, asked: int) -> int | None:
         """The step to try next, None to begin at step 1; rank 0 only. Raises UserError."""
@@ -164,10 +191,10 @@ class Resume:
             faults = self._council.decide(lambda: _as_seen(path, faults, looked))
         return faults
 
-    def _set_aside(self, path: Path, text: str) -> None:
-        """Move a damaged checkpoint out of the way, loudly; rank 0 only."""
+    def _set_aside(self, path: Path, text: str, what: str = "DAMAGED CHECKPOINT") -> None:
+        """Move a checkpoint out of the way, loudly; rank 0 only."""
         kept = self.folder.quarantine(path, text)
-        logger.warning(f"DAMAGED CHECKPOINT: {path}: {text}. Moved to {kept}")
+        logger.warning(f"{what}: {path}: {text}. Moved to {kept}")
         self._event("quarantine", checkpoint=path.name, reason=text, moved_to=str(kept))
 
     def _read(self, path: Path, *, model_only: bool = False) -> None:
@@ -175,16 +202,7 @@ class Resume:
         model = self._model.state_dict()
         state = dict(model) if model_only else self._states | model
         reader = SafeReader(path)
-        stored = reader.read_metadata().state_dict_metadata
-        for name, tensor in model.items():
-            size = getattr(stored.get(name), "size", None)
-            if size != tensor.shape:
-                there = "absent" if size is None else f"of shape {tuple(size)}"
-                raise UserError(
-                    f"{path} is of another model: {name} is {there} there, expected "
-                    f"{tuple(tensor.shape)}",
-                    shared=True,
-                )
+        _check_model(path, reader, model)
         dcp.load(
             state,
             storage_reader=reader,
@@ -202,11 +220,7 @@ class Resume:
         if path.is_dir():
             faults = self._faults(path, weights_suffice=model_only)
         if faults:
-            raise UserError(
-                f"checkpoint.initial_load_path = {initial}: {'; '.join(faults)}. Expected a whole "
-                "checkpoint of this project: RUN/checkpoint/step-N, or what an import wrote",
-                shared=True,
-            )
+            raise _refused_initial(initial, faults)
         self._read(path, model_only=model_only)
         # config.json names the path; what lay there is told once, where it was read
         self._council.decide(lambda: self._tell_origin(path, model_only))
@@ -224,6 +238,46 @@ class Resume:
             manifest_sha256=sha256_file(path / MANIFEST),
             model_only=model_only,
         )
+
+
+def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool) -> None:
+    """Raise UserError unless a run of `model` can begin from `initial`; reads every file.
+
+    For one process, before anything is moved for that run.
+    """
+    path = Path(initial)
+    faults = ["there is no such folder"]
+    if path.is_dir():
+        try:
+            manifest = verify(path, workers=4)
+            faults = _faults_of_the_whole(path, manifest, model_only) or _unsafe(path)
+        except DamagedCheckpoint as error:
+            faults = [str(error)]
+    if faults:
+        raise _refused_initial(initial, faults)
+    _check_model(path, SafeReader(path), model)
+
+
+def _refused_initial(initial: str, faults: list[str]) -> UserError:
+    return UserError(
+        f"checkpoint.initial_load_path = {initial}: {'; '.join(faults)}. Expected a whole "
+        "checkpoint of this project: RUN/checkpoint/step-N, or what an import wrote",
+        shared=True,
+    )
+
+
+def _check_model(path: Path, reader: SafeReader, model: Mapping[str, Tensor]) -> None:
+    """Raise UserError unless the checkpoint has each tensor of `model` in its shape."""
+    stored = reader.read_metadata().state_dict_metadata
+    for name, tensor in model.items():
+        size = getattr(stored.get(name), "size", None)
+        if size != tensor.shape:
+            there = "absent" if size is None else f"of shape {tuple(size)}"
+            raise UserError(
+                f"{path} is of another model: {name} is {there} there, expected "
+                f"{tuple(tensor.shape)}",
+                shared=True,
+            )
 
 
 def _as_seen(path: Path, faults: list[str], looked: bool) -> list[str]:

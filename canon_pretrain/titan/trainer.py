@@ -27,6 +27,7 @@ from canon_pretrain.kernels.backends import describe as describe_canon
 from canon_pretrain.run.once import FRESH, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord
 from canon_pretrain.run.session import Session
+from canon_pretrain.run.source_tree import code_hashes
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
 from canon_pretrain.titan import launch
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
@@ -36,6 +37,7 @@ from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, Ste
 from canon_pretrain.titan.identity import (
     HELD_OUT,
     check_identity,
+    code_changes,
     config_changes,
     recorded_held_out,
     run_identity,
@@ -83,6 +85,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         fresh = job.checkpoint.fresh and not was_obeyed(self.folder.obeyed_file, FRESH)
         allowed = job.run.allow_changes
         self.changes = {} if fresh else check_identity(self.folder, self.identity, allowed)
+        self.code = code_hashes()
+        refuse = job.run.code == "refuse"
+        self.code_changes = {} if fresh else code_changes(self.folder, self.code, refuse=refuse)
         self.config = job.to_dict()
         # whoever reads the run may stand in another folder
         self.config["data"] |= absolute_folders(job.data)
@@ -117,7 +122,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             launch=record.facts if record is not None else None,
             guards=self.guards,
         )
-        self.metrics_processor.may_write = lambda: not session.lost
+        self.metrics_processor.may_write = session.may_write
         # host states of the last steps, to go back to when bad steps in a row end the run
         self._before: deque[tuple[int, dict[str, Any]]] = deque(
             maxlen=job.guards.max_bad_steps + Readback.LAG + 1
@@ -185,7 +190,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             self._validate(if_missed=True)
             launch.nothing_to_do(self)
             return
-        self.checkpointer.check_room()
+        self.checkpointer.begin()
         launch.announce(self)
         logger.info(f"attention by {self.model_parts[0].attend.describe(self.device.type)}")
         if self.model_parts[0].args.canon_set:

@@ -191,6 +191,8 @@ class _Look:
         if status.state == "running" and (gone or state == "dead"):
             state, reason = "dead", f"no sign of life for {span(written_age_s)}"
             reason = "its process is gone" if gone else reason
+            if self.run.done_file.exists():  # each launch that trains removes it first
+                state, reason = "done", f"a launch since then died: {reason}"
         elif state == "running":
             state = status.phase
         elif state == "failed" and self.run.done_file.exists():
