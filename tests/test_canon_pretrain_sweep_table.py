@@ -111,6 +111,12 @@ def test_the_table_begins_with_the_verdict_on_held_out_loss(
     assert {(row.held_out_step, row.held_out_source) for row in rows} == {(60, "suite validation")}
     assert [row.held_out_loss for row in rows] == [losses[row.name] for row in rows]
     assert verdict().startswith("held-out loss (suite validation, step 60): b-lr1e-3 better by 0.2")
+    # of another text, and of a part of it: not the same question
+    run = RunFolder(tmp_path / sweep.runs[0].name)
+    for more in ({"held_out_fingerprint": "other"}, {"limit": 3}):
+        scores = {"validation": {"nats_per_token": Score(1.0)}}
+        plant_results(run, 80, "validation", scores, **more)
+    assert look_at_sweep(sweep, tmp_path, NOW) == rows
 
 
 def test_what_is_left_is_what_is_not_done(

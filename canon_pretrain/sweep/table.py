@@ -69,35 +69,35 @@ def look_at_sweep(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
 def _held_out_losses(sweep: Sweep, folder: Path) -> tuple[str, int, dict[str, float]]:
     """Where the losses are from, their step, and those of the runs that have it.
 
-    From the evaluations if there are any, else from the logs; at the step that most runs have, the
-    last of those.
+    From the evaluations if there are any, else from the logs; at the step and of the held-out text
+    that most runs have, the last step of those.
     """
     for source, losses_of in (("suite validation", _evaluated), ("training logs", _logged)):
         by_run = {run.name: losses_of(folder / run.name) for run in sweep.runs}
-        steps = Counter(step for losses in by_run.values() for step in losses)
-        if steps:
-            step = max(steps, key=lambda step: (steps[step], step))
-            here = {name: losses[step] for name, losses in by_run.items() if step in losses}
-            return source, step, here
+        known = Counter(scored for losses in by_run.values() for scored in losses)
+        if known:
+            at = max(known, key=lambda scored: (known[scored], scored))
+            return source, at[0], {name: x[at] for name, x in by_run.items() if at in x}
     return "", 0, {}
 
 
-def _evaluated(run: Path) -> Mapping[int, float]:
-    """Losses of the suite `validation` over all of its text, by step."""
+def _evaluated(run: Path) -> Mapping[tuple[int, str], float]:
+    """Losses of the suite `validation` over all of its text, by step and text."""
     found = {}
     for path in sorted((run / "evals").glob("step-*/validation/*/results.json")):
         try:
             results = read_json(path)
             loss = number(results["scores"]["validation"]["nats_per_token"]["value"])
-            if results["asked"]["limit"] is None and math.isfinite(loss):
-                found[int(results["asked"]["step"])] = loss
+            asked = results["asked"]
+            if asked["limit"] is None and math.isfinite(loss):
+                found[int(asked["step"]), str(asked.get("held_out_fingerprint"))] = loss
         except (UnreadableFile, KeyError, TypeError, ValueError):
             continue  # a file of another version, or damaged: `eval report` says so
     return found
 
 
-def _logged(run: Path) -> Mapping[int, float]:
-    """The last held-out losses that training logged, by step."""
+def _logged(run: Path) -> Mapping[tuple[int, str], float]:
+    """The last held-out losses that training logged, by step and text."""
     try:
         events = read_tail(RunFolder(run).log_file, until="validation")
     except UnreadableFile:
@@ -106,10 +106,11 @@ def _logged(run: Path) -> Mapping[int, float]:
     for event in events:
         if event["event"] == "validation":
             try:
-                found[int(event["step"])] = number(event["loss"])
+                scored = int(event["step"]), str(event.get("held_out_fingerprint"))
+                found[scored] = number(event["loss"])
             except (KeyError, TypeError, ValueError):
                 continue
-    return {step: loss for step, loss in found.items() if math.isfinite(loss)}
+    return {scored: loss for scored, loss in found.items() if math.isfinite(loss)}
 
 
 def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
