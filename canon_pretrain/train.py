@@ -4,7 +4,7 @@
     python -m canon_pretrain.train --config train_configs/quickstart.toml        (one rank)
 
 Any `--section.key value` after it wins over the file; --help lists them all. `--dry_run [--gpu
-h100|h200|a100] [--world N] [--mfu F]` prints what the run would take and trains nothing. Bad input
+h100|h200|a100] [--world N] [--mfu F]` prints what the run would take, and trains nothing. Bad input
 is one message and exit code 2. (torchrun itself turns any failure of a worker into its own report
 and exit code 1; the message stands above that report.)
 """
@@ -150,20 +150,14 @@ def _print_dry_run(
 
     from canon_pretrain.titan import dry_run
 
-    world = options.world if options.world is not None else world_size
-    if options.world is None and world_size == 1:
-        world = dry_run.default_world_size(job)
-    mfu = dry_run.DEFAULT_MFU if options.mfu is None else options.mfu
-    plan = dry_run.make_plan(job, (options.gpu or "h100").lower(), world, mfu)
+    plans = dry_run.make_plans(job, options.gpu, options.world, options.mfu, world_size)
     if not quiet:
-        dry_run.print_plan(job, plan, Console())
+        dry_run.print_plans(job, plans, Console())
 
 
 def _first_words(job: "CanonJobConfig", world_size: int) -> Iterator[str]:
     """What a person should know before a real run begins to use up their time."""
-    import torch
-
-    from canon_pretrain.titan.dry_run import describe_duration
+    from canon_pretrain.titan.dry_run import describe_duration, this_machine
 
     ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), device_count()
     if has_accelerator() and ranks < devices:
@@ -171,8 +165,7 @@ def _first_words(job: "CanonJobConfig", world_size: int) -> Iterator[str]:
             f"this run uses {ranks} of the {devices} GPUs of this node; torchrun "
             f"--nproc-per-node {devices} would use all"
         )
-    name = torch.cuda.get_device_name() if has_accelerator() else None
-    if duration := describe_duration(job, world_size, name):
+    if duration := describe_duration(job, this_machine(ranks), world_size):
         yield duration
 
 

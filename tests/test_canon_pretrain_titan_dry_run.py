@@ -1,6 +1,7 @@
 """The plan of a run: its figures against a real tiny model's, and what it tells a person."""
 
 import dataclasses
+import types
 import weakref
 from pathlib import Path
 
@@ -14,11 +15,16 @@ from canon_pretrain.config import Loss
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.titan import dry_run
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import (
-    default_world_size,
+    Plan,
     describe_duration,
     make_plan,
+    make_plans,
+    most_ranks,
+    reference,
+    this_machine,
 )
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.loss import head_loss
@@ -29,18 +35,22 @@ from tests.support import ROOT, debug_run, train
 CONFIGS = ROOT / "train_configs"
 
 
+def plan_of(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Plan:
+    return make_plan(job, reference(gpu, mfu), world_size)
+
+
 def job_of(name: str, *words: str) -> CanonJobConfig:
     return parse_job(["--config", str(CONFIGS / f"{name}.toml"), *words])
 
 
 def test_the_1b3_figures_of_the_specification() -> None:
-    plan = make_plan(job_of("nope_canon"), "h100", 8, 0.5)
+    plan = plan_of(job_of("nope_canon"), "h100", 8, 0.5)
     assert plan.parameters == 1_347_463_168
     assert plan.tokens == pytest.approx(100.2e9, rel=1e-3)
     assert plan.steps == 510_000
     # spec/operations.md: 100.2B tokens on 8 H100 at 50 % MFU take 2.96 days (without Canon)
     assert plan.seconds / 86_400 == pytest.approx(2.97, abs=0.01)
-    bare = make_plan(job_of("rope"), "h100", 8, 0.5)
+    bare = plan_of(job_of("rope"), "h100", 8, 0.5)
     assert bare.flops_per_token == pytest.approx(10.10e9, rel=1e-3)
     assert bare.seconds / 86_400 == pytest.approx(2.96, abs=0.01)
     assert plan.world_sizes == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
@@ -97,7 +107,7 @@ def test_memory_equals_what_a_real_tiny_model_holds(words: str) -> None:
 def test_what_is_not_trained_has_weights_alone() -> None:
     """cst-Canon at 1.3B: ABCD's 2,039,808 weights get no gradient and no moments."""
     words = ("--model.canon_trainable", "False")
-    trained, fixed = (make_plan(job_of("nope_canon", *w), "h100", 1, 0.4) for w in ((), words))
+    trained, fixed = (plan_of(job_of("nope_canon", *w), "h100", 1, 0.4) for w in ((), words))
     assert trained.trained == trained.parameters == fixed.parameters == 1_347_463_168
     assert fixed.trained == 1_347_463_168 - 2_039_808
     assert fixed.memory["weights"] == trained.memory["weights"]
@@ -190,8 +200,8 @@ def test_the_peak_of_the_loss_is_the_real_one(
 
 
 def test_full_checkpointing_keeps_the_blocks_inputs_and_one_block() -> None:
-    plain = make_plan(job_of("nope_canon"), "h100", 8, 0.4)
-    full = make_plan(job_of("nope_canon", "--activation_checkpoint.mode", "full"), "h100", 8, 0.4)
+    plain = plan_of(job_of("nope_canon"), "h100", 8, 0.4)
+    full = plan_of(job_of("nope_canon", "--activation_checkpoint.mode", "full"), "h100", 8, 0.4)
     inputs = 24 * plain.micro_batch * 4096 * 2048 * 2
     assert full.memory["activations"] == inputs + plain.memory["activations"] // 24
     assert {k: v for k, v in full.memory.items() if k != "activations"} == {
@@ -211,18 +221,18 @@ def test_what_fsdp2_gathers_is_counted_from_the_models_units() -> None:
     assert planned["gathered by FSDP2"] == 2 * (2 * block + ends) + 4 * block
     job = job_of("debug", "--parallelism.fsdp_reshard_after_forward", "never")
     job.training.mixed_precision_param = "bfloat16"
-    kept = make_plan(job, "h100", 4, 0.4).memory["gathered by FSDP2"]
+    kept = plan_of(job, "h100", 4, 0.4).memory["gathered by FSDP2"]
     assert kept == 2 * sum(p.numel() for p in Transformer(job.model_args).parameters()) + 4 * block
 
 
 def test_no_more_checkpoints_are_planned_than_are_saved() -> None:
-    plan = make_plan(job_of("debug"), "h100", 1, 0.4)
+    plan = plan_of(job_of("debug"), "h100", 1, 0.4)
     assert plan.checkpoints_kept == 2  # every 6 of 12 steps; up to 10 would be kept
 
 
 def test_states_are_shared_by_the_world_and_activations_grow_with_the_batch() -> None:
     job = job_of("debug")
-    small, large = make_plan(job, "a100", 1, 0.4), make_plan(job, "a100", 12, 0.4)
+    small, large = plan_of(job, "a100", 1, 0.4), plan_of(job, "a100", 12, 0.4)
     assert small.micro_batch == 4
     assert large.micro_batch == 1
     assert small.memory["weights"] == pytest.approx(12 * large.memory["weights"], rel=1e-3)
@@ -232,7 +242,7 @@ def test_states_are_shared_by_the_world_and_activations_grow_with_the_batch() ->
 
 
 def test_the_data_that_is_there_is_measured(data_folder: Path) -> None:
-    plan = make_plan(job_of("debug", "--data.path", str(data_folder)), "h200", 2, 0.4)
+    plan = plan_of(job_of("debug", "--data.path", str(data_folder)), "h200", 2, 0.4)
     with TokenShards.open(data_folder / "train") as shards:
         assert plan.data_fingerprint == shards.fingerprint
         assert plan.data_bytes == 2 * shards.num_tokens
@@ -250,38 +260,78 @@ def test_data_that_the_run_would_refuse_is_refused_by_the_plan(
 ) -> None:
     job = job_of("debug", "--data.path", str(data_folder), *words)
     with pytest.raises(UserError, match=message):
-        make_plan(job, "h200", 2, 0.4)
+        plan_of(job, "h200", 2, 0.4)
 
 
 def test_a_run_of_over_a_week_says_so_first() -> None:
     big, small = job_of("nope_canon"), job_of("debug")
-    assert describe_duration(big, 8, "NVIDIA H100 80GB HBM3") is None  # 3.7 days
-    assert "about 30 days in all on 1 rank" in str(describe_duration(big, 1, "NVIDIA H200"))
-    assert "days in all on 2 rank(s), at 30 GFLOP/s a CPU rank" in str(
-        describe_duration(big, 2, None)
-    )
-    assert describe_duration(small, 1, None) is None
+    assert describe_duration(big, reference("h100"), 8) is None  # 3.7 days
+    assert "about 30 days in all on 1 rank" in str(describe_duration(big, reference("h200"), 1))
+    assert "days in all on 2 rank(s)" in str(describe_duration(big, this_machine(2), 2))
+    assert describe_duration(small, this_machine(1), 1) is None
     big.run = type(big.run)(stop_at=10)
-    assert describe_duration(big, 8, "NVIDIA H200") is None
+    assert describe_duration(big, reference("h200"), 8) is None
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, name: str, count: int, gib: float) -> None:
+    """A machine with so many GPUs of that name and memory."""
+    for module in (entry, dry_run):
+        monkeypatch.setattr(module, "has_accelerator", lambda: True)
+        monkeypatch.setattr(module, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    memory = types.SimpleNamespace(total_memory=round(gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: memory)
 
 
 def test_a_run_on_one_of_several_gpus_says_so_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(entry, "has_accelerator", lambda: True)
-    monkeypatch.setattr(entry, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    with_gpus(monkeypatch, "NVIDIA H100 80GB HBM3", 8, 79.6)
     words = list(entry._first_words(job_of("nope_canon"), 1))
     assert words[0].startswith("this run uses 1 of the 8 GPUs of this node")
-    assert "about 30 days in all on 1 rank(s), at 40% MFU of an H100" in words[1]
+    assert "about 30 days in all on 1 rank(s)" in words[1]
     monkeypatch.setattr(entry, "device_count", lambda: 1)
     assert list(entry._first_words(job_of("debug"), 1)) == []
+
+
+def test_this_machine_is_planned_beside_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 17, item 11: CPUs, and any GPU by its name; the reference where it is needed."""
+    small, big = job_of("quickstart"), job_of("nope_canon")
+    monkeypatch.setattr(dry_run, "has_accelerator", lambda: False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    (here,) = make_plans(small, None, None, None, ranks=1).values()
+    assert (here.world_size, here.device.is_gpu) == (2, False)
+    assert here.tokens / here.seconds == pytest.approx(9_000, rel=0.1)  # measured: see the module
+    both = make_plans(big, None, None, None, ranks=1)
+    assert (both["this machine"].world_size, both["reference"].world_size) == (3, 8)
+    assert both["reference"].device.name == "H100" and not both["this machine"].fits
+    with_gpus(monkeypatch, "NVIDIA B200", 4, 178.4)
+    (here,) = make_plans(small, None, None, None, ranks=1).values()
+    assert (here.world_size, here.device.name) == (4, "NVIDIA B200")
+    asked = make_plans(big, "h200", 16, 0.5, ranks=1)
+    assert asked["this machine"].device.flops_per_s == 0.5 * 2.25e15
+    assert asked["this machine"].device.memory_gib == pytest.approx(178.4)
+    assert (asked["reference"].device.name, asked["reference"].world_size) == ("H200", 16)
+    with_gpus(monkeypatch, "NVIDIA L4", 1, 22.0)
+    assert "an A100" in make_plans(big, None, None, None, ranks=1)["this machine"].device.assumed
+
+
+def test_no_time_is_estimated_for_a_model_that_does_not_fill_a_gpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Issue 17, item 11: it said 0 seconds and 496,515,854 tokens/s for 1.1M parameters."""
+    words = ["--config", str(CONFIGS / "quickstart.toml"), "--dry_run"]
+    main([*words, "--gpu", "h100"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "8 x H100" in out and "too small to fill a GPU" in out and "0 seconds" not in out
+    main(words)
+    assert "H100" not in capsys.readouterr().out
 
 
 def test_the_default_world_is_one_node_or_what_divides() -> None:
     job = CanonJobConfig()
     for batch, world in ((48, 8), (12, 6), (7, 7), (11, 1)):
         job.training.global_batch_size = batch
-        assert default_world_size(job) == world
+        assert most_ranks(job, 8) == world
 
 
 @pytest.mark.parametrize(
@@ -295,7 +345,7 @@ def test_the_default_world_is_one_node_or_what_divides() -> None:
 )
 def test_what_cannot_be_planned(gpu: str, world: int, mfu: float, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        make_plan(job_of("nope_canon"), gpu, world, mfu)
+        make_plans(job_of("nope_canon"), gpu, world, mfu, ranks=1)
 
 
 def test_the_command_prints_the_plan_and_writes_nothing(
@@ -310,7 +360,7 @@ def test_the_command_prints_the_plan_and_writes_nothing(
     assert "nope, Canon-ABCD, QK-norm none, tie_embeddings = true, z_loss = 0.0001" in out
     main(["--config", config, "--dry_run", "--gpu", "H200", "--world", "16", "--mfu", "0.5"])
     out = capsys.readouterr().out
-    for text in ("1,347,463,168", "6(N - embeddings) + 12LHKT", "16 x H200", "time at 50% MFU"):
+    for text in ("1,347,463,168", "6(N - embeddings) + 12LHKT", "16 x H200", "50% MFU"):
         assert text in out
     assert list(tmp_path.iterdir()) == []
     for words, message in (
@@ -327,6 +377,6 @@ def test_the_command_prints_the_plan_and_writes_nothing(
 @pytest.mark.slow
 def test_under_torchrun_one_rank_prints(data_folder: Path, tmp_path: Path) -> None:
     done = train(*debug_run(data_folder, tmp_path / "run"), "--dry_run", ranks=2)
-    assert done.stdout.count("memory on one GPU") == 1
+    assert done.stdout.count("memory per rank") == 1
     assert "2 x H100" in done.stdout
     assert not (tmp_path / "run").exists()

@@ -2,17 +2,22 @@
 
     python -m canon_pretrain.train --config FILE.toml --dry_run [--gpu h100] [--world 8] [--mfu 0.4]
 
-Nothing is trained and nothing written. titan/memory.py says what a GPU must hold.
+Nothing is trained and nothing written. It says what this machine would do and, beside it, a
+reference GPU: the one that is asked for, or 8 H100 for a run that is too much for this machine.
+titan/memory.py says what a GPU must hold.
 """
 
 import contextlib
 import json
+import logging
+import os
 from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools import utils
 
 from canon_pretrain.config import Loss
 from canon_pretrain.data.shards import ShardError, dtype_for
@@ -25,12 +30,16 @@ from canon_pretrain.model.args import (
 )
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.data import open_shards
+from canon_pretrain.titan.device import device_count, has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes
 from canon_pretrain.titan.memory import count_parameters, memory_by_part
 
 GIB = 2**30
-WEEK_S = 7 * 86_400
+DAY_S = 86_400
+WEEK_S = 7 * DAY_S
 DEFAULT_MFU = 0.4
+FILLS_A_GPU = 50_000_000
+"""Parameters below which no MFU is assumed: a GPU waits for so small a model's kernels."""
 # measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
 CPU_FLOPS_PER_RANK = 3e10
 
@@ -59,12 +68,22 @@ GPUS = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a job would take on `world_size` GPUs; bytes are per GPU unless they say otherwise."""
+class Device:
+    """What one rank would run on, and by which assumption it is so fast."""
 
-    gpu: str
+    name: str
+    memory_gib: float
+    flops_per_s: float
+    assumed: str
+    is_gpu: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job would take on `world_size` ranks; bytes are per rank unless they say otherwise."""
+
+    device: Device
     world_size: int
-    mfu: float
     parameters: int
     trained: int
     flops_per_token: int
@@ -81,19 +100,71 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Expected wall time at `mfu`."""
+        """Expected wall time."""
         flops = self.tokens * self.flops_per_token
-        return flops / (self.world_size * GPUS[self.gpu].peak_flops * self.mfu)
+        return flops / (self.world_size * self.device.flops_per_s)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank has the memory, as it is counted."""
+        return sum(self.memory.values()) <= self.device.memory_gib * GIB
 
 
-def make_plan(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Plan:
-    """The plan of `job`. Raises UserError for an unknown GPU or a world size that cannot be."""
+def make_plans(
+    job: CanonJobConfig, gpu: str | None, world: int | None, mfu: float | None, ranks: int
+) -> dict[str, Plan]:
+    """The plan for this machine, and for the reference GPU if asked for or needed; by title.
+
+    `gpu`, `world` and `mfu` are the command line's; `ranks` those that were started. Raises
+    UserError for an unknown GPU or a world size that cannot be.
+    """
+    asked, mfu = gpu is not None or world is not None, DEFAULT_MFU if mfu is None else mfu
+    gpu = (gpu or "h100").lower()
     if gpu not in GPUS:
         raise UserError(f"--gpu {gpu}: expected one of {', '.join(GPUS)}")
     if not 0 < mfu <= 1:
         raise UserError(f"--mfu {mfu}: expected a fraction above 0 and up to 1, such as 0.4")
-    if world_size < 1:
-        raise UserError(f"--world {world_size}: expected at least 1")
+    if world is not None and world < 1:
+        raise UserError(f"--world {world}: expected at least 1")
+    places = device_count() if has_accelerator() else len(os.sched_getaffinity(0))
+    ranks = ranks if ranks > 1 else most_ranks(job, places)
+    plans = {"this machine": make_plan(job, this_machine(ranks, mfu), ranks)}
+    if asked or plans["this machine"].seconds > DAY_S or not plans["this machine"].fits:
+        world = most_ranks(job, 8) if world is None else world
+        plans["reference"] = make_plan(job, reference(gpu, mfu), world)
+    return plans
+
+
+def reference(gpu: str, mfu: float = DEFAULT_MFU) -> Device:
+    """One of GPUS."""
+    known = GPUS[gpu]
+    return Device(gpu.upper(), known.memory_gib, mfu * known.peak_flops, f"{mfu:.0%} MFU")
+
+
+def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
+    """This machine's GPU, or its share of the CPU if it has none."""
+    if not has_accelerator():
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks / GIB
+        return Device("CPU core", memory, CPU_FLOPS_PER_RANK, "30 GFLOP/s per core", is_gpu=False)
+    name = torch.cuda.get_device_name()
+    memory = torch.cuda.get_device_properties(0).total_memory / GIB
+    peak, whose = peak_flops(name)
+    return Device(name, memory, mfu * peak, f"{mfu:.0%} MFU of {whose}")
+
+
+def peak_flops(name: str) -> tuple[float, str]:
+    """A GPU's dense bf16 FLOP/s by its name as torchtitan knows it, and whose they are."""
+    logging.disable(logging.WARNING)  # it says what is said here
+    try:
+        peak = utils.get_peak_flops(name)
+    finally:
+        logging.disable(logging.NOTSET)
+    is_guess = peak == GPUS["a100"].peak_flops and "A100" not in name
+    return peak, f"{'an A100' if is_guess else 'its'} {peak / 1e12:,.0f} TFLOP/s"
+
+
+def make_plan(job: CanonJobConfig, device: Device, world_size: int) -> Plan:
+    """The plan of `job` on one kind of device. Raises UserError for an impossible world size."""
     training = job.training
     tokens_per_step = training.global_batch_size * training.seq_len
     data_bytes, fingerprint = _data(job, tokens_per_step * training.steps)
@@ -106,9 +177,8 @@ def make_plan(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Pla
     saves = -(-training.steps // job.checkpoint.interval)
     keep = min(job.checkpoint.keep_latest_k or saves, saves)
     return Plan(
-        gpu=gpu,
+        device=device,
         world_size=world_size,
-        mfu=mfu,
         parameters=parameters,
         trained=trained,
         flops_per_token=flops_per_token(args, training.seq_len),
@@ -147,15 +217,13 @@ def _data(job: CanonJobConfig, tokens: int) -> tuple[int, str | None]:
     return tokens * dtype_for(job.model_args.vocab_size).itemsize, None
 
 
-def print_plan(job: CanonJobConfig, plan: Plan, console: Console) -> None:
-    """The plan as tables a person can check."""
-    gpu = GPUS[plan.gpu]
-    args = job.model_args
+def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -> None:
+    """The plans as tables that can be checked."""
+    args, plan = job.model_args, next(iter(plans.values()))
     console.print(f"[bold]{job.job.description}[/bold]  (dry run: nothing is trained or written)")
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts.add_column(style="cyan")
     facts.add_column()
-    hours = plan.seconds / 3600
     width = dtype_for(args.vocab_size).itemsize
     there = plan.data_fingerprint or f"not there yet; {width} bytes a token drawn, none twice"
     where = ", ".join(job.data.folders) or "data.path unset"
@@ -167,39 +235,50 @@ def print_plan(job: CanonJobConfig, plan: Plan, console: Console) -> None:
         "FLOPs per token": f"{_short(plan.flops_per_token)} by {FLOPS_FORMULA}",
         "steps": f"{plan.steps:,} of {plan.tokens_per_step:,} tokens: {_short(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, plan.world_sizes)),
-        "this plan": f"{plan.world_size} x {plan.gpu.upper()}, {plan.micro_batch} sequence(s) of "
-        f"{job.training.seq_len} at once on each",
-        f"time at {plan.mfu:.0%} MFU": f"{_duration(plan.seconds)}, {hours * plan.world_size:,.1f} "
-        f"GPU-hours, {plan.tokens / plan.seconds:,.0f} tokens/s (MFU is an assumption)",
-        "disk for data": f"{plan.data_bytes / 1e9:,.1f} GB ({where})",
+        **{title: _pace(job, each) for title, each in plans.items()},
+        "disk for data": f"{_size(plan.data_bytes)} ({where})",
         "data fingerprint": there,
         "disk for checkpoints": f"{plan.checkpoints_kept} + 1 in writing, of "
-        f"{plan.checkpoint_bytes / 1e9:.2f} GB: "
-        f"{(plan.checkpoints_kept + 1) * plan.checkpoint_bytes / 1e9:,.1f} GB",
+        f"{_size(plan.checkpoint_bytes)}: "
+        f"{_size((plan.checkpoints_kept + 1) * plan.checkpoint_bytes)}",
     }
     for name, value in rows.items():
         facts.add_row(name, value)
     console.print(facts)
-    total = sum(plan.memory.values())
-    memory = Table(title="memory on one GPU", title_justify="left")
+    memory = Table(title="memory per rank, GiB", title_justify="left")
     memory.add_column("part")
-    memory.add_column("GiB", justify="right")
-    for name, size in plan.memory.items():
-        memory.add_row(name, f"{size / GIB:.2f}")
+    for title in plans:
+        memory.add_column(title, justify="right")
+    for name in plan.memory:
+        memory.add_row(name, *(f"{each.memory[name] / GIB:.2f}" for each in plans.values()))
     memory.add_section()
-    memory.add_row("sum", f"{total / GIB:.2f}")
-    memory.add_row(f"{plan.gpu.upper()} has", f"{gpu.memory_gib:.1f}")
+    memory.add_row("sum", *(f"{sum(x.memory.values()) / GIB:.2f}" for x in plans.values()))
+    memory.add_row("there is", *(f"{each.device.memory_gib:.1f}" for each in plans.values()))
     console.print(memory)
     console.print(
         "activations are an upper bound: a GPU's fused kernels and torch.compile keep fewer"
     )
     if job.activation_checkpoint.mode in ("selective", "memory_budget"):
         console.print(f"activation_checkpoint.mode = {job.activation_checkpoint.mode}: not counted")
-    if total > gpu.memory_gib * GIB:
+    if too_small := [title for title, each in plans.items() if not each.fits]:
         console.print(
-            "[bold]does not fit as counted[/bold]: lower training.local_batch_size (it changes no "
-            "result), use more GPUs, or --activation_checkpoint.mode full"
+            f"[bold]does not fit as counted[/bold] ({', '.join(too_small)}): lower "
+            "training.local_batch_size (it changes no result), use more GPUs, or "
+            "--activation_checkpoint.mode full"
         )
+
+
+def _pace(job: CanonJobConfig, plan: Plan) -> str:
+    """The ranks of a plan and, by the stated assumption, their time."""
+    device, batch = plan.device, f"{plan.micro_batch} x {job.training.seq_len} tokens at once"
+    start = f"{plan.world_size} x {device.name}, {batch} on each: "
+    if device.is_gpu and plan.parameters < FILLS_A_GPU:
+        return start + "no time is estimated, the model is too small to fill a GPU"
+    hours = ""
+    if device.is_gpu:
+        hours = f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
+    speed = f"{plan.tokens / plan.seconds:,.0f} tokens/s"
+    return f"{start}{_duration(plan.seconds)}{hours}, {speed}, assuming {device.assumed}"
 
 
 def _variant(job: CanonJobConfig) -> str:
@@ -225,36 +304,33 @@ def _short(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _size(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
+
+
 def _duration(seconds: float) -> str:
     """Days, or hours or minutes where those say more."""
     for unit, name in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= unit:
-            return f"{seconds / unit:.2f} {name}"
-    return f"{seconds:.0f} seconds"
+            count = seconds / unit
+            return f"{count:,.{0 if count >= 100 else 2}f} {name}"
+    return f"{seconds:.1f} seconds"
 
 
-def describe_duration(job: CanonJobConfig, world_size: int, device_name: str | None) -> str | None:
-    """A sentence for a run that would take over a week on this machine; None for a shorter one.
-
-    `device_name` is the GPU's, None for a CPU. A GPU that is not in GPUS is taken for an A100.
-    """
-    if device_name is None:
-        flops_per_s, assumed = world_size * CPU_FLOPS_PER_RANK, "30 GFLOP/s a CPU rank"
-    else:
-        name = next((name for name in GPUS if name.upper() in device_name.upper()), "a100")
-        flops_per_s = world_size * GPUS[name].peak_flops * DEFAULT_MFU
-        assumed = f"{DEFAULT_MFU:.0%} MFU of an {name.upper()}"
+def describe_duration(job: CanonJobConfig, device: Device, world_size: int) -> str | None:
+    """A sentence for a run that would take over a week on `device`; None for a shorter one."""
     training = job.training
     tokens = job.last_step * training.global_batch_size * training.seq_len
-    seconds = tokens * flops_per_token(job.model_args, training.seq_len) / flops_per_s
+    flops = tokens * flops_per_token(job.model_args, training.seq_len)
+    seconds = flops / (world_size * device.flops_per_s)
     if seconds <= WEEK_S:
         return None
     return (
-        f"this run takes about {seconds / 86_400:,.0f} days in all on {world_size} rank(s), at "
-        f"{assumed}; --dry_run shows what it needs"
+        f"this run takes about {seconds / DAY_S:,.0f} days in all on {world_size} rank(s), "
+        f"assuming {device.assumed}; --dry_run shows what it needs"
     )
 
 
-def default_world_size(job: CanonJobConfig) -> int:
-    """One node of 8, or the largest smaller number that divides the global batch."""
-    return max(n for n in valid_world_sizes(job.training.global_batch_size) if n <= 8)
+def most_ranks(job: CanonJobConfig, places: int) -> int:
+    """The largest number up to `places` that divides the global batch."""
+    return max(n for n in valid_world_sizes(job.training.global_batch_size) if n <= places)
