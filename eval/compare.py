@@ -241,7 +241,7 @@ def _table(rows: Sequence[dict[str, Any]], *, wide: bool) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    from eval.comparison.verdicts import UNINFORMATIVE, at_level
+    from eval.comparison.verdicts import UNINFORMATIVE
 
     steps = f"step {rows[0]['step']}"
     if rows[0]["baseline_step"] != rows[0]["step"]:
@@ -258,7 +258,7 @@ def _table(rows: Sequence[dict[str, Any]], *, wide: bool) -> "Table":
         low, high = row["ci"] or (None, None)
         verdict = row["verdict"]
         if verdict == UNINFORMATIVE:
-            verdict += f", {at_level(row)}"
+            verdict += f" ({row['uninformative']})"
         interval = "–" if low is None else f"{_figure(low, '+')} {_figure(high, '+')}"
         table.add_row(
             Text(f"{row['task']} {row['metric']}"),

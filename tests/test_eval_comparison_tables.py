@@ -74,9 +74,9 @@ def test_simulated_verdicts_are_those_of_a_report(tmp_path: Path) -> None:
     labels = [pair[0] for pair in found["family"]["pairs"]]
     expected = [
         (task, label)
-        for tasks in simulate.SUITES
+        for suite, tasks in zip((SUITE, "jrt"), simulate.SUITES, strict=True)
         for label in labels
-        for task in (*tasks, f"mean of {len(tasks)} tasks")
+        for task in (*tasks, f"{suite}, mean of {len(tasks)} tasks")
     ]
     for key, test, own, real in zip(expected, simulated, p, is_real, strict=True):
         row = rows[key]

@@ -94,7 +94,7 @@ def _with_means(
         for length, members in sorted(cells.items())
     ]
     if len(scored) > 1:
-        name = f"mean of {len(scored)} tasks"
+        name = f"{tasks[0].row['suite']}, mean of {len(scored)} tasks"
         mean = measure.mean(name, list(scored.values()), ours, theirs)
         rows.insert(0, replace(mean, weight=sum(each.weight for each in rows)))
     return rows

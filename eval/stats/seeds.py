@@ -133,7 +133,7 @@ def seed_noise(
     if spread is None:
         return None
     paper = (spread / RANGE_OF_8) ** 2
-    paper_words = f"the paper's: 8 seeds within {100 * spread:g} %"
+    paper_words = f"the paper's: 8 seeds within {100 * spread:.3g} %"
     if not df:
         return SeedNoise(paper, RANGE_DF, "paper", paper_words)
     mixed = (RANGE_DF * paper + df * own) / (RANGE_DF + df)
