@@ -45,6 +45,34 @@ def test_a_second_start_drops_all_steps_of_the_first(tmp_path: Path) -> None:
     assert [e["event"] for e in read_log(tmp_path / "log.jsonl")] == ["start", "start", "step"]
 
 
+def test_lines_of_a_launch_that_was_taken_over_are_dropped(tmp_path: Path) -> None:
+    """Issue 17, item 13: launch 1 goes on after launch 2, with other losses, has begun and ended; a
+    restored run.json gives a number again, and that launch has a head of its own."""
+    path, run_file = tmp_path / "log.jsonl", tmp_path / "run.json"
+
+    def launch(number: int) -> RunLog:
+        run_file.write_text(json.dumps({"run_id": "a", "created": "t", "launches": number}))
+        return RunLog(path)
+
+    first = launch(1)
+    first.write("start")
+    for step in (1, 2, 3):
+        first.write("step", step=step, loss=1.0)
+    second = launch(2)
+    second.write("quarantine", checkpoint="step-9")
+    second.write("resume", from_step=2)
+    second.write("step", step=3, loss=2.0)
+    first.write("step", step=4, loss=1.0)
+    first.write("checkpoint", step=4)
+    losses = [(e["step"], e["loss"]) for e in read_log(path) if e["event"] == "step"]
+    assert losses == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    assert read_tail(path)[-1]["segment"] == 2
+    again = launch(1)
+    again.write("resume", from_step=3)
+    again.write("step", step=4, loss=3.0)
+    assert steps(path) == [1, 2, 3, 4] and read_log(path)[-1]["loss"] == 3.0
+
+
 @pytest.mark.parametrize("cut", [1, 5, 20])
 def test_a_torn_last_line_costs_itself_only(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "log.jsonl"

@@ -124,6 +124,9 @@ def test_a_finished_run_stays_done_whatever_is_tried_on_it(tmp_path: Path) -> No
     seen = glance(run)
     assert (seen.state, seen.step) == ("done", 20)
     assert seen.reason == "a launch since then failed: UserError: no step 99"
+    # Issue 17, item 13: a status that is not the last launch's
+    plant_status(run, state="running", step=12, age_s=9e5)
+    assert (glance(run).state, glance(run).step) == ("done", 20)
     plant_status(run, state="done", reason="nothing to do", age_s=9e5)
     assert (glance(run).state, glance(run).reason) == ("done", None)
 
