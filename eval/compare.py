@@ -27,7 +27,11 @@ MAX_NAMED = 6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `eval compare`."""
     parser.add_argument(
-        "pair", type=Path, nargs="*", metavar="A B", help="two run folders, or results.json files"
+        "pair",
+        type=Path,
+        nargs="*",
+        metavar="A B",
+        help="two runs, sweeps or results.json files; or one sweep of two architectures",
     )
     parser.add_argument("--a", type=Path, nargs="+", metavar="RUN", help="seeds of A, the baseline")
     parser.add_argument("--b", type=Path, nargs="+", metavar="RUN", help="seeds of B")
@@ -68,6 +72,8 @@ def execute(arguments: argparse.Namespace) -> None:
     first, second = _sides(arguments)
     runs = _read([*first, *second])
     a, b = runs[: len(first)], runs[len(first) :]
+    if not second:
+        a, b = _two_architectures(runs)
     options = Options(
         seed_sigmas(arguments.seed_sigma),
         arguments.own_noise_only,
@@ -106,13 +112,38 @@ def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     if arguments.pair and (arguments.a or arguments.b):
         raise UserError("give either A B or --a RUN ... --b RUN ..., not both")
     if arguments.a and arguments.b:
-        return arguments.a, arguments.b
-    if len(arguments.pair) != 2:
+        return _runs_in(arguments.a), _runs_in(arguments.b)
+    paths = arguments.pair
+    if len(paths) == 1 and paths[0].is_dir() and len(runs := _runs_in(paths)) > 1:
+        return runs, []
+    if len(paths) != 2:
         raise UserError(
-            f"expected two runs, got {len(arguments.pair)}: `compare A B`, or several seeds of "
+            f"expected two runs, got {len(paths)}: `compare A B`, or several seeds of "
             "each: `compare --a RUN RUN --b RUN RUN`"
         )
-    return arguments.pair[:1], arguments.pair[1:]
+    return _runs_in(paths[:1]), _runs_in(paths[1:])
+
+
+def _runs_in(paths: Sequence[Path]) -> list[Path]:
+    """The runs and results.json files that `paths` name; a sweep means all of its runs."""
+    from canon_pretrain.run.names import named_runs
+
+    return [run for path in paths for run in ([path] if path.is_file() else named_runs([path]))]
+
+
+def _two_architectures(runs: "Sequence[Run]") -> "tuple[list[Run], list[Run]]":
+    """The runs of a sweep as the two sides of a comparison, in its order."""
+    from eval.comparison.architectures import architectures
+
+    found = architectures(runs)
+    if len(found) != 2:
+        labels = ", ".join(each.label for each in found)
+        raise UserError(
+            f"one sweep is compared if it has two architectures, and this one has {len(found)} "
+            f"({labels}): give the runs of each side with --a and --b"
+        )
+    groups = [[run for r in each.recipes for run in (*r.runs, *r.repeats)] for each in found]
+    return groups[0], groups[1]
 
 
 def _read(paths: Sequence[Path]) -> "list[Run]":
@@ -125,8 +156,6 @@ def _read(paths: Sequence[Path]) -> "list[Run]":
     labels = unique_labels(paths)
     found = []
     for path, label in zip(paths, labels, strict=True):
-        if not path.exists():
-            raise UserError(f"{path}: there is no such run folder and no such results.json")
         if path.is_file():
             results = read_results(path)
             # RUN/evals/step-N/SUITE/QUESTION/results.json; elsewhere nothing is known of the run

@@ -347,6 +347,15 @@ def test_a_score_that_was_cut_short_is_no_part_of_a_mean(tmp_path: Path) -> None
 # ---- the command
 
 
+def test_a_sweep_means_all_of_its_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Issue 17, item 10."""
+    for name in ("lr10", "lr2"):
+        plant_run(tmp_path / "sweep" / name, [at(0, "start"), step(1, 10, 9.0)])
+    with pytest.raises(SystemExit) as left:
+        main(["plot", str(tmp_path / "sweep"), "--out", str(tmp_path / "page.html")])
+    assert left.value.code == 0 and "2 runs" in capsys.readouterr().out
+
+
 def test_bad_input_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = plant_run(tmp_path / "run", [at(0, "start"), step(1, 10, 9.0)])
     no_log = plant_run(tmp_path / "no_log", [])

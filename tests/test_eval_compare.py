@@ -12,6 +12,7 @@ import pytest
 
 from canon_pretrain.errors import UserError
 from eval.compare import add_arguments, execute
+from eval.report.write import report
 from tests.eval_simulation import evaluated, plant_answers, planted_run, records, right_or_wrong
 
 ACC = {"boolq": {"primary": ["acc"], "higher_is_better": {"acc": True}, "chance": 0.5}}
@@ -63,6 +64,26 @@ def test_as_a_user_types_it(tmp_path: Path) -> None:
     assert "boolq acc: seed noise the paper's: 8 seeds within 3 %" in done.stdout
     (row,) = json.loads(out.read_text())["pairs"]
     assert row["verdict"] == "better" and row["difference"] == pytest.approx(0.3)
+
+
+def test_a_sweep_means_all_of_its_runs(tmp_path: Path) -> None:
+    """Issue 17, item 10: one on each side, or one of two architectures; and in the report."""
+    for name, canon, share in (("nope", "", 0.55), ("canon", "ABCD", 0.85)):
+        for seed in range(2):
+            run(tmp_path / name / f"seed{seed}", share, seed, canon=canon)
+    outs = [tmp_path / "outs" / name for name in ("two.json", "one.json")]
+    compare(tmp_path / "nope", tmp_path / "canon", "--json", outs[0])
+    compare(tmp_path, "--json", outs[1])
+    two, one = (json.loads(out.read_text())["pairs"][0] for out in outs)
+    assert two["difference"] == pytest.approx(0.3, abs=0.05)
+    assert one["difference"] == -two["difference"]  # in the order of their names: canon is A
+    with pytest.raises(UserError, match="has 1 "):
+        compare(tmp_path / "nope")
+    with pytest.raises(UserError, match="is not a run folder and holds none"):
+        compare(tmp_path / "outs", tmp_path / "nope")
+    page = report([tmp_path], None)
+    assert page == tmp_path / "report" / "index.html"
+    assert len(json.loads((page.parent / "report.json").read_text())["runs"]) == 4
 
 
 def test_held_out_loss_is_the_first_verdict(
@@ -184,7 +205,7 @@ def test_nothing_in_common(tmp_path: Path) -> None:
     planted_run(tmp_path / "b")
     with pytest.raises(UserError, match="a has discriminative at step 20; b has no results"):
         compare(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(UserError, match="no such run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         compare(tmp_path / "a", tmp_path / "nowhere")
     with pytest.raises(UserError, match="given twice"):
         compare(tmp_path / "a", tmp_path / "a")

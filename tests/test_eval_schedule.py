@@ -30,7 +30,7 @@ from eval.schedule.leases import main as leases_main
 from eval.schedule.request import Request, settle, to_words, words_for
 from eval.schedule.schedule import Schedule, claim
 from eval.schedule.watcher import Watcher
-from eval.suite_names import split_suites
+from eval.suite_names import TASKS, split_suites
 from tests.fake_slurm import FakeSlurm
 from tests.support import ROOT
 
@@ -650,3 +650,53 @@ def test_runs_that_begin_later_keep_no_other_waiting(
     with pytest.raises(SystemExit) as left:
         main(["submit", str(tmp_path / "a"), str(tmp_path / "b"), "--once"])
     assert left.value.code == 2 and "is not a run folder" in capsys.readouterr().err
+
+
+def test_a_sweep_means_all_of_its_runs(slurm: FakeSlurm, run: Path, capsys: Any) -> None:
+    """Issue 17, item 10: those that have not begun are waited for; its report is in its folder."""
+    sweep = run.parent / "sweep"
+    write_run(sweep / "lr10", 20)
+    write_run(sweep / "lr2", 20)
+    plan = {"runs": [{"name": name} for name in ("lr2", "lr10", "later")]}
+    (sweep / "sweep.json").write_text(json.dumps(plan))
+    main(["submit", str(sweep), "--suites", "jrt", "--every", "20", "--once"])
+    assert slurm.names == ["eval-lr2-step-20-jrt", "eval-lr10-step-20-jrt"]
+    assert f"{sweep / 'later'}: it has not begun" in capsys.readouterr().out.replace("\n", "")
+    for name in ("lr2", "lr10"):
+        for step in (20, 40):
+            answer(sweep / name, step, "jrt")
+        RunFolder(sweep / name).done_file.touch()
+    (sweep / "sweep.json").unlink()
+    main(["submit", str(sweep), "--once"])
+    assert (sweep / "report" / "leases").is_dir()
+
+
+def test_a_task_file_of_ones_own_is_used_only_if_trusted(
+    slurm: FakeSlurm, run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 26: its templates can run commands; the schedule that names it is no leave."""
+    mine = run.parent / "mine.yaml"
+    mine.write_text("task: mine\n")
+    asked: list[str] = []
+
+    def submit(*words: str, answer: str | None = None) -> int:
+        def reply(prompt: str) -> str:
+            asked.append(prompt)
+            return str(answer)
+
+        monkeypatch.setattr("builtins.input", reply)
+        monkeypatch.setattr("sys.stdin.isatty", lambda: answer is not None)
+        try:
+            main(["submit", str(run), "--every", "20", "--once", *words])
+        except SystemExit as left:
+            assert "--trust_task_files" in capsys.readouterr().err
+            return int(left.code or 0)
+        return 0
+
+    suites = ("--suites", f"jrt,{mine}")
+    assert submit(*suites) == 2 and submit(*suites, answer="") == 2
+    assert not slurm.names and not (run / "evals").exists() and str(mine) in asked[0]
+    assert submit("--suites", f"jrt,{TASKS}/jrt/jrt_fda.yaml", "--status") == 0
+    assert submit(*suites, answer="y") == 0 and len(slurm.names) == 2
+    assert submit() == 2 and submit("--trust_task_files") == 0 and submit("--status") == 0
+    assert len(asked) == 2

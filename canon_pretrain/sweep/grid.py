@@ -22,8 +22,8 @@ from canon_pretrain.config import Data, read_experiment
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import UnreadableFile, parsing, read_json, write_json
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.names import PLAN
 
-PLAN = "sweep.json"
 VERSION = 1
 MAX_SEED = (1 << 63) - 1
 """Of torch's generators and TOML's integers."""

@@ -12,7 +12,7 @@ from eval.compare import add_noise_arguments, seed_sigmas
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `eval report`."""
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs, or sweeps")
     parser.add_argument(
         "--baseline",
         metavar="LABEL",

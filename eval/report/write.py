@@ -15,6 +15,7 @@ from rich.text import Text
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_atomic
+from canon_pretrain.run.names import named_runs
 from eval.comparison.content import comparison_content
 from eval.report.content import report_content
 from eval.report.page import failures, html_page, limit_words, markdown_page, score, state_words
@@ -35,16 +36,16 @@ def report(
     seed_sigma: Mapping[str, float] | None = None,
     own_noise_only: bool = False,
 ) -> Path:
-    """Write the report of `runs` into `out` and return the page's path.
+    """Write the report of the runs that `runs` name into `out` and return the page's path.
 
-    `out` None: RUN/report for one run, ./report for several. `baseline`, `seed_sigma` and
+    `out` None: RUN/report for one run or sweep, ./report for several. `baseline`, `seed_sigma` and
     `own_noise_only` are those of eval.comparison.content.comparison_content. Raises UserError for
     what is no run, a run without a log, results of another run, a `baseline` or a task of
     `seed_sigma` that is not there, and an `out` that can't be a folder.
     """
     if not runs:
         raise UserError("no run given: name one run folder or more")
-    read = read_runs(runs)
+    read = read_runs(named_runs(runs))
     comparison = comparison_content(
         read, baseline=baseline, seed_sigma=seed_sigma, own_noise_only=own_noise_only
     )

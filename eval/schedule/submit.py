@@ -12,6 +12,7 @@ retention keeps what is still to be evaluated.
 import argparse
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from rich.console import Console
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.names import named_runs
 from eval.run_command import add_how
 from eval.schedule.cluster import SCRIPTS, NoQueue, Slurm
 from eval.schedule.request import RETRIES, known_suites, settle, to_words
 from eval.schedule.schedule import CLAIM_EXPIRY_S, Queue, Schedule
 from eval.schedule.show import show_status
 from eval.schedule.watcher import Watcher
-from eval.suite_names import ALL, split_suites
+from eval.suite_names import ALL, TASKS, is_task_file, split_suites
 
 MAX_IN_FLIGHT = 8
 INTERVAL_S = 60.0
@@ -41,12 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "RUN/evals/schedule.json: later calls need no options. Without --once it looks again and "
         "again until the runs are DONE, all is evaluated and the report is written."
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs, or sweeps")
     what = parser.add_argument_group("what")
     what.add_argument(
         "--suites",
         metavar="A,B",
         help=f"suites, tasks or paths of task files, or `{ALL}`, the paper's (default: {ALL})",
+    )
+    what.add_argument(
+        "--trust_task_files",
+        action="store_true",
+        help="use task files outside eval/tasks without asking: they are code",
     )
     what.add_argument(
         "--every",
@@ -69,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="where the report of all these runs is written after the last evaluation (default: "
-        "RUN/report of one run, ./report of several)",
+        "RUN/report of one run or sweep, ./report of several)",
     )
     when = parser.add_argument_group("when and where")
     when.add_argument("--once", action="store_true", help="look once, and end")
@@ -112,15 +119,19 @@ def execute(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name} {value}: expected at least {least}")
     if not SCRIPTS.is_dir():
         raise UserError(f"{SCRIPTS} is not there: install from the repository, with pip install -e")
-    runs = [Path(os.path.abspath(run)) for run in arguments.runs]
+    named = [Path(os.path.abspath(run)) for run in arguments.runs]
+    runs = named_runs(named, planned=True)
     if len(set(runs)) < len(runs):
         raise UserError("a run is named twice")
     # of a throttled sweep some runs begin days after others, whose checkpoints do not wait for them
     absent = [run for run in runs if not RunFolder(run).config_file.exists()]
     if len(absent) < len(runs):
         runs = [run for run in runs if run not in absent]
-    given = _given(arguments, [suite for run in runs for suite in known_suites(run)])
+    known = [suite for run in runs for suite in known_suites(run)]
+    given = _given(arguments, known)
     looks_only = arguments.status or arguments.json or arguments.is_finished
+    if not looks_only:
+        _confirm_task_files(given.get("suites", known), arguments)
     schedules = [
         Schedule(
             run,
@@ -130,8 +141,7 @@ def execute(arguments: argparse.Namespace) -> None:
         for run in runs
     ]
     queue = _queue(needed=not (arguments.local or looks_only))
-    several = len(arguments.runs) > 1
-    out = arguments.report or (Path("report") if several else runs[0] / "report")
+    out = arguments.report or (Path("report") if len(named) > 1 else named[0] / "report")
     watcher = Watcher(
         schedules,
         queue,
@@ -145,6 +155,26 @@ def execute(arguments: argparse.Namespace) -> None:
         _show(watcher, arguments)
     else:
         _watch(watcher, arguments)
+
+
+def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> None:
+    """Ask before jobs run the code of the user's task files. Raises UserError without a yes."""
+    files = [s for s in suites if is_task_file(s) and not Path(s).resolve().is_relative_to(TASKS)]
+    if not files or arguments.trust_task_files:
+        return
+    what = (
+        f"{', '.join(dict.fromkeys(files))}: a task file is code, and its templates and functions "
+        "can run any command as you"
+    )
+    answer = "no"
+    if sys.stdin.isatty():
+        try:
+            answer = input(f"{what}. Have the jobs use it? [y/N] ")
+        except EOFError:
+            pass
+    if answer.strip().lower() not in ("y", "yes"):
+        raise UserError(f"{what}. Read it, and give --trust_task_files to use it")
+    arguments.trust_task_files = True
 
 
 def _queue(*, needed: bool) -> Queue:

@@ -94,13 +94,6 @@ class Glance:
     problems: list[str] = field(default_factory=list)
 
 
-def is_run(path: Path) -> bool:
-    """Whether `path` is the folder of a run, of which anything is there."""
-    run = RunFolder(path)
-    files = (run.config_file, run.status_file, run.log_file, run.lock_file, run.run_file)
-    return any(os.path.isfile(file) for file in files)
-
-
 def look_at_run(path: Path, name: str, now: datetime) -> Glance:
     """The run's facts at `now`; never raises."""
     look = _Look(RunFolder(path), now)

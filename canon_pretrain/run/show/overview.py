@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,12 +22,10 @@ from rich.console import Console
 from rich.live import Live
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.names import printable
-from canon_pretrain.run.show.glance import CHECKED, is_run, look_at_run
+from canon_pretrain.run.names import natural, printable, runs_below
+from canon_pretrain.run.show.glance import CHECKED, look_at_run
 from canon_pretrain.run.show.overview_table import Table
 
-DEPTH = 4
-"""Folders of folders of runs that a named folder is searched for."""
 WATCH_S = 5.0
 _PIPED_WIDTH = 100_000  # no line of a table is as long: nothing is cut or folded
 
@@ -140,49 +138,19 @@ def _watch(console: Console, table: Table, args: argparse.Namespace) -> None:
 def find_runs(words: Iterable[str]) -> tuple[list[Path], list[str]]:
     """The run folders that `words` name, each once, in their order; and words that name none.
 
-    A word is a run folder, a folder with runs in it (DEPTH folders deep), or a pattern (`*`) of
-    either. A name that exists is taken as it is, whatever characters it has.
+    A word is a run folder, a folder with runs in it (a sweep), or a pattern (`*`) of either. A name
+    that exists is taken as it is, whatever characters it has.
     """
     runs: dict[Path, Path] = {}
     others = []
     for word in words:
-        paths = [word] if os.path.lexists(word) else sorted(glob.glob(word), key=_natural)
-        found = [run for path in paths for run in _runs_below(Path(path), DEPTH)]
+        paths = [word] if os.path.lexists(word) else sorted(glob.glob(word), key=natural)
+        found = [run for path in paths for run in runs_below(Path(path))]
         if not found:
             others.append(word)
         for run in found:
             runs.setdefault(run.resolve(), run)
     return list(runs.values()), others
-
-
-def _runs_below(path: Path, depth: int) -> Iterator[Path]:
-    if is_run(path):
-        yield path
-        return
-    if depth == 0:
-        return
-    try:
-        with os.scandir(path) as entries:
-            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
-    except OSError:
-        return
-    for name in sorted(names, key=_natural):
-        yield from _runs_below(path / name, depth - 1)
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """A key that puts lr2 before lr10."""
-    parts: list[tuple[int, int, str]] = []
-    digits = text = ""
-    for character in f"{name}\0":
-        if character.isascii() and character.isdigit():
-            digits += character
-            continue
-        if digits:
-            parts += [(1, 0, text), (0, int(digits), digits)]
-            digits = text = ""
-        text += character
-    return [*parts, (1, 0, text)]
 
 
 def look(words: Sequence[str]) -> Table:

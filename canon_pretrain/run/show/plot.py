@@ -10,7 +10,7 @@ from typing import Any
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_atomic
-from canon_pretrain.run.names import unique_labels
+from canon_pretrain.run.names import named_runs, unique_labels
 from canon_pretrain.run.show.charts import page_content
 from canon_pretrain.run.show.history import read_history
 
@@ -19,9 +19,13 @@ PAGE_ENDINGS = (".html", ".htm")
 
 
 def plot(paths: list[Path], out: Path) -> dict[str, Any]:
-    """Write the page of the runs `paths` to `out`; returns what it shows. Raises UserError."""
+    """Write the page of the runs that `paths` name to `out`; returns what it shows.
+
+    Raises UserError.
+    """
     if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
         raise UserError(f"--out {out}: expected the name of a page, such as curves.html")
+    paths = named_runs(paths)
     labels = unique_labels(paths)
     runs = [read_history(path, label) for path, label in zip(paths, labels, strict=True)]
     content = page_content(runs)
@@ -72,7 +76,9 @@ def add_parser(subparsers: Any) -> None:
         "as their mean in a band.",
         epilog="example: python -m canon_pretrain.run plot outputs/* --out curves.html",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs"
+    )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE.html", help="the page to write"
     )
@@ -81,8 +87,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """`python -m canon_pretrain.run plot` with parsed arguments. Raises UserError."""
-    plot(arguments.runs, arguments.out)
+    count = len(plot(arguments.runs, arguments.out)["runs"])
     size = arguments.out.stat().st_size / 1e6
-    count = len(arguments.runs)
     print(f"plot: {arguments.out} ({count} run{'s' * (count > 1)}, {size:.1f} MB)")
     return 0
