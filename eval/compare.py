@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from eval.report.runs import Run
 
 
-WIDE = 100
-"""Columns of a terminal that has room for the intervals."""
+ROOMY, WIDE = 60, 80
+"""Columns beside the longest name with which what is detectable, and the intervals, fit too."""
 MAX_NAMED = 6
 
 
@@ -246,7 +246,7 @@ def _print(content: dict[str, Any]) -> None:
         console.print(Text(f"{name.upper()}: {content[name]}"), soft_wrap=True)
     for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):
         rows = [row for row in content["pairs"] if row["suite"] == suite]
-        console.print(_table(rows, wide=console.width >= WIDE))
+        console.print(_table(rows, console.width))
     console.print(Text(content["family"]["words"] + "."), soft_wrap=True)
     noises: dict[str, list[str]] = {}
     for row in content["pairs"]:
@@ -264,8 +264,8 @@ def _print(content: dict[str, Any]) -> None:
         console.print(Text(note), soft_wrap=True)
 
 
-def _table(rows: Sequence[dict[str, Any]], *, wide: bool) -> "Table":
-    """The rows of one suite; intervals where there is room."""
+def _table(rows: Sequence[dict[str, Any]], width: int) -> "Table":
+    """The rows of one suite; intervals, and what is detectable, where there is room."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -277,11 +277,14 @@ def _table(rows: Sequence[dict[str, Any]], *, wide: bool) -> "Table":
         steps = f"A at step {rows[0]['baseline_step']}, B at {steps}"
     title = Text(f"{rows[0]['suite']}, {steps}", style="bold")
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    table.add_column("task, metric", overflow="fold")
+    names = max(len(f"{row['task']} {row['metric']}") for row in rows)
+    wide, roomy = width >= names + WIDE, width >= names + ROOMY
+    table.add_column("task, metric", no_wrap=True)
     for name in ("A", "B", "B - A", *(["95 % interval"] if wide else []), "p (Holm)"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict on B", min_width=len(UNINFORMATIVE))
-    table.add_column("detectable", justify="right")
+    if roomy:
+        table.add_column("detectable", justify="right", no_wrap=True)
     styles = {"better": "green", "worse": "red"}
     for row in rows:
         low, high = row["ci"] or (None, None)
@@ -297,7 +300,7 @@ def _table(rows: Sequence[dict[str, Any]], *, wide: bool) -> "Table":
             *([interval] if wide else []),
             "–" if row["p_holm"] is None else f"{row['p_holm']:.2g}",
             Text(verdict, style=styles.get(row["verdict"], "")),
-            _figure(row["detectable"]),
+            *([_figure(row["detectable"])] if roomy else []),
         )
     return table
 

@@ -18,9 +18,9 @@ def print_results(console: Console, subject: str, results: Results) -> None:
     title = Text(f"{results.asked['suite']}: {subject}{cut}")
     table = Table(title=title, title_justify="left")
     for column in ("task", "metric"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, no_wrap=True)
     for column in ("score", "+-", "items"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for task, metrics in results.scores.items():
         primary = results.asked["tasks"].get(task, {}).get("primary", ())
         for metric, score in metrics.items():

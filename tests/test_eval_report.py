@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.errors import UserError
@@ -19,17 +20,20 @@ from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import unique_labels
 from canon_pretrain.run.status import StatusWriter
+from eval.__main__ import main
 from eval.report.curves import CURVES, line, thin
 from eval.report.page import escape_markdown
 from eval.report.runs import read_runs
 from eval.report.write import report
-from eval.results import Score
+from eval.results import Score, read_results
+from eval.show_results import print_results
 from tests.checkpoint_folders import make_step
 from tests.report_pages import Page, content, markdown
 from tests.report_runs import (
     FINGERPRINT,
     TOKENS_A_STEP,
     launch,
+    plant_items,
     plant_results,
     plant_run,
     step,
@@ -187,6 +191,31 @@ def test_a_failed_run_is_called_failed_first(
     # launched again, it is no longer failed
     StatusWriter(failed.status_file, steps=500, world_size=1).write()
     assert content(report([failed.path], tmp_path / "out"))["runs"][0]["state"] == "unfinished"
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_names_are_whole_in_a_terminal_of_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Issue 17, item 3: `eval report`, `eval compare` and `eval run` break no name."""
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"nope_canon_abcd_1b3_seed_{k}" for k in range(count)]
+    tasks = ["babilong_qa1_4k", "arc_challenge"]
+    for k, name in enumerate(names):
+        run = plant_run(tmp_path / name, EVENTS, model__init_seed=k, model__dim=128 + 64 * k)
+        values = {task: {"acc_norm": [1.0, 0.0] * 20} for task in tasks}
+        path = plant_items(run, 30 - 10 * (k == 5), "discriminative", values, tasks={})
+    report([tmp_path / name for name in names], tmp_path / "out")
+    printed = capsys.readouterr().out
+    table = printed.partition("report: ")[0]
+    assert all(len(line) <= 80 or "against" in line for line in table.splitlines())
+    assert all(name in table for name in names)
+    assert all(f"{task} acc_norm" in table for task in tasks) == (count == 1)
+    print_results(Console(), "checkpoint", read_results(path))
+    if count > 1:
+        main(["compare", *(str(tmp_path / name) for name in names[:2])])
+    printed = capsys.readouterr().out
+    assert all(re.search(rf"{task}.*acc_norm", printed) for task in tasks)
 
 
 def test_several_runs_stand_side_by_side(run: RunFolder, tmp_path: Path) -> None:

@@ -176,7 +176,9 @@ def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
         ("held-out", "right"), ("training loss", "right"),
         ("job", "left"), ("why", "left"),
     ):  # fmt: skip
-        table.add_column(title, justify="right" if justify == "right" else "left")
+        table.add_column(
+            title, justify="right" if justify == "right" else "left", no_wrap=title != "why"
+        )
     for row in rows:
         loss = f"{row.loss:.4f}" if isinstance(row.loss, float | int) else row.loss or ""
         step = "" if row.step is None else f"{row.step:,}/{row.steps or '?'}"

@@ -20,12 +20,12 @@ from eval.comparison.content import comparison_content
 from eval.report.content import report_content
 from eval.report.page import failures, html_page, limit_words, markdown_page, score, state_words
 from eval.report.runs import read_runs
-from eval.report.words import number, tally
+from eval.report.words import number, other_step, tally
 
 PAGE = "index.html"
 
-MAX_COLUMNS = 8
-"""Of more runs a terminal shows no table."""
+MAX_WIDTH = 10_000
+"""Columns of a terminal in which every table fits."""
 
 
 def report(
@@ -66,38 +66,66 @@ def report(
 
 
 def _print(content: dict[str, Any], page: Path) -> None:
-    """The short table of few runs, the verdicts' tally, and where the page lies."""
+    """The runs, their scores where they fit, the verdicts' tally, and the page's path."""
     console = Console()
     for sentence in failures(content):
         console.print(Text(sentence, style="bold red"), soft_wrap=True)
-    if len(content["runs"]) <= MAX_COLUMNS:
-        console.print(_table(content))
+    console.print(_runs_table(content))
+    if scores := _scores_table(content, console):
+        console.print(scores)
     for summary in content["verdicts"]["architectures"]:
         words = f"{summary['architecture']} against {summary['baseline']}: {tally(summary)}"
         console.print(Text(words), soft_wrap=True)
     console.print(Text(f"report: {page.resolve()}"), soft_wrap=True)
 
 
-def _table(content: dict[str, Any]) -> Table:
+def _runs_table(content: dict[str, Any]) -> Table:
+    """A row per run; its number is that of its column in the scores' table."""
     table = Table()
-    table.add_column("", overflow="fold")
-    for run in content["runs"]:
-        table.add_column(Text(run["label"]), justify="right", overflow="fold")
-    table.add_row("state", *(Text(state_words(run)) for run in content["runs"]))
-    table.add_row("tokens", *(f"{run['tokens']:,}" for run in content["runs"]))
-    figures = [line["figures"] for line in content["curves"][0]["lines"]]
-    table.add_row(
-        "last training loss", *(number(f["last"]["value"]) if f else "–" for f in figures)
-    )
-    for suite in content["suites"]:
-        table.add_section()
-        table.add_row(Text(suite["suite"], style="bold"))
-        columns = [column["run"] for column in suite["columns"]]
-        for row in suite["rows"]:
-            cells = dict(zip(columns, row["cells"], strict=True))
-            shown = [" ".join(score(cells.get(run["label"]))[:2]) for run in content["runs"]]
-            table.add_row(Text(f"{row['task']} {row['metric']}"), *shown)
-        limits = {c["run"]: limit_words(c["limit"]) for c in suite["columns"]}
-        if any(limits.values()):
-            table.add_row("", *(limits.get(run["label"], "") for run in content["runs"]))
+    table.add_column("#", justify="right")
+    table.add_column("run", no_wrap=True)
+    table.add_column("state")
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("last training loss", justify="right")
+    lines = content["curves"][0]["lines"]
+    for k, (run, line) in enumerate(zip(content["runs"], lines, strict=True), start=1):
+        figures = line["figures"]
+        loss = number(figures["last"]["value"]) if figures else "–"
+        words = Text(state_words(run)), f"{run['tokens']:,}", loss
+        table.add_row(str(k), Text(run["label"]), *words)
     return table
+
+
+def _scores_table(content: dict[str, Any], console: Console) -> Table | None:
+    """A column per run, without standard errors if they don't fit; None if nothing fits."""
+    room = console.options.update(width=MAX_WIDTH)
+    for with_errors in (True, False):
+        table = Table()
+        table.add_column("", no_wrap=True)
+        for k in range(len(content["runs"])):
+            table.add_column(str(k + 1), justify="right", no_wrap=True)
+        for suite in content["suites"]:
+            _add_suite(table, suite, [run["label"] for run in content["runs"]], with_errors)
+        if table.row_count and console.measure(table, options=room).maximum <= console.width:
+            return table
+    return None
+
+
+def _add_suite(
+    table: Table, suite: dict[str, Any], labels: Sequence[str], with_errors: bool
+) -> None:
+    table.add_section()
+    table.add_row(Text(f"{suite['suite']}, step {suite['suite_step']:,}", style="bold"))
+    columns = {column["run"]: column for column in suite["columns"]}
+    steps = {label: other_step(c["step"], suite["suite_step"]) for label, c in columns.items()}
+    for row in suite["rows"]:
+        cells = dict(zip(columns, row["cells"], strict=True))
+        shown = []
+        for label in labels:
+            value, error, _ = score(cells.get(label))
+            at = steps.get(label, "") if cells.get(label) else ""
+            shown.append(" ".join(filter(None, [value, error if with_errors else "", at])))
+        table.add_row(Text(f"{row['task']} {row['metric']}"), *shown)
+    limits = [limit_words(columns[x]["limit"]) if x in columns else "" for x in labels]
+    if any(limits):
+        table.add_row("first items only: not a result", *("yes" if x else "" for x in limits))

@@ -144,10 +144,16 @@ class Table:
         widths = {k: max(map(cell_len, [COLUMNS[k].title, *(r[k] for r in rows)])) for k in shown}
         is_wide = sum(widths.values()) + len(_GAP) * (len(shown) - 1) <= width
         main = [k for k in shown if is_wide or COLUMNS[k].label is None]
-        widths[0] = _room_for_names(widths, main, width)
+        others = sum(widths[k] + len(_GAP) for k in main if k != 0)
+        names_apart = widths[0] > width - others  # a name that is too long has a line of its own
+        if names_apart:
+            widths[0] = max(width - others, 4)
         yield _line([COLUMNS[k].title for k in main], main, widths, dict.fromkeys(main, "dim"))
         for glance, row in zip(self.glances, rows, strict=True):
             styles = {0: "bold", 1: _COLOURS.get(glance.state, "")}
+            if names_apart and cell_len(row[0]) > widths[0]:
+                yield Text(_shortened(row[0], width), "bold")
+                row = ["", *row[1:]]
             yield _line([row[k] for k in main], main, widths, styles)
             if not is_wide:
                 rest = ((COLUMNS[k].label, row[k]) for k in shown if k not in main)
@@ -163,11 +169,6 @@ class Table:
             yield from _fold(f"no run in {printable(word)}", width, "yellow")
         if any(glance.checkpoint for glance in self.glances):
             yield from _fold(f"checkpoint: the newest, by {CHECKED}", width, "dim")
-
-
-def _room_for_names(widths: dict[int, int], main: Sequence[int], width: int) -> int:
-    others = sum(widths[k] + len(_GAP) for k in main if k != 0)
-    return min(widths[0], max(width - others, 12))
 
 
 def _line(
