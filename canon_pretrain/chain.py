@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
-from canon_pretrain.errors import UserError, exit_with
+from canon_pretrain.cli import command
+from canon_pretrain.errors import UserError
 from canon_pretrain.files import UnreadableFile, parsing, read_json, write_json
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.holder import Holder, process_lives, read_count
@@ -275,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--asked", choices=get_args(Asked), default="none")
     arguments = parser.parse_args(argv)
     run = RunFolder(arguments.run)
-    try:
+    with command(prints=True):
         if arguments.restarts < 1:
             raise UserError(f"--restarts {arguments.restarts}: expected at least 1")
         decision: Decision | None
@@ -283,10 +284,8 @@ def main(argv: list[str] | None = None) -> None:
             decision = begin(run, arguments.job, restarts=arguments.restarts)
         else:
             decision = end(run, arguments.job, arguments.asked, restarts=arguments.restarts)
-    except UserError as error:
-        exit_with(error)
-    if decision is not None:
-        print(decision.next, decision.why, sep="\n")
+        if decision is not None:
+            print(decision.next, decision.why, sep="\n")
 
 
 if __name__ == "__main__":

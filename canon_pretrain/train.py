@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from canon_pretrain.cli import words
 from canon_pretrain.errors import UserError, exit_with
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         exit_with(error, quiet=quiet)
     prepare_device()
-    with stand_alone():
+    with words(), stand_alone():
         _main(argv, quiet=quiet)
 
 
@@ -146,8 +147,7 @@ def _print_dry_run(
     job: "CanonJobConfig", options: argparse.Namespace, world_size: int, *, quiet: bool
 ) -> None:
     """Make the plan on every rank, so that all fail alike; one prints it."""
-    from rich.console import Console
-
+    from canon_pretrain.terminal import Console
     from canon_pretrain.titan import dry_run
 
     plans = dry_run.make_plans(job, options.gpu, options.world, options.mfu, world_size)

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from canon_pretrain.errors import UserError, exit_with
-from data_prep.progress import say
+from canon_pretrain.cli import command
 
 EXIT_INTERRUPTED = 130
 
@@ -49,14 +48,10 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (the process's own where None)."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = _parser(argv).parse_args(argv)
-    try:
+    words = "interrupted; run the same command again to continue"
+    with command(prints=argv[:1] == ["show"], interrupted=words):
+        arguments = _parser(argv).parse_args(argv)
         arguments.run(arguments)
-    except UserError as error:
-        exit_with(error)
-    except KeyboardInterrupt:
-        say("interrupted; run the same command again to continue")
-        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from canon_pretrain.cli import command
 from canon_pretrain.data.shard_writer import unit_marks
-from canon_pretrain.errors import UserError, exit_with
+from canon_pretrain.errors import UserError
 from data_prep import build
 from data_prep.plan import NO_LIMITS, PLAN, Limits, load_plan
 from data_prep.units import TRAIN, is_complete
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     builder = argparse.ArgumentParser(prog="python -m data_prep build")
     build.add_arguments(builder)
     arguments = builder.parse_args(options)
-    try:
+    with command(prints=True):
         if shards < 1:
             raise UserError(f"--shards {shards}: expected at least 1")
         if arguments.shard:
@@ -65,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if (limit := getattr(arguments, name)) is not None:
                 finish += [f"--{name.replace('_', '-')}", str(limit)]
         left = ",".join(map(str, unbuilt_shards(out, shards, limits)))
-    except UserError as error:
-        exit_with(error)
-    sys.stdout.write("".join(f"{word}\0" for word in (left, str(out), *finish)))
+        sys.stdout.write("".join(f"{word}\0" for word in (left, str(out), *finish)))
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -10,8 +10,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from canon_pretrain.terminal import Console
 
 LINE_EVERY_S = 60.0
 # Up to so many units in a run, each has a line of its own.

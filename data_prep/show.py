@@ -9,8 +9,6 @@ could act on the terminal are shown as signs (`visible.py`).
 """
 
 import argparse
-import os
-import sys
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
@@ -172,9 +170,4 @@ def run(arguments: argparse.Namespace) -> None:
             split=arguments.split,
             ids=arguments.ids,
         )
-    try:
-        encoding = sys.stdout.encoding or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:
-        # a pager that was closed; without this the interpreter's own flush complains at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text)

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from canon_pretrain.terminal import Console
 
 SHOWN_TOKENS = 15
 SHOWN_GROUPS = 20

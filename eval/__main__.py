@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from canon_pretrain.errors import UserError, exit_with
+from canon_pretrain.cli import command
 
 EXIT_INTERRUPTED = 130
 
@@ -44,13 +44,9 @@ without it.
 def main(argv: list[str] | None = None) -> None:
     """The console script `canon-eval`; exits with code 2 on bad input."""
     words = sys.argv[1:] if argv is None else argv
-    try:
+    with command(prints=words[:1] in (["tasks"], ["compare"])):
         arguments, execute = _parse(words)
         execute(arguments)
-    except UserError as error:
-        exit_with(error)
-    except KeyboardInterrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 def _parse(words: list[str]) -> tuple[argparse.Namespace, Callable[[argparse.Namespace], object]]:

@@ -236,8 +236,9 @@ def _nothing(
 
 
 def _print(content: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.text import Text
+
+    from canon_pretrain.terminal import Console
 
     console = Console()
     if content["held_out"]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.terminal import Console
 from eval.model.subject import Subject
 from eval.results import (
     RESULTS,

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rich.console import Console
-
 from canon_pretrain.data.held_out import HeldOutLoss, windows
 from canon_pretrain.errors import UserError
+from canon_pretrain.terminal import Console
 from eval.harness import ask
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM

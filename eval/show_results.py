@@ -1,9 +1,9 @@
 """Results as a table in the terminal: the last thing that `eval run` prints of a suite."""
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from canon_pretrain.terminal import Console
 from eval.results import Results, bound_words
 from eval.suite_names import VALIDATION
 

@@ -36,14 +36,14 @@ from data_prep import sources
 from data_prep.build import build
 from data_prep.plan import Options
 
-def replace(source, target, rename=os.replace, left=[int(sys.argv[4])]):
+def rename(source, target, real=os.rename, left=[int(sys.argv[4])]):
     left[0] -= 1
     if left[0] == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    rename(source, target)
+    real(source, target)
 
 if __name__ == "__main__":
-    os.replace = replace
+    os.rename = rename
     sources.source_root = lambda source: Path(sys.argv[1])
     options = Options(holdout=0.3, unit_bytes=600, max_part_tokens=700)
     build(Path(sys.argv[2]), "stdlib", "train:400", options, int(sys.argv[3]))

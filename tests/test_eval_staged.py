@@ -278,7 +278,7 @@ def test_killed_anywhere_it_is_the_old_the_new_or_not_staged(
             return call
 
         with monkeypatch.context() as patch:
-            for name in ("fsync", "replace", "unlink", "open"):
+            for name in ("fsync", "rename", "unlink", "open"):
                 patch.setattr(os, name, counted(getattr(os, name)))
             patch.setattr(staged, "open", counted(open), raising=False)
             try:

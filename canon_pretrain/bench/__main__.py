@@ -20,11 +20,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rich.console import Console
-
 from canon_pretrain.bench.tables import make_console, print_lines
-from canon_pretrain.errors import UserError, exit_with
+from canon_pretrain.cli import command
+from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_json
+from canon_pretrain.terminal import Console
 from canon_pretrain.titan.device import prepare_device
 
 EXIT_INTERRUPTED = 130
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run one bench, or all, and print the tables; exits with code 2 on bad input."""
     words = sys.argv[1:] if argv is None else argv
     prepare_device()  # torchtitan reads the device at import time
-    try:
+    with command():
         arguments = _parse(words)
         if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
             raise UserError(
@@ -60,10 +60,6 @@ def main(argv: list[str] | None = None) -> None:
         result = run(arguments, make_console())
         if arguments.json is not None:
             write_json(arguments.json, result)
-    except UserError as error:
-        exit_with(error)
-    except KeyboardInterrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:

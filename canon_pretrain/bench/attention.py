@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -26,6 +25,7 @@ from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lin
 from canon_pretrain.bench.timing import compare_steps
 from canon_pretrain.errors import UserError, check_choice
 from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.terminal import Console
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 KERNELS = {

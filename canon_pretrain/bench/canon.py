@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from canon_pretrain.bench import variants
@@ -22,6 +21,7 @@ from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lin
 from canon_pretrain.bench.timing import Step, compare_steps
 from canon_pretrain.bench.tune import print_sweep, sweep
 from canon_pretrain.errors import UserError
+from canon_pretrain.terminal import Console
 
 REFERENCE = "reference"
 CPU_SHAPE, GPU_SHAPE = (4, 1024), (16, 4096)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from canon_pretrain.bench import variants
 from canon_pretrain.bench.bare import fill
@@ -25,6 +24,7 @@ from canon_pretrain.kernels.backends import BACKENDS
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.model.decode import generate
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.terminal import Console
 
 PREFILL, DECODE = "prefill", "decode"
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from canon_pretrain.bench import variants
 from canon_pretrain.bench.bare import bare_step, job_of, one_rank
@@ -25,6 +24,7 @@ from canon_pretrain.model.args import CANON_SITES, ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.positions import Rope
 from canon_pretrain.model.transformer import TransformerBlock
+from canon_pretrain.terminal import Console
 from canon_pretrain.titan.dry_run import GIB, GPUS
 from canon_pretrain.titan.memory import count_saved
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
+
+from canon_pretrain.terminal import Console
 
 NO_TERMINAL_WIDTH = 140
 

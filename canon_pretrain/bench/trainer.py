@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from canon_pretrain.bench.bare import bare_step, one_rank
 from canon_pretrain.bench.machine import Machine, heading
@@ -29,6 +28,7 @@ from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
+from canon_pretrain.terminal import Console
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.spec import register

@@ -9,10 +9,9 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich.console import Console
-
 from canon_pretrain.bench.tables import make_table
 from canon_pretrain.bench.timing import Step, compare_steps
+from canon_pretrain.terminal import Console
 
 TRIED = {
     "run": (16, 32, 64, 128, 256, 512),

@@ -12,30 +12,32 @@ checkpoint is damaged or of another run, or not all could be pruned; 2: bad inpu
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, as_record, verify
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.errors import UserError, exit_with
+from canon_pretrain.cli import command
+from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.launches import known_run
+from canon_pretrain.terminal import Console
 
 EXIT_DAMAGED = 1
-EXIT_INTERRUPTED = 130
 _PIPED_WIDTH = 100_000  # no line of a table is as long: nothing is cut or folded
 
 
 def main(argv: list[str] | None = None) -> None:
     """`python -m canon_pretrain.checkpoint`; exits with code 1 for damage, 2 for bad input."""
-    arguments = _parser().parse_args(argv)
-    try:
+    words = sys.argv[1:] if argv is None else argv
+    with command(prints=words[:1] == ["list"]):
+        arguments = _parser().parse_args(words)
         run, folder = find_folder(arguments.run)
         if arguments.command == "list":
             _list(run, folder, as_json=arguments.json)
@@ -45,12 +47,6 @@ def main(argv: list[str] | None = None) -> None:
             _plan(run, folder, arguments)
         else:
             _prune(run, folder, arguments)
-    except UserError as error:
-        exit_with(error)
-    except OSError as error:
-        exit_with(UserError(f"{error.filename or arguments.run}: {error.strerror}"))
-    except KeyboardInterrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
@@ -373,10 +369,10 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("list", help="what there is, by manifests and sizes")
     check = commands.add_parser("verify", help="read every byte; moves nothing")
     prune = commands.add_parser("prune", help="keep the newest K that are proved whole")
-    for command in (show, check, prune):
-        command.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    for command in (show, check):
-        command.add_argument("--json", action="store_true")
+    for each in (show, check, prune):
+        each.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    for each in (show, check):
+        each.add_argument("--json", action="store_true")
     check.add_argument("--step", type=int, metavar="N", help="this one only")
     check.add_argument("--workers", type=int, metavar="W", help="threads that read (CPUs, up to 8)")
     prune.add_argument("--keep", type=int, required=True, metavar="K", help="1 or more")

@@ -9,22 +9,14 @@ Neither needs a GPU. Exit code 2: bad input, and nothing was written.
 import argparse
 from pathlib import Path
 
-from canon_pretrain.errors import UserError, exit_with
-
-EXIT_INTERRUPTED = 130
+from canon_pretrain.cli import command
 
 
 def main(argv: list[str] | None = None) -> None:
     """`python -m canon_pretrain.hf`; exits with code 2 for bad input."""
-    arguments = _parser().parse_args(argv)
-    try:
+    with command():
+        arguments = _parser().parse_args(argv)
         arguments.run(arguments)
-    except UserError as error:
-        exit_with(error)
-    except OSError as error:
-        exit_with(UserError(f"{error.filename or arguments.out}: {error.strerror or error}"))
-    except KeyboardInterrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from canon_pretrain.errors import UserError, exit_with
+from canon_pretrain.cli import command
 from canon_pretrain.files import write_json
 from canon_pretrain.preflight.job import plan_job, scontrol, words_on_waits
 from canon_pretrain.preflight.reports import report_node, report_ranks
@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None) -> None:
     """See the module. `job` prints the run folder and the bytes, each ended by a NUL byte."""
     argv = sys.argv[1:] if argv is None else argv
     own, rest = _split(argv)
-    arguments = _parser().parse_args(own)
-    try:
+    with command(prints=own[:1] in (["job"], ["verdict"])):
+        arguments = _parser().parse_args(own)
         if arguments.command == "job":
             sizes = (arguments.nodes, arguments.ranks_per_node)
             folder, size = plan_job(rest, *sizes, data=arguments.data)
@@ -48,8 +48,6 @@ def main(argv: list[str] | None = None) -> None:
             write_json(arguments.report / name, report)
         else:
             raise SystemExit(_verdict(arguments))
-    except UserError as error:
-        exit_with(error)
 
 
 def _verdict(arguments: argparse.Namespace) -> int:

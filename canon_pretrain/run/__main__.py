@@ -12,10 +12,9 @@ of the parsed arguments that gives the exit code. Bad input is one message and e
 
 import argparse
 import importlib
-import os
 import sys
 
-from canon_pretrain.errors import UserError, exit_with
+from canon_pretrain.cli import command
 
 MODULES = {
     "status": "overview",
@@ -24,25 +23,14 @@ MODULES = {
     "export": "export",
     "profile": "profile",
 }
-EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: list[str] | None = None) -> None:
     """`python -m canon_pretrain.run`; leaves with the command's exit code."""
-    arguments = _parser(argv := sys.argv[1:] if argv is None else argv).parse_args(argv)
-    try:
+    argv = sys.argv[1:] if argv is None else argv
+    with command(prints=bool(argv) and argv[0] in ("status", "diff", "profile")):
+        arguments = _parser(argv).parse_args(argv)
         code = arguments.run(arguments)
-        sys.stdout.flush()
-    except UserError as error:
-        exit_with(error)
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_BROKEN_PIPE
-    except OSError as error:
-        exit_with(UserError(": ".join(map(str, filter(None, (error.filename, error.strerror))))))
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
     raise SystemExit(code)
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from canon_pretrain.cli import printable
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import read_json
 from canon_pretrain.run.folder import RunFolder
@@ -103,8 +104,3 @@ def unique_labels(paths: Sequence[Path]) -> list[str]:
         if grown == depths:
             return labels
         depths = grown
-
-
-def printable(text: str) -> str:
-    """`text` on one line, with the replacement character for what can't be shown or encoded."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

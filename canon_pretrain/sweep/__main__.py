@@ -19,7 +19,8 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from canon_pretrain.errors import UserError, exit_with
+from canon_pretrain.cli import command
+from canon_pretrain.errors import UserError
 from canon_pretrain.sweep.grid import (
     SEED_KEYS,
     SeedOf,
@@ -40,8 +41,8 @@ _OWN = {"--configs", "--lr", "--seeds", "--seed_of", "--extend"}
 def main(argv: list[str] | None = None) -> None:
     """`python -m canon_pretrain.sweep`; exits with code 2 on bad input."""
     own, passed_on = _split(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(own)
-    try:
+    with command(prints=own[:1] != ["plan"]):
+        arguments = _parser().parse_args(own)
         if passed_on and arguments.command != "plan":
             raise UserError(
                 f"{passed_on[0]}: options of the runs belong to `plan`, so that all have the same"
@@ -54,12 +55,6 @@ def main(argv: list[str] | None = None) -> None:
             run(arguments)
         else:
             print_todo(arguments.sweep, {int(n) for n in arguments.besides.split(",") if n})
-    except UserError as error:
-        exit_with(error)
-    except OSError as error:
-        exit_with(UserError(": ".join(map(str, filter(None, (error.filename, error.strerror))))))
-    except KeyboardInterrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 def plan(arguments: argparse.Namespace, passed_on: list[str]) -> None:

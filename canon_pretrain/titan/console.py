@@ -23,6 +23,7 @@ from rich.cells import cell_len
 from rich.live import Live
 from rich.text import Text
 
+from canon_pretrain import terminal
 from canon_pretrain.run.log import number
 
 logger = logging.getLogger()
@@ -322,7 +323,7 @@ def hms(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-class _Terminal(rich.console.Console):
+class _Terminal(terminal.Console):
     """Never hides the cursor: a killed process could not show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:

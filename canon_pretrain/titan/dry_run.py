@@ -14,7 +14,6 @@ import os
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
@@ -29,6 +28,7 @@ from canon_pretrain.model.args import (
     num_parameters,
 )
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.terminal import Console
 from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.device import device_count, has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes

@@ -1,10 +1,7 @@
 """What of torchtitan's log a person sees, and how."""
 
-import atexit
-import contextlib
 import logging
 import os
-import sys
 import warnings
 
 # What torchtitan's log says that is no news (garbage collections, waits), does not hold here (a
@@ -34,31 +31,10 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 class _Printer(logging.Handler):
-    """Prints to the present sys.stdout: a progress bar puts itself there, and stays below.
-
-    A line that stdout does not take (its disk is full, its reader has gone, it is closed) is lost,
-    and ends no run.
-    """
-
-    _is_lost = False
+    """Prints to the present sys.stdout: a progress bar puts itself there, and stays below."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            print(self.format(record), flush=True)
-        except (OSError, ValueError) as error:
-            if not self._is_lost:
-                with contextlib.suppress(OSError, ValueError, AttributeError):
-                    sys.stderr.write(f"NOTE: stdout takes no lines ({error}); the run goes on\n")
-            self._is_lost = True
-
-
-def _leave_stdout() -> None:
-    """Let Python end with the run's exit code: what stdout does not take would make it 120."""
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError, AttributeError):
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(self.format(record), flush=True)
 
 
 def init_logging(rank: int) -> None:
@@ -70,7 +46,6 @@ def init_logging(rank: int) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     handler.addFilter(_is_news)
     root.addHandler(handler)
-    atexit.register(_leave_stdout)
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     os.environ["KINETO_LOG_LEVEL"] = "5"
     for known in (

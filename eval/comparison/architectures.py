@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
+from canon_pretrain.cli import printable
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.log import number
-from canon_pretrain.run.names import printable
 from eval.report.runs import Run, text_of
 
 LEARNING_RATE = "optimizer.lr"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from canon_pretrain.cli import printable
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs, num_parameters
-from canon_pretrain.run.names import printable
 from eval.comparison.tables import suite_step
 from eval.report.anchors import anchors
 from eval.report.curves import CURVES, late_loss, line, points_a_line

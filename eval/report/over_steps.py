@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from canon_pretrain.cli import printable
 from canon_pretrain.run.log import json_value
-from canon_pretrain.run.names import printable
 from eval.comparison.architectures import Scored, logged_losses, suite_losses
 from eval.report.lengths import Entry
 from eval.report.runs import Run, described, primary_metrics, suite_order, text_of

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.checkpoint.folder import EVALS
+from canon_pretrain.cli import printable
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import read_run
-from canon_pretrain.run.names import printable, unique_labels
+from canon_pretrain.run.names import unique_labels
 from canon_pretrain.run.status import read_status
 from eval.results import RESULTS, Results, is_outdated, read_results
 from eval.suite_names import SUITES

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import write_atomic
 from canon_pretrain.run.names import named_runs
+from canon_pretrain.terminal import Console
 from eval.comparison.content import comparison_content
 from eval.report.content import report_content
 from eval.report.page import failures, html_page, limit_words, markdown_page, score, state_words

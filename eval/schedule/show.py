@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from canon_pretrain.terminal import Console
 from eval.schedule.schedule import Entry, Schedule
 from eval.suite_names import suite_name
 

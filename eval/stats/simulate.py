@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
+from canon_pretrain.terminal import Console
 from eval.stats.decide import ALPHA, detectable, holm, two_sided_p
 from eval.stats.items import mean_variance
 from eval.stats.pair import Answers, Paired, paired

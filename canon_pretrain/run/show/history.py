@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from canon_pretrain.cli import printable
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import UnreadableFile, parsing, read_json
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number
-from canon_pretrain.run.names import printable
 
 HELD_OUT = "held_out_fingerprint"
 STEP_FIELDS = ("loss", "grad_norm", "tokens_per_second", "mfu", "lr")

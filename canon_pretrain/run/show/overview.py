@@ -18,13 +18,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
 from rich.live import Live
 
+from canon_pretrain.cli import printable, stdout_failure
 from canon_pretrain.errors import UserError
-from canon_pretrain.run.names import natural, printable, runs_below
+from canon_pretrain.run.names import natural, runs_below
 from canon_pretrain.run.show.glance import CHECKED, look_at_run
 from canon_pretrain.run.show.overview_table import Table
+from canon_pretrain.terminal import Console
 
 WATCH_S = 5.0
 _PIPED_WIDTH = 100_000  # no line of a table is as long: nothing is cut or folded
@@ -116,14 +117,14 @@ def _watch(console: Console, table: Table, args: argparse.Namespace) -> None:
         if console.is_terminal:
             shown = replace(table, is_screen=True)
             with Live(shown, console=console, screen=True, refresh_per_second=4) as live:
-                while pause():
+                while stdout_failure() is None and pause():
                     table = look(args.runs)
                     live.update(replace(table, is_screen=True))
             console.print(table)
             return
         console.print(table)
         sys.stdout.flush()
-        while pause():
+        while stdout_failure() is None and pause():
             table = look(args.runs)
             console.print(table)
             sys.stdout.flush()

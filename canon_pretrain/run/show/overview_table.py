@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
+import rich.console
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import ConsoleOptions, RenderResult
 from rich.text import Text
 
-from canon_pretrain.run.names import printable
+from canon_pretrain.cli import printable
 from canon_pretrain.run.show.glance import ALIVE, CHECKED, Glance, span
 
 _GAP = "  "
@@ -124,7 +125,9 @@ class Table:
             "no_run_in": self.others,
         }
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: rich.console.Console, options: ConsoleOptions
+    ) -> RenderResult:
         lines = list(self._lines(options.max_width))
         height = console.height
         if self.is_screen and len(lines) > height:

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +19,7 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.show.trace_summary import COMMUNICATION, PURPOSES, Summary, summarize
 from canon_pretrain.run.trace import DATA, read_trace
+from canon_pretrain.terminal import Console
 
 TRACES = "profile_traces"
 _NAME = re.compile(r"rank(\d+)_trace\.json(\.gz)?")

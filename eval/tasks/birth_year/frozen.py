@@ -18,10 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import sha256_file, write_atomic, write_json
+from canon_pretrain.terminal import Console
 from eval.staging.catalogue import CATALOGUE
 from eval.staging.staged import MANIFEST, load_staged, restage, staged_folder
 from eval.tasks.birth_year.probes import (
