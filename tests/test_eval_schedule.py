@@ -30,6 +30,7 @@ from eval.schedule.leases import main as leases_main
 from eval.schedule.request import Request, settle, to_words, words_for
 from eval.schedule.schedule import Schedule, claim
 from eval.schedule.watcher import Watcher
+from eval.suite_names import SUITES as ALL
 from eval.suite_names import TASKS, split_suites
 from tests.fake_slurm import FakeSlurm
 from tests.support import ROOT
@@ -438,6 +439,7 @@ def test_one_run_has_one_schedule(run: Path, capsys: pytest.CaptureFixture[str])
     (run / "evals/schedule.json").write_text("{")
     with pytest.raises(UserError, match="schedule.json is damaged"):
         settle(run, {})
+    assert settle(run, {"every": 20}, change=True) == settle(run, {}) == Request([*ALL], every=20)
     with pytest.raises(UserError, match="is not a run folder"):
         settle(run.parent, {})
     with pytest.raises(UserError, match=r"--every 7: .* each 5 steps .*a multiple"):
@@ -506,6 +508,8 @@ def test_a_job_asks_whether_the_work_is_its_own(run: Path, capsys: Any) -> None:
         leases_main(words)
     assert left.value.code == 3 and "another job has this work" in capsys.readouterr().err
     leases_main(["begin", "--job", "6", f"{run}/checkpoint/step-10", "jrt"])  # by hand: no lease
+    leases_main(["begin", "--job", "6", str(run), "jrt,validation"])
+    assert (run / "evals/step-20/jrt,validation/leases/restarts.json").is_file()
 
 
 def test_a_job_that_gets_nowhere_ends(run: Path) -> None:
@@ -520,6 +524,10 @@ def test_a_job_that_gets_nowhere_ends(run: Path) -> None:
     done.parent.mkdir(parents=True)
     done.touch()
     assert codes(4) == [0] * 4 and codes(1) == [1]
+    both = leases_of(run, 10, "validation,jrt")
+    assert [begin(both, "7", None, 0)[0] for _ in range(2)] == [0, 1]
+    done.with_name("two.task.json").touch()
+    assert begin(both, "7", None, 0)[0] == 0, "a task of any of the suites counts"
     assert codes(1, job="6") == [0], "another job begins to count anew"
 
 

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import EVALS, entries
 from canon_pretrain.files import UnreadableFile, parsing, read_json
 from canon_pretrain.run.holder import Holder, process_lives
@@ -188,9 +189,11 @@ def _restarts(leases: Leases) -> Mapping[str, Any]:
         return {"job": None, "tasks": 0, "fruitless": 0}
 
 
-def _num_answered(suite: Path) -> int:
-    """Tasks that earlier starts have answered (eval/results.py, Unfinished)."""
-    return sum(1 for _ in suite.glob("*/unfinished/*.task.json"))
+def _num_answered(suites: Path) -> int:
+    """Tasks that earlier starts have answered (eval/results.py), of suites `a,b`."""
+    patterns = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
+    folders = [suites.parent / name for name in suites.name.split(",")]
+    return sum(1 for folder in folders for pattern in patterns for _ in folder.glob(pattern))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -204,8 +207,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--restarts", type=int, default=3)
     arguments = parser.parse_args(argv)
     # not resolved: RUN/checkpoint may be a link to a larger disk
-    checkpoint = Path(os.path.abspath(arguments.checkpoint))
-    folder = checkpoint.parents[1] / EVALS / checkpoint.name / suite_name(arguments.suite) / LEASES
+    run, checkpoint = find_checkpoint(Path(os.path.abspath(arguments.checkpoint)))
+    folder = run.path / EVALS / checkpoint.name / suite_name(arguments.suite) / LEASES
     code, why = begin(Leases(folder), arguments.job, arguments.lease, arguments.restarts)
     if code:
         print(why, file=sys.stderr)

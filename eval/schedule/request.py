@@ -93,7 +93,7 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
     path = run / EVALS / SCHEDULE
     RunFolder(run).read_config()
     for _ in range(3):
-        known = _read_request(path)
+        known = _read_request(path, replaces=change)
         if known is not None:
             asked = dataclasses.replace(known, **given)
             if asked == known:
@@ -115,7 +115,7 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
         temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
         try:
             temporary.write_text(json.dumps(asdict(asked), indent=2) + "\n")
-            if known is not None:
+            if known is not None or (change and path.exists()):
                 os.replace(temporary, path)
                 return asked
             if link(temporary, path):
@@ -126,19 +126,22 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
     raise UserError(f"{path} comes and goes: look who writes it")
 
 
-def known_suites(run: Path) -> list[str]:
-    """The suites of schedule.json, where there is one. Raises UserError for what is no run."""
+def known_suites(run: Path, *, change: bool = False) -> list[str]:
+    """The suites of schedule.json if there is one; a `change` passes over a damaged one.
+
+    Raises UserError for what is no run.
+    """
     RunFolder(run).read_config()
-    request = _read_request(run / EVALS / SCHEDULE)
+    request = _read_request(run / EVALS / SCHEDULE, replaces=change)
     return [] if request is None else request.suites
 
 
-def _read_request(path: Path) -> Request | None:
+def _read_request(path: Path, *, replaces: bool) -> Request | None:
     try:
         record = read_json(path)
         with parsing(path):
             return Request(**record)
     except UnreadableFile as error:
-        if error.is_missing:
+        if error.is_missing or replaces:
             return None
-        raise UserError(f"{error}: delete it, and submit again") from None
+        raise UserError(f"{error}: --change writes it anew, with the options given") from None

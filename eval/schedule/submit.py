@@ -126,7 +126,7 @@ def execute(arguments: argparse.Namespace) -> None:
     absent = [run for run in runs if not RunFolder(run).config_file.exists()]
     if len(absent) < len(runs):
         runs = [run for run in runs if run not in absent]
-    known = [suite for run in runs for suite in known_suites(run)]
+    known = [suite for run in runs for suite in known_suites(run, change=arguments.change)]
     given = _given(arguments, known)
     looks_only = arguments.status or arguments.json or arguments.is_finished
     if not looks_only:
