@@ -195,7 +195,7 @@ def _open_checkpoint(
 ) -> Subject:
     check_checkpoint(checkpoint)
     config = folder.read_config()
-    if "imported_from" in config["config"]:
+    if "imported_from" in (config.get("config") or ()):
         raise UserError(
             f"{folder.path} is an import, which names no data: evaluate the folder that it came "
             "from, or what `python -m canon_pretrain.hf export` makes of it"
