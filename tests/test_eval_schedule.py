@@ -18,6 +18,7 @@ from rich.console import Console
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import FileEntry, Manifest
 from canon_pretrain.checkpoint.retention import Retention, held_steps
+from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import sha256_file
 from canon_pretrain.run.folder import RunFolder
@@ -27,13 +28,13 @@ from eval.run_command import add_how
 from eval.schedule.cluster import NoAnswer, NoQueue, Slurm
 from eval.schedule.leases import LOCAL, Leases, begin, leases_of, new_lease
 from eval.schedule.leases import main as leases_main
-from eval.schedule.request import Request, settle, to_words, words_for
+from eval.schedule.request import Request, answers, settle, to_words, words_for
 from eval.schedule.schedule import Schedule, claim
 from eval.schedule.watcher import Watcher
 from eval.suite_names import SUITES as ALL
-from eval.suite_names import TASKS, split_suites
+from eval.suite_names import TASKS, asked_how, split_suites
 from tests.fake_slurm import FakeSlurm
-from tests.support import ROOT
+from tests.support import ROOT, write_data
 
 
 def save(run: Path, step: int, kind: Any = "full") -> None:
@@ -708,3 +709,17 @@ def test_a_task_file_of_ones_own_is_used_only_if_trusted(
     assert submit(*suites, answer="y") == 0 and len(slurm.names) == 2
     assert submit() == 2 and submit("--trust_task_files") == 0 and submit("--status") == 0
     assert len(asked) == 2
+
+
+def test_a_text_given_on_purpose_is_answered_by_results_of_it_alone(tmp_path: Path) -> None:
+    """Issue 17, item 17: else the results of the run's own held-out text would do."""
+    write_data(tmp_path)
+    parser = argparse.ArgumentParser()
+    add_how(parser)
+    asked = {**asked_how("validation", parser.parse_args([]), 64), "dtype": "float32"}
+    how = ["--held_out", str(tmp_path)]
+    with TokenShards.open(tmp_path / "validation") as text:
+        given = asked | {"held_out_fingerprint": text.fingerprint}
+    own = asked | {"held_out_fingerprint": "0" * 64}
+    assert [answers(each, "validation", how, 64) for each in (given, own)] == [True, False]
+    assert answers(own, "validation", [], 64)

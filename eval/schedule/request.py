@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.checkpoint.folder import EVALS
+from canon_pretrain.data.held_out import open_apart
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import UnreadableFile, fsync_folder, parsing, read_json
 from canon_pretrain.run.folder import RunFolder
@@ -51,6 +52,8 @@ def answers(asked: dict[str, Any], suite: str, how: Sequence[str], seq_len: int)
     """Whether results that were asked like this are what `eval run` finds for `suite` and `how`."""
     options = _parse_how(how)
     wanted = {"options": None, "junk": None, **asked_how(suite_name(suite), options, seq_len)}
+    if options.held_out is not None and suite == "validation":
+        wanted["held_out_fingerprint"] = open_apart(options.held_out).fingerprint
     return options.dtype in ("auto", asked.get("dtype")) and all(
         asked.get(name) == value for name, value in wanted.items()
     )
