@@ -450,11 +450,7 @@ def test_a_task_file_that_does_not_load(
         (
             "x",
             [],
-<<<<<<< Updated upstream
             "unknown suite 'x'; suites: ",
-=======
-            "unknown suite 'x'",
->>>>>>> Stashed changes
         ),
         ("nowhere.yaml", [], "--suite nowhere.yaml: no such task file"),
         ("birth-year", ["--limit", "0"], "--limit 0: expected at least 1"),
