@@ -5,8 +5,10 @@ loses words and ends nothing, and no control character of a path, a log or a tex
 terminal.
 """
 
+import codecs
 import contextlib
 import io
+import locale
 import os
 import sys
 import unicodedata
@@ -112,6 +114,16 @@ def stdout_failure() -> OSError | None:
     return failure
 
 
+def check_encoding() -> None:
+    """Raise UserError if Python's text files are not UTF-8: torch's own are, and a run's."""
+    encoding = locale.getpreferredencoding(False)
+    if codecs.lookup(encoding).name != "utf-8":
+        raise UserError(
+            f"this locale's encoding is {encoding}, expected UTF-8: set PYTHONUTF8=1, or a locale "
+            "such as LC_ALL=C.UTF-8"
+        )
+
+
 @contextlib.contextmanager
 def command(*, prints: bool = False, interrupted: str = "") -> Iterator[None]:
     """Run a command: bad input and faults of the disk are one message and exit code 2.
@@ -121,6 +133,7 @@ def command(*, prints: bool = False, interrupted: str = "") -> Iterator[None]:
     """
     with words():
         try:
+            check_encoding()
             yield
             sys.stdout.flush()
             if prints and (failure := stdout_failure()) is not None:

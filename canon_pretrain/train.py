@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from canon_pretrain.cli import words
+from canon_pretrain.cli import check_encoding, words
 from canon_pretrain.errors import UserError, exit_with
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     # a fault that all ranks share is printed once per node: files may be missing on one node alone
     quiet = os.environ.get("LOCAL_RANK", "0") != "0" and "LOCAL_WORLD_SIZE" in os.environ
     try:
+        check_encoding()
         check_names(argv)  # torch takes seconds to import
     except UserError as error:
         exit_with(error, quiet=quiet)

@@ -89,3 +89,25 @@ def test_a_build_ends_whatever_becomes_of_its_words(tmp_path: Path, redirection:
     assert done.returncode == 0, done.stderr
     assert os.path.exists(tmp_path / "out/train/manifest.json")
     assert b"Traceback" not in done.stderr and b"error" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["canon_pretrain.train", "--config", "debug.toml", "--job.dump_folder"],
+        ["canon_pretrain.run", "status"],
+        ["data_prep", "show"],
+        ["eval", "report"],
+    ],
+)
+def test_a_locale_that_is_not_utf8_is_refused(words: list[str], tmp_path: Path) -> None:
+    """Issue 17, item 25: paths with an e acute ended in tracebacks of ours and of torch."""
+    path = str(tmp_path / "caf\u00e9")
+    other = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", *words, path]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | other, capture_output=True, timeout=60
+    )
+    assert done.returncode == 2 and not os.path.exists(path)
+    assert b"error: " in done.stderr and b"PYTHONUTF8=1" in done.stderr
+    assert b"Traceback" not in done.stderr
