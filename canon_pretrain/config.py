@@ -6,6 +6,7 @@ laptop without it can read and check an experiment too.
 """
 
 import dataclasses
+import errno
 import tomllib
 import types
 import typing
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from canon_pretrain.errors import UserError, nearest
+from canon_pretrain.files import UnreadableFile, read_bytes
 
 T = TypeVar("T")
 
@@ -131,16 +133,17 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         names = " -> ".join(str(p) for p in (*chain, resolved))
         raise UserError(f"{path}: `extends` goes in a circle: {names}")
     try:
-        with open(path, "rb") as file:
-            own = tomllib.load(file)
-    except FileNotFoundError:
-        named_by = f" (named by `extends` in {chain[-1]})" if chain else ""
-        raise UserError(f"config file {path} does not exist{named_by}") from None
-    except IsADirectoryError:
-        raise UserError(f"config file {path} is a folder; give a .toml file in it") from None
-    except OSError as error:
-        raise UserError(f"config file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        own = tomllib.loads(read_bytes(path, 1 << 20).decode())
+    except UnreadableFile as error:
+        if error.is_missing:
+            named_by = f" (named by `extends` in {chain[-1]})" if chain else ""
+            raise UserError(f"config file {path} does not exist{named_by}") from None
+        if error.errno == errno.EISDIR:
+            raise UserError(f"config file {path} is a folder; give a .toml file in it") from None
+        raise UserError(f"config file {error}") from None
+    except RecursionError:
+        raise UserError(f"{path} is not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # also of bytes that are not UTF-8, and of dates out of range
         raise UserError(f"{path} is not valid TOML: {error}") from None
     bases = own.pop("extends", [])
     if isinstance(bases, str):

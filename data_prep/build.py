@@ -25,7 +25,16 @@ from data_prep.disk import disk_errors
 from data_prep.finish import LOCK, add_limits, say_finished, settling, write_manifests
 from data_prep.lock import remove_locks
 from data_prep.parts import available_cores
-from data_prep.plan import NO_LIMITS, PLAN, Limits, Options, Plan, hash_small, load_plan
+from data_prep.plan import (
+    MAX_LINE_BYTES,
+    NO_LIMITS,
+    PLAN,
+    Limits,
+    Options,
+    Plan,
+    hash_small,
+    load_plan,
+)
 from data_prep.progress import BuildProgress, Counts, say
 from data_prep.settle import TokenizerRequest, settle_plan
 from data_prep.units import SPLITS, TRAIN, UNIT_LOCKS, UnitJob, is_complete, unit_job
@@ -96,6 +105,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="build every N-th unit only, from the I-th on: N jobs, on as many machines, share the "
         "folder; then run `finish`",
     )
+    add(
+        "--max-line-bytes",
+        type=int,
+        default=MAX_LINE_BYTES,
+        metavar="N",
+        help="refuse an input with a longer line of JSON (default: %(default)s)",
+    )
     add("--revision", metavar="R", help="commit, tag or branch of a source that is downloaded")
     add("--text-field", metavar="F", help="the field with the text, in files of rows")
     add("--eos", metavar="TOKEN", help="the token that ends documents, where PATH leaves it open")
@@ -109,7 +125,9 @@ def run(arguments: argparse.Namespace) -> None:
         out=arguments.out,
         source=arguments.source,
         tokenizer=arguments.tokenizer,
-        options=Options(holdout=arguments.holdout, bos=arguments.bos),
+        options=Options(
+            holdout=arguments.holdout, bos=arguments.bos, max_line_bytes=arguments.max_line_bytes
+        ),
         workers=arguments.workers,
         files=arguments.files,
         revision=arguments.revision,

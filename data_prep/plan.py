@@ -20,6 +20,7 @@ from canon_pretrain.files import sha256_file, write_json
 VERSION = 2
 PLAN = "plan.json"
 # Inputs of no more than this in all are hashed before the plan is made: a second of reading.
+MAX_LINE_BYTES = 64_000_000
 HASH_AHEAD_BYTES = 256 << 20
 # Enough to see what happened; an upgraded Python changes hundreds of inputs.
 MAX_DIFFERENCES = 8
@@ -63,8 +64,11 @@ class Options:
     unit_files: int | None = None
     unit_bytes: int | None = None
     max_part_tokens: int = MAX_PART_TOKENS
+    max_line_bytes: int = MAX_LINE_BYTES
 
     def __post_init__(self) -> None:
+        if self.max_line_bytes < 1:
+            raise UserError(f"--max-line-bytes is {self.max_line_bytes}, expected at least 1")
         if not 0 <= self.holdout < 1:
             raise UserError(f"--holdout {self.holdout} is outside [0, 1); 0.02 holds out 2 %")
 
@@ -115,10 +119,17 @@ class Plan:
     @cached_property
     def sha256(self) -> str:
         """The hex SHA-256 of the plan's canonical JSON."""
-        identity = asdict(self)
+        identity = self.record()
         del identity["root"]
         canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """The fields as JSON values; the limit of lines if it is not the default, as ever."""
+        fields = asdict(self)
+        if self.options.max_line_bytes == MAX_LINE_BYTES:
+            del fields["options"]["max_line_bytes"]
+        return fields
 
     def unit_inputs(self, unit: int) -> tuple[Input, ...]:
         """The inputs of a unit, in order."""
@@ -171,7 +182,7 @@ def cut_units(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int
 
 def save_plan(folder: Path, plan: Plan) -> None:
     """Write plan.json, with its own hash in front."""
-    write_json(folder / PLAN, {"version": VERSION, "sha256": plan.sha256, **asdict(plan)})
+    write_json(folder / PLAN, {"version": VERSION, "sha256": plan.sha256, **plan.record()})
 
 
 def load_plan(folder: Path) -> Plan:

@@ -10,24 +10,24 @@ flipped bit where the format has no checksum.
 import hashlib
 import json
 import os
+import re
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.files import open_at_once
 from data_prep import stdlib
-from data_prep.plan import Input
+from data_prep.plan import MAX_LINE_BYTES, Input
 from data_prep.rows import Document, Skipped, clean, from_text, from_utf8
 from data_prep.unpack import Frame, unpack
 
 READ_BYTES = 1 << 20
-# a chunk is decompressed at once, and zstd packs repetition up to 30,000-fold
 PACKED_READ_BYTES = 1 << 16
 # zlib's way to ask for gzip's header and checksum
 GZIP_WBITS = 31
-# a line that never ends must not take the machine's memory
-MAX_ROW_BYTES = 1 << 30
 # of a parquet file's rows, as its footer counts bytes: large documents come in small batches
 BATCH_BYTES = 8 << 20
 MAX_BATCH_ROWS = 1024
@@ -48,12 +48,19 @@ class InputReader:
     """
 
     def __init__(
-        self, path: Path, known: Input, *, text_field: str, group_field: str | None
+        self,
+        path: Path,
+        known: Input,
+        *,
+        text_field: str,
+        group_field: str | None,
+        max_line_bytes: int = MAX_LINE_BYTES,
     ) -> None:
         self.path = path
         self.known = known
         self.text_field = text_field
         self.group_field = group_field
+        self.max_line_bytes = max_line_bytes
         self.sha256 = ""
         self.bytes_read = 0
         self._row = 0
@@ -64,8 +71,11 @@ class InputReader:
         self.sha256, self.bytes_read, self._row = "", 0, 0
         self._digest, self._hashed_bytes = hashlib.sha256(), 0
         try:
-            with open(self.path, "rb", buffering=0) as file:
-                self._check_size(os.fstat(file.fileno()).st_size)
+            with open(self.path, "rb", buffering=0, opener=open_at_once) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    self._fail("not a regular file, such as a FIFO; give a file")
+                self._check_size(status.st_size)
                 for row in read(file):
                     self._row += 1
                     yield row
@@ -145,21 +155,31 @@ class InputReader:
                 yield self._parse(line)
 
     def _lines(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """Lines without their end. A line over many pieces is joined once: no quadratic cost."""
+        """Lines without their end, and without most blank ones, which may be billions.
+
+        A line over many pieces is joined once: no quadratic cost.
+        """
         pending: list[bytes] = []
         length = 0
         for piece in pieces:
-            first, *more = piece.split(b"\n")
-            pending.append(first)
-            length += len(first)
-            if more:
-                yield b"".join(pending)
-                yield from more[:-1]
-                pending, length = [more[-1]], len(more[-1])
-            if length > MAX_ROW_BYTES:
-                self._fail(f"a line of more than {MAX_ROW_BYTES:,} bytes; split this document")
+            start = 0
+            while (end := piece.find(b"\n", start)) >= 0:
+                self._check_line(length + end - start)
+                yield b"".join([*pending, piece[start:end]])
+                pending, length = [], 0
+                start = _NEWLINES.match(piece, end).end()  # type: ignore[union-attr]
+            pending.append(piece[start:])
+            length += len(piece) - start
+            self._check_line(length)
         if length:
             yield b"".join(pending)
+
+    def _check_line(self, length: int) -> None:
+        if length > self.max_line_bytes:
+            self._fail(
+                f"a line of more than {self.max_line_bytes:,} bytes; split this document, or give "
+                "--max-line-bytes"
+            )
 
     def _parse(self, line: bytes) -> Document | Skipped:
         escaped_bytes = False
@@ -300,6 +320,7 @@ class InputReader:
 
 
 _MISSING = object()
+_NEWLINES = re.compile(rb"\n*")
 
 
 def _look_up(row: dict[str, Any], field: str) -> Any:

@@ -134,12 +134,12 @@ def _record(requested: str, tokenizer: Tokenizer) -> TokenizerRecord:
 def _train(selection: sources.Selection, options: Options, request: TokenizerRequest) -> Tokenizer:
     say(f"tokenizer: training {request.vocab_size:,} pieces")
     started = time.monotonic()
-    model = train_tokenizer(training_texts(selection, options.holdout), request.vocab_size)
+    model = train_tokenizer(training_texts(selection, options), request.vocab_size)
     say(f"tokenizer: trained in {time.monotonic() - started:.1f} s")
     return Tokenizer(model, request.name)
 
 
-def training_texts(selection: sources.Selection, holdout: float) -> Iterator[str]:
+def training_texts(selection: sources.Selection, options: Options) -> Iterator[str]:
     """The texts that a tokenizer is trained on: about TRAIN_BYTES of them at most.
 
     All of a small source; else the beginnings of inputs that are spread evenly over it. Held-out
@@ -153,11 +153,15 @@ def training_texts(selection: sources.Selection, holdout: float) -> Iterator[str
     for known in inputs:
         sources.fetch(selection.source, selection.version, selection.root, [known])
         reader = sources.open_input(
-            selection.root, known, selection.text_field, selection.group_field
+            selection.root,
+            known,
+            selection.text_field,
+            selection.group_field,
+            options.max_line_bytes,
         )
         left = TRAIN_BYTES * known.size // max(total, 1)
         for row in reader.rows():
-            if isinstance(row, Document) and not is_held_out(row.utf8, holdout):
+            if isinstance(row, Document) and not is_held_out(row.utf8, options.holdout):
                 yield row.text
                 left -= len(row.utf8)
             if left <= 0:

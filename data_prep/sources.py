@@ -22,7 +22,7 @@ from pathlib import Path
 from canon_pretrain.errors import UserError, nearest
 from data_prep import hub, stdlib
 from data_prep.files import find_files, match_tails, name_some, natural_key, to_inputs
-from data_prep.plan import Input
+from data_prep.plan import MAX_LINE_BYTES, Input
 from data_prep.progress import say
 from data_prep.readers import SUFFIXES, InputReader
 
@@ -291,9 +291,21 @@ def fetch(
     hub.fetch(hub_source.repo, version, root, missing, advance)
 
 
-def open_input(root: Path, known: Input, text_field: str, group_field: str | None) -> InputReader:
+def open_input(
+    root: Path,
+    known: Input,
+    text_field: str,
+    group_field: str | None,
+    max_line_bytes: int = MAX_LINE_BYTES,
+) -> InputReader:
     """The reader of one input of a selection."""
-    return InputReader(root / known.path, known, text_field=text_field, group_field=group_field)
+    return InputReader(
+        root / known.path,
+        known,
+        text_field=text_field,
+        group_field=group_field,
+        max_line_bytes=max_line_bytes,
+    )
 
 
 def source_root(source: str) -> Path:

@@ -200,7 +200,8 @@ class Rows:
         job = self.job
         row = finished = 0
         for known in job.inputs:
-            reader = sources.open_input(job.root, known, job.text_field, job.group_field)
+            limit = job.options.max_line_bytes
+            reader = sources.open_input(job.root, known, job.text_field, job.group_field, limit)
             for document in reader.rows():
                 if isinstance(document, Skipped):
                     self.skipped[document.reason] += 1

@@ -1,5 +1,6 @@
 """Experiment files: `extends`, and errors that name the key and the way out."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -107,3 +108,16 @@ def test_right_types_are_taken_as_they_are() -> None:
 def test_suggest_names_the_nearest_or_all() -> None:
     assert suggest("stepz", ["steps", "lr"]) == "did you mean 'steps'?"
     assert suggest("qqq", ["steps", "lr"]) == "known are: lr, steps"
+
+
+@pytest.mark.parametrize("kind", ["deep", "latin-1", "fifo", "large"])
+def test_an_odd_config_is_one_message(tmp_path: Path, kind: str) -> None:
+    """Issue 17, items 23 and 25: nested-list bombs, other encodings, FIFOs."""
+    path = tmp_path / "odd.toml"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        odd = {"deep": b"a = " + b"[" * 100_000, "latin-1": b'a = "\xe9"', "large": b"#" * 2**21}
+        path.write_bytes(odd[kind])
+    with pytest.raises(UserError, match=r"odd\.toml"):
+        read_experiment(path)

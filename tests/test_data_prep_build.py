@@ -374,10 +374,10 @@ def test_a_tokenizer_learns_from_all_over_a_large_source(
     selection = sources.select("local", [tmp_path / "corpus"])
     held_out = [text for text in texts if is_held_out(text.encode(), 0.2)]
     rest = [text for text in texts if text not in held_out]
-    assert held_out and list(settle.training_texts(selection, 0.2)) == rest
+    assert held_out and list(settle.training_texts(selection, Options(holdout=0.2))) == rest
     monkeypatch.setattr(settle, "TRAIN_BYTES", 20_000)
     monkeypatch.setattr(settle, "TRAIN_INPUTS", 6)
-    chosen = list(settle.training_texts(selection, 0.2))
+    chosen = list(settle.training_texts(selection, Options(holdout=0.2)))
     assert {text.partition(".")[0] for text in chosen} == {"0", "5", "10", "15", "20", "25"}
     assert set(chosen) < set(rest)
     assert 20_000 <= sum(len(text.encode()) for text in chosen) < 26_000

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -453,11 +454,41 @@ def test_a_line_of_30_megabytes(suffix: str, tmp_path: Path) -> None:
     assert time.monotonic() - started < 10
 
 
-def test_a_line_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 1 << 20)
-    path = write(tmp_path / "x.jsonl.zst", zst(jsonl(["fine"]) + b" " * (1 << 24)))
-    with pytest.raises(UserError, match=r"row 2: a line of more than 1,048,576 bytes"):
-        rows(path)
+def test_a_line_that_never_ends(tmp_path: Path) -> None:
+    """Issue 17, item 23: --max-line-bytes, also of a line that ends."""
+    for end in (b"", b"\n"):
+        path = write(tmp_path / "x.jsonl.zst", zst(jsonl(["fine"]) + b" " * (1 << 24) + end))
+        limited = reader(path)
+        limited.max_line_bytes = 1 << 20
+        with pytest.raises(UserError, match=r"row 2: a line of more than 1,048,576 bytes"):
+            list(limited.rows())
+
+
+@pytest.mark.parametrize("filler", [b"\n", b" "])
+def test_a_small_file_of_blanks_takes_little_memory(tmp_path: Path, filler: bytes) -> None:
+    """Issue 17, item 23: 132 KB of zstd with blank lines took 11.8 GB."""
+    content = jsonl(["first"]) + filler * (1 << 29) + b"\n" + jsonl(["last"])
+    path = write(tmp_path / "x.jsonl.zst", zst(content))
+    del content
+    assert path.stat().st_size < 200_000
+    tracemalloc.start()
+    try:
+        if filler == b" ":
+            with pytest.raises(UserError, match="a line of more than 64,000,000 bytes"):
+                rows(path)
+        else:
+            assert texts(rows(path)) == ["first", "last"]
+        assert tracemalloc.get_traced_memory()[1] < 300_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_input_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    """Issue 17, item 23: a FIFO, and a link to one, waited for ever."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "x.jsonl").symlink_to("fifo")
+    with pytest.raises(UserError, match="not a regular file"):
+        rows(tmp_path / "x.jsonl")
 
 
 def test_a_parquet_is_read_in_bounded_memory(tmp_path: Path) -> None:
