@@ -149,6 +149,8 @@ def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:
         "comm.train_timeout_seconds -5",
         "comm.train_timeout_seconds 1000000000000000",
         "training.gc_freq 0",
+        "training.steps 1000000000000000000000000000000",
+        "training.global_batch_size 1000000000000000000",
         "checkpoint.max_held -3",
         "run.heartbeat_s inf",
         "run.heartbeat_s nan",

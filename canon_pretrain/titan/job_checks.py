@@ -124,6 +124,8 @@ def _check_numbers(job: CanonJobConfig) -> None:
             raise UserError(f"{name} = {_value(job, name)}: expected at least 0 and less than 1")
     for name, low, high in (
         ("training.gc_freq", 1, 1 << 31),
+        ("training.steps", 1, 1 << 40),
+        ("training.global_batch_size", 1, 1 << 31),
         ("checkpoint.max_held", 0, 1 << 31),
         ("comm.init_timeout_seconds", 1, DAY_S),
         ("comm.train_timeout_seconds", 1, DAY_S),
