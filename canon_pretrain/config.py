@@ -19,6 +19,8 @@ from canon_pretrain.errors import UserError, nearest
 from canon_pretrain.files import UnreadableFile, read_bytes
 
 T = TypeVar("T")
+MAX_DOTS = 1000
+"""Of a key in a config file; ours have one."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,10 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         names = " -> ".join(str(p) for p in (*chain, resolved))
         raise UserError(f"{path}: `extends` goes in a circle: {names}")
     try:
-        own = tomllib.loads(read_bytes(path, 1 << 20).decode())
+        text = read_bytes(path, 1 << 20).decode()
+        if any(line.partition("=")[0].count(".") > MAX_DOTS for line in text.splitlines()):
+            raise RecursionError  # tomllib's memory grows with the square of a key's parts
+        own = tomllib.loads(text)
     except UnreadableFile as error:
         if error.is_missing:
             named_by = f" (named by `extends` in {chain[-1]})" if chain else ""

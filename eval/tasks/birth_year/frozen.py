@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import sha256_file, write_atomic, write_json
+from canon_pretrain.files import UnreadableFile, read_json, sha256_file, write_atomic, write_json
 from canon_pretrain.terminal import Console
 from eval.staging.catalogue import CATALOGUE
 from eval.staging.staged import MANIFEST, load_staged, restage, staged_folder
@@ -231,13 +231,13 @@ class FrozenSets:
     def _manifest(self) -> dict[str, Any]:
         path = self.folder / SETS
         try:
-            manifest = json.loads(path.read_text())
+            manifest = read_json(path)
             for known in manifest["sets"].values():
                 _ = known["sha256"], int(known["max_tokens"]), dict(known.get("made_of", {}))
-        except FileNotFoundError:
-            return {"sets": {}}
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        except UnreadableFile as error:
+            if error.is_missing:
+                return {"sets": {}}
+            raise UserError(f"{error}; delete {self.folder} to freeze anew") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{path} is damaged: delete {self.folder} to freeze anew") from None
         return dict(manifest)
