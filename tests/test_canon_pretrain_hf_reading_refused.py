@@ -81,6 +81,7 @@ def test_layers_with_and_without_positions(tmp_path: Path) -> None:
 
 def test_a_claim_of_ten_million_layers(tmp_path: Path) -> None:
     """Issue 17, item 23: refused before a model, or a table for its positions, is built."""
+    import_folder(a_folder(tmp_path / "good"), tmp_path / "good" / "out")  # what it imports
     tracemalloc.start()
     for k, claim in enumerate(("num_hidden_layers", "vocab_size", "max_position_embeddings")):
         folder = a_folder(tmp_path / str(k), **{claim: 10**7 if k == 0 else 10**12})

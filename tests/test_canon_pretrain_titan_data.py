@@ -17,7 +17,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import absolute_folders, build_dataloader, open_shards
-from canon_pretrain.titan.dry_run import make_plan
+from canon_pretrain.titan.dry_run import make_plan, reference
 from canon_pretrain.titan.identity import check_identity, run_identity
 from canon_pretrain.train import main
 from tests.support import EOS_ID, ROOT, VOCAB_SIZE, token_documents, train
@@ -113,7 +113,7 @@ def test_folders_and_weights_on_the_command_line(folders: list[Path], tmp_path: 
     job = parse_job(argv)
     assert job.data.folders == [str(folder) for folder in folders]
     assert job.data.shares == WEIGHTS
-    plan = make_plan(job, "h200", 2, 0.4)
+    plan = make_plan(job, reference("h200", 0.4), 2)
     with open_shards(job) as mixture:
         assert plan.data_fingerprint == mixture.fingerprint
         assert plan.data_bytes == 2 * mixture.num_tokens == 2 * 80 * 200

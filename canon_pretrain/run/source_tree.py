@@ -27,7 +27,16 @@ OWN_FOLDERS = ("data_prep", "eval")
 
 
 TRAINING_CODE = (
-    *("config.py", "errors.py", "files.py", "train.py", "checkpoint/[!_]*.py", "data/*.py"),
+    *(
+        "cli.py",
+        "terminal.py",
+        "config.py",
+        "errors.py",
+        "files.py",
+        "train.py",
+        "checkpoint/[!_]*.py",
+        "data/*.py",
+    ),
     *("kernels/**/*.py", "model/*.py", "run/[!_]*.py", "titan/*.py"),
 )
 """What a training run imports of canon_pretrain."""

@@ -17,22 +17,22 @@ from canon_pretrain.model.transformer import Transformer
 
 
 class FastLinear(nn.Linear):
-    """`nn.Linear` without bias, forward only, float32 on a CPU."""
+    """`nn.Linear`, forward only, float32 on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x @ weight.T."""
+        """x @ weight.T + bias."""
         if torch.is_grad_enabled():
-            return F.linear(x, self.weight)
+            return F.linear(x, self.weight, self.bias)
         # what torch.compile makes of a linear layer: it takes the weight as it lies
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
 def use_fast_linear(model: Transformer) -> None:
     """Let every linear layer of `model`, and its output, be a FastLinear of the same weights."""
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) in (nn.Linear, Head) and child.bias is None:
-                setattr(module, name, _of(child.weight))
+            if type(child) in (nn.Linear, Head):
+                setattr(module, name, _of(child.weight, child.bias))  # type: ignore[arg-type]
     if model.output is None:  # tied to the embedding
         model.output = _of(model.tok_embeddings.weight)
 
@@ -44,10 +44,11 @@ def is_faster(model: Transformer) -> bool:
     return fits and torch.backends.mkldnn.is_available() and _vendor() == "AuthenticAMD"
 
 
-def _of(weight: Tensor) -> FastLinear:
+def _of(weight: Tensor, bias: nn.Parameter | None = None) -> FastLinear:
     assert isinstance(weight, nn.Parameter)
     linear = FastLinear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = weight
+    linear.register_parameter("bias", bias)
     return linear
 
 
