@@ -127,7 +127,9 @@ def test_the_verdicts_come_first_and_every_section_after_it_in_order(page: Path)
         assert places == sorted(places)
 
 
-def test_held_out_loss_is_the_headline_with_its_curve(tmp_path: Path) -> None:
+def test_held_out_loss_is_the_headline_with_its_curve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Issue 17, item 1: the verdict is said first, then the curves by architecture."""
     runs = []
     for name, canon, shift in (("nope", "", 0.0), ("canon", "ABCD", -0.1)):
@@ -139,6 +141,7 @@ def test_held_out_loss_is_the_headline_with_its_curve(tmp_path: Path) -> None:
     found, text = content(page), Page(page).text
     (headline,) = found["comparison"]["held_out"]
     assert headline in text and headline in markdown(page).splitlines()[2]
+    assert capsys.readouterr().out.startswith(headline)
     places = [text.index(x) for x in (headline, "nats per token, from", "Which differences are")]
     assert places == sorted(places) and "better by 0.1 nats/token" in headline
     nope, canon = found["held_out"]["lines"]
