@@ -71,7 +71,7 @@ def _print(content: dict[str, Any], page: Path) -> None:
     for sentence in failures(content):
         console.print(Text(sentence, style="bold red"), soft_wrap=True)
     for sentence in content["comparison"]["held_out"]:
-        console.print(Text(sentence, style="bold"), soft_wrap=True)
+        console.print(Text(sentence, style="bold"))
     console.print(_runs_table(content))
     if scores := _scores_table(content, console):
         console.print(scores)
