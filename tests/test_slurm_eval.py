@@ -80,9 +80,8 @@ def test_the_time_limit_costs_the_running_task_at_most(
     tasks, gate = tmp_path / "my tasks", tmp_path / "gate"
     tasks.mkdir()
     gate.touch()
-    submit(
-        jobs, run, "--suites", write_pair(tasks), "--every", 12, "--once", TEST_EVAL_GATE=gate
-    )  # fmt: skip
+    trusted = ("--suites", write_pair(tasks), "--trust_task_files")
+    submit(jobs, run, *trusted, "--every", 12, "--once", TEST_EVAL_GATE=gate)
     job = only_job(jobs, run, 12, "pair")
     suite = run / "evals/step-12/pair"
     job.until(lambda: [*suite.glob("*/unfinished/*.task.json")], "the first task's answers")
