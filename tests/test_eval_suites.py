@@ -64,7 +64,7 @@ def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(
         assert one[suite] == two[suite]
         samples = read_samples(tmp_path / "one" / suite)
         assert samples == read_samples(tmp_path / "two" / suite)
-        assert set(samples) == (set() if suite == "validation" else set(one[suite].scores))
+        assert set(samples) == ({suite} if suite == "validation" else set(one[suite].scores))
         assert suite in printed and suite in done.stdout
     # each score of Figures 17 and 25
     assert len(one["discriminative"].scores) == 9 and len(one["jrt"].scores) == 12
