@@ -27,17 +27,9 @@ OWN_FOLDERS = ("data_prep", "eval")
 
 
 TRAINING_CODE = (
-    *(
-        "cli.py",
-        "terminal.py",
-        "config.py",
-        "errors.py",
-        "files.py",
-        "train.py",
-        "checkpoint/[!_]*.py",
-        "data/*.py",
-    ),
-    *("kernels/**/*.py", "model/*.py", "run/[!_]*.py", "titan/*.py"),
+    *("cli.py", "config.py", "errors.py", "files.py", "terminal.py", "train.py"),
+    *("checkpoint/[!_]*.py", "data/*.py", "kernels/**/*.py", "model/*.py", "run/[!_]*.py"),
+    "titan/*.py",
 )
 """What a training run imports of canon_pretrain."""
 
