@@ -27,7 +27,7 @@ THREADS := $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
 DEVICE := $(if $(filter 1,$(GPUS)),CUDA_VISIBLE_DEVICES= )
 LAUNCH := $(DEVICE)OMP_NUM_THREADS=$(THREADS) torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
-EVAL := python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS)
+EVAL := $(DEVICE)python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS)
 INSTALLED := .venv/.installed
 
 # $(call stage,number and title,command): say it, run it, say how long it took

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from canon_pretrain.cli import check_encoding, words
 from canon_pretrain.errors import UserError, exit_with
+from canon_pretrain.hardware import check_cuda
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan.device import device_count, has_accelerator, prepare_device
@@ -83,6 +84,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     if dry_run.dry_run:
         _print_dry_run(job, dry_run, world_size, quiet=quiet)
         return
+    check_cuda()
     micro_batch_size(job, world_size)
     with open_shards(job) as shards:
         fingerprint = shards.fingerprint

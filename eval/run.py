@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from canon_pretrain.data.held_out import HeldOutLoss, windows
 from canon_pretrain.errors import UserError
+from canon_pretrain.hardware import check_cuda
 from canon_pretrain.terminal import Console
 from eval.harness import ask
 from eval.model.budget import batch_tokens_for
@@ -34,6 +35,7 @@ from eval.validation import baseline_losses, model_loss
 def run(arguments: argparse.Namespace) -> None:
     """Ask `arguments.suite` of `arguments.checkpoint`; prints tables and writes results.json."""
     check_options(arguments)
+    check_cuda()
     # an exception leaves without waiting for ranks that are busy
     with Ranks.from_environment() as ranks:
         try:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from canon_pretrain.bench.timing import clock_name, seconds_of
+from canon_pretrain.hardware import check_cuda
 from canon_pretrain.titan.dry_run import GPUS
 
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
@@ -34,7 +35,8 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        """The GPU where there is one, else the CPU."""
+        """The GPU where there is one, else the CPU. Raises UserError for a GPU that is broken."""
+        check_cuda()
         return cls(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
 
     @property

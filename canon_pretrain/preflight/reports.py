@@ -12,7 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from canon_pretrain.errors import UserError
 from canon_pretrain.files import free_bytes
+from canon_pretrain.hardware import check_cuda
 from canon_pretrain.run.holder import host_name
 
 TIMEOUT_S = 120
@@ -43,6 +45,10 @@ def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> dict[str, Any]:
 
         if (found := torch.cuda.device_count()) < gpus:
             faults.append(f"{found} of {gpus} GPUs can be used")
+            try:
+                check_cuda()
+            except UserError as error:
+                faults.append(str(error))
     return {"faults": faults, "disk": disk, "versions": _versions()}
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from canon_pretrain.errors import UserError, nearest
+from canon_pretrain.hardware import check_cuda
 from canon_pretrain.hf.export import export
 from canon_pretrain.model.args import num_parameters
 from canon_pretrain.terminal import Console
@@ -70,6 +71,7 @@ def measure(
 ) -> dict[str, Any]:
     """The figures of one run, as JSON can hold them; seconds. Raises UserError."""
     names = _chosen(only)
+    check_cuda()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     weights = dtype_for(dtype, device)

@@ -1,0 +1,87 @@
+"""A GPU that is there and broken is an error; what this node's memory is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from canon_pretrain import hardware, train
+from canon_pretrain.bench.machine import Machine
+from canon_pretrain.errors import UserError
+from canon_pretrain.hardware import check_cuda, find_gpu
+from eval.__main__ import main as eval_main
+from tests.support import debug_run
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@pytest.fixture
+def broken_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A device file, and a torch that really can't use a GPU."""
+    file = tmp_path / "dev" / "nvidia0"
+    file.parent.mkdir()
+    file.touch()
+    (file.parent / "nvidia-uvm").touch()
+    monkeypatch.setattr(hardware, "DEVICE_FILES", str(file.parent / "nvidia[0-9]*"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return file
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program of that name, first in PATH, which fails until a test writes another."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    return program
+
+
+def test_a_gpu_is_found_by_its_file_or_by_nvidia_smi(
+    broken_gpu: Path, nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_gpu() == str(broken_gpu)
+    broken_gpu.unlink()
+    assert find_gpu() is None, "nvidia-uvm is no GPU, and nvidia-smi fails"
+    nvidia_smi.write_text("#!/bin/sh\n[ $1 = -L ] && echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
+    assert "NVIDIA H100" in (find_gpu() or "")
+    monkeypatch.setenv("PATH", str(nvidia_smi.parent / "nothing"))
+    assert find_gpu() is None
+
+
+@pytest.mark.parametrize("value", ["", "-1", " "])
+def test_the_cpu_is_taken_where_it_is_asked_for(
+    broken_gpu: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    with pytest.raises(UserError, match="nvidia0"):
+        check_cuda()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    check_cuda()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES=0"):
+        check_cuda()
+    broken_gpu.unlink()
+    check_cuda()
+
+
+def test_training_evaluation_and_benches_refuse_a_broken_gpu_with_torchs_reason(
+    broken_gpu: Path, data_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((RuntimeError, AssertionError)) as raised:
+        torch.cuda.init()
+    reason = str(raised.value).splitlines()[0]
+    commands = {
+        train.main: debug_run(data_folder, tmp_path / "run"),
+        eval_main: ["run", "--checkpoint", tmp_path, "--suite", "validation"],
+    }
+    for main, arguments in commands.items():
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in arguments])
+        assert ended.value.code == 2
+        message = capsys.readouterr().err
+        assert reason in message and message.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match="nvidia0"):
+        Machine.here()
+    train.main([*map(str, debug_run(data_folder, tmp_path / "run")), "--dry_run"])
