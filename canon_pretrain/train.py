@@ -23,7 +23,12 @@ from canon_pretrain.hardware import check_cuda
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan.device import device_count, has_accelerator, prepare_device
-from canon_pretrain.titan.environment import check_launch, stand_alone
+from canon_pretrain.titan.environment import (
+    check_launch,
+    prepare_process,
+    stand_alone,
+    take_device,
+)
 from canon_pretrain.titan.key_names import check_names
 from canon_pretrain.titan.logs import init_logging
 
@@ -39,6 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         check_encoding()
         check_names(argv)  # torch takes seconds to import
+        prepare_process()
     except UserError as error:
         exit_with(error, quiet=quiet)
     prepare_device()
@@ -50,6 +56,7 @@ def _main(argv: list[str], *, quiet: bool) -> None:
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         check_launch()
+        take_device()
         _run(argv, quiet=quiet)
     except UserError as error:
         # torchtitan wrote its traceback for torchrun's report; the message is all there is to say

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
 from canon_pretrain.data.held_out import HeldOutLoss, windows
 from canon_pretrain.errors import UserError
 from canon_pretrain.hardware import check_cuda
@@ -50,6 +52,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     console = Console(quiet=ranks.rank > 0)
     device = ranks.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current one
     dtype = dtype_for(arguments.dtype, device)
     # to find a run's newest checkpoint is to read all of it: one rank does
     given = arguments.checkpoint

@@ -1,18 +1,46 @@
-"""torchrun's environment variables: checked where they are, made up for a single rank.
+"""What a rank's process gets from its environment: torchrun's variables, defaults, its device.
 
-Before torchtitan is imported, which reads them.
+Before torchtitan is imported, which reads the variables.
 """
 
+import contextlib
 import os
+import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.holder import read_count
 from canon_pretrain.titan.device import device_count, has_accelerator
 
+MAX_COMPILE_THREADS = 32
+"""Inductor's own limit."""
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def prepare_process(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set what torch and the system should know of a rank; before torch is imported.
+
+    What the user has set stays.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # Inductor takes all cores in each rank
+    threads = available_cores() // max(1, read_count(environ, "LOCAL_WORLD_SIZE"))
+    threads = min(max(1, threads), MAX_COMPILE_THREADS)
+    environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    # gloo takes a socket per rank, a usual soft limit is 1,024
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a lower one than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextmanager
@@ -52,3 +80,11 @@ def check_launch() -> None:
             f"{ranks} ranks on this node, but {device_count()} GPU(s): start at most one rank a "
             "GPU, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
+
+
+def take_device() -> None:
+    """Make this rank's GPU the current one, before anything else makes a context on GPU 0."""
+    if has_accelerator():
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
