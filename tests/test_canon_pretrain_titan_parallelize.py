@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import ParallelDims
 
@@ -17,6 +20,7 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.parallelize import shard
 from tests.sharded import Steps, assert_equal_steps, on_ranks, sharded_steps, whole_steps
 from tests.variants import variant
 
@@ -240,3 +244,36 @@ def test_an_unknown_policy_is_refused() -> None:
     mesh = object()
     with pytest.raises(UserError, match='"sometimes" is not known; expected one of default'):
         shard(Transformer(UNEVEN), mesh, policy="sometimes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_added_up_by_a_plain_sum(reduce_dtype: torch.dtype) -> None:
+    """FSDP2's own choice for a GPU, with our factor of 1.0: the sum of products with 1.0, which
+    are what is multiplied, bit for bit. NCCL's switches know SUM and not that."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=8)
+    try:
+        model = Transformer(UNEVEN)
+        shard(model, init_device_mesh("cpu", (8,)), reduce_dtype=reduce_dtype)
+        states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+        groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
+        assert len(set(groups)) == UNEVEN.num_layers + 2
+        for group in groups:
+            factor = group.gradient_divide_factor
+            assert (factor, group.force_sum_reduction_for_comms) == (1.0, True)
+            world = group._reduce_scatter_process_group
+            before, after, scatter, reduce = _get_gradient_divide_factors(
+                world, None, reduce_dtype, "cuda", factor, True
+            )
+            assert (scatter, reduce) == (ReduceOp.SUM, ReduceOp.SUM)
+            # no division, neither before nor after
+            assert before in (None, 1) and after == 1
+            own = _get_gradient_divide_factors(world, None, reduce_dtype, "cuda", factor, False)
+            if reduce_dtype != torch.float16:
+                assert own[2].__getstate__() == ReduceOp.PREMUL_SUM(1.0).__getstate__()
+    finally:
+        torch.distributed.destroy_process_group()
+    bits = torch.randint(-(2**15), 2**15, (10_000,), dtype=torch.int16)
+    values = bits.view(torch.bfloat16).to(reduce_dtype)
+    values = values[~values.isnan()]
+    assert torch.equal(values * 1.0, values)

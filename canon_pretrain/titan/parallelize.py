@@ -120,9 +120,9 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            if mesh.device_type == "cpu":
-                # gloo has no PREMUL_SUM, which FSDP2 would otherwise use to divide on the way
-                module.set_force_sum_reduction_for_comms(True)
+            # else FSDP2 multiplies by 1.0 on the way (PREMUL_SUM): gloo cannot, and NCCL then
+            # reduces neither in the switch (NVLS) nor without a copy
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def write_shard(parameter: Tensor, value: InitialValue) -> None:
