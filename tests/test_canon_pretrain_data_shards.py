@@ -1,6 +1,8 @@
 """The disk format: round trips against numpy, and every error by really damaging files."""
 
+import ctypes
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -347,3 +349,33 @@ def test_a_folder_without_shards_says_how_to_make_them(tmp_path: Path) -> None:
     for folder, message in [(tmp_path / "none", "no such folder"), (tmp_path, "no manifest.json")]:
         with pytest.raises(ShardError, match=rf"{message}.*python -m data_prep build"):
             TokenShards.open(folder)
+
+
+def test_a_window_brings_no_more_of_its_file_into_memory(tmp_path: Path) -> None:
+    """Windows are drawn at random: what the system reads ahead of one is of no use to the next."""
+    path = tmp_path / "train"
+    write_shards(path, [np.arange(1 << 20) % VOCAB], vocab_size=VOCAB, eos_id=2)
+    (file,) = path.glob("*.bin")
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if cached_bytes(descriptor):
+            pytest.skip("this file system's files are always in memory")
+        with TokenShards.open(path) as shards:
+            shards.read(0, 100)
+            shards.read(500_000, 100)
+        assert cached_bytes(descriptor) <= 2 * blocks.BLOCK_BYTES
+    finally:
+        os.close(descriptor)
+
+
+def cached_bytes(descriptor: int) -> int:
+    """Bytes of a file's pages that are in memory."""
+    size = os.fstat(descriptor).st_size
+    pages = (ctypes.c_ubyte * (size // mmap.PAGESIZE + 1))()
+    with mmap.mmap(descriptor, size, mmap.MAP_PRIVATE) as content:  # writable, for from_buffer
+        start = ctypes.c_char.from_buffer(content)
+        assert not ctypes.CDLL(None).mincore(ctypes.byref(start), ctypes.c_size_t(size), pages)
+        del start
+    return mmap.PAGESIZE * sum(page & 1 for page in pages)

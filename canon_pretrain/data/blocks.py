@@ -180,5 +180,8 @@ class BlockReader:
             if len(self._descriptors) >= MAX_OPEN_FILES:
                 oldest = next(iter(self._descriptors))
                 os.close(self._descriptors.pop(oldest))
-            self._descriptors[name] = os.open(self._bin(name), os.O_RDONLY)
+            descriptor = os.open(self._bin(name), os.O_RDONLY)
+            self._descriptors[name] = descriptor
+            if hasattr(os, "posix_fadvise"):  # windows are drawn at random: what follows is no use
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return self._descriptors[name]
