@@ -5,7 +5,9 @@ Torch is imported by the functions: what must start fast may import this module.
 
 import glob
 import os
+import re
 import subprocess
+from pathlib import Path
 
 from canon_pretrain.errors import UserError
 
@@ -55,3 +57,35 @@ def _nvidia_smi(*arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Return how many bytes of main memory new work on this node can take.
+
+    What the kernel calls available, and no more than any cgroup of this process may hold; page
+    cache that counts there gives way.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    if found := re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE):
+        limits.append(1024 * int(found[1]))
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",")
+        if names != [""] and "memory" not in names:
+            continue
+        top, file = ("sys/fs/cgroup", "memory.max")
+        if "memory" in names:  # version 1
+            top, file = ("sys/fs/cgroup/memory", "memory.limit_in_bytes")
+        inner = Path(path.lstrip("/"))
+        for folder in (inner, *inner.parents):
+            text = _read(root / top / folder / file).strip()
+            if text.isdigit():  # else it is "max", or not visible from a container
+                limits.append(int(text))
+    return min(limits)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -4,9 +4,10 @@
     python -m canon_pretrain.train --config train_configs/quickstart.toml        (one rank)
 
 Any `--section.key value` after it wins over the file; --help lists them all. `--dry_run [--gpu
-h100|h200|a100] [--world N] [--mfu F]` prints what the run would take, and trains nothing. Bad input
-is one message and exit code 2. (torchrun itself turns any failure of a worker into its own report
-and exit code 1; the message stands above that report.)
+h100|h200|a100] [--world N] [--mfu F]` prints what the run would take, and trains nothing; `--force`
+starts a run that by the estimate does not fit in this machine's memory. Bad input is one message
+and exit code 2. (torchrun itself turns any failure of a worker into its own report and exit code 1;
+the message stands above that report.)
 """
 
 import argparse
@@ -29,10 +30,11 @@ from canon_pretrain.titan.environment import (
     stand_alone,
     take_device,
 )
-from canon_pretrain.titan.key_names import check_names
+from canon_pretrain.titan.key_names import FORCE, check_names
 from canon_pretrain.titan.logs import init_logging
 
 if TYPE_CHECKING:  # it imports torchtitan, which must wait for prepare_device()
+    from canon_pretrain.titan.dry_run import Device
     from canon_pretrain.titan.job_config import CanonJobConfig
 
 
@@ -79,6 +81,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
 
     from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_shards
+    from canon_pretrain.titan.dry_run import check_memory, this_machine
     from canon_pretrain.titan.job_config import micro_batch_size
     from canon_pretrain.titan.launch import checkpoints_outside, leave_folder, prepare_folder
     from canon_pretrain.titan.spec import register
@@ -86,19 +89,22 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     from canon_pretrain.titan.validation import settle_validation
 
     world_size = int(os.environ["WORLD_SIZE"])
-    dry_run, argv = _dry_run_options(argv)
+    options, argv = _own_options(argv)
     job = parse_job(argv, quiet=quiet)
-    if dry_run.dry_run:
-        _print_dry_run(job, dry_run, world_size, quiet=quiet)
+    if options.dry_run:
+        _print_dry_run(job, options, world_size, quiet=quiet)
         return
     check_cuda()
     micro_batch_size(job, world_size)
     with open_shards(job) as shards:
         fingerprint = shards.fingerprint
         notices, held_out = settle_validation(job, shards)
+    here = this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
+    if not options.force:
+        check_memory(job, here, world_size)
     rank = int(os.environ["RANK"])
     init_logging(rank)
-    for warning in (*notices, *_first_words(job, world_size)):
+    for warning in (*notices, *_first_words(job, here, world_size)):
         _say(f"NOTE: {warning}")
     register()
     trainer = None
@@ -136,10 +142,11 @@ def _say(text: str) -> None:
     logging.getLogger().info(text)
 
 
-def _dry_run_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of --dry_run, and the words that are left for the job."""
+def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """--force, and --dry_run with its options; and the words that are left for the job."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--dry_run", "--dry-run", action="store_true")
+    parser.add_argument(FORCE, action="store_true")
     parser.add_argument("--gpu")
     parser.add_argument("--world", type=int)
     parser.add_argument("--mfu", type=float)
@@ -165,9 +172,9 @@ def _print_dry_run(
         dry_run.print_plans(job, plans, Console())
 
 
-def _first_words(job: "CanonJobConfig", world_size: int) -> Iterator[str]:
+def _first_words(job: "CanonJobConfig", here: "Device", world_size: int) -> Iterator[str]:
     """What a person should know before a real run begins to use up their time."""
-    from canon_pretrain.titan.dry_run import describe_duration, this_machine
+    from canon_pretrain.titan.dry_run import describe_duration
 
     ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), device_count()
     if has_accelerator() and ranks < devices:
@@ -175,7 +182,7 @@ def _first_words(job: "CanonJobConfig", world_size: int) -> Iterator[str]:
             f"this run uses {ranks} of the {devices} GPUs of this node; torchrun "
             f"--nproc-per-node {devices} would use all"
         )
-    if duration := describe_duration(job, this_machine(ranks), world_size):
+    if duration := describe_duration(job, here, world_size):
         yield duration
 
 

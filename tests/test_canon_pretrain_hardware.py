@@ -8,7 +8,7 @@ import torch
 from canon_pretrain import hardware, train
 from canon_pretrain.bench.machine import Machine
 from canon_pretrain.errors import UserError
-from canon_pretrain.hardware import check_cuda, find_gpu
+from canon_pretrain.hardware import available_memory, check_cuda, find_gpu
 from eval.__main__ import main as eval_main
 from tests.support import debug_run
 
@@ -85,3 +85,26 @@ def test_training_evaluation_and_benches_refuse_a_broken_gpu_with_torchs_reason(
     with pytest.raises(UserError, match="nvidia0"):
         Machine.here()
     train.main([*map(str, debug_run(data_folder, tmp_path / "run")), "--dry_run"])
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_available_memory_is_the_kernels_or_the_narrowest_cgroups(tmp_path: Path) -> None:
+    total = available_memory(tmp_path)  # nothing to read: all of it
+    assert 0 < available_memory() <= total
+    write(tmp_path / "proc/meminfo", f"MemTotal: 9 kB\nMemAvailable:   {total // 2048} kB\n")
+    assert available_memory(tmp_path) == total // 2048 * 1024
+    version_1 = "3:cpu,cpuacct:/job/step\n5:memory:/job/step\n"
+    write(tmp_path / "proc/self/cgroup", f"{version_1}0::/slice/job\n")
+    groups = tmp_path / "sys/fs/cgroup"
+    write(groups / "slice/job/memory.max", "max\n")
+    write(groups / "memory/job/step/memory.limit_in_bytes", "9223372036854771712\n")
+    write(groups / "cpu,cpuacct/job/step/memory.max", "1\n")
+    assert available_memory(tmp_path) == total // 2048 * 1024
+    write(groups / "slice/memory.max", "200000000\n")
+    assert available_memory(tmp_path) == 200_000_000, "that of the slice around it"
+    write(groups / "memory/memory.limit_in_bytes", "100000000\n")
+    assert available_memory(tmp_path) == 100_000_000, "all that a container shows"

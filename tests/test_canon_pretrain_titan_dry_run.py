@@ -15,10 +15,13 @@ from canon_pretrain.config import Loss
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.preflight.job import plan_job
 from canon_pretrain.titan import dry_run
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import (
+    Device,
     Plan,
+    check_memory,
     describe_duration,
     make_plan,
     make_plans,
@@ -286,11 +289,11 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, name: str, count: int, gib: float
 def test_a_run_on_one_of_several_gpus_says_so_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with_gpus(monkeypatch, "NVIDIA H100 80GB HBM3", 8, 79.6)
-    words = list(entry._first_words(job_of("nope_canon"), 1))
+    words = list(entry._first_words(job_of("nope_canon"), this_machine(1), 1))
     assert words[0].startswith("this run uses 1 of the 8 GPUs of this node")
     assert "about 30 days in all on 1 rank(s)" in words[1]
     monkeypatch.setattr(entry, "device_count", lambda: 1)
-    assert list(entry._first_words(job_of("debug"), 1)) == []
+    assert list(entry._first_words(job_of("debug"), this_machine(1), 1)) == []
 
 
 def test_this_machine_is_planned_beside_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,3 +383,68 @@ def test_under_torchrun_one_rank_prints(data_folder: Path, tmp_path: Path) -> No
     assert done.stdout.count("memory per rank") == 1
     assert "2 x CPU core" in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["nope_canon", "released_1b", "slimpajama_partial_rope_canon"])
+def test_the_large_configs_fit_on_eight_h100(name: str) -> None:
+    job = job_of(name)
+    check_memory(job, reference("h100"), 8)
+    with pytest.raises(UserError, match="--force"):
+        check_memory(job, dataclasses.replace(reference("h100"), memory_gib=24), 8)
+
+
+def test_a_job_is_refused_by_the_least_that_it_needs() -> None:
+    """base/1b3.toml: 6 sequences on one GPU are 86 GiB eager and 72 compiled, of 79.6."""
+    compiled = job_of("nope_canon")
+    check_memory(compiled, reference("h100"), 1)
+    eager = job_of("nope_canon", "--compile.no-enable")
+    with pytest.raises(UserError, match="activations 61.0, logits and loss 2.0"):
+        check_memory(eager, reference("h100"), 1)
+    for words in (["full"], ["selective"]):
+        eager = job_of("nope_canon", "--compile.no-enable", "--activation_checkpoint.mode", *words)
+        check_memory(eager, reference("h100"), 1)
+    laptop = Device("CPU core", 16.0, 1e10, "", is_gpu=False)
+    with pytest.raises(UserError, match="1 rank.*weights 5.0, gradients 5.0, optimizer .* 10.0"):
+        check_memory(compiled, laptop, 1)
+    check_memory(job_of("nope_canon", "--training.enable_cpu_offload"), laptop, 1)
+
+
+def test_the_quick_bound_is_above_the_estimate() -> None:
+    for name in ("debug", "quickstart", "nope_canon", "released_1b"):
+        plan = make_plan(job := job_of(name), reference("h100"), 1)
+        assert not dry_run._is_small(job, 1, sum(plan.memory.values())), name
+
+
+HUGE = [f"--model.{name}={2**17}" for name in ("dim", "ffn_dim")]
+
+
+def test_a_job_that_cannot_fit_is_refused_before_a_weight_is_made(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    done = train(*debug_run(data_folder, tmp_path / "run"), *HUGE, ranks=2, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("error: this job can't fit") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_force_starts_it_all_the_same(
+    data_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Begun(Exception):
+        pass
+
+    def begin(rank: int) -> None:
+        raise Begun
+
+    monkeypatch.setattr(dry_run, "available_memory", lambda: 2**20)
+    monkeypatch.setattr(entry, "init_logging", begin)
+    arguments = list(map(str, debug_run(data_folder, tmp_path / "run")))
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "can't fit" in capsys.readouterr().err
+    with pytest.raises(Begun):
+        main([*arguments, "--force"])
+    assert plan_job([*arguments, "--force"], 1, 2) == plan_job(arguments, 1, 2)

@@ -18,7 +18,7 @@ from canon_pretrain.titan.key_names import USAGE, split_config
 DESCRIPTION = """Train one job: --config FILE.toml, and any key below on top of it.
 
 With --dry_run [--gpu h100|h200|a100] [--world N] [--mfu F] print what it would take instead:
-parameters, memory, disk, time.
+parameters, memory, disk, time. With --force train though by the estimate memory does not suffice.
 """
 
 

@@ -21,6 +21,7 @@ from torchtitan.tools import utils
 from canon_pretrain.config import Loss
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.errors import UserError
+from canon_pretrain.hardware import available_memory
 from canon_pretrain.model.args import (
     FLOPS_FORMULA,
     ModelArgs,
@@ -40,6 +41,9 @@ WEEK_S = 7 * DAY_S
 DEFAULT_MFU = 0.4
 FILLS_A_GPU = 50_000_000
 """Parameters below which no MFU is assumed: a GPU waits for so small a model's kernels."""
+LEAST_KEPT = 0.7
+"""The share of the counted activations that compiled blocks keep at least: 0.70 to 0.78 with
+Canon-ABCD (train_configs/base/1b3.toml, kernels/NOTES.md)."""
 # measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
 CPU_FLOPS_PER_RANK = 3e10
 
@@ -144,7 +148,7 @@ def reference(gpu: str, mfu: float = DEFAULT_MFU) -> Device:
 def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
     """This machine's GPU, or its share of the CPU if it has none."""
     if not has_accelerator():
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks / GIB
+        memory = available_memory() / ranks / GIB
         return Device("CPU core", memory, CPU_FLOPS_PER_RANK, "30 GFLOP/s per core", is_gpu=False)
     name = torch.cuda.get_device_name()
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -187,22 +191,67 @@ def make_plan(job: CanonJobConfig, device: Device, world_size: int) -> Plan:
         steps=training.steps,
         micro_batch=micro_batch,
         world_sizes=valid_world_sizes(training.global_batch_size),
-        memory=memory_by_part(
-            args,
-            model,
-            world_size=world_size,
-            micro_batch=micro_batch,
-            dtype=TORCH_DTYPE_MAP[training.dtype],
-            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-            loss=job.loss,
-            recompute=job.activation_checkpoint.mode == "full",
-            keep_gathered=job.parallelism.fsdp_reshard_after_forward == "never",
+        memory=count_memory(
+            job, model, world_size, recompute=job.activation_checkpoint.mode == "full"
         ),
         checkpoint_bytes=(parameters + 2 * trained) * TORCH_DTYPE_MAP[training.dtype].itemsize,
         checkpoints_kept=keep,
         data_bytes=data_bytes,
         data_fingerprint=fingerprint,
     )
+
+
+def count_memory(
+    job: CanonJobConfig, model: Transformer, world_size: int, *, recompute: bool
+) -> dict[str, int]:
+    """Bytes of a rank by part; `recompute`: activations as with full checkpointing."""
+    training = job.training
+    return memory_by_part(
+        job.model_args,
+        model,
+        world_size=world_size,
+        micro_batch=micro_batch_size(job, world_size),
+        dtype=TORCH_DTYPE_MAP[training.dtype],
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        loss=job.loss,
+        recompute=recompute,
+        keep_gathered=job.parallelism.fsdp_reshard_after_forward == "never",
+    )
+
+
+def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
+    """Raise UserError, with the parts of the estimate, if a rank of `job` can't fit on `device`.
+
+    The least that it may need is compared: of compiled blocks the LEAST_KEPT share, and what full
+    activation checkpointing keeps in the modes between none and full. With CPU offload nothing is.
+    """
+    room, training = device.memory_gib * GIB, job.training
+    if training.enable_cpu_offload or _is_small(job, world_size, room):
+        return
+    with torch.device("meta"):
+        model = Transformer(job.model_args)
+    mode = job.activation_checkpoint.mode
+    parts = count_memory(job, model, world_size, recompute=mode != "none")
+    if job.compile.enable and mode == "none":
+        parts["activations"] = round(LEAST_KEPT * parts["activations"])
+    if (total := sum(parts.values())) <= room:
+        return
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+    raise UserError(
+        f"this job can't fit: each of its {world_size} rank(s) needs at least {total / GIB:.1f} "
+        f"GiB ({listed}), and a {device.name} here has {device.memory_gib:.1f} GiB for one. Lower "
+        "training.local_batch_size (it changes no result), use more ranks, each with memory of "
+        "its own, or --activation_checkpoint.mode full; --dry_run shows the whole plan, --force "
+        "starts all the same"
+    )
+
+
+def _is_small(job: CanonJobConfig, world_size: int, room: float) -> bool:
+    """Whether a bound several times too high fits: most runs need not be counted."""
+    args = job.model_args
+    tokens = micro_batch_size(job, world_size) * job.training.seq_len
+    values = tokens * (64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size)
+    return 4 * (6 * num_parameters(args) + values) < room
 
 
 def _data(job: CanonJobConfig, tokens: int) -> tuple[int, str | None]:

@@ -16,6 +16,8 @@ from canon_pretrain.config import read_experiment, suggest
 from canon_pretrain.errors import UserError, nearest
 
 USAGE = "torchrun -m canon_pretrain.train --config FILE.toml [--section.key value ...]"
+FORCE = "--force"
+"""Trains though the memory estimate says that the job can't fit; train.py reads it."""
 
 
 def split_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
