@@ -20,6 +20,7 @@ from rich.console import Console
 from canon_pretrain.bench import __main__ as bench_main
 from canon_pretrain.bench import forms, generate, step, tune, variants
 from canon_pretrain.bench.__main__ import main
+from canon_pretrain.bench.attention import use_flash
 from canon_pretrain.bench.machine import Machine
 from canon_pretrain.bench.memory_plan import saved_estimate
 from canon_pretrain.bench.variants import Variant
@@ -27,6 +28,7 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.model import canon as canon_module
 from canon_pretrain.model.args import FLAVORS
 from canon_pretrain.titan import logs
+from tests.flash_packages import flash_impl
 from tests.support import ROOT
 
 SMALL = ("--flavor", "debug", "--tokens", 32)
@@ -174,10 +176,21 @@ def test_attention_tells_the_fastest_way(run: Run) -> None:
     result, page = run("attention", *SMALL, *QUICK)
     assert {row["way"] for row in result["rows"]} == {"flash", "math"}
     assert result["unavailable"]["cudnn"] == "needs a GPU"
+    for package in ("flash_attn", "fa3", "fa4"):
+        assert "not installed" in result["unavailable"][package]
     assert f"both passes: {result['fastest']}" in page
     forward, backward = result["rows"][:2]
     assert backward["flops"] == 2.5 * forward["flops"] == 2.5 * 2 * 2 * 32**2 * 64
     assert forward["of_matmul"] == pytest.approx(forward["flops"] / forward["other_s"] / 1e11)
+
+
+def test_attention_times_each_package_with_its_own_kernel_in_place() -> None:
+    active = torch.nn.attention.current_flash_attention_impl
+    with flash_impl("fa4"):
+        for name, expected in (("fa4", "FA4"), ("cudnn", "FA4"), ("flash", None), ("fa4", "FA4")):
+            use_flash(name)
+            assert active() == expected
+    assert active() is None
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
 """Attention's three ways: explicit biases and masks, one another, refusals, what a log says."""
 
-import importlib.machinery
 import math
 import sys
-import types
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask
 
 from canon_pretrain.errors import UserError
@@ -17,6 +15,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.documents import PADDING
 from canon_pretrain.model.transformer import Transformer
+from tests.flash_packages import flash_attn_package, flash_impl
 from tests.variants import BASE, build, random_tokens, variant
 
 # torch on itself: what flex attention costs where it is not compiled
@@ -152,39 +151,10 @@ def test_alibi_in_bfloat16_keeps_its_distances(kv_heads):
     torch.testing.assert_close(given, expected.bfloat16(), rtol=2**-7, atol=1e-6)
 
 
-def _flash_attn_func(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    alibi_slopes=None, deterministic=False, return_attn_probs=False,
-):  # fmt: skip
-    """The package's documented contract, query by query: causality at the bottom right corner."""
-    assert causal and dropout_p == softcap == 0.0 and window_size == (-1, -1)
-    assert alibi_slopes is None or alibi_slopes.dtype == torch.float32
-    num_queries, num_heads, num_keys = q.shape[1], q.shape[2], k.shape[1]
-    scale = softmax_scale or q.shape[3] ** -0.5
-    out = torch.zeros_like(q)
-    for head in range(num_heads):
-        kv_head = head * k.shape[2] // num_heads
-        slope = 0.0 if alibi_slopes is None else alibi_slopes[head]
-        for i in range(num_queries):
-            place = i + num_keys - num_queries
-            j = torch.arange(place + 1)
-            scores = (k[:, : place + 1, kv_head] * q[:, i : i + 1, head]).sum(-1) * scale
-            scores = scores - slope * (place - j).abs()
-            weights = scores.softmax(dim=-1)[..., None]
-            out[:, i, head] = (weights * v[:, : place + 1, kv_head]).sum(dim=1)
-    return out
-
-
 @pytest.fixture
-def flash_attn(monkeypatch):
-    """A package of that name that keeps to the contract of the real one, on a CPU."""
-    module = types.ModuleType("flash_attn")
-    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", loader=None)
-    module.flash_attn_func = _flash_attn_func
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    attend_module._flash_attn_func.cache_clear()
-    yield
-    attend_module._flash_attn_func.cache_clear()
+def flash_attn():
+    with flash_attn_package():
+        yield
 
 
 @pytest.mark.parametrize("kv_heads", [0, 2])
@@ -213,8 +183,9 @@ def test_a_model_gives_the_same_logits_with_flash_attn(flash_attn):
     [
         ({"document_mask": True}, ['"flash_attn"', "document_mask", '"auto"']),
         ({"position": "h_alibi"}, ['"flash_attn"', '"h_alibi"', '"auto"']),
+        ({"dim": 1056}, ['"flash_attn"', "264", "256", '"auto"']),
     ],
-    ids=["document_mask", "h_alibi"],
+    ids=["document_mask", "h_alibi", "head_dim"],
 )
 def test_flash_attn_refuses_what_it_has_nothing_for(flash_attn, changes, parts):
     with pytest.raises(UserError) as error:
@@ -234,6 +205,105 @@ def test_flash_attn_that_is_not_installed_is_refused_with_the_command(monkeypatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match='not installed: pip install .*flash-attn.*"auto"'):
         Attend(BASE, "flash_attn")
+
+
+def test_the_folder_that_flash_attn_4_leaves_is_not_flash_attn():
+    with flash_attn_package(function=None), pytest.raises(UserError, match="pip install"):
+        Attend(BASE, "flash_attn")
+
+
+PACKAGES = ("fa3", "fa4")
+
+
+def _has_replaced_kernel() -> bool:
+    name = "aten::_scaled_dot_product_flash_attention"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+
+
+@pytest.mark.parametrize("kv_heads", [0, 2])
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_a_package_is_sdpas_flash_kernel_from_the_model_on(backend, kv_heads):
+    args = replace(BASE, num_kv_heads=kv_heads)
+    assert not _has_replaced_kernel()
+    with flash_impl(backend):
+        with torch.device("meta"):
+            attend = Transformer(args, attention_backend=backend).attend
+        assert torch.nn.attention.current_flash_attention_impl() == backend.upper()
+        assert _has_replaced_kernel()
+        Attend(args, backend)  # a second model of this process
+        assert _has_replaced_kernel()
+    assert attend.describe("cuda") == backend
+    assert attend_module._SDPA_ORDERS[backend][0] == SDPBackend.FLASH_ATTENTION
+    assert attend_module._SDPA_ORDERS["auto"][0] == SDPBackend.CUDNN_ATTENTION
+    q, k, v = _inputs(args)
+    padded = attend.mask(NUM_TOKENS, SEGMENTS, NUM_TOKENS, CPU)  # evaluation's batches
+    torch.testing.assert_close(attend(q, k, v, padded), _read(args, [q, k, v], SEGMENTS))
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"document_mask": True}, "document_mask"),
+        ({"position": "alibi"}, '"alibi"'),
+        ({"position": "h_alibi"}, '"h_alibi"'),
+        ({"dim": 1056}, "264"),
+    ],
+    ids=["document_mask", "alibi", "h_alibi", "head_dim"],
+)
+def test_a_package_refuses_what_it_has_nothing_for(backend, changes, part):
+    with pytest.raises(UserError, match=part):
+        attend_module.check_backend_fits(replace(BASE, **changes), backend)
+    attend_module.check_backend_fits(BASE, backend)  # a plan for a machine that has it
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability"), [("fa3", (8, 0)), ("fa3", (10, 0)), ("fa4", (12, 0))]
+)
+def test_a_package_refuses_a_gpu_that_it_has_no_kernels_for(backend, capability):
+    with flash_impl(backend, capability), pytest.raises(UserError, match="sm_90"):
+        Attend(BASE, backend)
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_what_a_package_lacks_is_named_with_the_way_to_get_it(monkeypatch, backend):
+    package = attend_module.FLASH_IMPLS[backend].package
+    with pytest.raises(UserError, match=f'{package} is not installed: pip install .*"auto"'):
+        Attend(BASE, backend)
+    with flash_impl(backend), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(UserError, match='no GPU.*"auto"'):
+            Attend(BASE, backend)
+        patch.undo()
+        patch.setattr(torch.nn.attention, "list_flash_attention_impls", list)
+        with pytest.raises(UserError, match="torch 2.11 or later"):
+            Attend(BASE, backend)
+
+
+def test_a_package_that_torch_can_not_use_is_refused():
+    with flash_impl("fa4") as _, pytest.raises(UserError, match="does not expose"):
+        torch.nn.attention._fa4._fa4_import_module.cache_clear()
+        del sys.modules["flash_attn.cute.interface"]._flash_attn_bwd
+        Attend(BASE, "fa4")
+
+
+@pytest.mark.parametrize("fault", ["values", "gradients", "crash"])
+def test_a_package_whose_kernels_are_wrong_is_refused(monkeypatch, fault):
+    right = torch.nn.functional.scaled_dot_product_attention
+
+    def wrong(q, k, v, **options):
+        y = right(q, k, v, **options)
+        if q.dtype == torch.float32:
+            return y
+        if fault == "crash":
+            raise ValueError("too many values to unpack (expected 2)")
+        return y * 1.1 if fault == "values" else y + 0.2 * (k.detach() - k)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
+    expected = {"values": "its values are", "gradients": "its dk are", "crash": "too many values"}
+    with flash_impl("fa4"), pytest.raises(UserError, match=expected[fault]):
+        Attend(BASE, "fa4")
 
 
 def test_an_unknown_backend_is_refused_with_the_nearest():
@@ -287,21 +357,3 @@ def test_the_way_of_a_training_step(flash_attn, name, backend, on_cpu, on_cuda):
     assert attend.describe("cuda").split()[0] == on_cuda
     if on_cuda == "sdpa":  # which kernel is the library's choice: the log says from what
         assert "cudnn" in attend.describe("cuda")
-
-
-@pytest.mark.parametrize("backend", ["auto", "flash"])
-def test_the_order_of_kernels_on_a_gpu_is_traced_without_a_graph_break(backend):
-    # the CPU path goes around this context, so the compile tests do not see it
-    attend = Attend(BASE, backend)
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def read(q):
-        with sdpa_kernel(attend_module._SDPA_ORDERS[attend.backend], set_priority=True):
-            return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-    q = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
-    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-    torch.testing.assert_close(read(q), expected)
-    first = {"auto": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-    order = attend_module._SDPA_ORDERS[backend]
-    assert order[0] == first[backend] and len(order) == len(set(order)) == 4

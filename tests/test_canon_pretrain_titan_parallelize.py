@@ -1,7 +1,6 @@
 """Sharding: a seed's weights and a batch's gradients, the same on any number of ranks."""
 
 import contextlib
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.parallelize import shard
+from tests.flash_packages import flash_attn_package, flash_impl
 from tests.sharded import Steps, assert_equal_steps, on_ranks, sharded_steps, whole_steps
 from tests.variants import variant
 
@@ -214,7 +214,7 @@ def test_cst_canon_stays_and_is_not_optimized(results: Path) -> None:
             assert not torch.equal(torch.cat([part.weights[name] for part in both]), value), name
 
 
-def test_an_attention_without_a_training_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_without_a_training_step_is_refused() -> None:
     from canon_pretrain.titan.parallelize import check_attention
 
     def check(words: str, name: str, device: str, dtype: str = "bfloat16") -> None:
@@ -224,18 +224,18 @@ def test_an_attention_without_a_training_step_is_refused(monkeypatch: pytest.Mon
             model = Transformer(variant(words), attention_backend=name)
         check_attention(model, job, device)
 
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: n == "flash_attn" or find_spec(n))
     for words in ("alibi", "h_alibi", "rope documents"):
         with pytest.raises(UserError, match='"flex" takes flex here, which can\'t be trained on a'):
             check(words, "flex", "cpu")
         check(words, "flex", "cuda")
         check(words, "auto", "cpu")
     check("rope", "flex", "cpu")  # SDPA takes what has no mask
-    check("rope", "flash_attn", "cuda")
-    for device, dtype in (("cpu", "bfloat16"), ("cuda", "float32")):
-        with pytest.raises(UserError, match='"flash_attn" takes flash_attn here, which'):
-            check("rope", "flash_attn", device, dtype)
+    for name, package in (("flash_attn", flash_attn_package()), ("fa3", flash_impl("fa3"))):
+        with package:
+            check("rope", name, "cuda")
+            for device, dtype in (("cpu", "bfloat16"), ("cuda", "float32")):
+                with pytest.raises(UserError, match=f'"{name}" takes {name} here, which'):
+                    check("rope", name, device, dtype)
 
 
 def test_an_unknown_policy_is_refused() -> None:

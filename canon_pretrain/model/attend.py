@@ -2,7 +2,8 @@
 
 `Transformer` builds one `Attend`, asks it for the mask of a batch once, and every `Attention` calls
 it. Three ways to the same numbers: PyTorch's scaled_dot_product_attention (SDPA), its flex
-attention, and the package flash_attn.
+attention, and the package flash_attn. The packages of FlashAttention 3 and 4 replace SDPA's flash
+kernel.
 
 Shapes: B batch, T queries, S keys, H heads, G key-value heads, K head dim.
 """
@@ -10,8 +11,10 @@ Shapes: B batch, T queries, S keys, H heads, G key-value heads, K head dim.
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +25,37 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from canon_pretrain.errors import UserError, check_choice
 from canon_pretrain.model.args import ModelArgs
 
-BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flex", "flash_attn")
+BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "fa3", "fa4")
 Mask = Tensor | BlockMask | None
+MAX_FLASH_HEAD_DIM = 256
+
+
+class FlashImpl(NamedTuple):
+    """A package that takes the place of SDPA's flash kernel."""
+
+    name: str
+    """In torch's registry."""
+    package: str
+    module: str
+    install: str
+    majors: tuple[int, ...]
+    """Of the compute capabilities that it has training kernels for."""
+
+
+FLASH_IMPLS = {
+    "fa3": FlashImpl(
+        "FA3",
+        "flash-attn-3",
+        "flash_attn_interface",
+        "pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130",
+        (9,),
+    ),
+    # what torch 2.13 is tested with; from 4.0.0b19 on its calls return more than torch unpacks
+    "fa4": FlashImpl(
+        "FA4", "flash-attn-4", "flash_attn.cute", "pip install flash-attn-4==4.0.0b17", (9, 10)
+    ),
+}
+_PACKAGES = ("flash_attn", *FLASH_IMPLS)
 
 # cuDNN's kernel is the fastest on Hopper; each takes the shapes and dtypes that those before refuse
 _SDPA_KERNELS = {
@@ -36,6 +68,7 @@ _SDPA_KERNELS = {
 
 def _sdpa_names(backend: str) -> list[str]:
     """SDPA's kernels on a GPU, in the order in which they are asked."""
+    backend = "flash" if backend in FLASH_IMPLS else backend
     return sorted(_SDPA_KERNELS, key=lambda name: name != backend)  # sorted: the others stay
 
 
@@ -51,9 +84,10 @@ class Attend(nn.Module):
     `auto`: SDPA where a token sees all before it, or where there is no GPU; flex on a GPU for
     ALiBi, H-ALiBi and segments; `flex` takes it for those on a CPU too, forward only. `cudnn` and
     `flash` are SDPA with that one of its GPU kernels first (`auto`: cuDNN's, see
-    `python -m canon_pretrain.bench attention` for what is fastest on this GPU). A sequence
-    that is read in parts (decoding) takes SDPA with a mask instead of flex. Raises UserError for a
-    backend that this model can't have.
+    `python -m canon_pretrain.bench attention` for what is fastest on this GPU). `fa3` and `fa4`
+    are `flash` with that package behind it, in the whole process. A sequence that is read in parts
+    (decoding) takes SDPA with a mask instead of flex. Raises UserError for a backend that this
+    model can't have.
     """
 
     def __init__(self, args: ModelArgs, backend: str = "auto") -> None:
@@ -62,8 +96,8 @@ class Attend(nn.Module):
         self.args, self.backend = args, backend
 
     def way(self, device_type: str, *, masked: bool) -> str:
-        """ "sdpa", "flex" or "flash_attn": what takes a batch, `masked` where it has segments."""
-        if self.backend == "flash_attn":
+        """ "sdpa", "flex" or a package's: what takes a batch, `masked` where it has segments."""
+        if self.backend in _PACKAGES:
             return self.backend
         special = masked or self.args.position in ("alibi", "h_alibi")
         wants_flex = self.backend == "flex" or (self.backend == "auto" and device_type == "cuda")
@@ -154,10 +188,7 @@ class Attend(nn.Module):
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal}
         if self.args.kv_heads != self.args.num_heads:
             options["enable_gqa"] = True
-        if q.device.type == "cuda":
-            with sdpa_kernel(_SDPA_ORDERS[self.backend], set_priority=True):
-                y = F.scaled_dot_product_attention(q, k, v, **options)
-        else:
+        with _kernels(self.backend, q.device):
             y = F.scaled_dot_product_attention(q, k, v, **options)
         return y.to(dtype).transpose(1, 2)
 
@@ -187,25 +218,101 @@ class Attend(nn.Module):
 
 
 def check_backend(args: ModelArgs, backend: str) -> None:
-    """Raise UserError unless `backend` is known, can do what `args` ask for, and is installed."""
+    """Raise UserError unless `backend` can do what `args` ask for, on this machine; make it ready.
+
+    `fa3` and `fa4` stay active in this process.
+    """
     check_backend_fits(args, backend)
-    if backend == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        raise UserError(
-            'attention_backend = "flash_attn", but the package flash-attn is not installed: '
-            'pip install --no-build-isolation flash-attn, or choose "auto"'
-        )
+    problem = None
+    if backend == "flash_attn":
+        problem = _flash_attn_problem()
+    elif backend in FLASH_IMPLS:
+        problem = activate_flash(backend) or flash_problem(args, torch.device("cuda"))
+    if problem:
+        raise UserError(f'attention_backend = "{backend}", but {problem}, or choose "auto"')
 
 
 def check_backend_fits(args: ModelArgs, backend: str) -> None:
     """`check_backend` without a look at this machine, for a job that is planned for another."""
     check_choice("attention_backend", backend, BACKENDS)
+    if backend not in _PACKAGES:
+        return
     refused = "document_mask" if args.document_mask else None
-    refused = 'position = "h_alibi"' if args.position == "h_alibi" else refused
-    if backend == "flash_attn" and refused:
+    if args.position == "h_alibi" or (args.position == "alibi" and backend in FLASH_IMPLS):
+        refused = f'position = "{args.position}"'
+    if refused:
         raise UserError(
-            f'attention_backend = "flash_attn" has nothing for {refused}; choose "auto", which '
+            f'attention_backend = "{backend}" has nothing for {refused}; choose "auto", which '
             "takes flex attention on a GPU"
         )
+    if args.head_dim > MAX_FLASH_HEAD_DIM:
+        raise UserError(
+            f'attention_backend = "{backend}" takes heads of up to {MAX_FLASH_HEAD_DIM} dims, this '
+            f'model has {args.head_dim} (dim / num_heads); choose "auto"'
+        )
+
+
+def _flash_attn_problem() -> str | None:
+    install = "pip install --no-build-isolation flash-attn"
+    if importlib.util.find_spec("flash_attn") is None:
+        return f"the package flash-attn is not installed: {install}"
+    try:
+        _flash_attn_func()
+    except (ImportError, AttributeError, OSError) as why:  # flash-attn-4 has a folder of that name
+        return f"the package flash-attn can't be used here ({why}): {install}"
+    return None
+
+
+def activate_flash(backend: str) -> str | None:
+    """Make `fa3` or `fa4` SDPA's flash kernel in this process; the reason where it can't be."""
+    impl = FLASH_IMPLS[backend]
+    # asked for here, not imported at the top: an export is read by older versions of torch too
+    registry: Any = torch.nn.attention
+    if impl.name not in getattr(registry, "list_flash_attention_impls", list)():
+        return f"torch {torch.__version__} has no {impl.name}: install torch 2.11 or later"
+    try:
+        missing = importlib.util.find_spec(impl.module) is None
+    except ImportError:  # of the folder around it
+        missing = True
+    if missing:
+        return f"the package {impl.package} is not installed: {impl.install}"
+    needed = " or ".join(f"sm_{major}0" for major in impl.majors)
+    if not torch.cuda.is_available():
+        return f"there is no GPU: use one of {needed}"
+    major, minor = torch.cuda.get_device_capability()
+    if major not in impl.majors:
+        return f"this GPU is sm_{major}{minor}: use one of {needed}"
+    if registry.current_flash_attention_impl() != impl.name:
+        try:
+            registry.activate_flash_attention_impl(impl.name)
+        except (ImportError, AttributeError, OSError, RuntimeError) as why:
+            return f"the package {impl.package} can't be used here ({why}): {impl.install}"
+    return None
+
+
+def flash_problem(args: ModelArgs, device: torch.device) -> str | None:
+    """What SDPA's flash kernel gets wrong of this model's heads, forward or backward.
+
+    The packages are new enough for a release of one not to fit a release of torch.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, 128, args.head_dim) for heads in (args.num_heads, *[args.kv_heads] * 2)]
+    parts = [torch.randn(shape, generator=generator, device="cpu").bfloat16() for shape in shapes]
+    gqa: dict[str, Any] = {"enable_gqa": True} if args.kv_heads != args.num_heads else {}
+    found = []
+    try:
+        for kernel, dtype in (("math", torch.float32), ("flash", torch.bfloat16)):
+            with torch.enable_grad(), sdpa_kernel(_SDPA_KERNELS[kernel]):
+                q, k, v = (part.to(device, dtype).requires_grad_() for part in parts)
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **gqa)
+                found.append([y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))])
+    except Exception as why:
+        return f"its kernels fail on {args.num_heads} heads of {args.head_dim} dims ({why})"
+    for name, true, given in zip(("values", "dq", "dk", "dv"), *found, strict=True):
+        error = (given.float() - true).abs().max() / true.abs().max()
+        if not error <= 3e-2:  # bfloat16's rounding is a tenth of it
+            return f"its {name} are {error:.2g} away from softmax(q k^T) v"
+    return None
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
@@ -250,6 +357,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
+def _kernels(backend: str, device: torch.device) -> AbstractContextManager[Any]:
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel(_SDPA_ORDERS[backend], set_priority=True)
+
+
 def _flex_attention(device: torch.device) -> Callable[..., Any]:
     if torch.compiler.is_compiling() or device.type == "cpu":
         return flex_attention
@@ -262,7 +375,8 @@ def _block_mask(device: torch.device) -> Callable[..., BlockMask]:
     return _compiled(create_block_mask)
 
 
-@functools.cache
 def _flash_attn_func() -> Callable[..., Tensor]:
-    # found at run time: an optional package
-    return importlib.import_module("flash_attn").flash_attn_func
+    # torch.compile can look into sys.modules, and can't import
+    module = sys.modules.get("flash_attn") or importlib.import_module("flash_attn")
+    function: Callable[..., Tensor] = module.flash_attn_func
+    return function

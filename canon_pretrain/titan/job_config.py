@@ -65,9 +65,11 @@ class Model(titan.Model):
     """paper: N(0, 0.02); lingua: truncated normal with std D^-1/2."""
     init_seed: int | None = None
     """Seed of the initial weights alone; they are the same at every world size."""
-    attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flex", "flash_attn"] = "auto"
-    """How attention is computed; no part of what the run is. cudnn, flash: SDPA, that kernel first
-    (`python -m canon_pretrain.bench attention` times them)."""
+    attention_backend: Literal[
+        "auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "fa3", "fa4"
+    ] = "auto"
+    """How attention is computed; no part of what the run is. cudnn, flash: SDPA, that kernel first;
+    fa3, fa4: flash by that package (`python -m canon_pretrain.bench attention` times them)."""
     canon_backend: Literal["auto", "reference", "compiled", "causal_conv1d", "triton"] = "auto"
     """How Canon layers are computed; no part of what the run is."""
 

@@ -69,7 +69,7 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
     problem = None
     if way != "sdpa" and device == "cpu":
         problem = "which can't be trained on a CPU"
-    elif way == "flash_attn" and dtype == "float32":
+    elif way not in ("sdpa", "flex") and dtype == "float32":
         problem = f"which takes bfloat16, but training.mixed_precision_param = {dtype}"
     if problem:
         asked = job.model.attention_backend
