@@ -1,5 +1,5 @@
 #!/bin/bash
-# Evaluate one checkpoint on one suite, on all GPUs of one node.
+# Evaluate one checkpoint on one suite, on one GPU or several of one node.
 #
 #   sbatch [sbatch flags] slurm/eval.sh RUN/checkpoint/step-N SUITE [options of `python -m eval run`]
 #   bash slurm/submit.sh [sbatch flags] slurm/eval.sh RUN/checkpoint/step-N SUITE [...]
@@ -12,8 +12,10 @@
 # requeued, goes on after the last task that was answered.
 #
 # In the environment, or in slurm/cluster.env (see cluster.env.example beside this script):
-#   GPUS_PER_NODE=8      ranks; the default is what sbatch asked for, 8
-#   CANON_CPU=1          on CPUs (--gpus-per-node=0), RANKS_PER_NODE=2 ranks
+#   EVAL_GPUS=1          GPUs that slurm/submit.sh and `eval submit` ask for, and ranks; with sbatch
+#                        itself --gpus-per-node=8
+#   GPU_FLAG, CPUS_PER_GPU, MEM_PER_GPU   how submit.sh asks for them, and what goes with each
+#   CANON_CPU=1          on CPUs, RANKS_PER_NODE=2 ranks; with sbatch itself --gpus-per-node=0
 #   CANON_EVAL_DATA      what `python -m eval stage` wrote
 #   MAX_RESTARTS_WITHOUT_PROGRESS=3   restarts in a row, without a task more, that end it
 #   CANON_CLUSTER_ENV    another file than slurm/cluster.env
@@ -25,9 +27,8 @@
 #SBATCH --job-name=canon-eval
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=8
-#SBATCH --exclusive
-#SBATCH --mem=0
+#SBATCH --gpus-per-node=1
+#SBATCH --cpus-per-task=8
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@60
@@ -67,9 +68,10 @@ split_work() {
     OPTIONS=("$@")
 }
 
-# set_command: RUN_IT, all ranks of one node
+# set_command GPUS: RUN_IT, all ranks of one node
 set_command() {
-    set_ranks
+    set_ranks "$1"
+    prepare_node
     RUN_IT=(python -m torch.distributed.run --standalone --nproc-per-node="$RANKS" -m eval run)
     RUN_IT+=(--checkpoint "$CHECKPOINT" --suite "$SUITE")
 }
@@ -113,7 +115,7 @@ wait_for_ranks() {
 
 eval_job() {
     split_work "$@"
-    set_command
+    set_command "${EVAL_GPUS:-1}"
     trap on_eval_limit USR1
     trap on_eval_term TERM
     say "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST, $RANKS rank(s): $SUITE of $CHECKPOINT"
@@ -137,7 +139,7 @@ eval_job() {
 eval_local() {
     unset SLURM_JOB_ID SLURM_RESTART_COUNT # of an interactive job, which is not ours
     split_work "$@"
-    set_command
+    set_command "${GPUS_PER_NODE:-}"
     is_ours "local-$(uname -n)-$$"
     trap on_eval_term INT TERM HUP
     "${CONTAINER[@]}" "${RUN_IT[@]}" "${OPTIONS[@]}" &

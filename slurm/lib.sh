@@ -61,21 +61,37 @@ on_head() {
     fi
 }
 
-# set_ranks: GPUS (0 on CPUs) and RANKS on each node
+# set_ranks N: GPUS (0 on CPUs) and RANKS on each node. Inside a job those that Slurm has given it,
+# where it counts them, else N; with an empty N all GPUs of this machine
 set_ranks() {
-    local given=${GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}}
+    local given=$1
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        given=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$1}}
+    fi
     given=${given##*:} # h100:8
     if [[ ${CANON_CPU:-0} == 1 ]]; then
         GPUS=0
         export CUDA_VISIBLE_DEVICES=
-    elif [[ -z ${SLURM_JOB_ID:-} && -z $given ]]; then
-        GPUS=$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)
     else
-        GPUS=${given:-8}
+        GPUS=${given:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)}
     fi
+    [[ $GPUS =~ ^[0-9]+$ ]] || die "$GPUS GPUs on a node: expected a whole number (GPUS_PER_NODE, EVAL_GPUS)"
     RANKS=${RANKS_PER_NODE:-$((GPUS > 0 ? GPUS : 2))}
     [[ $RANKS =~ ^[1-9][0-9]*$ ]] || die "RANKS_PER_NODE=$RANKS: expected a whole number above 0"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+}
+
+# prepare_node: caches of compiled kernels on this node's own disk, and as many open files as allowed
+prepare_node() {
+    local folder=${TMPDIR:-/tmp}
+    [[ -d $folder && -w $folder ]] || folder=/tmp
+    folder+=/canon_pretrain-$UID
+    # in a folder of that name that is another user's, compiled code would be theirs
+    mkdir -m 700 "$folder" 2>/dev/null || true
+    [[ -d $folder && -O $folder && ! -L $folder ]] || folder=$(mktemp -d "$folder-XXXXXX")
+    export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$folder/inductor}
+    export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$folder/triton}
+    ulimit -n "$(ulimit -Hn)" 2>/dev/null || true
 }
 
 # split_arguments [CONFIG] [--section.key value ...]: into CONFIG and ARGUMENTS
@@ -148,11 +164,15 @@ wait_for_step() {
 
 # What runs on each node. The agent must outlive Slurm's signals: on SIGTERM it would give its
 # workers 30 s and then kill them, by USR1 it would die and leave them behind. They handle both
-# themselves. The first node keeps the rendezvous; which one has rank 0 is for torchrun to say.
+# themselves. The first node keeps the rendezvous; which one has rank 0 is for torchrun to say, and
+# the others reach it by Slurm's name for its node (--local-addr).
 # shellcheck disable=SC2016
-ON_NODE='trap "" TERM USR1 USR2
+ON_NODE=$(declare -f prepare_node)'
+prepare_node
+trap "" TERM USR1 USR2
 [[ $SLURM_NODEID == 0 ]] && host=1 || host=0
 export PET_RDZV_CONF="is_host=$host,join_timeout=${RDZV_TIMEOUT_S:-600}"
+export PET_LOCAL_ADDR=$SLURMD_NODENAME
 exec "$@"'
 
 # start_ranks NUMBER MODULE [arguments]: torchrun on all nodes, as STEP; NUMBER is 0 or 1, so that
@@ -281,7 +301,7 @@ may_begin() {
 # pretrain_job [CONFIG] [--section.key value ...]: one link of a training run, inside a Slurm job
 pretrain_job() {
     split_arguments "$@"
-    set_ranks
+    set_ranks "${GPUS_PER_NODE:-8}"
     trap on_limit USR1
     trap on_term TERM
     NODES=$SLURM_JOB_NUM_NODES
@@ -319,7 +339,8 @@ pretrain_local() {
     local job
     unset SLURM_JOB_ID SLURM_RESTART_COUNT # of an interactive job, which is no link of ours
     split_arguments "$@"
-    set_ranks
+    set_ranks "${GPUS_PER_NODE:-}"
+    prepare_node
     job=local-$(uname -n)-$$-$(date +%s)
     plan_job 1 --data
     mkdir -p "$RUN" || die "the run folder $RUN cannot be made"

@@ -10,12 +10,14 @@
 # canon_pretrain.train's. The run folder is the config's job.dump_folder, or --job.dump_folder; the
 # job writes to its slurm.log. slurm/submit.sh reads slurm/cluster.env, refuses a number of nodes
 # that does not divide the global batch before anything is queued, and calls sbatch; with sbatch
-# itself such a job ends in its first seconds, with the same message. --local does all this on this
-# machine, without Slurm.
+# itself such a job ends in its first seconds, with the same message, and gets what the #SBATCH lines
+# below ask for: whole nodes of 8 GPUs. --local does all this on this machine, without Slurm.
 #
 # In the environment, or in slurm/cluster.env (see cluster.env.example beside this script):
-#   GPUS_PER_NODE=8      ranks on each node; the default is what sbatch asked for, 8
-#   CANON_CPU=1          train on CPUs (--gpus-per-node=0), RANKS_PER_NODE=2 ranks on each node
+#   GPUS_PER_NODE=8      GPUs that slurm/submit.sh asks for on each node; a rank each
+#   SHARED_NODES=1       take these GPUs' share of a node (CPUS_PER_GPU, MEM_PER_GPU), not all of it
+#   GPU_FLAG             the flag that asks for GPUs, such as --gres=gpu:
+#   CANON_CPU=1          train on CPUs, RANKS_PER_NODE=2 ranks on each node
 #   PREFLIGHT=0          leave out the checks of each node before each launch
 #   MAX_RESTARTS_WITHOUT_PROGRESS=3   failed restarts in a row, without a new checkpoint, that end it
 #   CANON_CLUSTER_ENV    another file than slurm/cluster.env

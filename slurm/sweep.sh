@@ -14,6 +14,7 @@
 #
 #   sbatch --array=1-8%2 [sbatch flags] slurm/sweep.sh SWEEP
 #
+# Small runs, several on a node: GPUS_PER_NODE=1 SHARED_NODES=1 bash slurm/sweep.sh submit SWEEP.
 # Time limit, preemption, failed nodes, crashes, settings and environment: slurm/pretrain_1b3.sh
 # --help. Each run has its slurm.log in its own folder; SWEEP/logs has what an element says before.
 # --local trains one run after the other on this machine; a run that fails does not stop the rest.

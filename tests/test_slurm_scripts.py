@@ -4,6 +4,7 @@ test_slurm_*.py beside this run them on a real Slurm.
 """
 
 import os
+import resource
 import subprocess
 from pathlib import Path
 
@@ -126,6 +127,8 @@ def test_a_finish_that_sbatch_refuses_is_an_error(programs: Path, tmp_path: Path
     [
         (("--gpus-per-node", "4"), 4),
         (("--gpus-per-node=h100:4",), 4),
+        (("--gres=gpu:h100:2,nvme:9",), 2),
+        (("--gpus=12",), 4),
         ((), 8),
     ],
 )
@@ -139,6 +142,127 @@ def test_the_check_knows_the_gpus_that_sbatch_is_asked_for(
     assert done.returncode == 0, done
     (checked,) = calls(programs, "python")
     assert f"--ranks_per_node {ranks} --nodes 3" in checked
+
+
+WHOLE = ["--exclusive", "--mem=0"]
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "flags", "asked"),
+    [
+        ("pretrain_1b3.sh", {}, (), ["--gpus-per-node=8", *WHOLE]),
+        (
+            "sweep.sh",
+            {"GPUS_PER_NODE": 4, "GPU_FLAG": "--gres=gpu:h100:"},
+            (),
+            ["--gres=gpu:h100:4", *WHOLE],
+        ),
+        ("pretrain_1b3.sh", {"GPU_FLAG": ""}, (), WHOLE),
+        ("pretrain_1b3.sh", {"CANON_CPU": 1}, (), WHOLE),
+        (
+            "sweep.sh",
+            {"GPUS_PER_NODE": 2, "SHARED_NODES": 1, "CPUS_PER_GPU": 6, "MEM_PER_GPU": "50G"},
+            (),
+            ["--gpus-per-node=2", "--cpus-per-task=12", "--mem=100G"],
+        ),
+        (
+            "pretrain_1b3.sh",
+            {"SHARED_NODES": 1, "CPUS_PER_GPU": ""},
+            ("--gpus-per-node", "1"),
+            ["--gpus-per-node", "1"],
+        ),
+        (
+            "pretrain_1b3.sh",
+            {"SBATCH_GRES": "gpu:4"},
+            ("--exclusive=user", "--mem-per-cpu=4G"),
+            ["--exclusive=user", "--mem-per-cpu=4G"],
+        ),
+        ("eval.sh", {"GPUS_PER_NODE": 8}, (), ["--gpus-per-node=1", "--cpus-per-task=8"]),
+        (
+            "eval.sh",
+            {"EVAL_GPUS": 2, "CPUS_PER_GPU": 4},
+            (),
+            ["--gpus-per-node=2", "--cpus-per-task=8"],
+        ),
+        ("eval.sh", {}, ("--gpus-per-node=8", "-c", "64"), ["--gpus-per-node=8", "-c", "64"]),
+    ],
+)
+def test_cluster_env_says_which_part_of_a_node_a_job_takes(
+    programs: Path,
+    script: str,
+    settings: dict[str, object],
+    flags: tuple[str, ...],
+    asked: list[str],
+) -> None:
+    """No #SBATCH line says otherwise; sbatch by itself has the lines of the script."""
+    stand_in(programs, "sbatch", 'while [[ $1 != *.sh ]]; do shift; done; grep ^#SBATCH "$1"')
+    stand_in(programs, "python", "printf '%s\\0' /run 1")
+    settings = {"CANON_CPU": 0} | settings
+    done = bash(programs, ROOT / "slurm/submit.sh", *flags, ROOT / "slurm" / script, **settings)
+    assert done.returncode == 0, done
+    (call,) = calls(programs, "sbatch")
+    *words, copy = call.split()[1:]
+    assert words == asked and not Path(copy).exists()
+    assert "--requeue" in done.stdout and "--nodes=1" in done.stdout
+    assert not any(name in done.stdout for name in ("gpus", "exclusive", "mem", "cpus"))
+
+
+@pytest.mark.parametrize("name", ["GPUS_PER_NODE", "CPUS_PER_GPU", "MEM_PER_GPU"])
+def test_a_part_of_a_node_that_is_no_number_is_refused(programs: Path, name: str) -> None:
+    stand_in(programs, "sbatch")
+    settings = {"CANON_CPU": 0, "SHARED_NODES": 1, name: "many"}
+    done = bash(programs, ROOT / "slurm/submit.sh", ROOT / "slurm/sweep.sh", **settings)
+    assert done.returncode == 2 and name in done.stderr and not calls(programs, "sbatch"), done
+
+
+def test_a_job_has_as_many_ranks_as_slurm_gave_it_gpus(programs: Path) -> None:
+    show = f'{LIBRARY} set_ranks "$1"; echo "$GPUS $RANKS"'
+    for given, ranks in (
+        ({"SLURM_GPUS_ON_NODE": 1}, 1),
+        ({"SLURM_GPUS_PER_NODE": "a:2"}, 2),
+        ({}, 8),
+    ):
+        job = {"CANON_CPU": 0, "SLURM_JOB_ID": 7, **given}
+        assert bash(programs, "-c", show, "bash", ROOT, 8, **job).stdout == f"{ranks} {ranks}\n"
+
+
+def test_what_a_node_compiles_stays_on_it_and_is_the_users_own(
+    programs: Path, tmp_path: Path
+) -> None:
+    show = f'{LIBRARY} prepare_node; echo "$TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR"; ulimit -n'
+    own = tmp_path / f"canon_pretrain-{os.getuid()}"
+    # each is unset, empty or set in what runs this test
+    unset = {"TMPDIR": tmp_path, "TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": ""}
+
+    def folders(**variables: object) -> list[str]:
+        words = ["-c", f"ulimit -Sn 256; {show}", "bash", ROOT]
+        *found, limit = bash(programs, *words, **(unset | variables)).stdout.split()
+        assert int(limit) == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        return found
+
+    assert folders() == [f"{own}/inductor", f"{own}/triton"]
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert folders(TRITON_CACHE_DIR="/mine") == [f"{own}/inductor", "/mine"]
+    assert folders(TMPDIR="/not/there")[0].startswith("/tmp/canon_pretrain-")
+    own.rmdir()
+    own.symlink_to("/usr")  # as another user may leave it in /tmp
+    inductor, _ = folders()
+    assert Path(inductor).parent != own and Path(inductor).parent.stat().st_uid == os.getuid()
+
+
+def test_ranks_meet_by_slurms_names_of_the_nodes(programs: Path) -> None:
+    stand_in(programs, "srun", 'while [[ $1 == --* ]]; do shift; done; "$@"')
+    stand_in(programs, "python", 'echo "$PET_LOCAL_ADDR $TRITON_CACHE_DIR"')
+    start = (
+        f"{LIBRARY} NODES=1 RANKS=1 HOSTS=(n1) CONTAINER=() SRUN_FLAGS=(); start_ranks 0 m; wait"
+    )
+    names = {
+        "SLURM_JOB_ID": 7,
+        "SLURM_NODEID": 0,
+        "SLURMD_NODENAME": "n1",
+        "TRITON_CACHE_DIR": "/t",
+    }
+    assert bash(programs, "-c", start, "bash", ROOT, **names).stdout == "n1 /t\n"
 
 
 def test_modules_and_a_container_stand_before_each_command(programs: Path) -> None:

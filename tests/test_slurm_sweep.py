@@ -116,6 +116,35 @@ def test_a_sweep_of_four_two_at_a_time_one_killed_one_cancelled(
     assert not [*tmp_path.rglob("HIT")] and not (ROOT / "HIT").exists()
 
 
+@pytest.mark.slurm
+def test_runs_of_one_gpu_share_a_node(
+    slurm: SlurmCluster, data_folder: Path, tmp_path: Path
+) -> None:
+    """Two elements train at once on n1, each with a GPU of its own, as Slurm sees it."""
+    sweep, pace = tmp_path / "sweep", tmp_path / "pace"
+    pace.write_text('{"training": 0.5}')
+    plan(sweep, data_folder, rates=("3e-3",))
+    jobs = Jobs(slurm, tmp_path)
+    jobs.set(SHARED_NODES=1, CPUS_PER_GPU=2, GPUS_PER_NODE=1)
+    environ = jobs.environ({"TEST_PACE": pace})
+    flags = ("--gpus-per-node=1", "--nodelist=n1")  # of CANON_CPU no GPU would be asked for
+    done = script("submit", sweep, *flags, environ=environ)
+    assert done.returncode == 0, done
+    array = re.findall(r"^Submitted batch job (\d+)$", done.stdout, re.M)[0]
+    elements = [Job(slurm, f"{array}_{i}", tmp_path) for i in (1, 2)]
+    runs = [sweep / name for name in RUNS[:2]]
+    for element, run in zip(elements, runs, strict=True):
+        element.until_step(run, 2)
+    assert [element.state for element in elements] == ["RUNNING"] * 2
+    for element in elements:
+        assert element.field("NodeList") == "n1" and element.field("OverSubscribe") == "OK"
+        tres = element.field("TRES").split(",")
+        assert "cpu=2" in tres and "gres/gpu=1" in tres, tres
+    pace.write_text("{}")
+    assert [element.until_ended() for element in elements] == ["COMPLETED"] * 2
+    assert states(sweep) == ["done"] * 2
+
+
 @pytest.mark.slow
 def test_locally_one_after_the_other_and_stopped_in_between(
     data_folder: Path, tmp_path: Path

@@ -17,7 +17,7 @@ from canon_pretrain.files import free_bytes
 from canon_pretrain.hardware import check_cuda
 from canon_pretrain.run.holder import host_name
 
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 WRITE_BYTES = 1 << 20
 ELEMENTS = 1 << 20
 PACKAGES = ("torch", "torchtitan", "numpy")
