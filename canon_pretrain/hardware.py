@@ -1,4 +1,4 @@
-"""The GPUs and the memory of this node, asked by training, evaluation, preflight and benches.
+"""The GPUs, memory and speed of this node, asked by training, evaluation, preflight and benches.
 
 Torch is imported by the functions: what must start fast may import this module.
 """
@@ -7,9 +7,15 @@ import glob
 import os
 import re
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from canon_pretrain.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 CPU_ON_PURPOSE = ("", "-1")
@@ -46,6 +52,56 @@ def check_cuda() -> None:
         f"{'' if visible is None else f' (CUDA_VISIBLE_DEVICES={visible})'}. Repair the driver or "
         "install a build of torch for it; to use the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
     )
+
+
+def matmul_flops(
+    device: "torch.device",
+    dtype: "torch.dtype",
+    *,
+    size: int,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the FLOP/s of square products of random numbers, repeated for about `seconds`.
+
+    A GPU that multiplies for a second is as warm, and as far limited in power, as in training; a
+    burst is faster.
+    """
+    import torch
+
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    rate = _sustained(lambda: torch.mm(a, b, out=out), seconds, clock)
+    return 2 * size**3 * rate
+
+
+def copy_bandwidth(
+    source: "torch.Tensor",
+    target: "torch.Tensor",
+    *,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the bytes read and written per second by copies, repeated for about `seconds`."""
+    return 2 * source.nbytes * _sustained(lambda: target.copy_(source), seconds, clock)
+
+
+def _sustained(step: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
+    """Steps per second; they are queued without a gap."""
+    import torch
+
+    def run(count: int) -> float:
+        synchronize()
+        begin = clock()
+        for _ in range(count):
+            step()
+        synchronize()
+        return clock() - begin
+
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    fastest = min(run(1) for _ in range(3))
+    count = max(1, round(seconds / max(fastest, 1e-6)))
+    return count / max(run(count), 1e-9)
 
 
 def _nvidia_smi(*arguments: str) -> str:

@@ -1,11 +1,17 @@
 """Checks of a job and its nodes; and which node is told to be at fault."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections import namedtuple
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +21,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.preflight import reports
 from canon_pretrain.preflight.__main__ import EXIT_BROKEN_NODES, main
 from canon_pretrain.preflight.job import plan_job, valid_node_counts, words_on_waits
-from canon_pretrain.preflight.reports import report_node
+from canon_pretrain.preflight.reports import (
+    ALL_NODES,
+    IN_NODE,
+    MATMUL,
+    MEMORY,
+    TWO_NODES,
+    rank_groups,
+    report_node,
+)
 from canon_pretrain.preflight.verdict import judge_nodes, judge_ranks, read_reports
 from canon_pretrain.run.folder import RunFolder
 from tests.fault_runs import checkpoint, unharmed_run
+from tests.ranks import _context as rank_context
 from tests.ranks import whole_state
 from tests.support import ROOT, debug_run
 
@@ -152,11 +168,129 @@ def test_two_ranks_meet_and_report(tmp_path: Path) -> None:
     command += ["-m", "canon_pretrain.preflight", "ranks", "--report", str(tmp_path)]
     environ = os.environ | {"SLURMD_NODENAME": "n1", "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, env=environ, timeout=120, capture_output=True)
-    reports = [json.loads((tmp_path / f"n1.rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert all(report["faults"] == [] for report in reports)
-    assert abs(reports[0]["clock_s"] - reports[1]["clock_s"]) < 2
+    each = [json.loads((tmp_path / f"n1.rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert all(report["faults"] == [] for report in each)
+    assert abs(each[0]["clock_s"] - each[1]["clock_s"]) < 2
     merged = read_reports(tmp_path, ["n1", "n2"], ranks=True)
     assert merged["n1"]["faults"] == [] and merged["n2"] is None
+    for rank, speeds in merged["n1"]["speeds"].items():
+        assert speeds.keys() == {MATMUL, MEMORY, IN_NODE} and min(speeds.values()) > 0, rank
+
+
+def measured(*matmul: float, device: str = "cuda", network: float = 2e11) -> dict[str, Any]:
+    """A node's report: the FLOP/s of its devices, and what two nodes reach with it."""
+    speeds = {
+        f"{device}:{i}": {MATMUL: flops, TWO_NODES: network} for i, flops in enumerate(matmul)
+    }
+    return {"faults": [], "speeds": speeds}
+
+
+def test_a_slow_gpu_is_warned_of_and_a_very_slow_ones_node_is_at_fault() -> None:
+    usual = measured(600e12, 610e12)
+    verdict = judge_ranks({"n1": usual, "n2": measured(590e12, 430e12), "n3": usual})
+    assert not verdict.nodes and not verdict.common
+    (text,) = verdict.warnings
+    assert "n2: cuda:1 " in text and "430 TFLOP/s, 70% of" in text and "610 TFLOP/s" in text
+    verdict = judge_ranks({"n1": usual, "n2": usual, "n3": measured(100e12, 600e12)})
+    assert list(verdict.nodes) == ["n3"] and not verdict.warnings
+    verdict = judge_ranks({"n1": measured(300e12, 300e12), "n2": usual})
+    assert list(verdict.nodes) == ["n1"], "of two nodes the better one is the measure"
+    verdict = judge_ranks({"n1": measured(600e12, 100e12, 600e12)})
+    assert list(verdict.nodes) == ["n1"], "a single node, by its other GPUs"
+    assert judge_ranks({"n1": usual, "n2": measured(500e12, 490e12)}) == ({}, [], [])
+
+
+def test_a_slow_cpu_is_only_warned_of() -> None:
+    verdict = judge_ranks({"n1": measured(5e10, device="cpu"), "n2": measured(1e10, device="cpu")})
+    assert not verdict.nodes and "n2" in verdict.warnings[0]
+
+
+def test_a_nodes_network_is_judged_by_the_better_of_its_two_neighbors() -> None:
+    fast, slow = measured(6e14), measured(6e14, network=3e10)
+    verdict = judge_ranks({"n1": fast, "n2": slow, "n3": fast})
+    assert list(verdict.nodes) == ["n2"] and "30 GB/s" in verdict.nodes["n2"][0]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12))
+def test_all_reduces_are_of_each_node_of_neighbors_and_of_all(numbers: list[int]) -> None:
+    nodes = [f"n{number}" for number in numbers]
+    groups = rank_groups(nodes)
+    names = set(nodes)
+    alone = [ranks for name, ranks in groups if name == IN_NODE]
+    assert sorted(map(sorted, alone)) == sorted(
+        [rank for rank, node in enumerate(nodes) if node == each] for each in names
+    )
+    pairs = [{nodes[rank] for rank in ranks} for name, ranks in groups if name == TWO_NODES]
+    assert all(len(pair) == 2 for pair in pairs)
+    for each in names:
+        others = {frozenset(pair) for pair in pairs if each in pair}
+        assert len(others) == (2 if len(names) > 2 else 0)
+    assert groups[-1][1] == list(range(len(nodes)))
+
+
+def test_a_device_without_room_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults, speeds = reports.try_device(torch.device("cpu"))
+    assert faults == [] and all(value > 0 for value in speeds.values())
+    monkeypatch.setattr(reports, "CPU_BYTES", 1 << 60)
+    faults, _ = reports.try_device(torch.device("cpu"))
+    assert len(faults) == 1 and faults[0].startswith("cpu: ")
+
+
+def preflight_rank(environment: dict[str, str], folder: Path, fault: str) -> None:
+    os.environ.update(environment)
+    if fault == "no room":
+        reports.CPU_BYTES = 1 << 60
+    (folder / f"{environment['SLURMD_NODENAME']}.begun").touch()
+    main(["ranks", "--report", str(folder)])
+
+
+def meet(folder: Path, faults: list[str], watch: Callable[[list[BaseProcess]], None]) -> None:
+    """A rank on each of len(faults) nodes n0, n1, ..., all on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    base = {"LOCAL_RANK": "0", "WORLD_SIZE": str(len(faults)), "OMP_NUM_THREADS": "1"}
+    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks: list[BaseProcess] = []
+    for rank, fault in enumerate(faults):
+        environment = {**base, "RANK": str(rank), "SLURMD_NODENAME": f"n{rank}"}
+        ranks.append(rank_context.Process(target=preflight_rank, args=(environment, folder, fault)))
+        ranks[-1].start()
+    watch(ranks)
+    for each in ranks:
+        each.join(100)
+        assert each.exitcode == 0
+
+
+def test_a_rank_that_runs_a_quarter_of_the_time_is_named_as_slow(tmp_path: Path) -> None:
+    """Stopped and continued by signals, it multiplies slowly by the clock."""
+
+    def slow_down(ranks: list[BaseProcess]) -> None:
+        pid = ranks[1].pid
+        assert pid is not None
+        while not (tmp_path / "n1.begun").exists() and ranks[1].is_alive():
+            time.sleep(0.01)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            while ranks[1].is_alive():
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(0.03)
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(0.01)
+
+    meet(tmp_path, ["", "", ""], slow_down)
+    found = read_reports(tmp_path, ["n0", "n1", "n2"], ranks=True)
+    speeds = {node: report["speeds"]["cpu:0"] for node, report in found.items()}
+    assert all(each.keys() == {MATMUL, MEMORY, TWO_NODES, ALL_NODES} for each in speeds.values())
+    assert min(speeds, key=lambda node: speeds[node][MATMUL]) == "n1"
+    verdict = judge_ranks(found)
+    assert not verdict.nodes and not verdict.common
+    assert any(text.startswith("n1: cpu:0") and MATMUL in text for text in verdict.warnings)
+
+
+def test_a_rank_whose_device_fails_is_named_and_the_others_do_not_wait(tmp_path: Path) -> None:
+    meet(tmp_path, ["", "no room"], lambda ranks: None)
+    verdict = judge_ranks(read_reports(tmp_path, ["n0", "n1"], ranks=True))
+    assert list(verdict.nodes) == ["n1"] and not verdict.common
 
 
 def test_saves_that_take_longer_than_slurm_waits_are_warned_of(

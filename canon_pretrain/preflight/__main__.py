@@ -7,7 +7,9 @@
 
 slurm/lib.sh calls them in this order before each launch: `job` on the first node (and before
 sbatch, by slurm/submit.sh), `node` once on each node, `ranks` as all ranks of the run. Nodes and
-ranks leave reports in DIR, which `verdict` puts together; it names the nodes at fault.
+ranks leave reports in DIR, which `verdict` puts together; it names the nodes at fault. `ranks` also
+measures products, memory and all-reduces: a node below 80 % of the usual speed is warned of, a GPU
+below 50 % is a fault of its node.
 """
 
 import argparse
@@ -19,7 +21,12 @@ from canon_pretrain.cli import command
 from canon_pretrain.files import write_json
 from canon_pretrain.preflight.job import plan_job, scontrol, words_on_waits
 from canon_pretrain.preflight.reports import report_node, report_ranks
-from canon_pretrain.preflight.verdict import judge_nodes, judge_ranks, read_reports
+from canon_pretrain.preflight.verdict import (
+    describe_speeds,
+    judge_nodes,
+    judge_ranks,
+    read_reports,
+)
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.holder import host_name
 
@@ -55,6 +62,9 @@ def _verdict(arguments: argparse.Namespace) -> int:
     nodes = [name for name in arguments.nodes.split(",") if name]
     reports = read_reports(arguments.report, nodes, ranks=arguments.ranks)
     verdict = judge_ranks(reports) if arguments.ranks else judge_nodes(reports)
+    for node, report in reports.items():
+        if report and (text := describe_speeds(report)):
+            print(f"{node}: {text}", file=sys.stderr)
     for text in verdict.warnings:
         print(f"WARNING: {text}", file=sys.stderr)
     for text in verdict.common:
@@ -87,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     node = commands.add_parser("node", help="check the node that this runs on")
     node.add_argument("--run", type=Path, required=True)
     node.add_argument("--bytes", type=int, default=0, help="about the size of a checkpoint")
-    ranks = commands.add_parser("ranks", help="let all ranks meet; under torchrun")
+    ranks = commands.add_parser(
+        "ranks", help="try and measure each rank's device, and let all ranks meet; under torchrun"
+    )
     verdict = commands.add_parser("verdict", help="put the reports together")
     verdict.add_argument("--nodes", required=True, help="comma-separated names of all nodes")
     verdict.add_argument("--ranks", action="store_true", help="judge the ranks' reports")

@@ -5,14 +5,19 @@ preflight/__main__.py's `verdict` prints it for slurm/lib.sh, which requeues wit
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from canon_pretrain.files import UnreadableFile, parsing, read_json
+from canon_pretrain.preflight.reports import MATMUL
 
 CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 30.0
 """Half of the minute after which a silent run counts as dead, by another node's clock."""
+
+SLOW_WARNING, SLOW_FAULT = 0.8, 0.5
+"""Shares of the usual speed. All ranks wait for the slowest: below the second, a run on the other
+nodes is worth the wait for another one. On CPUs, which jobs may share, a warning is all."""
 
 
 class Verdict(NamedTuple):
@@ -63,7 +68,51 @@ def judge_ranks(reports: Mapping[str, Mapping[str, Any] | None]) -> Verdict:
                 nodes.setdefault(node, []).append(text)
             else:
                 warnings.append(f"{node}: {text}")
+    for node, device, text, share in slow_devices(there):
+        if share < SLOW_FAULT and not device.startswith("cpu"):
+            nodes.setdefault(node, []).append(text)
+        else:
+            warnings.append(f"{node}: {text}")
     return Verdict(nodes, common, warnings)
+
+
+def slow_devices(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str, float]]:
+    """Each node's slowest device by each measure, where it is slow: node, device, words, share.
+
+    The usual speed is the upper median of the nodes' upper medians: of two, the better one's.
+    """
+    for name in dict.fromkeys(name for each in reports.values() for name in node_speeds(each)):
+        values = {node: node_speeds(each).get(name, {}) for node, each in reports.items()}
+        there = {node: speeds for node, speeds in values.items() if speeds}
+        usual = statistics.median_high(
+            statistics.median_high(speeds.values()) for speeds in there.values()
+        )
+        for node, speeds in there.items():
+            device = min(speeds, key=speeds.__getitem__)
+            if (share := speeds[device] / usual) < SLOW_WARNING:
+                text = f"{device} is slow: {name} {_rate(name, speeds[device])}, {share:.0%} of "
+                yield node, device, text + f"the usual {_rate(name, usual)}", share
+
+
+def node_speeds(report: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The speeds of a node's devices, by measure and device."""
+    found: dict[str, dict[str, float]] = {}
+    for device, speeds in report.get("speeds", {}).items():
+        for name, value in speeds.items():
+            found.setdefault(name, {})[device] = value
+    return found
+
+
+def describe_speeds(report: Mapping[str, Any]) -> str:
+    """A node's slowest figures in one line."""
+    lowest = {name: min(speeds.values()) for name, speeds in node_speeds(report).items()}
+    return ", ".join(f"{name} {_rate(name, value)}" for name, value in lowest.items())
+
+
+def _rate(name: str, value: float) -> str:
+    if name == MATMUL:
+        return f"{value / 1e12:.3g} TFLOP/s"
+    return f"{value / 1e9:.3g} GB/s"
 
 
 def read_reports(folder: Path, nodes: Sequence[str], *, ranks: bool) -> dict[str, Any]:
@@ -73,15 +122,14 @@ def read_reports(folder: Path, nodes: Sequence[str], *, ranks: bool) -> dict[str
         found = sorted(folder.glob(f"{node}.rank*.json" if ranks else f"{node}.json"))
         reports[node] = None
         for path in found:
+            before = reports[node] or {"faults": []}
             try:
                 report = read_json(path, finite=False)
                 with parsing(path):
-                    faults = (reports[node] or {"faults": []})["faults"] + report["faults"]
+                    faults = before["faults"] + report["faults"]
+                    speeds = {**before.get("speeds", {}), **report.get("speeds", {})}
             except UnreadableFile:
                 continue  # cut short by a full disk, or a crash
-            reports[node] = {
-                **(reports[node] or {}),
-                **report,
-                "faults": list(dict.fromkeys(faults)),
-            }
+            merged = {"faults": list(dict.fromkeys(faults)), "speeds": speeds}
+            reports[node] = {**before, **report, **merged}
     return reports
