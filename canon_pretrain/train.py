@@ -82,7 +82,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_shards
     from canon_pretrain.titan.dry_run import check_memory, this_machine
-    from canon_pretrain.titan.job_config import micro_batch_size
+    from canon_pretrain.titan.job_config import micro_batch_size, shard_degree
     from canon_pretrain.titan.launch import checkpoints_outside, leave_folder, prepare_folder
     from canon_pretrain.titan.spec import register
     from canon_pretrain.titan.trainer import CanonTrainer
@@ -96,6 +96,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         return
     check_cuda()
     micro_batch_size(job, world_size)
+    shard_degree(job, world_size)
     with open_shards(job) as shards:
         fingerprint = shards.fingerprint
         notices, held_out = settle_validation(job, shards)

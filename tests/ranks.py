@@ -200,15 +200,16 @@ def whole_state(checkpoint: Path) -> dict[str, Any]:
             planner=_EmptyStateDictLoadPlanner(),
             no_dist=True,
         )
-    return _flat(state)
+    return flat(state)
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dicts in dicts as one, by dotted names."""
+    found: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, dict) and bool(value)
-        flat |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
-    return flat
+        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return found
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

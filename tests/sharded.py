@@ -75,10 +75,9 @@ def sharded_steps(
     The arithmetic is the trainer's: sums over tokens, divided by the tokens of the global batch.
     `loss` has the model's head compute it, in chunks of tokens or whole.
     """
-    from torchtitan.distributed.utils import clip_grad_norm_
-
     from canon_pretrain.model.init import plain_name
     from canon_pretrain.titan.loss import head_loss
+    from canon_pretrain.titan.parallelize import clip_gradients
 
     out, function = Steps(), head_loss(loss)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -86,7 +85,7 @@ def sharded_steps(
     out.optimized = len(trained)
     for batch in batches(args):
         optimizer.zero_grad()
-        own = batch.chunk(world_size)[rank]
+        own = batch.tensor_split(world_size)[rank]
         sums = torch.zeros(2)
         for micro_batch in own.chunk(rounds):
             nats, objective = model(
@@ -95,7 +94,7 @@ def sharded_steps(
             both = torch.stack([nats.sum(), objective]) / (ROWS * NUM_TOKENS)
             both[1].backward()
             sums += both.detach()
-        norm = clip_grad_norm_(list(model.parameters()), MAX_NORM, foreach=True)
+        norm = clip_gradients(list(model.parameters()), MAX_NORM)
         if not out.first_gradients:
             out.first_gradients = {
                 plain_name(name): p.grad.to_local().clone()

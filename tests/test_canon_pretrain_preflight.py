@@ -63,6 +63,10 @@ def test_the_papers_batch_on_nodes_of_eight() -> None:
         plan_job(["--config", config], 1, 7)
     with pytest.raises(UserError, match="at least 1"):
         plan_job(["--config", config], 0, 8)
+    replicas = ["--parallelism.data_parallel_replicate_degree", "2"]
+    plan_job(["--config", config, *replicas], 2, 8)
+    with pytest.raises(UserError, match="3 ranks can't make up 2 replicas"):
+        plan_job(["--config", config, *replicas], 1, 3)
 
 
 def test_the_plan_is_the_run_folder_and_a_checkpoints_size(

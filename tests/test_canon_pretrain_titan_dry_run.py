@@ -84,7 +84,7 @@ def test_memory_equals_what_a_real_tiny_model_holds(words: str) -> None:
     model = Transformer(args)
     model.init_weights()
     planned = memory_by_part(
-        args, model, world_size=1, micro_batch=batch, dtype=torch.float32, param_dtype=torch.float32
+        args, model, num_shards=1, micro_batch=batch, dtype=torch.float32, param_dtype=torch.float32
     )
     tokens = torch.arange(batch * args.max_seq_len).reshape(batch, -1) % args.vocab_size
 
@@ -184,7 +184,7 @@ def test_the_peak_of_the_loss_is_the_real_one(
     with torch.device("meta"):
         model = Transformer(args)
     planned = memory_by_part(
-        args, model, world_size=1, micro_batch=4, dtype=torch.float32, param_dtype=dtype, loss=loss
+        args, model, num_shards=1, micro_batch=4, dtype=torch.float32, param_dtype=dtype, loss=loss
     )
     weight = torch.randn(32_000, 64, dtype=dtype, requires_grad=True)
     h = torch.randn(4 * args.max_seq_len, 64, dtype=dtype, requires_grad=True)
@@ -219,7 +219,7 @@ def test_what_fsdp2_gathers_is_counted_from_the_models_units() -> None:
     block = sum(n for name, n in sizes.items() if name.startswith("layers.1."))
     ends = sizes["tok_embeddings.weight"] + sizes["norm.weight"] + sizes["output.weight"]
     planned = memory_by_part(
-        args, model, world_size=4, micro_batch=1, dtype=torch.float32, param_dtype=torch.bfloat16
+        args, model, num_shards=4, micro_batch=1, dtype=torch.float32, param_dtype=torch.bfloat16
     )
     assert planned["gathered by FSDP2"] == 2 * (2 * block + ends) + 4 * block
     job = job_of("debug", "--parallelism.fsdp_reshard_after_forward", "never")
@@ -335,6 +335,9 @@ def test_the_default_world_is_one_node_or_what_divides() -> None:
     for batch, world in ((48, 8), (12, 6), (7, 7), (11, 1)):
         job.training.global_batch_size = batch
         assert most_ranks(job, 8) == world
+    job.parallelism.data_parallel_replicate_degree = 16
+    job.training.global_batch_size = 48
+    assert (most_ranks(job, 8), most_ranks(job, 32)) == (16, 16)
 
 
 @pytest.mark.parametrize(
@@ -349,6 +352,20 @@ def test_the_default_world_is_one_node_or_what_divides() -> None:
 def test_what_cannot_be_planned(gpu: str, world: int, mfu: float, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_plans(job_of("nope_canon"), gpu, world, mfu, ranks=1)
+
+
+def test_replicas_hold_all_states_each_and_share_the_batch() -> None:
+    replicas = ("--parallelism.data_parallel_replicate_degree", "2")
+    hsdp = plan_of(job_of("nope_canon", *replicas), "h100", 16, 0.4)
+    node, two = (plan_of(job_of("nope_canon"), "h100", world, 0.4) for world in (8, 16))
+    for part in ("weights", "gradients", "optimizer (two moments)"):
+        assert hsdp.memory[part] == node.memory[part] == pytest.approx(2 * two.memory[part])
+    assert (hsdp.micro_batch, hsdp.seconds) == (two.micro_batch, two.seconds)
+    assert hsdp.world_sizes == [2, 4, 6, 8, 12, 16, 24, 48]
+    with pytest.raises(UserError, match="3 ranks can't make up 2 replicas"):
+        plan_of(job_of("nope_canon", *replicas), "h100", 3, 0.4)
+    with pytest.raises(UserError, match="48 can't be shared by 5 ranks"):
+        most_ranks(job_of("nope_canon", replicas[0], "5"), 8)
 
 
 def test_the_command_prints_the_plan_and_writes_nothing(

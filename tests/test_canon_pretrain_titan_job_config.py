@@ -13,7 +13,7 @@ import pytest
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import FLAVORS, ModelArgs
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.job_config import CanonJobConfig, Model, micro_batch_size
+from canon_pretrain.titan.job_config import CanonJobConfig, Model, micro_batch_size, shard_degree
 from canon_pretrain.titan.key_names import check_names, known_options
 from tests.support import ROOT
 
@@ -101,6 +101,10 @@ def test_a_world_size_that_does_not_divide_names_the_ones_that_do() -> None:
     job.training.global_batch_size = 12
     with pytest.raises(UserError, match=r"12 can't be shared by 5 ranks.*: 1, 2, 3, 4, 6, 12$"):
         micro_batch_size(job, 5)
+    job.parallelism.data_parallel_replicate_degree = 4
+    assert [shard_degree(job, ranks) for ranks in (4, 12)] == [1, 3]
+    with pytest.raises(UserError, match=r"6 ranks can't make up 4 replicas.*: 4, 12$"):
+        shard_degree(job, 6)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +114,9 @@ def test_a_world_size_that_does_not_divide_names_the_ones_that_do() -> None:
         (["--training.steps", "0"], r"training\.steps = 0: expected at least 1"),
         (["--run.stop_at", "13"], r"run\.stop_at = 13: expected a step from 1 to .* = 12"),
         (["--lr_scheduler.warmup_steps", "13"], "warmup_steps = 13 is more than"),
-        (["--parallelism.tensor_parallel_degree", "2"], "it shards with FSDP2 over all"),
+        (["--parallelism.tensor_parallel_degree", "2"], "it shards with FSDP2 over the"),
         (["--parallelism.data_parallel_shard_degree", "2"], "this trainer does not have it"),
+        (["--parallelism.data_parallel_replicate_degree", "0"], "replicate_degree = 0: expected 1"),
         (
             ["--validation.dataset", "x"],
             r"validation\.dataset = 'x': this trainer does not have it",

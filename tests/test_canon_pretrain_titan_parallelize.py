@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from tests.sharded import Steps, assert_equal_steps, on_ranks, sharded_steps, wh
 from tests.variants import variant
 
 WORLD_SIZES = (1, 2, 3, 4)
+LAYOUTS = ((2, 2), (4, 1))
+"""Replicas and the ranks of each, of 4."""
 # widths that 2, 3 and 4 ranks cannot share evenly, and a norm with fewer rows than ranks would like
 UNEVEN = ModelArgs(
     vocab_size=37,
@@ -96,7 +99,13 @@ def _job(sections: dict[str, dict[str, object]]) -> CanonJobConfig:
 
 def _on_rank(rank: int, folder: Path) -> None:
     """Initialise and train over the first n of 4 ranks; each saves what it has of it."""
-    from canon_pretrain.titan.parallelize import parallelize, shard, write_shard
+    from canon_pretrain.titan.parallelize import (
+        clip_gradients,
+        fsdp_mesh,
+        parallelize,
+        shard,
+        write_shard,
+    )
 
     def fresh(args: ModelArgs) -> Transformer:
         with torch.device("meta"):
@@ -124,6 +133,17 @@ def _on_rank(rank: int, folder: Path) -> None:
             fill(model)
             steps = sharded_steps(model, TIED, Z_LOSS, rank, n, rounds=2 if n < 3 else 1)
             torch.save(steps, folder / f"tied-{n}-{rank}.pt")
+    for replicas, shards in LAYOUTS:
+        mesh = fsdp_mesh(ParallelDims(replicas, shards, 1, 1, 1, 1, 1, world_size=4))
+        model = fresh(TIED)
+        shard(model, mesh)
+        fill(model)
+        initial = {n: p.detach().to_local().clone() for n, p in model.named_parameters()}
+        steps = sharded_steps(model, TIED, Z_LOSS, rank, 4, rounds=1)
+        if rank == 3:  # as bad memory on one GPU: the other replicas do not have it
+            next(p.grad for p in model.parameters()).to_local().view(-1)[0] = torch.nan
+        broken = clip_gradients(list(model.parameters()), 1.0).item()
+        torch.save((initial, steps, broken), folder / f"hsdp-{replicas}-{rank}.pt")
     if rank < 2:
         mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("fsdp",))
         found, matmuls = {}, {}
@@ -175,6 +195,35 @@ def test_a_tied_embedding_gets_both_of_its_gradients(results: Path, n: int) -> N
     tied = whole.first_gradients["tok_embeddings.weight"]
     for name in ("tok_embeddings.weight", "output.weight"):
         assert not torch.allclose(tied, untied.first_gradients[name], rtol=0.1, atol=1e-3)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), LAYOUTS)
+def test_replicas_are_equal_and_take_the_steps_of_one_process(
+    results: Path, replicas: int, shards: int
+) -> None:
+    """Rank r holds shard r % shards of its replica: neighbors share the weights."""
+    parts = [torch.load(results / f"hsdp-{replicas}-{r}.pt", weights_only=False) for r in range(4)]
+    alone, whole = Transformer(TIED), whole_steps(TIED, Z_LOSS)
+    alone.init_weights()
+    for name, value in alone.named_parameters():
+        joined = torch.cat([initial[name] for initial, *_ in parts[:shards]])
+        assert torch.equal(joined, value), name
+    for rank, (initial, steps, broken) in enumerate(parts):
+        assert math.isnan(broken)
+        first_initial, first, _ = parts[rank % shards]
+        assert steps.norms == first.norms
+        for name, value in steps.weights.items():
+            assert torch.equal(initial[name], first_initial[name]), (rank, name)
+            assert torch.equal(value, first.weights[name]), (rank, name)
+    # a replica has seen a part of the batch alone, and holds the gradient of all of it
+    for step, losses in enumerate(whole.losses):
+        for k, loss in enumerate(losses):
+            total = sum(steps.losses[step][k] for _, steps, _ in parts)
+            assert abs(total - loss) < 2e-5 * abs(loss)
+    one = [replace(steps, losses=whole.losses) for _, steps, _ in parts[:shards]]
+    for steps in one[1:]:
+        steps.losses = [(0.0, 0.0)] * len(whole.losses)
+    assert_equal_steps(one, whole)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -43,7 +43,7 @@ def parts_of(
     parts = memory_by_part(
         args,
         model,
-        world_size=world_size,
+        num_shards=world_size,
         micro_batch=micro_batch,
         dtype=torch.float32,
         param_dtype=dtype,

@@ -63,10 +63,12 @@ def plan_job(
     from canon_pretrain.model.args import num_parameters
     from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_shards
+    from canon_pretrain.titan.job_config import shard_degree
     from canon_pretrain.titan.key_names import FORCE
 
     job = parse_job([word for word in arguments if word != FORCE])
     check_nodes(job, nodes, ranks_per_node)
+    shard_degree(job, nodes * ranks_per_node)
     if data:
         open_shards(job).close()
     # weights and AdamW's two moments; an upper bound where a part is not trained

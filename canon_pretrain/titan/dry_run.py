@@ -32,7 +32,12 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.terminal import Console
 from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.device import device_count, has_accelerator
-from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes
+from canon_pretrain.titan.job_config import (
+    CanonJobConfig,
+    micro_batch_size,
+    shard_degree,
+    valid_world_sizes,
+)
 from canon_pretrain.titan.memory import count_parameters, memory_by_part
 
 GIB = 2**30
@@ -88,6 +93,8 @@ class Plan:
 
     device: Device
     world_size: int
+    num_shards: int
+    """Ranks that share one copy of the weights; the rest are its replicas."""
     parameters: int
     trained: int
     flops_per_token: int
@@ -173,7 +180,7 @@ def make_plan(job: CanonJobConfig, device: Device, world_size: int) -> Plan:
     tokens_per_step = training.global_batch_size * training.seq_len
     data_bytes, fingerprint = _data(job, tokens_per_step * training.steps)
     args = job.model_args  # once the data have told their vocabulary
-    micro_batch = micro_batch_size(job, world_size)
+    micro_batch, num_shards = micro_batch_size(job, world_size), shard_degree(job, world_size)
     with torch.device("meta"):
         model = Transformer(args)
     parameters, trained = count_parameters(model)
@@ -183,6 +190,7 @@ def make_plan(job: CanonJobConfig, device: Device, world_size: int) -> Plan:
     return Plan(
         device=device,
         world_size=world_size,
+        num_shards=num_shards,
         parameters=parameters,
         trained=trained,
         flops_per_token=flops_per_token(args, training.seq_len),
@@ -190,7 +198,7 @@ def make_plan(job: CanonJobConfig, device: Device, world_size: int) -> Plan:
         tokens_per_step=tokens_per_step,
         steps=training.steps,
         micro_batch=micro_batch,
-        world_sizes=valid_world_sizes(training.global_batch_size),
+        world_sizes=_world_sizes(job),
         memory=count_memory(
             job, model, world_size, recompute=job.activation_checkpoint.mode == "full"
         ),
@@ -209,7 +217,7 @@ def count_memory(
     return memory_by_part(
         job.model_args,
         model,
-        world_size=world_size,
+        num_shards=shard_degree(job, world_size),
         micro_batch=micro_batch_size(job, world_size),
         dtype=TORCH_DTYPE_MAP[training.dtype],
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
@@ -320,7 +328,9 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
 def _pace(job: CanonJobConfig, plan: Plan) -> str:
     """The ranks of a plan and, by the stated assumption, their time."""
     device, batch = plan.device, f"{plan.micro_batch} x {job.training.seq_len} tokens at once"
-    start = f"{plan.world_size} x {device.name}, {batch} on each: "
+    replicas = plan.world_size // plan.num_shards
+    sharding = f" ({replicas} replicas of {plan.num_shards})" if replicas > 1 else ""
+    start = f"{plan.world_size} x {device.name}{sharding}, {batch} on each: "
     if device.is_gpu and plan.parameters < FILLS_A_GPU:
         return start + "no time is estimated, the model is too small to fill a GPU"
     hours = ""
@@ -381,5 +391,15 @@ def describe_duration(job: CanonJobConfig, device: Device, world_size: int) -> s
 
 
 def most_ranks(job: CanonJobConfig, places: int) -> int:
-    """The largest number up to `places` that divides the global batch."""
-    return max(n for n in valid_world_sizes(job.training.global_batch_size) if n <= places)
+    """The largest valid world size up to `places`; the smallest if none is."""
+    sizes = _world_sizes(job)
+    return max((n for n in sizes if n <= places), default=sizes[0])
+
+
+def _world_sizes(job: CanonJobConfig) -> list[int]:
+    """The numbers of ranks that can train `job`; raises UserError if there are none."""
+    replicas = job.parallelism.data_parallel_replicate_degree
+    sizes = valid_world_sizes(job.training.global_batch_size, replicas)
+    if not sizes:
+        micro_batch_size(job, replicas)
+    return sizes

@@ -58,8 +58,8 @@ def check_job(job: CanonJobConfig) -> None:
         given, default = _value(job, name), _value(defaults, name)
         if given != default:
             raise UserError(
-                f"{name} = {given!r}: this trainer does not have it (it shards with FSDP2 over all "
-                f"ranks and reads `data.path`); leave it at {default!r}"
+                f"{name} = {given!r}: this trainer does not have it (it shards with FSDP2 over the "
+                f"ranks of a replica and reads `data.path`); leave it at {default!r}"
             )
 
 
@@ -72,7 +72,6 @@ UNSUPPORTED = (
     "training.dataset",
     "training.dataset_path",
     "training.dataloader",
-    "parallelism.data_parallel_replicate_degree",
     "parallelism.data_parallel_shard_degree",
     "parallelism.tensor_parallel_degree",
     "parallelism.pipeline_parallel_degree",
@@ -124,6 +123,7 @@ def _check_numbers(job: CanonJobConfig) -> None:
             raise UserError(f"{name} = {_value(job, name)}: expected at least 0 and less than 1")
     for name, low, high in (
         ("training.gc_freq", 1, 1 << 31),
+        ("parallelism.data_parallel_replicate_degree", 1, 1 << 31),
         ("training.steps", 1, 1 << 40),
         ("training.global_batch_size", 1, 1 << 31),
         ("checkpoint.max_held", 0, 1 << 31),

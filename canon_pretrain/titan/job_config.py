@@ -198,9 +198,25 @@ class CanonJobConfig(titan.JobConfig):
         return dataclasses.replace(base, max_seq_len=self.training.seq_len, **own)
 
 
-def valid_world_sizes(global_batch_size: int) -> list[int]:
-    """The numbers of ranks that can share a global batch: its divisors."""
-    return [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
+def valid_world_sizes(global_batch_size: int, replicas: int = 1) -> list[int]:
+    """The divisors of a global batch that are multiples of `replicas`."""
+    counts = range(replicas, global_batch_size + 1, replicas)
+    return [n for n in counts if global_batch_size % n == 0]
+
+
+def shard_degree(job: CanonJobConfig, world_size: int) -> int:
+    """The ranks that share one copy of the weights. Raises UserError if the replicas do not divide
+    `world_size`, naming the world sizes that fit the batch too."""
+    replicas = job.parallelism.data_parallel_replicate_degree
+    if world_size % replicas:
+        valid = valid_world_sizes(job.training.global_batch_size, replicas)
+        raise UserError(
+            f"parallelism.data_parallel_replicate_degree = {replicas}: {world_size} ranks can't "
+            f"make up {replicas} replicas of equal size. World sizes that fit it and "
+            f"training.global_batch_size = {job.training.global_batch_size}: "
+            f"{', '.join(map(str, valid)) or 'none'}"
+        )
+    return world_size // replicas
 
 
 def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:

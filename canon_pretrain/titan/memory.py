@@ -26,7 +26,7 @@ def memory_by_part(
     args: ModelArgs,
     model: nn.Module,
     *,
-    world_size: int,
+    num_shards: int,
     micro_batch: int,
     dtype: torch.dtype,
     param_dtype: torch.dtype,
@@ -34,7 +34,8 @@ def memory_by_part(
     recompute: bool = False,
     keep_gathered: bool = False,
 ) -> dict[str, int]:
-    """Bytes on one GPU by part; `model` may be on the meta device.
+    """Bytes on one GPU of `num_shards` that share the weights, by part; `model` may be on the meta
+    device.
 
     What is not trained (cst-Canon) has weights alone.
 
@@ -49,7 +50,7 @@ def memory_by_part(
     block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
     ends = parameters - args.num_layers * block
     gathered = parameters if keep_gathered else 2 * block + ends
-    weights, shard = (-(-count // world_size) * dtype.itemsize for count in (parameters, trained))
+    weights, shard = (-(-count // num_shards) * dtype.itemsize for count in (parameters, trained))
     loss = loss or Loss()
     saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype, loss)
     tokens = micro_batch * args.max_seq_len

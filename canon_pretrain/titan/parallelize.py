@@ -7,6 +7,7 @@ run has the same numerics (mixed precision above all) and the same checkpoint at
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -80,7 +81,16 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
-    """The mesh to shard over; torchtitan gives none for a single rank, we do."""
+    """The mesh to shard over; torchtitan gives none for a single rank, we do.
+
+    With replicas (HSDP) it has two dimensions: FSDP2 shards over the last and replicates over the
+    first, so that a replica is made of neighboring ranks.
+    """
+    if parallel_dims.dp_replicate > 1:
+        if not parallel_dims._meshes:
+            parallel_dims.build_mesh()
+        # get_mesh() has none for replicas of a single rank
+        return parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp"]
     mesh = parallel_dims.get_optional_mesh("fsdp")
     return mesh or init_device_mesh(device_type, (1,), mesh_dim_names=("fsdp",))
 
@@ -95,6 +105,8 @@ def shard(
     policy: str = "default",
 ) -> None:
     """FSDP2 over `mesh`, in place: the embedding, each block, and norm with output are units.
+
+    Over a mesh of two dimensions, gradients are also summed over the first one's replicas.
 
     A tied embedding is used first and last in a step, so it stays gathered between the two: it and
     the norm are the root's. `policy` (torchtitan's fsdp_reshard_after_forward): "never" keeps what
@@ -123,6 +135,24 @@ def shard(
             # else FSDP2 multiplies by 1.0 on the way (PREMUL_SUM): gloo cannot, and NCCL then
             # reduces neither in the switch (NVLS) nor without a copy
             module.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
+    """Clip the gradients' total norm; returns what it was, the same on every rank.
+
+    Replicas (HSDP) hold equal gradients, unless memory is bad on one of them. All take the mean of
+    their norms: one that is not finite is so for all, and no replica skips a step alone.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    if isinstance(norm, DTensor):
+        mesh, norm = norm.device_mesh, norm.full_tensor()
+        if mesh.ndim > 1:
+            dist.all_reduce(norm, group=mesh.get_group(0))
+            norm /= mesh.size(0)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    return norm
 
 
 def write_shard(parameter: Tensor, value: InitialValue) -> None:

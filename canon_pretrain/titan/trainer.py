@@ -44,6 +44,7 @@ from canon_pretrain.titan.identity import (
 )
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.metrics import CanonMetrics
+from canon_pretrain.titan.parallelize import clip_gradients
 from canon_pretrain.titan.profiling import named_data, profiling
 from canon_pretrain.titan.validation import CanonValidator, knows_validation
 
@@ -292,10 +293,9 @@ class CanonTrainer(torchtitan.train.Trainer):
                 )
             )
         own_losses = torch.stack(losses).sum(dim=0)
-        grad_norm = dist_utils.clip_grad_norm_(
+        grad_norm = clip_gradients(
             [p for part in self.model_parts for p in part.parameters()],
             self.job_config.training.max_norm,
-            foreach=True,
         )
         loss, objective = self._share(own_losses, grad_norm)
         self.lr_schedulers.step()
