@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -173,7 +173,7 @@ def find_faults(
     Raises OSError where this process could not look.
     """
     chosen = sorted(manifest.files if names is None else names)
-    check = partial(_file_fault, folder, manifest, hashes=hashes)
+    check = partial(_file_fault, folder, manifest, sha256=sha256_file if hashes else None)
     with ThreadPoolExecutor(workers) as pool:
         faults = [fault for fault in pool.map(check, chosen) if fault]
     if names is None:
@@ -185,7 +185,24 @@ def find_faults(
     return faults
 
 
-def _file_fault(folder: Path, manifest: Manifest, name: str, *, hashes: bool) -> str | None:
+def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
+    """The content of a file that `manifest` names; raises DamagedCheckpoint unless it is what was
+    saved, and OSError where this process could not look."""
+    content = b""
+
+    def sha256(path: Path) -> str:
+        nonlocal content
+        content = path.read_bytes()
+        return hashlib.sha256(content).hexdigest()
+
+    if fault := _file_fault(folder, manifest, name, sha256=sha256):
+        raise DamagedCheckpoint(fault)
+    return content
+
+
+def _file_fault(
+    folder: Path, manifest: Manifest, name: str, *, sha256: Callable[[Path], str] | None
+) -> str | None:
     entry, path = manifest.files[name], folder / name
     try:
         status = path.stat()
@@ -194,7 +211,7 @@ def _file_fault(folder: Path, manifest: Manifest, name: str, *, hashes: bool) ->
         size = status.st_size
         if size != entry.bytes:
             return f"{name} has {size:,} bytes, expected {entry.bytes:,}"
-        if hashes and (found := sha256_file(path)) != entry.sha256:
+        if sha256 is not None and (found := sha256(path)) != entry.sha256:
             return f"{name} has SHA-256 {found[:12]}..., expected {entry.sha256[:12]}..."
     except FileNotFoundError:
         return f"{name} is missing"

@@ -99,15 +99,17 @@ class _MetadataUnpickler(pickle._Unpickler):
     dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _build}  # type: ignore[assignment]
 
 
-def read_metadata(checkpoint: Path) -> Metadata:
+def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
     """What a checkpoint's `.metadata` says, with every entry's place checked to lie inside.
 
-    Raises DamagedCheckpoint where it is missing, torn, names a global outside ALLOWED or a file
-    outside the checkpoint's folder, or lacks the place of an entry.
+    `content` is that of the file, if it was read. Raises DamagedCheckpoint where it is missing,
+    torn, names a global outside ALLOWED or a file outside the checkpoint's folder, or lacks the
+    place of an entry.
     """
     path = checkpoint / METADATA
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        content = path.read_bytes() if content is None else content
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         _check_places(metadata)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} is missing") from None
@@ -137,12 +139,19 @@ def _check_places(metadata: object) -> None:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader of a checkpoint folder, with the metadata through the allow-list."""
+    """torch's reader of a checkpoint folder, with the metadata through the allow-list.
+
+    With `metadata`, that of `read_metadata`, the file is not read again.
+    """
+
+    def __init__(self, path: Path, metadata: Metadata | None = None) -> None:
+        super().__init__(path)
+        self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         # where this fails torch asks again, for a rank's own metadata: we write none, and a
         # planted one is not read
-        metadata = read_metadata(Path(self.path))
+        metadata = self._metadata or read_metadata(Path(self.path))
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -180,13 +189,13 @@ def _load_entry(name: str, value: io.BytesIO) -> Any:
         raise DamagedCheckpoint(f"the checkpoint is damaged: its entry {name} {text}") from error
 
 
-def check_safe(checkpoint: Path) -> Metadata:
+def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
     """The metadata of a checkpoint in which no pickle does more than make plain values.
 
-    Reads all entries that are no tensors and drops them. Raises DamagedCheckpoint naming the
-    first that does more, or that can't be read.
+    `content` is that of `.metadata`, if it was read. Reads all entries that are no tensors and
+    drops them. Raises DamagedCheckpoint naming the first that does more, or that can't be read.
     """
-    metadata = read_metadata(checkpoint)
+    metadata = read_metadata(checkpoint, content)
     nothing = torch.Size(())
     items = [
         ReadItem(

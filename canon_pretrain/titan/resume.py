@@ -1,6 +1,7 @@
 """Where a launch goes on: the newest checkpoint that is whole, proved by all ranks.
 
 newest first -> every file's hash, shared out over the ranks -> pickles against an allow-list
+manifest and .metadata are read by rank 0 alone, and broadcast
 damaged: into quarantine, loudly, and the next one is tried
 none left: an error; a run that has had checkpoints never begins again by itself
 """
@@ -10,11 +11,13 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.components.checkpoint import ModelWrapper
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
@@ -24,9 +27,10 @@ from canon_pretrain.checkpoint.manifest import (
     Manifest,
     files_of,
     find_faults,
+    read_file,
     verify,
 )
-from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, check_safe
+from canon_pretrain.checkpoint.safe_load import METADATA, SafePlanner, SafeReader, check_safe
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import sha256_file
 from canon_pretrain.run.folder import RunFolder
@@ -35,6 +39,14 @@ from canon_pretrain.run.log import read_log
 from canon_pretrain.titan.agree import Council
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What rank 0 has read of a checkpoint whose every byte is what was saved."""
+
+    manifest: Manifest
+    metadata: Metadata
 
 
 class Resume:
@@ -70,18 +82,18 @@ class Resume:
                 return None
             path = self.folder.step_path(step)
             begin = time.monotonic()
-            faults = self._faults(path)
-            if not faults:
+            found = self._verify(path)
+            if isinstance(found, Verified):
                 break
             if asked != -1:
                 raise UserError(
-                    f"checkpoint.load_step = {asked}: {path} is damaged: {'; '.join(faults)}",
+                    f"checkpoint.load_step = {asked}: {path} is damaged: {'; '.join(found)}",
                     shared=True,
                 )
-            self._council.decide(functools.partial(self._set_aside, path, "; ".join(faults)))
+            self._council.decide(functools.partial(self._set_aside, path, "; ".join(found)))
         verified = time.monotonic()
-        self._read(path)
-        if Manifest.read(path).run_id is None:
+        self._read(path, found)
+        if found.manifest.run_id is None:
             logger.info(f"NOTE: {path} names no run, as older checkpoints; taken for this run's")
         logger.info(
             f"took up {path}: verified in {verified - begin:.1f} s, read in "
@@ -159,37 +171,40 @@ class Resume:
                 saved = [step for step in saved if step <= event["step"]]
         return saved
 
-    def _faults(self, path: Path, *, weights_suffice: bool = False) -> list[str]:
-        """What is wrong with a checkpoint; each rank reads its share of the files.
+    def _verify(self, path: Path, *, weights_suffice: bool = False) -> Verified | list[str]:
+        """A checkpoint proved whole, or what is wrong with it; each rank reads its share of files.
 
         What another rank alone finds wrong is looked at by rank 0 as well: where it is right there,
         that rank's node does not see the disk, and a UserError says so. A good checkpoint is not
         set aside for a bad mount.
         """
+        manifest = self._council.decide(lambda: _read_manifest(path))
+        if isinstance(manifest, str):
+            return [manifest]
         faults: list[str] = []
-        looked = True
+        looked, metadata = True, b""
+        names = [name for name in manifest.files if name != METADATA]
+        names.sort(key=lambda name: (-manifest.files[name].bytes, name))
+        own = names[self._council.rank :: self._council.world_size]
         try:
-            manifest = Manifest.read(path)
-            by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
-            faults = find_faults(
-                path, manifest, by_size[self._council.rank :: self._council.world_size]
-            )
+            # a rank without a share has to see the folder, too
+            faults = find_faults(path, manifest, own or names[-1:], hashes=bool(own))
             if self._council.rank == 0:
                 faults += _faults_of_the_whole(path, manifest, weights_suffice)
+                if METADATA in manifest.files:
+                    metadata = read_file(path, manifest, METADATA)
         except DamagedCheckpoint as error:
-            faults = [str(error)]
+            faults.append(str(error))
         except OSError as error:
             faults, looked = [str(error)], False
         found = self._council.collect([f"{socket.gethostname()}: {fault}" for fault in faults])
         if found and 0 not in found:
             rank, (text, *_) = next(iter(found.items()))
-            faults = self._council.decide(lambda: _look_again(path, rank, text))
-        elif not found:
-            # only now: the pickles of a damaged file are not even looked at
-            faults = self._council.decide(lambda: _unsafe(path))
-        else:
-            faults = self._council.decide(lambda: _as_seen(path, faults, looked))
-        return faults
+            return self._council.decide(lambda: _look_again(path, rank, text))
+        if found:
+            return self._council.decide(lambda: _as_seen(path, faults, looked))
+        # only now: the pickles of a damaged file are not even looked at
+        return self._council.decide(lambda: _check_safe(path, manifest, metadata))
 
     def _set_aside(self, path: Path, text: str, what: str = "DAMAGED CHECKPOINT") -> None:
         """Move a checkpoint out of the way, loudly; rank 0 only."""
@@ -197,15 +212,14 @@ class Resume:
         logger.warning(f"{what}: {path}: {text}. Moved to {kept}")
         self._event("quarantine", checkpoint=path.name, reason=text, moved_to=str(kept))
 
-    def _read(self, path: Path, *, model_only: bool = False) -> None:
+    def _read(self, path: Path, found: Verified, *, model_only: bool = False) -> None:
         """Load into this rank's shards. Raises UserError for a checkpoint of another model."""
         model = self._model.state_dict()
         state = dict(model) if model_only else self._states | model
-        reader = SafeReader(path)
-        _check_model(path, reader, model)
+        _check_model(path, found.metadata, model)
         dcp.load(
             state,
-            storage_reader=reader,
+            storage_reader=SafeReader(path, found.metadata),
             planner=SafePlanner(),
             process_group=self._council.group,
         )
@@ -216,12 +230,12 @@ class Resume:
         if not initial:
             return
         path = Path(initial)
-        faults = ["there is no such folder"]
+        found: Verified | list[str] = ["there is no such folder"]
         if path.is_dir():
-            faults = self._faults(path, weights_suffice=model_only)
-        if faults:
-            raise _refused_initial(initial, faults)
-        self._read(path, model_only=model_only)
+            found = self._verify(path, weights_suffice=model_only)
+        if not isinstance(found, Verified):
+            raise _refused_initial(initial, found)
+        self._read(path, found, model_only=model_only)
         # config.json names the path; what lay there is told once, where it was read
         self._council.decide(lambda: self._tell_origin(path, model_only))
 
@@ -246,16 +260,16 @@ def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool
     For one process, before anything is moved for that run.
     """
     path = Path(initial)
-    faults = ["there is no such folder"]
-    if path.is_dir():
-        try:
-            manifest = verify(path, workers=4)
-            faults = _faults_of_the_whole(path, manifest, model_only) or _unsafe(path)
-        except DamagedCheckpoint as error:
-            faults = [str(error)]
-    if faults:
-        raise _refused_initial(initial, faults)
-    _check_model(path, SafeReader(path), model)
+    if not path.is_dir():
+        raise _refused_initial(initial, ["there is no such folder"])
+    try:
+        manifest = verify(path, workers=4)
+        if faults := _faults_of_the_whole(path, manifest, model_only):
+            raise _refused_initial(initial, faults)
+        metadata = check_safe(path)
+    except DamagedCheckpoint as error:
+        raise _refused_initial(initial, [str(error)]) from None
+    _check_model(path, metadata, model)
 
 
 def _refused_initial(initial: str, faults: list[str]) -> UserError:
@@ -266,9 +280,9 @@ def _refused_initial(initial: str, faults: list[str]) -> UserError:
     )
 
 
-def _check_model(path: Path, reader: SafeReader, model: Mapping[str, Tensor]) -> None:
+def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) -> None:
     """Raise UserError unless the checkpoint has each tensor of `model` in its shape."""
-    stored = reader.read_metadata().state_dict_metadata
+    stored = metadata.state_dict_metadata
     for name, tensor in model.items():
         size = getattr(stored.get(name), "size", None)
         if size != tensor.shape:
@@ -301,13 +315,23 @@ def _look_again(path: Path, rank: int, fault: str) -> list[str]:
     )
 
 
-def _unsafe(path: Path) -> list[str]:
-    """What a checkpoint would unpickle outside the allow-list."""
+def _read_manifest(path: Path) -> Manifest | str:
+    """The manifest of a checkpoint, or what is wrong with it. Raises UserError for no access."""
     try:
-        check_safe(path)
+        return Manifest.read(path)
+    except DamagedCheckpoint as error:
+        return str(error)
+    except OSError as error:
+        _as_seen(path, [str(error)], looked=False)
+        raise
+
+
+def _check_safe(path: Path, manifest: Manifest, metadata: bytes) -> Verified | list[str]:
+    """The checkpoint, unless it would unpickle what is outside the allow-list."""
+    try:
+        return Verified(manifest, check_safe(path, metadata))
     except DamagedCheckpoint as error:
         return [str(error)]
-    return []
 
 
 def leave_branch(
