@@ -20,6 +20,30 @@ if TYPE_CHECKING:
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 CPU_ON_PURPOSE = ("", "-1")
 """Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
+GPU_FACTS = {
+    "driver": "driver_version",
+    "sm_mhz": "clocks.sm",
+    "max_sm_mhz": "clocks.max.sm",
+    "memory_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "power_limit_w": "power.limit",
+    "celsius": "temperature.gpu",
+}
+"""Our names for what nvidia-smi is asked."""
+THROTTLE_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""The second is what drivers before 535 call it."""
+THROTTLE_REASONS = {
+    0x1: "idle",
+    0x2: "application clocks",
+    0x4: "software power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+    0x100: "display clocks",
+}
+"""Bits of nvmlClocksEventReasons."""
 
 
 def find_gpu() -> str | None:
@@ -102,6 +126,34 @@ def _sustained(step: Callable[[], Any], seconds: float, clock: Callable[[], floa
     fastest = min(run(1) for _ in range(3))
     count = max(1, round(seconds / max(fastest, 1e-6)))
     return count / max(run(count), 1e-9)
+
+
+def query_gpu(gpu: str) -> dict[str, Any] | None:
+    """Return driver, clocks, power, temperature and throttle reasons of a GPU as they are now.
+
+    `gpu` is nvidia-smi's index or UUID. None if nvidia-smi does not answer.
+    """
+    for field in THROTTLE_FIELDS:
+        asked = f"--query-gpu={','.join((*GPU_FACTS.values(), field))}"
+        line = _nvidia_smi(f"--id={gpu}", asked, "--format=csv,noheader,nounits").strip()
+        driver, *words = (word.strip() for word in line.split(","))
+        if len(words) != len(GPU_FACTS):
+            continue
+        *numbers, bits = words
+        found: dict[str, Any] = {"driver": driver}
+        found |= zip(tuple(GPU_FACTS)[1:], map(_number, numbers), strict=True)
+        reasons = int(bits, 16) if bits.startswith("0x") else 0
+        found["throttled_by"] = [text for bit, text in THROTTLE_REASONS.items() if reasons & bit]
+        return found
+    return None
+
+
+def _number(word: str) -> float | None:
+    """A figure of nvidia-smi's; None for "[N/A]"."""
+    try:
+        return float(word)
+    except ValueError:
+        return None
 
 
 def _nvidia_smi(*arguments: str) -> str:

@@ -8,7 +8,7 @@ import torch
 from canon_pretrain import hardware, train
 from canon_pretrain.bench.machine import Machine
 from canon_pretrain.errors import UserError
-from canon_pretrain.hardware import available_memory, check_cuda, find_gpu
+from canon_pretrain.hardware import available_memory, check_cuda, find_gpu, matmul_flops, query_gpu
 from eval.__main__ import main as eval_main
 from tests.support import debug_run
 
@@ -108,3 +108,41 @@ def test_available_memory_is_the_kernels_or_the_narrowest_cgroups(tmp_path: Path
     assert available_memory(tmp_path) == 200_000_000, "that of the slice around it"
     write(groups / "memory/memory.limit_in_bytes", "100000000\n")
     assert available_memory(tmp_path) == 100_000_000, "all that a container shows"
+
+
+SMI = """#!/bin/sh
+case "$*" in
+    *unknown* | {refused}) echo 'Field is not a valid field to query.'; exit 2 ;;
+    --id=GPU-7*) echo '580.65.06, 1410, 1980, 2619, 693.25, 700.00, 64, 0x0000000000000024' ;;
+    *) echo '535.1, [N/A], 1980, 2619, 80, [N/A], 30, Not Active' ;;
+esac
+"""
+
+
+def test_a_gpus_clocks_power_and_throttle_reasons(nvidia_smi: Path) -> None:
+    assert query_gpu("0") is None, "nvidia-smi fails"
+    for refused in ("never", "*clocks_event_reasons.active*"):
+        nvidia_smi.write_text(SMI.format(refused=refused))
+        assert query_gpu("GPU-7") == {
+            "driver": "580.65.06",
+            "sm_mhz": 1410,
+            "max_sm_mhz": 1980,
+            "memory_mhz": 2619,
+            "power_w": 693.25,
+            "power_limit_w": 700,
+            "celsius": 64,
+            "throttled_by": ["software power cap", "software thermal slowdown"],
+        }
+    other = query_gpu("GPU-8")
+    assert other is not None and other["power_limit_w"] is None and other["throttled_by"] == []
+    nvidia_smi.write_text("#!/bin/sh\necho No devices were found\n")
+    assert query_gpu("0") is None
+
+
+def test_a_rate_is_that_of_many_products_in_a_row() -> None:
+    """By a clock that counts its reads: one tick for a product, so 50 are asked for in a row."""
+    ticks = iter(range(1000))
+    flops = matmul_flops(
+        torch.device("cpu"), torch.float32, size=8, seconds=50.0, clock=lambda: next(ticks)
+    )
+    assert flops == 2 * 8**3 * 50 / 1

@@ -1,13 +1,15 @@
 """The machine that a bench ran on: its name, and the two speeds that bound what is measured.
 
-Bytes move at most at the copy bandwidth and products take at least their FLOPs at the matmul peak;
-both are measured in the same run, since two machines of one name differ, and one machine from hour
-to hour.
+Bytes move at most at the copy bandwidth and products take at least their FLOPs at the matmul peak,
+which is sustained for a second: a GPU's burst is over its power limit. Both are measured in the
+same run, since two machines of one name differ, and one machine from hour to hour; of a GPU the
+clocks, power and what throttles it are recorded meanwhile.
 """
 
 import contextlib
 import functools
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -16,14 +18,15 @@ from typing import Any
 
 import torch
 
-from canon_pretrain.bench.timing import clock_name, seconds_of
-from canon_pretrain.hardware import check_cuda
+from canon_pretrain.bench.timing import clock_name, now, seconds_of
+from canon_pretrain.hardware import check_cuda, matmul_flops, query_gpu
 from canon_pretrain.titan.dry_run import GPUS
 
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 """Far more than the caches hold."""
-MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-ATTEMPTS = 7
+MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
+MATMUL_SECONDS = 1.0
+ATTEMPTS = 8
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Machine:
 
     device: torch.device
     _matmul: dict[torch.dtype, float] = field(default_factory=dict)
+    _gpu: dict[str, Any] | None = None
 
     @classmethod
     def here(cls) -> "Machine":
@@ -48,24 +52,28 @@ class Machine:
         """Bytes read and written a second by a large copy, the best of several."""
         source = torch.ones(COPY_BYTES[self.device.type], dtype=torch.uint8, device=self.device)
         target = torch.zeros_like(source)
-        best = min(seconds_of(lambda: target.copy_(source)) for _ in range(ATTEMPTS + 1))
+        best = min(seconds_of(lambda: target.copy_(source)) for _ in range(ATTEMPTS))
         return 2 * source.numel() / best
 
     def matmul_flops(self, dtype: torch.dtype) -> float:
-        """FLOP/s of the fastest square product of `dtype`, the best of several."""
+        """FLOP/s of square products of `dtype`, sustained; a GPU is queried meanwhile."""
         if dtype not in self._matmul:
-            self._matmul[dtype] = max(
-                self._square(size, dtype) for size in MATMUL_SIZES[self.device.type]
-            )
+            with ThreadPoolExecutor(1) as pool:
+                query = pool.submit(self._query)
+                self._matmul[dtype] = matmul_flops(
+                    self.device,
+                    dtype,
+                    size=MATMUL_SIZE[self.device.type],
+                    seconds=MATMUL_SECONDS,
+                    clock=now,
+                )
+                self._gpu = query.result()
         return self._matmul[dtype]
 
-    def _square(self, size: int, dtype: torch.dtype) -> float:
-        a = torch.randn(size, size, device=self.device).to(dtype)
-        b = torch.randn(size, size, device=self.device).to(dtype)
-        out = torch.empty_like(a)
-        torch.mm(a, b, out=out)
-        best = min(seconds_of(lambda: torch.mm(a, b, out=out)) for _ in range(ATTEMPTS))
-        return 2 * size**3 / best
+    def _query(self) -> dict[str, Any] | None:
+        if not self.on_gpu:
+            return None
+        return query_gpu(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
 
     @property
     def stated_flops(self) -> float | None:
@@ -87,6 +95,7 @@ class Machine:
             "device": self.name,
             "threads": torch.get_num_threads(),
             "seconds_are": clock_name(),
+            "gpu": self._gpu or self._query(),
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -108,7 +117,22 @@ def heading(result: dict[str, Any]) -> str:
     """The line of a result that says where, with what and when it was measured."""
     versions = result["versions"]
     with_what = ", ".join(f"{name} {found}" for name, found in versions.items() if found)
-    return f"{result['device']}; {with_what}; {result['time']}; {result['seconds_are']} time"
+    line = f"{result['device']}; {with_what}; {result['time']}; {result['seconds_are']} time"
+    return line if result["gpu"] is None else f"{line}\n{_describe_gpu(result['gpu'])}"
+
+
+def _describe_gpu(gpu: dict[str, Any]) -> str:
+    """What `query_gpu` found, in words."""
+    figures = {
+        name: "?" if value is None else f"{value:,.0f}"
+        for name, value in gpu.items()
+        if name not in ("driver", "throttled_by")
+    }
+    return (
+        f"driver {gpu['driver']}; {figures['sm_mhz']} of {figures['max_sm_mhz']} MHz, memory "
+        f"{figures['memory_mhz']} MHz, {figures['power_w']} of {figures['power_limit_w']} W, "
+        f"{figures['celsius']} C; throttled by: {', '.join(gpu['throttled_by']) or 'nothing'}"
+    )
 
 
 def peaks_line(peaks: dict[str, float | None]) -> str:
@@ -117,7 +141,7 @@ def peaks_line(peaks: dict[str, float | None]) -> str:
         peaks[name] for name in ("copy_bandwidth", "matmul_flops", "stated_flops")
     )
     assert copy is not None and matmul is not None
-    line = f"measured: copy {copy / 1e9:,.1f} GB/s, matmul {matmul / 1e12:,.3g} TFLOP/s"
+    line = f"measured: copy {copy / 1e9:,.1f} GB/s, matmul sustained {matmul / 1e12:,.3g} TFLOP/s"
     return line + (f" (stated: {stated / 1e12:,.0f})" if stated else "")
 
 
