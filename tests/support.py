@@ -61,7 +61,7 @@ def debug_run(data: Path, folder: Path) -> list[object]:
 
 
 def train(
-    *arguments: object, ranks: int | None = None, check: bool = True
+    *arguments: object, ranks: int | None = None, check: bool = True, on_gpu: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """`python -m canon_pretrain.train` with `arguments`, or torchrun with the same.
 
@@ -73,12 +73,10 @@ def train(
         # a free port a launch: tests may run side by side with others on this machine
         launch += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     command = [*launch, "canon_pretrain.train", *map(str, arguments)]
-    # the CPU, on a machine with GPUs too: it may have fewer than the ranks asked for
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if not on_gpu:
+        # the CPU, on a machine with GPUs too: it may have fewer than the ranks asked for
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )

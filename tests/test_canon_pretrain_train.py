@@ -238,6 +238,35 @@ VARIANT = [
 ]
 
 
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=ON_A_GPU)]
+)
+def test_compiled_bfloat16_resumes_bitwise_on(
+    device: str, data_folder: Path, tmp_path: Path
+) -> None:
+    """12 steps, against 6 and a resume; kernels that sum in no fixed order are not allowed."""
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    options = ("--compile.enable", "--debug.deterministic")
+    options += ("--training.mixed_precision_param", "bfloat16")
+    for folder, *stop in ((straight,), (resumed, "--run.stop_at", 6), (resumed,)):
+        train(*debug_run(data_folder, folder), *options, *stop, on_gpu=device == "cuda")
+    names = [event["event"] for event in read_log(RunFolder(resumed).log_file)]
+    assert names.count("resume") == 1
+    for launch in RunFolder(resumed).launches.iterdir():
+        assert json.loads((launch / "launch.json").read_text())["devices"]["type"] == device
+    for name in ("loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests"):
+        assert curve(resumed, name) == curve(straight, name), name
+    finished = tensors(straight)
+    for name, tensor in tensors(resumed).items():
+        assert torch.equal(tensor, finished[name]), name
+
+
 @pytest.mark.slow
 def test_bfloat16_and_rope_train_alike_on_one_rank_and_two(
     data_folder: Path, tmp_path: Path
