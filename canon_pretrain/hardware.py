@@ -167,6 +167,22 @@ def _nvidia_smi(*arguments: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
+def near_cores(gpu: int, root: Path = Path("/")) -> set[int]:
+    """Return the cores of the NUMA node that has `gpu`; none if the system names none."""
+    import torch
+
+    place: Any = torch.cuda.get_device_properties(gpu)
+    name = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
+    node = _read(root / "sys/bus/pci/devices" / name / "numa_node").strip()
+    cores: set[int] = set()
+    if node.isdigit():  # -1: not known, as in many virtual machines
+        for part in _read(root / f"sys/devices/system/node/node{node}/cpulist").split(","):
+            first, _, last = part.strip().partition("-")
+            if first.isdigit():
+                cores.update(range(int(first), int(last or first) + 1))
+    return cores
+
+
 def available_memory(root: Path = Path("/")) -> int:
     """Return how many bytes of main memory new work on this node can take.
 

@@ -1,6 +1,7 @@
 """A GPU that is there and broken is an error; what this node's memory is."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,14 @@ import torch
 from canon_pretrain import hardware, train
 from canon_pretrain.bench.machine import Machine
 from canon_pretrain.errors import UserError
-from canon_pretrain.hardware import available_memory, check_cuda, find_gpu, matmul_flops, query_gpu
+from canon_pretrain.hardware import (
+    available_memory,
+    check_cuda,
+    find_gpu,
+    matmul_flops,
+    near_cores,
+    query_gpu,
+)
 from eval.__main__ import main as eval_main
 from tests.support import debug_run
 
@@ -90,6 +98,21 @@ def test_training_evaluation_and_benches_refuse_a_broken_gpu_with_torchs_reason(
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("node", "cores", "expected"),
+    [("1", "48-50,144\n", {48, 49, 50, 144}), ("-1", "0-3", set()), ("1", "", set())],
+)
+def test_cores_near_a_gpu_are_those_of_its_numa_node(
+    node: str, cores: str, expected: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {2: place}.get)
+    assert near_cores(2, tmp_path) == set()
+    write(tmp_path / "sys/bus/pci/devices/0000:dc:01.0/numa_node", f"{node}\n")
+    write(tmp_path / "sys/devices/system/node/node1/cpulist", cores)
+    assert near_cores(2, tmp_path) == expected
 
 
 def test_available_memory_is_the_kernels_or_the_narrowest_cgroups(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """What a rank's process is given before torch is imported, and the GPU that it takes first."""
 
+import contextlib
 import os
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -66,9 +68,15 @@ def test_the_limit_on_open_files_is_raised_as_far_as_it_goes() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_rank_takes_its_gpu_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("binding", ["1", "0"])
+def test_a_rank_takes_its_gpu_before_anything_else(
+    binding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A context on GPU 0 by each of 8 ranks would take about 4 GB of it."""
     done: list[object] = []
+    monkeypatch.setenv("NUMA_BINDING", binding)
+    monkeypatch.setattr(environment, "near_cores", lambda gpu: {gpu, 100 + gpu})
+    monkeypatch.setattr(environment, "run_on", done.append)
     monkeypatch.setattr(environment, "has_accelerator", lambda: True)
     monkeypatch.setattr(environment, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
@@ -77,4 +85,26 @@ def test_a_rank_takes_its_gpu_before_anything_else(monkeypatch: pytest.MonkeyPat
     for name, value in (values | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
     train.main([])
-    assert done == [3, "run"]
+    assert done == [3, *([{3, 103}] if binding == "1" else []), "run"]
+
+
+def test_all_threads_stay_on_the_cores_that_they_may_use() -> None:
+    """A share of a node may have none of the cores near its GPU."""
+    before = os.sched_getaffinity(0)
+    ready, end = threading.Barrier(2), threading.Event()
+    other = threading.Thread(target=lambda: (ready.wait(), end.wait()))
+    other.start()
+    ready.wait()
+    try:
+        assert other.native_id is not None
+        one = max(before)
+        environment.run_on({one, 100_000})
+        assert os.sched_getaffinity(0) == os.sched_getaffinity(other.native_id) == {one}
+        environment.run_on({100_000})
+        assert os.sched_getaffinity(0) == {one}
+    finally:
+        end.set()
+        other.join()
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(int(thread), before)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.hardware import near_cores
 from canon_pretrain.run.holder import read_count
 from canon_pretrain.titan.device import device_count, has_accelerator
 
@@ -83,8 +84,23 @@ def check_launch() -> None:
 
 
 def take_device() -> None:
-    """Make this rank's GPU the current one, before anything else makes a context on GPU 0."""
+    """Make this rank's GPU the current one, before anything else makes a context on GPU 0.
+
+    The rank then runs on the cores near it (`torchrun --numa-binding node` ends a launch where
+    numactl is missing); NUMA_BINDING=0 in the environment leaves it all cores.
+    """
     if has_accelerator():
         import torch
 
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        gpu = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(gpu)
+        if os.environ.get("NUMA_BINDING") != "0":
+            run_on(near_cores(gpu))
+
+
+def run_on(cores: set[int]) -> None:
+    """Keep this process on those of `cores` that it may use; on all if there are none."""
+    if allowed := cores & os.sched_getaffinity(0):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread), allowed)
