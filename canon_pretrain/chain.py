@@ -1,12 +1,14 @@
 """The links of a chain: what a job script asks before and after each launch of a run.
 
-    python -m canon_pretrain.chain begin RUN --job ID [--restarts K]
+    python -m canon_pretrain.chain code --job ID -- --config FILE.toml [--section.key value ...]
+    python -m canon_pretrain.chain begin RUN --job ID [--restarts K] [--take_code]
     python -m canon_pretrain.chain end RUN --job ID [--restarts K] --asked none
 
 slurm/lib.sh calls it; a job that is requeued is one chain, and each start of it a link. torchrun
 turns every exit code of a worker into 1, so what a launch came to is read from the run folder:
-status.json, the checkpoints, and RUN/restarts.json, which this module keeps. No torch here, since
-it runs while a node's time is paid for.
+status.json, the checkpoints, and RUN/restarts.json, which this module keeps. All links use the code
+of the first one, a snapshot in RUN/code (run/snapshot.py). No torch here, since it runs while a
+node's time is paid for.
 """
 
 import argparse
@@ -14,19 +16,28 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.cli import command
+from canon_pretrain.config import read_experiment
 from canon_pretrain.errors import UserError
 from canon_pretrain.files import UnreadableFile, parsing, read_json, write_json
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.holder import Holder, process_lives, read_count
 from canon_pretrain.run.lock import live_holder
 from canon_pretrain.run.lock_files import look
+from canon_pretrain.run.snapshot import (
+    check_snapshot,
+    differences,
+    newest_snapshot,
+    take_snapshot,
+)
 from canon_pretrain.run.status import Status, read_status
+from canon_pretrain.titan.key_names import split_config
 
 RESTARTS = 3
 """Restarts without a new checkpoint after which a chain stops."""
@@ -79,18 +90,65 @@ def newest_checkpoint(run: RunFolder) -> int:
     return max(CheckpointFolder(run.path / name).steps(), default=0)
 
 
+def code_of(job: str, arguments: Sequence[str]) -> Path | None:
+    """The snapshot that a link of `job` is launched from; None for the program as it is here.
+
+    `arguments` are those of canon_pretrain.train. A run without a checkpoint begins at step 1 with
+    the program as it is, and so does a fresh one; `--run.allow_changes code` resumes with it. A
+    restart of the same job repeats its options, and stays with what it began with. Raises UserError
+    for a snapshot that is damaged.
+    """
+    try:
+        path, words = split_config(arguments)
+        values = read_experiment(path) if path is not None else {}
+    except UserError:
+        return None  # the check of the job comes next, and says it better
+    folder = _option("job.dump_folder", words, values) or ["./outputs"]
+    run = RunFolder(Path(folder[-1]).absolute())
+    snapshot, link = newest_snapshot(run), _read_link(run)
+    if snapshot is None:
+        return None
+    if link is None or link.job != job:
+        allowed = ",".join(_option("run.allow_changes", words, values)).split(",")
+        is_fresh = _option("checkpoint.fresh", words, values) in (["True"], ["true"])
+        if "code" in allowed or is_fresh or not newest_checkpoint(run):
+            return None
+    check_snapshot(snapshot)
+    return snapshot
+
+
+def _option(name: str, words: Sequence[str], values: dict[str, Any]) -> list[str]:
+    """The words that set `name`: those behind it on the command line, else the file's."""
+    found, taking = None, False
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word.startswith("--"):
+            taking = key.replace("-", "_") == f"__{name}"
+            found = ([value] if equals else []) if taking else found
+        elif taking and found is not None:
+            found.append(word)
+    if found is not None:
+        return found or ["True"]  # a switch
+    section, _, key = name.partition(".")
+    own = values.get(section)
+    given = own.get(key, []) if isinstance(own, dict) else []
+    return [str(each) for each in given] if isinstance(given, list) else [str(given)]
+
+
 def begin(
     run: RunFolder,
     job: str,
     *,
     restarts: int = RESTARTS,
     wait_s: float = WAIT_S,
+    take_code: bool = False,
 ) -> Decision | None:
     """Record that a link of `job` begins; a Decision where it must not.
 
     That is where another job's launch lives in the folder, whose own count this would spoil; and
-    where the links before it, killed with their scripts, have used up `restarts`. Waits for up to
-    `wait_s` while another job has the folder.
+    the links before it, killed with their scripts, have used up `restarts`. Waits for up to
+    `wait_s` while another job has the folder. With `take_code` the program as it is becomes the
+    run's newest snapshot.
     """
     if (other := _live_other(run, job, wait_s)) is not None:
         return Decision("failed", _in_use(other))
@@ -106,6 +164,8 @@ def begin(
                 _write_link(run, dataclasses.replace(before, futile=futile, ended="failed"))
                 return Decision("failed", why)
         link = dataclasses.replace(link, is_restart=True, futile=futile)
+    if take_code:  # before the link is known: a restart of it looks for its code
+        take_snapshot(run)
     _write_link(run, link)
     return None
 
@@ -265,23 +325,39 @@ def _write_link(run: RunFolder, link: Link) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the next step and its reason, a line each; `begin` prints nothing to go ahead."""
+    """Print the next step and its reason, a line each; `begin` prints nothing to go ahead.
+
+    `code` prints the snapshot's folder and what this program differs in, or nothing; `begin
+    --take_code` prints the folder behind the word code.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m canon_pretrain.chain", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("command", choices=("begin", "end"))
-    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("command", choices=("code", "begin", "end"))
+    parser.add_argument("run", type=Path, metavar="RUN", nargs="?", default=Path())
     parser.add_argument("--job", required=True, help="the id that all links of the chain share")
     parser.add_argument("--restarts", type=int, default=RESTARTS)
     parser.add_argument("--asked", choices=get_args(Asked), default="none")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--take_code", action="store_true")
+    own = sys.argv[1:] if argv is None else argv
+    place = own.index("--") if "--" in own else len(own)
+    arguments = parser.parse_args(own[:place])
     run = RunFolder(arguments.run)
     with command(prints=True):
         if arguments.restarts < 1:
             raise UserError(f"--restarts {arguments.restarts}: expected at least 1")
         decision: Decision | None
+        if arguments.command == "code":
+            if (snapshot := code_of(arguments.job, own[place + 1 :])) is not None:
+                others = ", ".join(differences(snapshot)[:10])
+                print(snapshot, f"not this repository's: {others}" if others else "", sep="\n")
+            return
         if arguments.command == "begin":
-            decision = begin(run, arguments.job, restarts=arguments.restarts)
+            decision = begin(
+                run, arguments.job, restarts=arguments.restarts, take_code=arguments.take_code
+            )
+            if decision is None and arguments.take_code:
+                print("code", newest_snapshot(run), sep="\n")
         else:
             decision = end(run, arguments.job, arguments.asked, restarts=arguments.restarts)
         if decision is not None:

@@ -67,7 +67,8 @@ class Run:
 
     allow_changes: list[str] = field(default_factory=list)
     """Names (such as `optimizer.lr`) of what this launch may change in the run that it goes on
-    with. Any other difference in seeds, data, model, batch or schedule is refused."""
+    with. Any other difference in seeds, data, model, batch or schedule is refused. `code`: a job
+    script resumes with the program as it is now, not with the snapshot in RUN/code."""
 
     code: Literal["note", "refuse"] = "note"
     """What a launch does if the source files that training uses are not those of the launch

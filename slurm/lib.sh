@@ -6,7 +6,8 @@
 PREFLIGHT=${PREFLIGHT:-1}
 MAX_RESTARTS_WITHOUT_PROGRESS=${MAX_RESTARTS_WITHOUT_PROGRESS:-3}
 PREFLIGHT_TIMEOUT_S=${PREFLIGHT_TIMEOUT_S:-600}
-export PYTHONPATH=$CANON_REPO${PYTHONPATH:+:$PYTHONPATH}
+USER_PYTHONPATH=${USER_PYTHONPATH-${PYTHONPATH:-}}
+export PYTHONPATH=$CANON_REPO${USER_PYTHONPATH:+:$USER_PYTHONPATH}
 export PYTHONUNBUFFERED=1
 # of sbatch --export: by it srun would keep from the ranks what cluster.env sets
 unset SLURM_EXPORT_ENV
@@ -15,6 +16,7 @@ STEP=0        # pid of the srun or torchrun in the background
 STEP_CODE=0   # its exit code
 ASKED=none    # who asked the launch to stop: see Asked in canon_pretrain/chain.py
 RUN=
+CODE=        # the snapshot of a run's code that its launches use, RUN/code/NNN
 OURS=0       # 1 once the launch has begun: before, RUN may be another job's
 # What scontrol is told: the last element of an array to start has the array's own number as its
 # SLURM_JOB_ID, by which scontrol would requeue all elements
@@ -102,6 +104,26 @@ split_arguments() {
         shift
     fi
     ARGUMENTS=("$@")
+}
+
+# use_code FOLDER: Python's programs are those of a run's snapshot from now on
+use_code() {
+    CODE=$1
+    # -m would put the working folder first, which may be a repository
+    export PYTHONSAFEPATH=1 PYTHONPATH=$CODE${USER_PYTHONPATH:+:$USER_PYTHONPATH}
+}
+
+# find_code JOB: a run that is resumed has its own code, and its own lib.sh, whatever is here by now
+find_code() {
+    local answer lines
+    answer=$(on_head python -m canon_pretrain.chain code --job "$1" -- --config "$CONFIG" \
+        "${ARGUMENTS[@]}") || exit 2
+    mapfile -t lines <<<"$answer"
+    [[ -n ${lines[0]} ]] || return 0
+    # shellcheck disable=SC1091
+    source "${lines[0]}/slurm/lib.sh"
+    use_code "${lines[0]}"
+    CODE_NOTE=${lines[1]:-}
 }
 
 # plan_job NODES [--data]: check the job as a whole; sets RUN and CHECKPOINT_BYTES, or ends the script
@@ -286,20 +308,31 @@ after_launch() {
     say "$NEXT: ${lines[1]:-what the launch came to cannot be told}"
 }
 
-# may_begin JOB: record the launch's begin, or end the script where the chain has to stop
+# may_begin JOB: record the launch's begin, or end the script where the chain has to stop. A run
+# that is not resumed takes this repository's code
 may_begin() {
-    local answer
+    local answer take=()
+    [[ -n $CODE ]] || take=(--take_code)
     answer=$(on_head python -m canon_pretrain.chain begin "$RUN" --job "$1" \
-        --restarts "$MAX_RESTARTS_WITHOUT_PROGRESS") || exit 1
-    if [[ -n $answer ]]; then
+        --restarts "$MAX_RESTARTS_WITHOUT_PROGRESS" "${take[@]}") || exit 1
+    if [[ $answer == code$'\n'* ]]; then
+        use_code "${answer#*$'\n'}"
+    elif [[ -n $answer ]]; then
         say "${answer/$'\n'/: }"
         exit 1
     fi
     OURS=1
+    say "the run's code is $CODE${CODE_NOTE:+, $CODE_NOTE; --run.allow_changes code takes the repository\'s}"
 }
 
 # pretrain_job [CONFIG] [--section.key value ...]: one link of a training run, inside a Slurm job
 pretrain_job() {
+    split_arguments "$@"
+    find_code "$SLURM_JOB_ID"
+    pretrain_link "$@" # of the run's own lib.sh
+}
+
+pretrain_link() {
     split_arguments "$@"
     set_ranks "${GPUS_PER_NODE:-8}"
     trap on_limit USR1
@@ -339,9 +372,17 @@ pretrain_local() {
     local job
     unset SLURM_JOB_ID SLURM_RESTART_COUNT # of an interactive job, which is no link of ours
     split_arguments "$@"
+    job=local-$(uname -n)-$$-$(date +%s)
+    find_code "$job"
+    local_links "$job" "$@"
+}
+
+local_links() {
+    local job=$1
+    shift
+    split_arguments "$@"
     set_ranks "${GPUS_PER_NODE:-}"
     prepare_node
-    job=local-$(uname -n)-$$-$(date +%s)
     plan_job 1 --data
     mkdir -p "$RUN" || die "the run folder $RUN cannot be made"
     trap on_term INT TERM HUP

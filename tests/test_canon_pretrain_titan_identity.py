@@ -61,7 +61,7 @@ def test_code_is_compared_by_its_files(tmp_path: Path) -> None:
     changed = code_changes(run, code_hashes(copied), refuse=False)
     assert changed.keys() == {"titan/loss.py", "titan/more.py"}
     assert changed["titan/more.py"][0] is None
-    with pytest.raises(UserError, match=r"titan/loss\.py.*--run\.code note"):
+    with pytest.raises(UserError, match=r"titan/loss\.py.*--run\.allow_changes code"):
         code_changes(run, code_hashes(copied), refuse=True)
 
 

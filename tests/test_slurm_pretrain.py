@@ -21,7 +21,7 @@ import pytest
 
 from canon_pretrain.run.folder import RunFolder
 from tests.fault_runs import resumed_from, steps
-from tests.ranks import assert_same_run, launch, logged_step, status
+from tests.ranks import assert_same_run, events, launch, logged_step, status
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_jobs import Job, Jobs, log_of, processes_of
 from tests.support import ROOT, debug_run
@@ -144,6 +144,62 @@ def test_a_run_that_meets_everything_is_the_run_that_met_nothing(
     assert RunFolder(run).read_config()["config"]["job"]["description"] == odd
     assert not [*tmp_path.glob("**/HIT")] and not (ROOT / "HIT").exists()
     assert [line for line in processes_of(str(tmp_path)) if "canon_pretrain" in line] == []
+
+
+OTHER_LOSS = """
+_before = head_loss
+
+def head_loss(*arguments):
+    inner = _before(*arguments)
+    return lambda *inputs: tuple(1.7 * value for value in inner(*inputs))
+"""
+
+
+def test_code_that_changes_in_mid_chain_changes_no_run(
+    jobs: Jobs, data_folder: Path, tmp_path: Path
+) -> None:
+    """Between two links another loss, a check that crashes and other job scripts come into the
+    repository; then a new job asks for that loss."""
+    once = ("--checkpoint.interval", 1000)
+    launch(*debug_run(data_folder, tmp_path / "alone"), *once, ranks=1, output=tmp_path / "out")
+    repository, run, other = tmp_path / "repository", tmp_path / "run", tmp_path / "other"
+    for name in ("canon_pretrain", "slurm", "train_configs"):
+        unwanted = shutil.ignore_patterns("__pycache__", "cluster.env")
+        shutil.copytree(ROOT / name, repository / name, ignore=unwanted)
+    set_pace(pace := tmp_path / "pace", **SLOW)
+    where = {"cwd": repository, "TEST_PACE": pace}
+    job = jobs.submit(SCRIPT, *train(data_folder, run, *once), **where)
+    job.until_step(run, 2)
+    jobs.cluster.run("scancel", "--signal=USR1", "--batch", job.id)
+    step = assert_stopped_and_requeued(job, run, restarts=1, reason="the file STOP")
+    shutil.copytree(run, other)
+
+    package = repository / "canon_pretrain"
+    with open(package / "titan" / "loss.py", "a") as loss:
+        loss.write(OTHER_LOSS)
+    broken = [package / "preflight" / "job.py", repository / "slurm" / "lib.sh"]
+    kept = [path.read_text() for path in broken]
+    broken[0].write_text("raise RuntimeError\n")
+    broken[1].write_text(kept[1] + "pretrain_link() { exit 9; }\n")
+    set_pace(pace)
+    assert job.until_ended() == "COMPLETED", job.text() + log_of(run)
+    assert_same_run(run, tmp_path / "alone", step=12)
+    assert resumed_from(run) == [step] and events(run, "changed") == []
+    assert f"the run's code is {run}/code/001, not this repository's: " in log_of(run)
+
+    for path, text in zip(broken, kept, strict=True):
+        path.write_text(text)
+    allow = ("--run.allow_changes", "code")
+    job = jobs.submit(SCRIPT, *train(data_folder, other, *once, *allow), **where)
+    assert job.until_ended() == "COMPLETED", job.text() + log_of(other)
+    assert sorted(path.name for path in (other / "code").iterdir()) == ["001", "002"]
+    (changed,) = events(other, "changed")
+    assert changed["code"].keys() == {"titan/loss.py"}
+    before, after = (
+        next(e["loss"] for e in events(folder, "step") if e["step"] == step + 1)
+        for folder in (run, other)
+    )
+    assert after == pytest.approx(1.7 * before, rel=1e-5)
 
 
 def test_usr1_to_the_steps_requeues_and_scancel_does_not(

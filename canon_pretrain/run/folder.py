@@ -6,6 +6,7 @@
     log.jsonl       one line an event (run/log.py)
     launches/NNN/   what each launch was: launch.json, config.json, packages.txt, environment.json,
                     and source.patch where the code was not that of a commit (run/provenance.py)
+    code/NNN/       the source that job scripts launch the run from (run/snapshot.py)
     README.md       the same in plain words, and the commands that go on, show and evaluate
     status.json     where the run stands and whether it lives (run/status.py)
     lock.json       the launch that writes the folder, while there is one (run/lock.py)
@@ -69,6 +70,10 @@ class RunFolder:
     def launch_path(self, number: int) -> Path:
         """Where the record of the run's launch `number`, from 1, lies."""
         return self.launches / f"{number:03}"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
 
     @property
     def log_file(self) -> Path:

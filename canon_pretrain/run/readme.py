@@ -17,6 +17,7 @@ PLACES = (
     ("config.json", "every setting of the run, and the facts that make it what it is"),
     ("run.json", "the run's id, and how many launches it has had"),
     ("launches/NNN/", "what launch NNN was: command, machine, packages, code, environment"),
+    ("code/NNN/", "the source that Slurm jobs launch it from; the newest counts"),
     ("log.jsonl", "one line an event, the source of every curve; only ever appended to"),
     ("status.json", "where the run stands; rewritten every few seconds while it runs"),
     ("lock.json", "who writes this folder now; gone when nobody does"),

@@ -15,19 +15,22 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import canon_pretrain
-from canon_pretrain.files import sha256_file
+from canon_pretrain.files import read_json, sha256_file
 
 PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = (".py", ".toml")
 UNTRACKED_NAMES = 200
 UNTRACKED_BYTES = 1 << 16
 UNTRACKED_S = 5.0
+KEPT = "source_tree.json"
+"""Beside a snapshot's canon_pretrain/: the SourceTree of the place that it was taken from."""
 OWN_FOLDERS = ("data_prep", "eval")
 """The project's source folders beside canon_pretrain/: the patch shows their *.py files only."""
 
 
 TRAINING_CODE = (
-    *("cli.py", "config.py", "errors.py", "files.py", "terminal.py", "train.py"),
+    *("cli.py", "config.py", "errors.py", "files.py", "hardware.py", "terminal.py"),
+    "train.py",
     *("checkpoint/[!_]*.py", "data/*.py", "kernels/**/*.py", "model/*.py", "run/[!_]*.py"),
     "titan/*.py",
 )
@@ -78,7 +81,13 @@ class _GitFailed(Exception):
 def look_at_source(
     inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = 20
 ) -> SourceTree:
-    """The source tree that the file `inside` is tracked in; git gets `timeout_s` for all of it."""
+    """The source tree that the file `inside` is tracked in; git gets `timeout_s` for all of it.
+
+    That of a snapshot (run/snapshot.py) is what was found when it was taken.
+    """
+    if (kept := inside.parent.parent / KEPT).is_file():
+        tree = read_json(kept)
+        return SourceTree(**tree | {"patch": tree["patch"].encode(errors="surrogateescape")})
     git = _Git(inside.parent, time.monotonic() + timeout_s)
     try:
         root = Path(git.text("rev-parse", "--show-toplevel").rstrip("\n"))

@@ -19,6 +19,9 @@ LOSS_TERMS = ("z_loss", "squared_loss")
 """What of `[loss]` a run is; how many tokens' logits stand at a time is no part of it."""
 
 
+CODE = "code"
+"""What `run.allow_changes` calls the source of the program, which is no part of the identity."""
+
 HELD_OUT = "held_out_fingerprint"
 """The text that the held-out loss is of. A launch with validation off has no such name, nor has a
 run of an earlier version; nothing is compared then."""
@@ -63,12 +66,12 @@ def check_identity(
     difference is not named in `allowed`, showing each one and the argument that would allow it,
     and where `allowed` names what no run has.
     """
-    allowed = [name for words in allowed for name in words.split(",") if name]
-    unknown = [name for name in allowed if name not in (*identity, HELD_OUT)]
+    allowed = allowed_names(allowed)
+    unknown = [name for name in allowed if name not in (*identity, HELD_OUT, CODE)]
     if unknown:
         raise UserError(
             f"run.allow_changes names {', '.join(unknown)}, which is no part of what a run is. "
-            f"Its parts: {', '.join(sorted(identity))}"
+            f"Its parts: {', '.join(sorted(identity))}; and code"
         )
     if not folder.config_file.exists():
         return {}
@@ -88,6 +91,11 @@ def check_identity(
             + f"--run.allow_changes {' '.join(changed)}"
         )
     return changed
+
+
+def allowed_names(words: list[str]) -> list[str]:
+    """The names in `run.allow_changes`, which may be separated by commas."""
+    return [name for word in words for name in word.split(",") if name]
 
 
 def recorded_held_out(folder: RunFolder) -> dict[str, Any]:
@@ -115,7 +123,7 @@ def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> di
         raise UserError(
             f"the code of canon_pretrain is not that of the last launch of {folder.path}: "
             f"{', '.join(changed)} differ(s), and run.code is refuse. Put the former code back "
-            "(launches/ names its commit), or give --run.code note",
+            "(launches/ names its commit), or give --run.allow_changes code",
             shared=True,
         )
     return changed

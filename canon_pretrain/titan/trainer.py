@@ -35,7 +35,9 @@ from canon_pretrain.titan.console import is_terminal
 from canon_pretrain.titan.data import STATE_FIELDS, CanonDataLoader, absolute_folders
 from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
 from canon_pretrain.titan.identity import (
+    CODE,
     HELD_OUT,
+    allowed_names,
     check_identity,
     code_changes,
     config_changes,
@@ -87,7 +89,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         allowed = job.run.allow_changes
         self.changes = {} if fresh else check_identity(self.folder, self.identity, allowed)
         self.code = code_hashes()
-        refuse = job.run.code == "refuse"
+        refuse = job.run.code == "refuse" and CODE not in allowed_names(allowed)
         self.code_changes = {} if fresh else code_changes(self.folder, self.code, refuse=refuse)
         self.config = job.to_dict()
         # whoever reads the run may stand in another folder
