@@ -258,8 +258,8 @@ def test_compiled_bfloat16_resumes_bitwise_on(
         train(*debug_run(data_folder, folder), *options, *stop, on_gpu=device == "cuda")
     names = [event["event"] for event in read_log(RunFolder(resumed).log_file)]
     assert names.count("resume") == 1
-    for launch in RunFolder(resumed).launches.iterdir():
-        assert json.loads((launch / "launch.json").read_text())["devices"]["type"] == device
+    for record in RunFolder(resumed).launches.glob("*/launch.json"):
+        assert json.loads(record.read_text())["devices"]["type"] == device
     for name in ("loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests"):
         assert curve(resumed, name) == curve(straight, name), name
     finished = tensors(straight)
