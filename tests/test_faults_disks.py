@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
@@ -26,6 +27,7 @@ from canon_pretrain.files import free_bytes, reserve
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.titan import trainer as trainer_module
+from canon_pretrain.titan.agree import IO_TIMEOUT
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager, check_room
 from canon_pretrain.titan.staging import Staging
 from canon_pretrain.titan.trainer import CanonTrainer
@@ -426,3 +428,34 @@ def test_status_says_when_the_newest_checkpoint_was_saved(base: Path) -> None:
 
 def test_status_lists_weights_kept_for_an_evaluation(held: Path) -> None:
     assert status(held).weights_only == [2]
+
+
+# ---- groups
+
+
+def count_groups(rank: int, made: Path) -> None:
+    """A line in `made` for each process group that waits for disks."""
+    original = dist.new_group
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        if options.get("timeout") == IO_TIMEOUT:
+            with open(made, "a") as file:
+                file.write(f"{rank} {options['backend']}\n")
+        return original(*args, **options)
+
+    dist.new_group = new_group
+
+
+def test_one_gloo_group_is_enough_for_saves_in_the_background(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """Each takes a socket per other rank: 1,024 open files were passed near 440 ranks by two."""
+    run, made = tmp_path / "run", tmp_path / "made"
+    every_step = ("--checkpoint.interval", 1, "--checkpoint.async_mode", "async")
+    command = (*debug_run(data_folder, run), *every_step)
+    launch(*command, output=tmp_path / "out", before=count_groups, before_args=(made,))
+    assert sorted(made.read_text().splitlines()) == ["0 gloo", "1 gloo"]
+    saved = log_lines(run, "checkpoint", "checkpoint_slow", "checkpoint_failed")
+    assert {step for _, step in saved} == set(range(1, STEPS + 1))
+    assert "checkpoint_failed" not in {name for name, _ in saved}
+    assert_same_run(run, base, step=STEPS)

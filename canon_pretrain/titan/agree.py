@@ -1,11 +1,12 @@
 """Decisions that all ranks share, over a gloo group of their own.
 
-Looking at disks takes as long as it takes, so these groups wait for hours, where the collective
+Looking at disks takes as long as it takes, so this group waits for hours, where the collective
 timeout of a training step is a minute or two.
 """
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -15,18 +16,19 @@ from canon_pretrain.errors import UserError
 IO_TIMEOUT = timedelta(hours=2)
 
 
-def io_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks that waits for disks; made on all of them at once."""
-    return dist.new_group(backend="gloo", timeout=IO_TIMEOUT)
-
-
 class Council:
-    """All ranks around one table; every method is collective."""
+    """All ranks around one table; every method is collective. One is enough for a run: its group
+    takes a socket for each other rank."""
 
     def __init__(self) -> None:
-        self.group = io_group()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self._asked = 0
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """A gloo group of all ranks that waits for disks; made at its first use, on all at once."""
+        return dist.new_group(backend="gloo", timeout=IO_TIMEOUT)
 
     def decide(self, decision: Callable[[], Any]) -> Any:
         """What `decision` gives on rank 0, on all ranks; a UserError that it raises, too, and an
@@ -46,6 +48,16 @@ class Council:
         if answer[1] is not None:
             raise UserError(answer[1], shared=True)
         return answer[0]
+
+    def decide_at_once(self, decision: Callable[[], bool]) -> bool:
+        """`decide` for what waits for no disk, also while a thread uses the group: by the store."""
+        if self.world_size == 1:
+            return decision()
+        self._asked += 1
+        store, key = dist.distributed_c10d._get_default_store(), f"council/{self._asked}"
+        if self.rank == 0:
+            store.set(key, str(int(decision())))
+        return store.get(key) == b"1"
 
     def collect(self, own: list[str]) -> dict[int, list[str]]:
         """What each rank has to say, by rank; ranks that say nothing are left out."""

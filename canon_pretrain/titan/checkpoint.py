@@ -4,8 +4,9 @@
     load    newest first: verified on all ranks, or moved to quarantine and the next one tried
 
 The format is canon_pretrain/checkpoint/; this room knows the ranks. Every decision is global rank
-0's and is broadcast, over gloo groups of its own, so that a slow disk never meets the collective
-timeout of the training step.
+0's and is broadcast, over a gloo group of its own, so that a slow disk never meets the collective
+timeout of the training step. A save in the background uses the same group: until it has ended,
+nothing else does.
 """
 
 import os
@@ -38,13 +39,12 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import RunFacts
 from canon_pretrain.run.once import mark_obeyed, was_obeyed
 from canon_pretrain.run.stop import LOST_LOCK
-from canon_pretrain.titan.agree import Council, io_group
+from canon_pretrain.titan.agree import Council
 from canon_pretrain.titan.job_config import Checkpoint
 from canon_pretrain.titan.resume import Resume, leave_branch
 from canon_pretrain.titan.staging import Staging
 
 CLOSE_TIMEOUT_S = 5.0
-BUSY = "busy"
 ELSEWHERE = "Make room, or save elsewhere with --job.dump_folder or --checkpoint.folder"
 LOUD_AFTER = 3
 """Failed saves in a row from which on each one is an error, not a warning."""
@@ -108,6 +108,7 @@ class CanonCheckpointManager:
         self._event: Callable[..., None] = no_event
         self._note: Callable[..., None] = no_event
         self._still_ours: Callable[[], bool] = lambda: True
+        self._flush: Callable[[], None] = lambda: None
         self._launch: RunFacts | None = None
         self._obeyed_once: str | None = None
         """An option that acts once, to be marked as obeyed when the launch begins to train."""
@@ -121,10 +122,9 @@ class CanonCheckpointManager:
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._retention_thread: threading.Thread | None = None
         self._retention_is_due = False
+        self.council = Council()
         if not self.enable:
             return
-        self._council = Council()
-        self._io_group = io_group()
         self._retention = Retention(
             self.folder,
             checkpoint_config.keep_latest_k,
@@ -141,12 +141,15 @@ class CanonCheckpointManager:
         event: Callable[..., None],
         note: Callable[..., None],
         still_ours: Callable[[], bool],
+        flush: Callable[[], None] = lambda: None,
         launch: RunFacts | None = None,
         **states: Any,
     ) -> None:
         """Where to report to (the run's log, status.json), whom to ask whether this launch still
-        holds the run folder, which launch it is (on rank 0), and what else belongs to the state."""
+        holds the run folder, what waits for the run's log (which has the steps of a checkpoint
+        before it is whole), which launch it is (on rank 0), and what else belongs to the state."""
         self._event, self._note, self._still_ours = event, note, still_ours
+        self._flush = flush
         self._launch = launch
         self.states |= states
 
@@ -158,11 +161,11 @@ class CanonCheckpointManager:
         if not self.enable:
             return False
         once, option = self.run.obeyed_file, f"checkpoint.load_step={step}"
-        if step != -1 and self._council.decide(lambda: was_obeyed(once, option)):
+        if step != -1 and self.council.decide(lambda: was_obeyed(once, option)):
             logger.info(f"NOTE: this job has gone back to step {step} before: going on from there")
             step = -1
         found = Resume(
-            self.folder, self.run, self._council, self._model, self.states, self._event
+            self.folder, self.run, self.council, self._model, self.states, self._event
         ).take_up(
             step,
             initial=self.config.initial_load_path or "",
@@ -183,11 +186,11 @@ class CanonCheckpointManager:
         """
         if not self.enable:
             return
-        if not self._council.decide(lambda: self._still_ours()):
+        if not self.council.decide(lambda: self._still_ours()):
             raise UserError(f"stopped before its first step: {LOST_LOCK}", shared=True)
         self.check_room()
         if self.saved_step:
-            self._council.decide(self._leave_branch)
+            self.council.decide(self._leave_branch)
 
     def _leave_branch(self) -> None:
         leave_branch(self.folder, self.run, self.saved_step, self._event)
@@ -197,8 +200,8 @@ class CanonCheckpointManager:
     def go_back(self, step: int) -> None:
         """Make `step` the newest one: what was saved after it moves to the archive."""
         self.wait()
-        self._council.decide(lambda: leave_branch(self.folder, self.run, step, self._event))
-        if self._council.decide(lambda: step in self.folder.steps()):
+        self.council.decide(lambda: leave_branch(self.folder, self.run, step, self._event))
+        if self.council.decide(lambda: step in self.folder.steps()):
             self.saved_step = step
 
     # -- saving ------------------------------------------------------------------------------
@@ -227,11 +230,12 @@ class CanonCheckpointManager:
     def begin_save(self, step: int) -> None:
         """Begin a checkpoint of the present state as `step`, due or not."""
         begin = time.monotonic()
-        verdict = self._council.decide(lambda: self._preflight(step))
-        if verdict == BUSY:
+        if self.council.decide_at_once(lambda: self._is_busy(step)):
             return
         self.wait()
+        verdict = self.council.decide(self._preflight)
         if verdict is not None:
+            self._remove_unfinished(step)
             self._failed(step, verdict)
             return
         staged = self._staging.copy(self.states | self._model.state_dict())
@@ -242,7 +246,7 @@ class CanonCheckpointManager:
             world_size=dist.get_world_size(),
             run_id=self._launch.run_id if self._launch else None,
             launch=self._launch.launches if self._launch else None,
-            may_commit=self._still_ours,
+            may_commit=self._may_commit,
         )
         self._save = _Save(step, begin, writer)
         self._save.start(self._write, staged, writer, self._staging.copied)
@@ -251,17 +255,21 @@ class CanonCheckpointManager:
         if self._save is not None:
             self._save.stall_s = time.monotonic() - begin
 
-    def _preflight(self, step: int) -> str | None:
-        """Why this save must not begin now (None: it may); rank 0 only."""
-        if self._save is not None and not self._save.future.done():
-            self._event("checkpoint_slow", step=step, saving=self._save.step)
-            self._save.missed += 1
-            loud = self._save.missed >= LOUD_AFTER
-            (logger.error if loud else logger.warning)(
-                f"step {step} is not saved: the checkpoint of step {self._save.step} is still "
-                f"being written, {time.monotonic() - self._save.begin:.0f} s after it began"
-            )
-            return BUSY
+    def _is_busy(self, step: int) -> bool:
+        """Whether `step` can't be saved since the save before it goes on; rank 0 only."""
+        if self._save is None or self._save.future.done():
+            return False
+        self._event("checkpoint_slow", step=step, saving=self._save.step)
+        self._save.missed += 1
+        loud = self._save.missed >= LOUD_AFTER
+        (logger.error if loud else logger.warning)(
+            f"step {step} is not saved: the checkpoint of step {self._save.step} is still "
+            f"being written, {time.monotonic() - self._save.begin:.0f} s after it began"
+        )
+        return True
+
+    def _preflight(self) -> str | None:
+        """Why a save must not begin now (None: it may); rank 0 only."""
         if not self._still_ours():
             return LOST_LOCK
         try:
@@ -277,7 +285,7 @@ class CanonCheckpointManager:
 
         Each rank tries a file of the size that it will write, beside those of the others.
         """
-        self._council.decide(lambda: check_room(self.folder, self.checkpoint_bytes()))
+        self.council.decide(lambda: check_room(self.folder, self.checkpoint_bytes()))
         trial = self.folder.trial_path
         num_bytes = self.checkpoint_bytes() // dist.get_world_size()
         faults = []
@@ -285,8 +293,8 @@ class CanonCheckpointManager:
             reserve(trial / f"__{self._rank}_0.distcp", num_bytes)
         except OSError as error:
             faults.append(f"{socket.gethostname()}, rank {self._rank}: {error.strerror}")
-        found = self._council.collect(faults)
-        self._council.decide(lambda: remove_tree(trial) if trial.exists() else 0)
+        found = self.council.collect(faults)
+        self.council.decide(lambda: remove_tree(trial) if trial.exists() else 0)
         if found:
             raise UserError(
                 f"no checkpoint can be saved in {self.folder.path}, a file of {num_bytes:,} bytes "
@@ -305,7 +313,21 @@ class CanonCheckpointManager:
         if copied is not None:
             torch.cuda.set_device(self._device)  # a new thread's is the first GPU of the node
             copied.synchronize()
-        dcp.save(staged, storage_writer=writer, process_group=self._io_group)
+        try:
+            dcp.save(staged, storage_writer=writer, process_group=self.council.group)
+        except BaseException:
+            self._remove_unfinished(writer.step)
+            raise
+        if self._rank == 0:
+            self._retention.trust(writer.step)
+
+    def _remove_unfinished(self, step: int) -> None:
+        if self._rank == 0 and self._still_ours():  # else it may be another launch's save by now
+            remove_unfinished(self.folder.saving_path(step))
+
+    def _may_commit(self) -> bool:
+        self._flush()
+        return self._still_ours()
 
     def poll(self) -> None:
         """Take note of a save that has ended; called each step, waits for nothing."""
@@ -336,15 +358,13 @@ class CanonCheckpointManager:
         self._note(
             checkpoint_step=save.step, checkpoint_saved=manifest.saved, checkpoint_failures=0
         )
-        self._retain(save.step)
+        self._retain()
 
     def _failed(self, step: int, why: str) -> None:
         """Report a save that was not made, louder from the third in a row on."""
         self.failures += 1
         if self._rank:
             return
-        if self._still_ours():  # else it may be another launch's save by now
-            remove_unfinished(self.folder.saving_path(step))
         self._event("checkpoint_failed", step=step, reason=why, in_a_row=self.failures)
         self._note(checkpoint_failures=self.failures)
         text = f"step {step} is NOT SAVED: {why}"
@@ -358,13 +378,12 @@ class CanonCheckpointManager:
 
     # -- keeping -----------------------------------------------------------------------------
 
-    def _retain(self, step: int) -> None:
+    def _retain(self) -> None:
         """Delete what is too old, in the background; rank 0 only.
 
         Where the last time is still at work, which reads every byte of what it counts, nobody waits
         for it: the other ranks are in the next step, and their collective timeout runs.
         """
-        self._retention.trust(step)
         self._retention_is_due = True
         if self._retention_thread is None or not self._retention_thread.is_alive():
             self._start_retention()
