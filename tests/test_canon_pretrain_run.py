@@ -41,6 +41,7 @@ def test_a_second_start_drops_all_steps_of_the_first(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "log.jsonl")
     for event in ("start", "step", "step", "start", "step"):
         log.write(event, step=len(read_log(tmp_path / "log.jsonl")))
+        assert log.flush()
     log.close()
     assert [e["event"] for e in read_log(tmp_path / "log.jsonl")] == ["start", "start", "step"]
 
@@ -58,18 +59,22 @@ def test_lines_of_a_launch_that_was_taken_over_are_dropped(tmp_path: Path) -> No
     first.write("start")
     for step in (1, 2, 3):
         first.write("step", step=step, loss=1.0)
+    first.flush()
     second = launch(2)
     second.write("quarantine", checkpoint="step-9")
     second.write("resume", from_step=2)
     second.write("step", step=3, loss=2.0)
+    second.flush()
     first.write("step", step=4, loss=1.0)
     first.write("checkpoint", step=4)
+    first.flush()
     losses = [(e["step"], e["loss"]) for e in read_log(path) if e["event"] == "step"]
     assert losses == [(1, 1.0), (2, 1.0), (3, 2.0)]
     assert read_tail(path)[-1]["segment"] == 2
     again = launch(1)
     again.write("resume", from_step=3)
     again.write("step", step=4, loss=3.0)
+    again.flush()
     assert steps(path) == [1, 2, 3, 4] and read_log(path)[-1]["loss"] == 3.0
 
 
@@ -278,6 +283,7 @@ def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(
 ) -> None:
     log = RunLog(tmp_path / "log.jsonl")
     log.write("start", world_size=1)
+    assert log.flush()
 
     def refuse(descriptor: int, content: bytes) -> int:
         raise OSError(number, os.strerror(number))
@@ -286,10 +292,11 @@ def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(
         patched.setattr(os, "write", refuse)
         for step in (1, 2):
             log.write("step", step=step)
+            assert not log.flush()
     if number == errno.ESTALE:  # the descriptor is of no use any more: the file is opened anew
         assert os.path.exists(f"/proc/self/fd/{log._descriptor}")
     log.write("step", step=3)
-    assert steps(log.path) == [1, 2, 3]
+    assert log.flush() and steps(log.path) == [1, 2, 3]
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", refuse)
         log.write("step", step=4)
@@ -307,8 +314,10 @@ def test_a_log_that_is_removed_while_it_is_written_loses_no_line(
     log = RunLog(tmp_path / "log.jsonl")
     for step in (1, 2):
         log.write("step", step=step)
+    log.flush()
     log.path.unlink()
     log.write("step", step=3)
+    log.flush()
     assert steps(log.path) == [1, 2, 3]
     assert len(caplog.records) == 1 and "removed" in caplog.text
     log.write("step", step=4)
@@ -320,6 +329,7 @@ def test_a_log_that_is_replaced_while_it_is_written_is_continued(tmp_path: Path)
     """Issue 17, item 21: as `sed -i` does it."""
     log = RunLog(tmp_path / "log.jsonl")
     log.write("step", step=1)
+    log.flush()
     log.path.rename(tmp_path / "old")
     log.path.write_text('{"event": "step", "step": 7}\n{"torn')
     log.write("step", step=8)
@@ -332,6 +342,7 @@ def test_a_log_that_another_launch_archived_is_not_written_again(tmp_path: Path)
     (tmp_path / "run.json").write_text('{"run_id": "11111111", "launches": 1}')
     log = RunLog(tmp_path / "log.jsonl")
     log.write("step", step=1)
+    log.flush()
     log.path.rename(tmp_path / "archived")
     (tmp_path / "run.json").write_text('{"run_id": "22222222", "launches": 1}')
     log.write("step", step=2)

@@ -146,6 +146,8 @@ def test_a_stop_file_counts_from_the_beginning_of_the_launch(touched: str, tmp_p
         run.stop_file.touch()
         time.sleep(0.02)
     with session(tmp_path, say=say) as held:
+        held.stop.poll()
+        assert held.stop._looking.wait(10)
         assert any(held.stop.poll()) is (touched != "before")
         assert run.stop_file.exists() is (touched != "before")
     assert any("left over from an earlier one" in text for text in said) is (touched == "before")

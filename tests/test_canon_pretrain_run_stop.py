@@ -11,6 +11,8 @@ from canon_pretrain.run.stop import LOST_LOCK, REASONS, SIGNALS, STOP_FILE, Stop
 
 
 def asked(requests: StopRequests) -> str:
+    requests.poll()  # whose look the next poll hears of
+    assert requests._looking.wait(10)
     holds = requests.poll()
     assert len(holds) == len(REASONS)
     return describe(holds)

@@ -133,7 +133,7 @@ def keep_a_journal(rank: int, journal: Path, seconds: float) -> None:
 
     if rank == 0:
         noted(RunLock, "_lose")
-        noted(RunLog, "write")
+        noted(RunLog, "_follow_path")  # what its thread does before it writes
         noted(StatusWriter, "write")
         noted(VerifiedWriter, "__init__")
 

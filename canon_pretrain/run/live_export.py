@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,13 @@ class LiveExports:
             if process.poll() is not None:
                 del self._running[target]
                 self._close(process)
-                if process.returncode:
-                    self._tell(target, f"has ended: {_last_line(output)}")
+                if process.returncode:  # the trainer calls this between two steps
+                    threading.Thread(
+                        target=self._tell_end, args=(target, output), daemon=True
+                    ).start()
+
+    def _tell_end(self, target: str, output: Path) -> None:
+        self._tell(target, f"has ended: {_last_line(output)}")
 
     def finish(self, wait_s: float = WAIT_S) -> None:
         """Let them copy what is left; those that take longer than `wait_s` together are ended."""

@@ -144,14 +144,17 @@ class _Launch:
             f"{self.path.parent} is held by another launch ({sight.holder}), silent for "
             f"{silent_s:.1f} s; waiting for a sign of life, {wait_s:.1f} s at most"
         )
-        began = time.monotonic()
-        while time.monotonic() - began < wait_s:
-            time.sleep(min(1.0, self.heartbeat_s / 4))
+        pause_s, watched_s = min(1.0, self.heartbeat_s / 4), 0.0
+        while watched_s < wait_s:
+            began = time.monotonic()
+            time.sleep(pause_s)
             now = look(self.path)
             if now is None:
                 return None
             if now != sight:
                 raise self._refusal(now)
+            # while a look was blocked by the disk, so was the holder's heartbeat
+            watched_s += min(time.monotonic() - began, self.heartbeat_s)
         return f"no heartbeat in {wait_s:.1f} s"
 
     def _take_over(self, sight: Sight) -> bool:

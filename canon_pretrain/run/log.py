@@ -1,9 +1,10 @@
 """The run's log: JSON lines, appended whole, the source of every curve.
 
-An event is one line, written by one `write` to a file opened with O_APPEND, so that lines of two
-writers never mix and a crash tears the last line at most. NaN and infinities are strings, since
-JSON has none; `number` gives them back. The trainer writes it; plots, exports, status and reports
-read it: `read_log` the whole, `read_tail` its end, `LogFollower` what comes.
+An event is one line, appended whole to a file opened with O_APPEND, so that lines of two writers
+never mix and a crash tears the last line at most. A thread writes them: whoever reports an event
+does not wait for the disk, and a crash loses the lines that still wait. NaN and infinities are
+strings, since JSON has none; `number` gives them back. Plots, exports, status and reports read the
+log: `read_log` the whole, `read_tail` its end, `LogFollower` what comes.
 
     event, time (UTC)        in every line; run_id and segment too, where the folder has a run.json
     start, resume            head a segment, that is a launch: where it begins and what it runs on
@@ -13,6 +14,7 @@ read it: `read_log` the whole, `read_tail` its end, `LogFollower` what comes.
                              before; of them the step waited checkpoint_stall_seconds),
                              data_digests (one a step since the line before)
     validation               loss and bits_per_byte on held-out text, by source too
+    lines_dropped            how many are missing here: too many waited for the disk
     checkpoint, skip, ...    what happened; with the step and the tokens at which it did
 """
 
@@ -25,7 +27,7 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,9 +42,13 @@ from canon_pretrain.files import (
     read_lines,
     write_atomic,
 )
+from canon_pretrain.run.background import Background
 
 logger = logging.getLogger(__name__)
 
+MAX_WAITING_BYTES = 1 << 26
+"""Lines that wait for the disk; a run of one line per second fills this within half a day."""
+FLUSH_TIMEOUT_S = 30.0
 RETAKEN = ("step", "validation")
 """Events that a launch which goes back over their steps writes anew."""
 NEEDED = {"step": (*RETAKEN, "skip", "checkpoint", "archive"), "from_step": ("resume",)}
@@ -54,21 +60,24 @@ OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class RunLog:
-    """An append-only writer of events.
+    """An append-only writer of events; for several threads.
 
     `run_id` and `segment` (the number of the launch) come from the run.json beside it; without one
-    its lines do not have them.
+    its lines do not have them. Lines wait while `may_write` returns False.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = path
+        self._may_write = may_write
         self.run_id, self.segment = _read_run_file(path.parent / "run.json")
         self._head: dict[str, Any] = {}
         if self.run_id is not None:
             self._head = {"run_id": self.run_id, "segment": self.segment}
-        self._unwritten = b""
+        self._unwritten = bytearray()
+        self._dropped = 0
         self._is_full = self._is_closed = False
-        self._lock = threading.Lock()
+        self._memory = threading.Lock()  # held for microseconds only
+        self._writing = Background(self._write_waiting, "run log")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, OPEN_FLAGS, 0o644)
@@ -86,27 +95,47 @@ class RunLog:
             os.write(self._descriptor, b"\n")
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one event with its UTC time; non-finite floats become strings.
+        """Have one event appended with its UTC time; non-finite floats become strings.
 
-        What the disk does not take (it is full, or away) is kept, and written before the next
-        event.
+        What the disk does not take (it is full, or away) is kept, up to MAX_WAITING_BYTES, and
+        written with the next event. Lines beyond are counted: an event in their place says so.
         """
+        line = self._line(event, fields)
+        with self._memory:
+            if self._is_closed:
+                return
+            if self._dropped:
+                line = self._line("lines_dropped", {"lines": self._dropped}) + line
+            is_kept = len(self._unwritten) + len(line) <= MAX_WAITING_BYTES
+            if is_kept:
+                self._unwritten += line
+            is_first = not is_kept and not self._dropped
+            self._dropped = 0 if is_kept else self._dropped + 1
+        if is_first:
+            logger.warning(f"{self.path}: {MAX_WAITING_BYTES:,} bytes wait for it: lines are lost")
+        self._writing.request()
+
+    def _line(self, event: str, fields: dict[str, Any]) -> bytes:
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         record = {"event": event, "time": time, **self._head}
         record |= {name: json_value(value) for name, value in fields.items()}
-        line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        with self._lock:  # the retention's thread writes events too
-            if self._is_closed:
-                return
-            self._unwritten += line
-            self._follow_path()
-            self._flush()
+        return (json.dumps(record, allow_nan=False) + "\n").encode()
 
-    def _flush(self) -> None:
+    def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
+        """Wait until what was written so far has been tried; whether the file has all of it."""
+        self._writing.request()
+        return self._writing.wait(timeout_s) and not self._unwritten
+
+    def _write_waiting(self) -> None:
+        """The thread's part."""
+        if not self._unwritten or not self._may_write():
+            return
+        self._follow_path()
         try:
-            while self._unwritten:
-                done = os.write(self._descriptor, self._unwritten)
-                self._unwritten = self._unwritten[done:]
+            while content := bytes(self._unwritten):
+                done = os.write(self._descriptor, content)
+                with self._memory:
+                    del self._unwritten[:done]
         except OSError as error:
             if not self._is_full:
                 logger.warning(f"{self.path}: {error.strerror}; its lines wait in memory for room")
@@ -141,16 +170,18 @@ class RunLog:
             os.dup2(descriptor, self._descriptor, inheritable=False)
             os.close(descriptor)
 
-    def close(self) -> None:
-        """Write what waits; what the disk does not take even now is lost, and that is said."""
-        with self._lock:
+    def close(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
+        """Write what waits; what the disk does not take in time is lost, and that is reported."""
+        with self._memory:
             if self._is_closed:
                 return
-            self._flush()
             self._is_closed = True
-            if self._unwritten:
-                lines = self._unwritten.count(b"\n")
-                logger.warning(f"{self.path}: the last {lines} line(s) could not be written")
+        self._writing.request()
+        has_ended = self._writing.wait(timeout_s)
+        self._writing.close()
+        if lines := self._unwritten.count(b"\n") + self._dropped:
+            logger.warning(f"{self.path}: the last {lines} line(s) could not be written")
+        if has_ended:  # else the thread still uses it
             with contextlib.suppress(OSError):  # what is written is; NFS tells late of the rest
                 os.close(self._descriptor)
 

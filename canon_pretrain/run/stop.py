@@ -1,7 +1,8 @@
 """What asks a launch to stop: signals, a file named STOP, a lost lock.
 
 Each rank polls its own requests between steps; the trainer adds them up over all ranks, so that
-one rank's signal stops all of them after the same step. No torch here.
+one rank's signal stops all of them after the same step. A poll waits for no disk: a thread looks
+for the file. No torch here.
 """
 
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.run.background import Background
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 STOP_FILE = "the file STOP"
@@ -32,6 +34,8 @@ class StopRequests:
     ) -> None:
         self._stop_file = stop_file
         self._lost = lost
+        self._is_there = False
+        self._looking = Background(self._look, "STOP file")
         self._caught: set[str] = set()
         self._old: dict[signal.Signals, signal._HANDLER] = {}
 
@@ -55,6 +59,7 @@ class StopRequests:
             signal.signal(number, signal.SIG_DFL if old is signal.SIG_IGN else old)
 
     def __exit__(self, *error: object) -> None:
+        self._looking.close()
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
@@ -80,11 +85,16 @@ class StopRequests:
         return True
 
     def poll(self) -> list[bool]:
-        """Which of REASONS hold now; costs a `stat` where a STOP file is looked for."""
-        # os.path: a stale handle of a network disk is no request, and ends no run
-        file = self._stop_file is not None and os.path.exists(self._stop_file)
+        """Which of REASONS hold; of the STOP file, what the look begun by an earlier poll found."""
+        if self._stop_file is not None:
+            self._looking.request()
         lost = self._lost is not None and self._lost()
-        return [*(number.name in self._caught for number in SIGNALS), file, lost]
+        return [*(number.name in self._caught for number in SIGNALS), self._is_there, lost]
+
+    def _look(self) -> None:
+        # os.path: a stale handle of a network disk is no request, and ends no run
+        assert self._stop_file is not None
+        self._is_there = os.path.exists(self._stop_file)
 
     def obeyed(self) -> None:
         """Consume the STOP file, so that the next launch goes on. Raises UserError if it can't."""
@@ -92,6 +102,7 @@ class StopRequests:
             return
         try:
             self._stop_file.unlink(missing_ok=True)
+            self._is_there = False
         except OSError as error:
             raise UserError(
                 f"{self._stop_file} cannot be removed ({error.strerror}): the next launch would "

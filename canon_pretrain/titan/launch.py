@@ -24,7 +24,6 @@ from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, begin_launch, known_run
 from canon_pretrain.run.once import FRESH, mark_obeyed, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
-from canon_pretrain.titan.agree import Council
 from canon_pretrain.titan.checkpoint import check_room, full_bytes
 from canon_pretrain.titan.data import absolute_folders
 from canon_pretrain.titan.device import device_count, has_accelerator
@@ -178,7 +177,8 @@ def announce(trainer: CanonTrainer) -> None:
             code=trainer.code_changes,
         )
     # after what it makes unseen: killed before, the next launch says it all again
-    Council().decide(lambda: _write_config(trainer))
+    metrics.flush()
+    trainer.checkpointer.council.decide(lambda: _write_config(trainer))
     if record is not None:
         for problem in record.write(
             folder,
@@ -261,6 +261,7 @@ def finish(trainer: CanonTrainer, stop: str | None) -> None:
     total = trainer.job_config.training.steps
     if step == total:
         metrics.event("done", step=step, skipped_steps=metrics.skipped_steps)
+        metrics.flush()
         if dist.get_rank() == 0:
             _mark_done(trainer)
         trainer.session.end("done", f"step {total} is reached", step)
@@ -268,6 +269,7 @@ def finish(trainer: CanonTrainer, stop: str | None) -> None:
     else:
         reason = stop or "run.stop_at"
         metrics.event("stop", step=step, reason=reason, skipped_steps=metrics.skipped_steps)
+        metrics.flush()
         trainer.session.end("stopped", reason, step)
         logger.info(
             f"stopped at step {step} of {total} by {reason}; the same command"

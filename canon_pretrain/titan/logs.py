@@ -3,6 +3,13 @@
 import logging
 import os
 import warnings
+from collections import deque
+
+from canon_pretrain.run.background import Background
+
+MAX_LINES = 10_000
+"""That wait while stdout takes none: it may be a file on a disk that is away."""
+PRINT_TIMEOUT_S = 0.2
 
 # What torchtitan's log says that is no news (garbage collections, waits), does not hold here (a
 # CPU's peak FLOP/s, autocast), or is said by our own lines
@@ -31,10 +38,36 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 class _Printer(logging.Handler):
-    """Prints to the present sys.stdout: a progress bar puts itself there, and stays below."""
+    """Prints to the present sys.stdout: a progress bar puts itself there, and stays below.
+
+    A thread prints. A line is waited for, so that what follows it on stderr comes after it, but
+    only for PRINT_TIMEOUT_S, and not at all while an earlier line is stuck.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: deque[str] = deque()
+        self._dropped = 0
+        self._printing = Background(self._print, "print")
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), flush=True)
+        if len(self._lines) < MAX_LINES:
+            self._lines.append(self.format(record))
+        else:
+            self._dropped += 1
+        if self._printing.request():
+            self._printing.wait(PRINT_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._printing.close()
+        super().close()
+
+    def _print(self) -> None:
+        while self._lines:
+            print(self._lines.popleft(), flush=True)
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            print(f"{dropped} lines are missing here: stdout took none for too long", flush=True)
 
 
 def init_logging(rank: int) -> None:
@@ -42,6 +75,8 @@ def init_logging(rank: int) -> None:
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
+        if isinstance(handler, _Printer):
+            handler.close()
     handler = _Printer()
     handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     handler.addFilter(_is_news)

@@ -59,14 +59,15 @@ class CanonMetrics(MetricsProcessor):
         self.console = Console(job.training.steps, colour=not job.metrics.disable_color_printing)
         self._exports = LiveExports()
         if self.is_writer:
-            self.run_log = RunLog(RunFolder(Path(job.job.dump_folder)).log_file)
+            path = RunFolder(Path(job.job.dump_folder)).log_file
+            self.run_log = RunLog(path, may_write=lambda: self.may_write())
 
     def should_log(self, step: int) -> bool:
         return super().should_log(step) or self.must_log
 
     def event(self, name: str, **fields: Any) -> None:
-        """Append an event to the run's log (rank 0 only), while the folder is this launch's."""
-        if self.run_log is None or not self.may_write():
+        """Append an event to the run's log (rank 0 only); does not wait for the disk."""
+        if self.run_log is None:
             return
         if name == "checkpoint":
             self._checkpoint_seconds += fields["seconds"]
@@ -76,6 +77,11 @@ class CanonMetrics(MetricsProcessor):
             fields["tokens"] = tokens - (here - fields["step"]) * self._tokens_per_step
         self.run_log.write(name, **fields)
         self.console.event(name, fields)
+
+    def flush(self) -> None:
+        """Wait for the run's log, before something that must not be on the disk without it."""
+        if (run_log := self.run_log) is not None:
+            run_log.flush()
 
     def stands_at(self, step: int, tokens: int) -> None:
         """Called when a state was loaded and after each step: where the run is, in both counts."""

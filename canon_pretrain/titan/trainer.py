@@ -122,6 +122,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             event=self.metrics_processor.event,
             note=session.note,
             still_ours=session.still_ours,
+            flush=self.metrics_processor.flush,
             launch=record.facts if record is not None else None,
             guards=self.guards,
         )
