@@ -34,6 +34,7 @@ class Council:
         """What `decision` gives on rank 0, on all ranks; a UserError that it raises, too, and an
         OSError as one: what it decides on lies on disks."""
         answer: list[Any] = [None, None]
+        group = self.group  # before a decision takes its time: making it waits for minutes only
         if self.rank == 0:
             try:
                 answer[0] = decision()
@@ -42,9 +43,9 @@ class Council:
             except BaseException as error:
                 # the others must not wait for an answer that never comes
                 answer[1] = f"{type(error).__name__}: {error}"
-                dist.broadcast_object_list(answer, src=0, group=self.group)
+                dist.broadcast_object_list(answer, src=0, group=group)
                 raise
-        dist.broadcast_object_list(answer, src=0, group=self.group)
+        dist.broadcast_object_list(answer, src=0, group=group)
         if answer[1] is not None:
             raise UserError(answer[1], shared=True)
         return answer[0]
