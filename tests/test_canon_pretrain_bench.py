@@ -1,6 +1,8 @@
 """The benches as a user starts them: they measure, say the ratio, and leave nothing behind."""
 
 import contextlib
+import dataclasses
+import gc
 import io
 import json
 import os
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,17 +19,21 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.distributed.tensor import DTensor
 
 from canon_pretrain.bench import __main__ as bench_main
 from canon_pretrain.bench import forms, generate, step, tune, variants
 from canon_pretrain.bench.__main__ import main
 from canon_pretrain.bench.attention import use_flash
+from canon_pretrain.bench.bare import BareStep, job_of, one_rank
+from canon_pretrain.bench.limits import block_flops_per_token
 from canon_pretrain.bench.machine import Machine
 from canon_pretrain.bench.memory_plan import saved_estimate
 from canon_pretrain.bench.variants import Variant
 from canon_pretrain.errors import UserError
 from canon_pretrain.model import canon as canon_module
-from canon_pretrain.model.args import FLAVORS
+from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token
+from canon_pretrain.model.transformer import TransformerBlock
 from canon_pretrain.titan import logs
 from tests.flash_packages import flash_impl
 from tests.support import ROOT
@@ -263,6 +270,72 @@ def test_what_does_not_fit_in_memory_is_left_out_and_said(
     with pytest.raises(SystemExit):
         run("step", *SMALL, *QUICK)
     assert "give a smaller --micro-batch, or fewer --layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unit", ["block", "model"])
+def test_a_gpu_holds_one_model_at_a_time(
+    run: Run, monkeypatch: pytest.MonkeyPatch, unit: str
+) -> None:
+    """The way of a GPU, on a CPU: what it builds is gone before the next."""
+    build, built = step.build, []
+    blocks: weakref.WeakSet[TransformerBlock] = weakref.WeakSet()
+    make_block = TransformerBlock.__init__
+
+    def counted(block: TransformerBlock, *given: Any, **options: Any) -> None:
+        make_block(block, *given, **options)
+        blocks.add(block)
+
+    def watched(setting: step.Setting, variant: Variant, device: torch.device) -> Any:
+        gc.collect()
+        assert not len(blocks)
+        made = build(setting, variant, device)
+        assert len(blocks) == (1 if unit == "block" else setting.args.num_layers)
+        built.append((variant.canon_set, setting.alone))
+        return made
+
+    monkeypatch.setattr(TransformerBlock, "__init__", counted)
+
+    setting_of = step._setting
+    alone = lambda *given: dataclasses.replace(setting_of(*given), alone=True)  # noqa: E731
+    monkeypatch.setattr(step, "_setting", alone)
+    monkeypatch.setattr(step, "build", watched)
+    result, page = run(
+        "step", *SMALL, *QUICK, "--unit", unit, "--backends", "reference", "--sets", "AC"
+    )
+    order = [("", True), ("AC", True), ("", True)]
+    whole = [("", False)] if unit == "model" else []
+    assert built == order + whole
+    assert result["timed"] == "forward and backward" and result["base"]["drift"] > 0
+    for row in result["rows"]:
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert row["mfu_of_measured"] == pytest.approx(
+            step_flops(result, row["canon_set"]) / row["other_s"] / 1e11
+        )
+    if whole:
+        assert result["whole"]["forward_backward_s"] > 0 and result["whole"]["update_s"] > 0
+        assert "clipping and AdamW of all parameters" in page
+
+
+def step_flops(result: dict[str, Any], canon_set: str) -> float:
+    """By the formula, of all tokens of a step."""
+    args = ModelArgs(**result["args"] | {"canon_set": canon_set})
+    count = flops_per_token if result["unit"] == "model" else block_flops_per_token
+    return float(count(args, result["num_tokens"]) * result["num_tokens"] * result["micro_batch"])
+
+
+def test_a_plain_steps_gradients_are_those_under_fsdp() -> None:
+    job = job_of(FLAVORS["debug"], num_tokens=32, micro_batch=2, dtype=torch.float32)
+    job.compile.enable = False
+    gradients = []
+    with one_rank():
+        for plain in (False, True):
+            torch.manual_seed(0)
+            bare = BareStep(job, torch.device("cpu"), plain=plain)
+            bare.forward_backward()
+            found = [p.grad for p in bare.model.parameters()]
+            gradients.append([g.full_tensor() if isinstance(g, DTensor) else g for g in found])
+    for sharded, plain_one in zip(*gradients, strict=True):
+        torch.testing.assert_close(sharded, plain_one, rtol=1e-5, atol=1e-8)
 
 
 def test_all_keeps_what_is_there_where_one_fails(

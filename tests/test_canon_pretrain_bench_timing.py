@@ -195,7 +195,6 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     assert sum(parts_of(args, micro_batch=size, **options).values()) <= ROOM * room
     assert sum(parts_of(args, micro_batch=size + 1, **options).values()) > ROOM * room
     assert largest_micro_batch(args, room=1 * GIB, **options) == 0
-    assert largest_micro_batch(args, room=room, models=2, **options) < size
 
 
 def test_counted_activations_replace_the_estimate_and_states_are_shared_out() -> None:

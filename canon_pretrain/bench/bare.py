@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
-from canon_pretrain.bench.timing import Step
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.environment import stand_alone
@@ -86,44 +86,63 @@ def fill(model: Transformer) -> None:
         model.rope.reset(model.tok_embeddings.weight.device)
 
 
-def bare_step(
-    job: CanonJobConfig,
-    device: torch.device,
-    *,
-    parallel_dims: ParallelDims | None = None,
-    rounds: int = 1,
-) -> Step:
-    """A function that takes one step of `rounds` micro-batches; a process group must stand.
+class BareStep:
+    """A step of `rounds` micro-batches, and its two halves; a process group must be there.
 
-    All ranks but this one are left out: `parallel_dims` of a single rank by default.
+    All ranks but this one are left out: `parallel_dims` of a single rank by default. With `plain`
+    it is forward and backward alone, of weights in the job's own precision: no FSDP2, no AdamW.
     """
-    args = job.model_args
-    box = TitanModelArgs(args=args)
-    box.update_from_config(job)
-    with torch.device("meta"):
-        model = TitanTransformer(box)
-    parallelize(model, parallel_dims or ParallelDims(**ONE_RANK, world_size=1), job)
-    model.to_empty(device=device)
-    fill(model)
-    loss = build_loss(job)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=job.optimizer.lr,
-        betas=(job.optimizer.beta1, job.optimizer.beta2),
-        eps=job.optimizer.eps,
-        weight_decay=job.optimizer.weight_decay,
-        fused=True,
-    )
-    shape = (rounds, job.training.local_batch_size, job.training.seq_len + 1)
-    batches = torch.randint(3, args.vocab_size, shape).to(device)
-    num_tokens = batches[:, :, 1:].numel()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        for batch in batches:
-            _, objective = model(batch[:, :-1], labels_BT=batch[:, 1:], loss=loss)
-            (objective / num_tokens).backward()
-        dist_utils.clip_grad_norm_(list(model.parameters()), job.training.max_norm, foreach=True)
-        optimizer.step()
+    def __init__(
+        self,
+        job: CanonJobConfig,
+        device: torch.device,
+        *,
+        parallel_dims: ParallelDims | None = None,
+        rounds: int = 1,
+        plain: bool = False,
+    ) -> None:
+        box = TitanModelArgs(args=job.model_args)
+        box.update_from_config(job)
+        with torch.device("meta"):
+            model = TitanTransformer(box)
+        dims = parallel_dims or ParallelDims(**ONE_RANK, world_size=1)
+        parallelize(model, None if plain else dims, job)
+        model.to_empty(device=device)
+        fill(model)
+        self.model, self.loss, self.max_norm = model, build_loss(job), job.training.max_norm
+        self.optimizer: torch.optim.Optimizer | None = None
+        if plain:
+            for parameter in model.parameters():  # buffers stay, as FSDP2 leaves them
+                parameter.data = parameter.to(TORCH_DTYPE_MAP[job.training.mixed_precision_param])
+        else:
+            self.optimizer = torch.optim.AdamW(
+                model.parameters(),
+                lr=job.optimizer.lr,
+                betas=(job.optimizer.beta1, job.optimizer.beta2),
+                eps=job.optimizer.eps,
+                weight_decay=job.optimizer.weight_decay,
+                fused=True,
+            )
+        shape = (rounds, job.training.local_batch_size, job.training.seq_len + 1)
+        self.batches = torch.randint(3, job.model_args.vocab_size, shape).to(device)
+        self.num_tokens = self.batches[:, :, 1:].numel()
 
-    return step
+    def forward_backward(self) -> None:
+        """Gradients of all micro-batches."""
+        self.model.zero_grad()
+        for batch in self.batches:
+            _, objective = self.model(batch[:, :-1], labels_BT=batch[:, 1:], loss=self.loss)
+            (objective / self.num_tokens).backward()
+
+    def update(self) -> None:
+        """Clipping and AdamW."""
+        assert self.optimizer is not None, "a plain step has none"
+        parameters = list(self.model.parameters())
+        dist_utils.clip_grad_norm_(parameters, self.max_norm, foreach=True)
+        self.optimizer.step()
+
+    def __call__(self) -> None:
+        self.forward_backward()
+        if self.optimizer is not None:
+            self.update()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from canon_pretrain.bench import variants
-from canon_pretrain.bench.bare import bare_step, job_of, one_rank
+from canon_pretrain.bench.bare import BareStep, job_of, one_rank
 from canon_pretrain.bench.machine import Machine, heading
 from canon_pretrain.bench.memory_plan import fitting_micro_batch, largest_micro_batch, parts_of
 from canon_pretrain.bench.step import many_compilations
@@ -154,7 +154,6 @@ def measured_peaks(
         num_tokens,
         dtype,
         room=torch.cuda.mem_get_info()[0],
-        models=1,
     )
     found = []
     with one_rank():
@@ -164,7 +163,7 @@ def measured_peaks(
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            step = bare_step(job, machine.device)
+            step = BareStep(job, machine.device)
             for _ in range(2):
                 step()
             torch.cuda.synchronize()

@@ -18,9 +18,8 @@ from canon_pretrain.titan.memory import memory_by_part
 ROOM = 0.92
 """The share of a GPU's memory that is planned with; fragments and workspaces take the rest."""
 LARGEST = 64
-MOST_USEFUL = 8
-"""Sequences of 4,096 tokens that keep a GPU busy: more make a step longer and no faster."""
-STATES = ("weights", "gradients", "optimizer (two moments)")
+MICRO_BATCH = 6
+"""Of the 1.3B runs (train_configs/base/1b3.toml), in sequences of 4,096 tokens."""
 
 
 def parts_of(
@@ -60,13 +59,9 @@ def largest_micro_batch(
     dtype: torch.dtype,
     room: float,
     world_size: int = 1,
-    models: int = 1,
     saved_per_token: float | None = None,
 ) -> int:
-    """The most sequences that fit in `room` bytes; 0 where one is too many.
-
-    With `models` of them in memory, of which one computes at a time.
-    """
+    """The most sequences that fit in `room` bytes; 0 if one is too many."""
 
     def overflows(size: int) -> bool:
         parts = parts_of(
@@ -77,8 +72,7 @@ def largest_micro_batch(
             world_size=world_size,
             saved_per_token=saved_per_token,
         )
-        others = (models - 1) * sum(parts[name] for name in STATES)
-        return sum(parts.values()) + others > ROOM * room
+        return sum(parts.values()) > ROOM * room
 
     return bisect.bisect_left(range(1, LARGEST + 1), True, key=overflows)
 
@@ -94,15 +88,14 @@ def saved_estimate(args: ModelArgs, dtype: torch.dtype) -> float:
 
 
 def fitting_micro_batch(
-    args: ModelArgs, num_tokens: int, dtype: torch.dtype, *, room: float, models: int
+    args: ModelArgs, num_tokens: int, dtype: torch.dtype, *, room: float
 ) -> int:
-    """`largest_micro_batch` by `saved_estimate`: at least 1, at most MOST_USEFUL."""
+    """`largest_micro_batch` by `saved_estimate`: at least 1, at most that of the 1.3B runs."""
     found = largest_micro_batch(
         args,
         num_tokens=num_tokens,
         dtype=dtype,
         room=room,
-        models=models,
         saved_per_token=saved_estimate(args, dtype),
     )
-    return min(MOST_USEFUL, max(1, found))
+    return min(MICRO_BATCH, max(1, found))

@@ -1,27 +1,40 @@
 """Canon's price in a training step: each set and backend beside the same model without Canon.
 
-`--unit model` is the whole step (bare.py: forward, loss, backward, clipping, fused AdamW, blocks
-compiled as the trainer does, FSDP2 at one rank); `--unit block` forward and backward of one
-compiled block. Two models stand in memory at a time: the one without Canon, and one other.
+`--unit block` is forward and backward of one compiled block. `--unit model` is on a CPU the whole
+step (bare.py: forward, loss, backward, clipping, fused AdamW, blocks compiled as the trainer does,
+FSDP2 at one rank), and on a GPU the model's forward and backward, of which MFU is a share; what
+FSDP2 and AdamW take on top is measured apart, of the model without Canon.
+
+On a CPU the two models of a comparison take turns. A GPU holds one at a time, with all of its
+memory, as in a run: each is built, measured and freed, the one without Canon first and last.
 """
 
 import argparse
 import dataclasses
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from canon_pretrain.bench import targets, variants
-from canon_pretrain.bench.bare import bare_step, job_of, one_rank
+from canon_pretrain.bench.bare import BareStep, job_of, one_rank
 from canon_pretrain.bench.limits import block_flops_per_token, fused, one_kernel_a_site
 from canon_pretrain.bench.machine import Machine
 from canon_pretrain.bench.memory_plan import fitting_micro_batch
 from canon_pretrain.bench.step_table import print_result as print_result
-from canon_pretrain.bench.timing import Step, compare_steps, seconds_of
+from canon_pretrain.bench.timing import (
+    STEP,
+    Comparison,
+    Step,
+    block_of,
+    compare_steps,
+    seconds_of,
+    steps_for,
+    summarise,
+)
 from canon_pretrain.bench.variants import NONE, Variant
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token
@@ -46,6 +59,8 @@ class Setting:
     micro_batch: int
     dtype: torch.dtype
     attention_backend: str
+    alone: bool
+    """One model in memory at a time."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -56,6 +71,7 @@ class Setting:
         attend = Attend(self.args, self.attention_backend)
         return {
             "unit": self.unit,
+            "timed": "forward and backward" if self.is_plain else "step",
             "model": variants.describe(self.args),
             "args": dataclasses.asdict(self.args),
             "num_tokens": self.num_tokens,
@@ -63,6 +79,11 @@ class Setting:
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": attend.describe(machine.device.type),
         }
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is compared is forward and backward, without FSDP2 and AdamW."""
+        return self.alone or self.unit == "block"
 
     def args_of(self, variant: Variant) -> ModelArgs:
         return variants.with_canon(self.args, variant.canon_set)
@@ -93,18 +114,12 @@ def measure(
     chosen = variants.variants(arguments.sets, arguments.backends, backends)
     peaks = machine.peaks(setting.dtype)
     context = one_rank() if setting.unit == "model" else nullcontext()
-    rows = []
     with context, many_compilations():
-        base = _built(setting, NONE, machine)
-        if isinstance(base, str):
-            raise UserError(f"{base}: give a smaller --micro-batch, or fewer --layers")
-        for variant in chosen:
-            found = compare(setting, variant, base, arguments, machine)
-            if isinstance(found, str):
-                missing[variant.name] = found
-                continue
-            rows.append(found)
-            say(f"{variant.name}: {found['ratio'] - 1:+.1%}")
+        in_turn = measure_alone if setting.alone else measure_in_turns
+        base, rows = in_turn(setting, chosen, missing, arguments, machine, say)
+        whole = None
+        if setting.alone and setting.unit == "model" and rows:
+            whole = measure_whole(setting, machine, arguments)
     if not rows:
         raise UserError("no variant could be measured: give a smaller --micro-batch")
     base_s = statistics.median(row["base_s"] for row in rows)
@@ -117,14 +132,117 @@ def measure(
         "unavailable": missing,
         "base": {
             "variant": NONE.name,
-            "compile_s": base.compile_s,
-            "peak_bytes": base.peak_bytes,
+            **base,
             "s": base_s,
             **speed(setting, NONE, base_s, peaks),
         },
+        "whole": whole,
         "rows": rows,
         "targets": asked_of(setting, machine),
     }
+
+
+Found = tuple[dict[str, Any], list[dict[str, Any]]]
+"""Facts of the model without Canon, and the rows of the others."""
+
+
+def measure_in_turns(
+    setting: Setting,
+    chosen: Sequence[Variant],
+    missing: dict[str, str],
+    arguments: argparse.Namespace,
+    machine: Machine,
+    say: Callable[[str], None],
+) -> Found:
+    """The model without Canon stays in memory, beside one other; blocks in turn."""
+    rows = []
+    base = _built(setting, NONE, machine)
+    if isinstance(base, str):
+        raise UserError(f"{base}: give a smaller --micro-batch, or fewer --layers")
+    for variant in chosen:
+        other = _built(setting, variant, machine)
+        if isinstance(other, str):
+            missing[variant.name] = other
+            continue
+        found = compare_steps(
+            base.step, other.step, pairs=arguments.pairs, block_s=arguments.block_seconds
+        )
+        rows.append(_row(setting, variant, found, other.facts, machine))
+        say(f"{variant.name}: {found.extra:+.1%}")
+    return base.facts, rows
+
+
+def measure_alone(
+    setting: Setting,
+    chosen: Sequence[Variant],
+    missing: dict[str, str],
+    arguments: argparse.Namespace,
+    machine: Machine,
+    say: Callable[[str], None],
+) -> Found:
+    """One model in memory at a time: none, each variant, and none again.
+
+    A block's partner is the mean of none's of the same number, before and after: a drift of the
+    clocks falls on both. `drift` is the ratio of none's medians.
+    """
+    timed = {}
+    before = _alone(setting, NONE, arguments, machine)
+    if isinstance(before, str):
+        raise UserError(f"{before}: give a smaller --micro-batch, or fewer --layers")
+    for variant in chosen:
+        found = _alone(setting, variant, arguments, machine)
+        if isinstance(found, str):
+            missing[variant.name] = found
+            continue
+        timed[variant] = found
+        say(f"{variant.name}: {1000 * statistics.median(found.seconds):.2f} ms")
+    after = _alone(setting, NONE, arguments, machine)
+    if isinstance(after, str):  # memory in fragments, say
+        missing["no Canon, once more"] = after
+        after = before
+    base_s = [(a + b) / 2 for a, b in zip(before.seconds, after.seconds, strict=True)]
+    rows = [
+        _row(setting, variant, summarise(base_s, found.seconds), found.facts, machine)
+        for variant, found in timed.items()
+    ]
+    drift = statistics.median(after.seconds) / statistics.median(before.seconds)
+    return {**before.facts, "drift": drift}, rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """Seconds of a step in each of some blocks; its model is gone."""
+
+    facts: dict[str, Any]
+    seconds: list[float]
+
+
+def _alone(
+    setting: Setting, variant: Variant, arguments: argparse.Namespace, machine: Machine
+) -> Alone | str:
+    built = _built(setting, variant, machine)
+    if isinstance(built, str):
+        return built
+    block = block_of(built.step, steps_for(built.step, arguments.block_seconds))
+    return Alone(built.facts, [block()[STEP] for _ in range(arguments.pairs)])
+
+
+def measure_whole(
+    setting: Setting, machine: Machine, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """The step without Canon in its parts: forward and backward under FSDP2, and the update."""
+    built = _built(dataclasses.replace(setting, alone=False), NONE, machine)
+    if isinstance(built, str):
+        return {"error": built}
+    step = built.step
+    assert isinstance(step, BareStep)
+    parts = {"forward_backward_s": step.forward_backward, "update_s": step.update}
+    counts = {name: steps_for(part, arguments.block_seconds) for name, part in parts.items()}
+    blocks = {
+        name: [seconds_of(part, counts[name]) / counts[name] for _ in range(arguments.pairs)]
+        for name, part in parts.items()
+    }
+    return {**built.facts, **{name: statistics.median(each) for name, each in blocks.items()}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +252,10 @@ class Built:
     step: Step
     compile_s: float
     peak_bytes: int | None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"compile_s": self.compile_s, "peak_bytes": self.peak_bytes}
 
 
 def _built(setting: Setting, variant: Variant, machine: Machine) -> Built | str:
@@ -148,10 +270,7 @@ def _built(setting: Setting, variant: Variant, machine: Machine) -> Built | str:
         step = build(setting, variant, machine.device)
         compile_s = seconds_of(step)
     except torch.OutOfMemoryError:
-        return (
-            f"a micro-batch of {setting.micro_batch} does not fit in this GPU's memory, where two "
-            "models stand"
-        )
+        return f"a micro-batch of {setting.micro_batch} does not fit in this GPU's memory"
     except Exception as why:
         if variant.backend not in variants.PROBLEMS:
             raise
@@ -160,26 +279,15 @@ def _built(setting: Setting, variant: Variant, machine: Machine) -> Built | str:
     return Built(step, compile_s, peak)
 
 
-def compare(
-    setting: Setting,
-    variant: Variant,
-    base: Built,
-    arguments: argparse.Namespace,
-    machine: Machine,
-) -> dict[str, Any] | str:
-    """The row of `variant` beside the base, or why there is none; its model is gone afterwards."""
-    other = _built(setting, variant, machine)
-    if isinstance(other, str):
-        return other
-    found = compare_steps(
-        base.step, other.step, pairs=arguments.pairs, block_s=arguments.block_seconds
-    )
+def _row(
+    setting: Setting, variant: Variant, found: Comparison, facts: dict[str, Any], machine: Machine
+) -> dict[str, Any]:
+    """What is known of `variant` beside the model without Canon."""
     return {
         "variant": variant.name,
         "canon_set": variant.canon_set,
         "backend": variant.backend,
-        "compile_s": other.compile_s,
-        "peak_bytes": other.peak_bytes,
+        **facts,
         **dataclasses.asdict(found),
         **speed(setting, variant, found.other_s, machine.peaks(setting.dtype)),
         "limits": limits(setting, variant, found.base_s, machine),
@@ -200,6 +308,7 @@ def _setting(arguments: argparse.Namespace, machine: Machine) -> Setting:
         micro_batch=arguments.micro_batch or CPU_MICRO_BATCH,
         dtype=variants.dtype_of(arguments, on_gpu=machine.on_gpu),
         attention_backend=arguments.attention,
+        alone=machine.on_gpu,
     )
     if machine.on_gpu and not arguments.micro_batch:
         size = fitting_micro_batch(
@@ -207,7 +316,6 @@ def _setting(arguments: argparse.Namespace, machine: Machine) -> Setting:
             num_tokens,
             setting.dtype,
             room=torch.cuda.mem_get_info()[0],
-            models=2,
         )
         setting = dataclasses.replace(setting, micro_batch=size)
     return setting
@@ -226,7 +334,7 @@ def build(setting: Setting, variant: Variant, device: torch.device) -> Step:
         canon_backend=variant.backend,
         attention_backend=setting.attention_backend,
     )
-    return bare_step(job, device)
+    return BareStep(job, device, plain=setting.alone)
 
 
 def block_step(setting: Setting, args: ModelArgs, backend: str, device: torch.device) -> Step:

@@ -14,8 +14,9 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     print_lines(console, heading(result))
     print_lines(
         console,
-        f"{result['unit']} of {result['model']}, {result['micro_batch']} x "
-        f"{result['num_tokens']:,} tokens, {result['dtype']}; attention by {result['attention']}",
+        f"{result['timed']} of the {result['unit']} of {result['model']}, "
+        f"{result['micro_batch']} x {result['num_tokens']:,} tokens, {result['dtype']}; attention "
+        f"by {result['attention']}",
     )
     has_stated = result["base"]["mfu_of_stated"] is not None
     columns = ["Canon", "backend", "ms", "tokens/s", "of matmul", *(["MFU"] if has_stated else [])]
@@ -50,7 +51,10 @@ def _limits(result: dict[str, Any]) -> list[str]:
     base = result["base"]
     pairs = result["rows"][0]["pairs"]
     lines = [
-        f"medians of {pairs} pairs of neighbouring blocks; spread: 10th to 90th percentile",
+        f"medians of {pairs} pairs of neighbouring blocks; spread: 10th to 90th percentile"
+        if "drift" not in base
+        else f"medians of {pairs} blocks of each model by itself, beside none's before and after "
+        f"({base['drift'] - 1:+.1%}); spread: 10th to 90th percentile",
         peaks_line(result["peaks"]),
         f"limits: the products alone take {1000 * base['mfu_of_measured'] * base['s']:.2f} ms of "
         f"none's {1000 * base['s']:.2f} at the measured matmul peak ({result['flops_formula']}); "
@@ -63,6 +67,8 @@ def _limits(result: dict[str, Any]) -> list[str]:
             f"{best['variant']} is {100 * away:+.1f} points from the limit of "
             f"{form.replace('_', ' ')}"
         )
+    if result["whole"] is not None:
+        lines.append(_whole(result["whole"], base["s"]))
     if base["peak_bytes"] is not None:
         peaks = [
             f"{row['variant']} {row['peak_bytes'] / GIB:.1f}" for row in (base, *result["rows"])
@@ -72,6 +78,17 @@ def _limits(result: dict[str, Any]) -> list[str]:
         share = best["mfu_of_stated"]
         lines.append(f"MFU of {best['variant']}: {share:.1%}; target {show(MFU, share)}")
     return lines
+
+
+def _whole(whole: dict[str, Any], plain_s: float) -> str:
+    """What a step takes beyond forward and backward, on this one GPU."""
+    if "error" in whole:
+        return f"FSDP2 and AdamW: not measured: {whole['error']}"
+    fsdp_s = whole["forward_backward_s"] - plain_s
+    return (
+        f"apart, without Canon: FSDP2 at one rank {1000 * fsdp_s:+.2f} ms on forward and backward; "
+        f"clipping and AdamW of all parameters {1000 * whole['update_s']:.2f} ms"
+    )
 
 
 def _is_mfu_asked(result: dict[str, Any]) -> bool:

@@ -30,7 +30,7 @@ class Target:
 
 
 STEP = {"ABCD": Target(0.08, 0.05, 0.03), "AC": Target(0.025, 0.015, 0.01)}
-"""Training step of the 1.3B model over the same without Canon, on a GPU, by Canon set."""
+"""Forward and backward of the 1.3B model over the same without Canon, on a GPU, by Canon set."""
 CPU_BLOCK = {"ABCD": Target(0.15, 0.10, 0.05)}
 """Compiled block of 8L512D, forward and backward, float32, on a CPU."""
 GENERATION = {"ABCD": Target(0.10, 0.05, 0.03)}

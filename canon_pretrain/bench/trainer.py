@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.bench.bare import bare_step, one_rank
+from canon_pretrain.bench.bare import BareStep, one_rank
 from canon_pretrain.bench.machine import Machine, heading
 from canon_pretrain.bench.tables import make_table
 from canon_pretrain.bench.targets import TRAINER
@@ -61,7 +61,7 @@ def measure(
         with one_rank(start=False), _trainer(job, folder) as trainer:
             data = trainer.batch_generator(trainer.dataloader)
             ours = lambda: trainer.advance(data)  # noqa: E731
-            bare = bare_step(
+            bare = BareStep(
                 job,
                 trainer.device,
                 parallel_dims=trainer.parallel_dims,

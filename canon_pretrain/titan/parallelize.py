@@ -31,13 +31,13 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 
 
 def parallelize(
-    model: Transformer, parallel_dims: ParallelDims, job: CanonJobConfig
+    model: Transformer, parallel_dims: ParallelDims | None, job: CanonJobConfig
 ) -> Transformer:
     """Activation checkpointing, torch.compile per block and FSDP2, as the job asks; in place.
 
-    `model` is on the meta device. Gradients are summed, not averaged: the trainer divides the loss
-    by the tokens of the whole global batch. Raises UserError for an attention that can't be trained
-    here.
+    `model` is on the meta device; without `parallel_dims` it is not sharded (a bench). Gradients
+    are summed, not averaged: the trainer divides the loss by the tokens of the whole global batch.
+    Raises UserError for an attention that can't be trained here.
     """
     check_attention(model, job, device_type)
     compiled = job.compile.enable and "model" in job.compile.components
@@ -52,6 +52,8 @@ def parallelize(
         )
     if compiled:
         apply_compile(model, job.compile)
+    if parallel_dims is None:
+        return model
     shard(
         model,
         fsdp_mesh(parallel_dims),
