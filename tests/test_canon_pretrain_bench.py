@@ -22,7 +22,7 @@ from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 from canon_pretrain.bench import __main__ as bench_main
-from canon_pretrain.bench import forms, generate, step, tune, variants
+from canon_pretrain.bench import forms, generate, step, trainer, tune, variants
 from canon_pretrain.bench.__main__ import main
 from canon_pretrain.bench.attention import use_flash
 from canon_pretrain.bench.bare import BareStep, job_of, one_rank
@@ -272,18 +272,56 @@ def test_what_does_not_fit_in_memory_is_left_out_and_said(
     assert "give a smaller --micro-batch, or fewer --layers" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("unit", ["block", "model"])
-def test_a_gpu_holds_one_model_at_a_time(
-    run: Run, monkeypatch: pytest.MonkeyPatch, unit: str
-) -> None:
-    """The way of a GPU, on a CPU: what it builds is gone before the next."""
-    build, built = step.build, []
+def counted_blocks(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[TransformerBlock]:
+    """All blocks that are made from now on and still there."""
     blocks: weakref.WeakSet[TransformerBlock] = weakref.WeakSet()
     make_block = TransformerBlock.__init__
 
     def counted(block: TransformerBlock, *given: Any, **options: Any) -> None:
         make_block(block, *given, **options)
         blocks.add(block)
+
+    monkeypatch.setattr(TransformerBlock, "__init__", counted)
+    return blocks
+
+
+@pytest.mark.filterwarnings(  # torchtitan's, in this process: stderr has no file, autocast is off
+    "ignore:Unable to enable fault handler", "ignore:In CPU autocast"
+)
+def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, free, left = counted_blocks(monkeypatch), Machine.free_memory, []
+
+    def freed(machine: Machine) -> None:
+        free(machine)
+        left.append(len(blocks))
+
+    monkeypatch.setattr(Machine, "free_memory", freed)
+    monkeypatch.setattr(trainer, "measure_in_turns", trainer.measure_alone)
+    config = ROOT / "train_configs" / "debug.toml"
+    result, page = run("trainer", "--config", config, "--repeats", 3, "--steps", 1)
+    assert left == [0, 0, 0, 0] and result["drift"] > 0
+    assert result["pairs"] == 3 and len(result["saves"]) == 3
+    assert result["tokens_per_step"] == 12 * 64
+    assert "before and after ours" in " ".join(page.split())
+
+
+def test_the_trainers_bench_on_a_gpu_is_of_six_layers_compiled_in_bfloat16(
+    tmp_path: Path,
+) -> None:
+    config, *overrides = trainer.GPU_JOB
+    job = trainer._job(ROOT / config, overrides, tmp_path, 10)
+    assert job.model_args.num_layers == 6 and job.model_args.dim == 2048 and job.compile.enable
+    assert job.training.mixed_precision_param == "bfloat16"
+
+
+@pytest.mark.parametrize("unit", ["block", "model"])
+def test_a_gpu_holds_one_model_at_a_time(
+    run: Run, monkeypatch: pytest.MonkeyPatch, unit: str
+) -> None:
+    """The way of a GPU, on a CPU: what it builds is gone before the next."""
+    build, built, blocks = step.build, [], counted_blocks(monkeypatch)
 
     def watched(setting: step.Setting, variant: Variant, device: torch.device) -> Any:
         gc.collect()
@@ -292,8 +330,6 @@ def test_a_gpu_holds_one_model_at_a_time(
         assert len(blocks) == (1 if unit == "block" else setting.args.num_layers)
         built.append((variant.canon_set, setting.alone))
         return made
-
-    monkeypatch.setattr(TransformerBlock, "__init__", counted)
 
     setting_of = step._setting
     alone = lambda *given: dataclasses.replace(setting_of(*given), alone=True)  # noqa: E731

@@ -13,7 +13,6 @@ code 2 with one message for bad input.
 """
 
 import argparse
-import gc
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -111,9 +110,7 @@ def _one(
     bench.print_result(result, console)
     # the next bench finds no shapes that were seen and no memory that is held
     torch._dynamo.reset()
-    gc.collect()
-    if machine.on_gpu:
-        torch.cuda.empty_cache()
+    machine.free_memory()
     return result
 
 

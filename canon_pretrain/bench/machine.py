@@ -8,6 +8,7 @@ clocks, power and what throttles it are recorded meanwhile.
 
 import contextlib
 import functools
+import gc
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -74,6 +75,12 @@ class Machine:
         if not self.on_gpu:
             return None
         return query_gpu(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+
+    def free_memory(self) -> None:
+        """Give back what no object holds any more."""
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
 
     @property
     def stated_flops(self) -> float | None:

@@ -11,7 +11,6 @@ memory, as in a run: each is built, measured and freed, the one without Canon fi
 
 import argparse
 import dataclasses
-import gc
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,11 +28,11 @@ from canon_pretrain.bench.timing import (
     STEP,
     Comparison,
     Step,
+    around,
     block_of,
     compare_steps,
     seconds_of,
     steps_for,
-    summarise,
 )
 from canon_pretrain.bench.variants import NONE, Variant
 from canon_pretrain.errors import UserError
@@ -180,11 +179,7 @@ def measure_alone(
     machine: Machine,
     say: Callable[[str], None],
 ) -> Found:
-    """One model in memory at a time: none, each variant, and none again.
-
-    A block's partner is the mean of none's of the same number, before and after: a drift of the
-    clocks falls on both. `drift` is the ratio of none's medians.
-    """
+    """One model in memory at a time: none, each variant, and none again."""
     timed = {}
     before = _alone(setting, NONE, arguments, machine)
     if isinstance(before, str):
@@ -200,12 +195,10 @@ def measure_alone(
     if isinstance(after, str):  # memory in fragments, say
         missing["no Canon, once more"] = after
         after = before
-    base_s = [(a + b) / 2 for a, b in zip(before.seconds, after.seconds, strict=True)]
-    rows = [
-        _row(setting, variant, summarise(base_s, found.seconds), found.facts, machine)
-        for variant, found in timed.items()
-    ]
-    drift = statistics.median(after.seconds) / statistics.median(before.seconds)
+    rows, drift = [], 1.0
+    for variant, found in timed.items():
+        beside, drift = around(before.seconds, found.seconds, after.seconds)
+        rows.append(_row(setting, variant, beside, found.facts, machine))
     return {**before.facts, "drift": drift}, rows
 
 
@@ -260,10 +253,9 @@ class Built:
 
 def _built(setting: Setting, variant: Variant, machine: Machine) -> Built | str:
     """`variant` after its first step, most of which is compilation; or why it can't be."""
-    gc.collect()  # the variant before this one
+    machine.free_memory()  # of the variant before this one
     before = 0
     if machine.on_gpu:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     try:

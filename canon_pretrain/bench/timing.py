@@ -80,6 +80,18 @@ def paired(base: Block, other: Block, pairs: int) -> dict[str, Comparison]:
     }
 
 
+def around(
+    before: Sequence[float], other: Sequence[float], after: Sequence[float]
+) -> tuple[Comparison, float]:
+    """The comparison of blocks that could not take turns, with those of the base around them.
+
+    A block's partner is the mean of the base's two of the same number: a drift of the clocks falls
+    on both. The drift is the ratio of the base's medians.
+    """
+    base_s = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
+    return summarise(base_s, other), statistics.median(after) / statistics.median(before)
+
+
 def block_of(step: Step, count: int) -> Block:
     """A block of `count` steps; its one part, STEP, is the seconds of one."""
 
