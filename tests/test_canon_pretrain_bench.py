@@ -201,7 +201,19 @@ def test_attention_times_each_package_with_its_own_kernel_in_place() -> None:
 
 
 @pytest.mark.slow
-def test_generate_compares_prompts_and_answers(run: Run) -> None:
+@pytest.mark.parametrize("alone", [False, True], ids=["CPU", "as on a GPU"])
+def test_generate_compares_prompts_and_answers(
+    run: Run, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    blocks, make = counted_blocks(monkeypatch), generate._model
+
+    def made(*given: Any) -> Any:
+        assert not (alone and len(blocks))
+        return make(*given)
+
+    monkeypatch.setattr(generate, "_model", made)
+    if alone:
+        monkeypatch.setattr(generate, "measure_in_turns", generate.measure_alone)
     tokens = ("--prompt-tokens", 8, "--new-tokens", 4, "--pairs", 2, "--batches", 1, 2)
     result, page = run("generate", "--flavor", "debug", "--sets", "AC", "ABCD", *tokens)
     assert [(row["batch"], row["canon_set"]) for row in result["rows"]] == [

@@ -1,14 +1,15 @@
 """Canon's price in generation: each set beside the same model without Canon, prompt and answer.
 
 `model/decode.py` as whoever generates calls it, greedily, with the clock read at every token: until
-the first one the prompts were read (prefill), after it each is one step of decoding.
+the first one the prompts were read (prefill), after it each is one step of decoding. On a CPU two
+models take turns, on a GPU each is in memory alone, the one without Canon first and last.
 """
 
 import argparse
 import dataclasses
 import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,16 @@ from canon_pretrain.bench.machine import Machine, heading
 from canon_pretrain.bench.operators import count_operators
 from canon_pretrain.bench.tables import make_table, print_lines
 from canon_pretrain.bench.targets import GENERATION, show
-from canon_pretrain.bench.timing import Block, Comparison, no_garbage, now, paired, synchronize
+from canon_pretrain.bench.timing import (
+    Block,
+    Comparison,
+    around,
+    no_garbage,
+    now,
+    paired,
+    synchronize,
+)
+from canon_pretrain.bench.variants import Variant
 from canon_pretrain.kernels.backends import BACKENDS
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.model.decode import generate
@@ -56,31 +66,23 @@ def measure(
     if arguments.backend != "auto":
         variants.available([arguments.backend], machine.device, dtype)
     chosen = variants.variants(arguments.sets, [arguments.backend], [arguments.backend])
-    base = _model(args, "auto", dtype, machine.device)
     prompts = {batch: _prompts(args, batch, lengths[0]) for batch in arguments.batches}
-    base_operators = {
-        batch: operators_per_token(base, prompts[batch], machine) for batch in prompts
-    }
+    compare_all = measure_alone if machine.on_gpu else measure_in_turns
     rows = []
-    for variant in chosen:
-        own = variants.with_canon(args, variant.canon_set)
-        other = _model(own, variant.backend, dtype, machine.device)
-        for batch in prompts:
-            found = compare(base, other, prompts[batch], lengths[1], arguments.pairs)
-            row = {
+    for variant, batch, found in compare_all(args, chosen, prompts, dtype, arguments, machine):
+        rows.append(
+            {
                 "variant": variant.name,
                 "canon_set": variant.canon_set,
                 "backend": variant.backend,
                 "batch": batch,
-                "operators": operators_per_token(other, prompts[batch], machine),
-                "base_operators": base_operators[batch],
-                **{part: dataclasses.asdict(each) for part, each in found.items()},
+                "operators": found.operators,
+                "base_operators": found.base_operators,
+                **{part: dataclasses.asdict(each) for part, each in found.parts.items()},
             }
-            rows.append(row)
-            extra = {part: f"{each.extra:+.1%}" for part, each in found.items()}
-            say(f"{variant.name}, batch {batch}: {extra}")
-        del other
-        gc.collect()
+        )
+        extra = {part: f"{each.extra:+.1%}" for part, each in found.parts.items()}
+        say(f"{variant.name}, batch {batch}: {extra}")
     weights = (num_parameters(args) - args.vocab_size * args.dim) * dtype.itemsize
     return {
         "bench": "generate",
@@ -98,23 +100,89 @@ def measure(
     }
 
 
-def compare(
-    base: Transformer,
-    other: Transformer,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    pairs: int,
-) -> dict[str, Comparison]:
-    """The two's generation side by side, PREFILL and DECODE apart."""
-    own, others = (generation(model, prompts, new_tokens) for model in (base, other))
-    for block in (own, others):
-        block()
-    return paired(own, others, pairs)
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A variant beside the model without Canon: each part, and operators per token of both."""
+
+    parts: dict[str, Comparison]
+    operators: float
+    base_operators: float
 
 
-def _model(args: ModelArgs, backend: str, dtype: torch.dtype, device: torch.device) -> Transformer:
+Rows = Iterator[tuple[Variant, int, Found]]
+Prompts = Mapping[int, Sequence[Sequence[int]]]
+"""Batch size -> that many prompts."""
+
+
+def measure_in_turns(
+    args: ModelArgs,
+    chosen: Sequence[Variant],
+    prompts: Prompts,
+    dtype: torch.dtype,
+    arguments: argparse.Namespace,
+    machine: Machine,
+) -> Rows:
+    """The model without Canon stays in memory, beside one other; calls in turn."""
+    base = _model(args, variants.NONE, dtype, machine.device)
+    counts = {batch: operators_per_token(base, prompts[batch], machine) for batch in prompts}
+    for variant in chosen:
+        other = _model(args, variant, dtype, machine.device)
+        for batch, texts in prompts.items():
+            own, others = (generation(x, texts, arguments.new_tokens) for x in (base, other))
+            for block in (own, others):
+                block()
+            parts = paired(own, others, arguments.pairs)
+            operators = operators_per_token(other, texts, machine)
+            yield variant, batch, Found(parts, operators, counts[batch])
+        del other, own, others, block
+        gc.collect()
+
+
+def measure_alone(
+    args: ModelArgs,
+    chosen: Sequence[Variant],
+    prompts: Prompts,
+    dtype: torch.dtype,
+    arguments: argparse.Namespace,
+    machine: Machine,
+) -> Rows:
+    """One model in memory at a time: none, each variant, and none again."""
+
+    def calls(variant: Variant) -> dict[int, Calls]:
+        machine.free_memory()
+        model = _model(args, variant, dtype, machine.device)
+        found = {}
+        for batch, texts in prompts.items():
+            block = generation(model, texts, arguments.new_tokens)
+            block()
+            times = [block() for _ in range(arguments.pairs)]
+            found[batch] = Calls(times, operators_per_token(model, texts, machine))
+        return found
+
+    before, *others, after = map(calls, (variants.NONE, *chosen, variants.NONE))
+    for variant, found in zip(chosen, others, strict=True):
+        for batch, other in found.items():
+            parts = {}
+            for part in (PREFILL, DECODE):
+                sides = (before[batch], other, after[batch])
+                parts[part], _ = around(*([t[part] for t in side.times] for side in sides))
+            yield variant, batch, Found(parts, other.operators, before[batch].operators)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Seconds of some calls by part, and operators per token; the model is gone."""
+
+    times: list[Mapping[str, float]]
+    operators: float
+
+
+def _model(
+    args: ModelArgs, variant: Variant, dtype: torch.dtype, device: torch.device
+) -> Transformer:
+    own = variants.with_canon(args, variant.canon_set)
     with torch.device("meta"):
-        model = Transformer(args, canon_backend=backend).to(dtype)
+        model = Transformer(own, canon_backend=variant.backend).to(dtype)
     model.to_empty(device=device)
     fill(model)
     return model.requires_grad_(False).eval()
