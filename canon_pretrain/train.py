@@ -80,13 +80,11 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     import torch
 
     from canon_pretrain.titan.command_line import parse_job
-    from canon_pretrain.titan.data import open_shards
     from canon_pretrain.titan.dry_run import check_memory, this_machine
     from canon_pretrain.titan.job_config import micro_batch_size, shard_degree
     from canon_pretrain.titan.launch import checkpoints_outside, leave_folder, prepare_folder
-    from canon_pretrain.titan.spec import register
+    from canon_pretrain.titan.opened import open_data
     from canon_pretrain.titan.trainer import CanonTrainer
-    from canon_pretrain.titan.validation import settle_validation
 
     world_size = int(os.environ["WORLD_SIZE"])
     options, argv = _own_options(argv)
@@ -97,17 +95,17 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     check_cuda()
     micro_batch_size(job, world_size)
     shard_degree(job, world_size)
-    with open_shards(job) as shards:
-        fingerprint = shards.fingerprint
-        notices, held_out = settle_validation(job, shards)
-    here = this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
-    if not options.force:
-        check_memory(job, here, world_size)
+    data, warnings = None, []
+    if os.environ["LOCAL_RANK"] == "0":  # the others of its node take over what it has read
+        data = open_data(job)
+        here = this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
+        if not options.force:
+            check_memory(job, here, world_size)
+        warnings = [*data.notices, *_first_words(job, here, world_size)]
     rank = int(os.environ["RANK"])
     init_logging(rank)
-    for warning in (*notices, *_first_words(job, here, world_size)):
+    for warning in warnings:
         _say(f"NOTE: {warning}")
-    register()
     trainer = None
     with Session(
         RunFolder(Path(job.job.dump_folder)),
@@ -119,16 +117,16 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         say=_say,
     ) as session:
         record = None
-        if rank == 0:
+        if rank == 0 and data is not None:
+            fingerprint = data.training.fingerprint
             record = prepare_folder(job, session, fingerprint=fingerprint, arguments=argv)
         try:
             trainer = CanonTrainer(
                 job,
                 world_size=world_size,
-                fingerprint=fingerprint,
+                data=data,
                 session=session,
                 record=record,
-                held_out=held_out,
             )
             trainer.train()
         finally:

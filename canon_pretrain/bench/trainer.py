@@ -35,13 +35,12 @@ from canon_pretrain.bench.variants import check_at_least
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.config import Data
 from canon_pretrain.data.shard_writer import write_shards
-from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.terminal import Console
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
-from canon_pretrain.titan.spec import register
+from canon_pretrain.titan.opened import open_data
 from canon_pretrain.titan.trainer import CanonTrainer
 
 WARM_UP = 3
@@ -174,14 +173,11 @@ def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJ
 
 @contextmanager
 def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[CanonTrainer]:
-    with TokenShards.open(folder / "data" / "train") as shards:
-        fingerprint = shards.fingerprint
-    register()
     run = RunFolder(folder / "run")
     with Session(run, rank=0, world_size=1, steps=job.training.steps) as session:
         # a run saves and stops at these; a bench has nothing to save
         session.stop.let_through([signal.SIGINT, signal.SIGTERM])
-        trainer = CanonTrainer(job, world_size=1, fingerprint=fingerprint, session=session)
+        trainer = CanonTrainer(job, world_size=1, data=open_data(job), session=session)
         trainer.metrics_processor.begin(0)
         try:
             yield trainer

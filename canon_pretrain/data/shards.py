@@ -130,6 +130,13 @@ def _cut_counts(cut: dict[str, int], whole: dict[str, int]) -> dict[str, int]:
     return counts
 
 
+_FACTS = (
+    *("num_tokens", "num_documents", "num_bytes", "vocab_size", "eos_id"),
+    *("fingerprint", "tokenizer_sha256", "plan_sha256"),
+)
+"""What TokenShards has of its manifest."""
+
+
 class TokenShards:
     """A finished split, opened for reading.
 
@@ -184,6 +191,11 @@ class TokenShards:
             for entry, (_, content) in zip(manifest["parts"], marks, strict=True)
         ]
         return cls(folder, manifest, parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process on a machine with the same folder: no commit mark is read there."""
+        facts = {name: getattr(self, name) for name in _FACTS}
+        return type(self), (self.folder, facts, self._parts)
 
     def read(self, offset: int, count: int) -> np.ndarray:
         """The tokens [offset, offset + count) of the stream, int64 [count].

@@ -140,12 +140,19 @@ class CanonDataLoader(BaseDataLoader):
 
 
 def build_dataloader(
-    dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer | None, job_config: CanonJobConfig
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: BaseTokenizer | None,
+    job_config: CanonJobConfig,
+    training_data: Mixture | None = None,
 ) -> CanonDataLoader:
-    """The TrainSpec's builder; `tokenizer` is None, since shards hold token ids."""
+    """The TrainSpec's builder; `tokenizer` is None, since shards hold token ids.
+
+    `training_data` is that of `open_shards`, if it was opened.
+    """
     training = job_config.training
     loader = BatchLoader(
-        open_shards(job_config),
+        training_data or open_shards(job_config),
         data_seed=job_config.data.data_seed,
         order=job_config.data.order,
         seq_len=training.seq_len,

@@ -5,7 +5,7 @@ of it: they change nothing that is computed.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from canon_pretrain.config import Loss
@@ -25,6 +25,48 @@ CODE = "code"
 HELD_OUT = "held_out_fingerprint"
 """The text that the held-out loss is of. A launch with validation off has no such name, nor has a
 run of an earlier version; nothing is compared then."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a launch is, and how that differs from the run in its folder: name -> [old, new]."""
+
+    is_new: bool
+    identity: dict[str, Any]
+    code: dict[str, str]
+    changes: dict[str, list[Any]]
+    """Of the identity, as allowed."""
+    code_changes: dict[str, list[Any]]
+    config_changes: dict[str, list[Any]]
+
+
+def compare(
+    job: CanonJobConfig,
+    folder: RunFolder,
+    *,
+    identity: dict[str, Any],
+    config: dict[str, Any],
+    code: dict[str, str],
+    fresh: bool,
+) -> Comparison:
+    """Compare a launch with the run in `folder`; one with `fresh` begins a new run.
+
+    Raises UserError for changes that `job` does not allow.
+    """
+    is_new = not folder.config_file.exists()
+    if fresh:
+        return Comparison(is_new, identity, code, {}, {}, {})
+    allowed = job.run.allow_changes
+    changes = check_identity(folder, identity, allowed)
+    refuse = job.run.code == "refuse" and CODE not in allowed_names(allowed)
+    changed_code = code_changes(folder, code, refuse=refuse)
+    changed_config = config_changes(folder, config)
+    if not is_new:
+        recorded = recorded_held_out(folder)
+        if HELD_OUT in identity and not recorded:
+            changed_config[HELD_OUT] = ["not recorded", identity[HELD_OUT]]
+        identity = recorded | identity
+    return Comparison(is_new, identity, code, changes, changed_code, changed_config)
 
 
 def run_identity(

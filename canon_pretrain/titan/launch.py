@@ -150,7 +150,7 @@ def leave_folder(session: Session, record: LaunchRecord) -> None:
 def announce(trainer: CanonTrainer) -> None:
     """Record, say and log what this launch is and where it begins."""
     metrics, job, folder = trainer.metrics_processor, trainer.job_config, trainer.folder
-    record = trainer.launch_record
+    record, compared = trainer.launch_record, trainer.compared
     if dist.get_rank() == 0:
         folder.done_file.unlink(missing_ok=True)
     facts: dict[str, Any] = {
@@ -158,8 +158,8 @@ def announce(trainer: CanonTrainer) -> None:
         "hosts": _hosts(),
         "torch": torch.__version__,
         "torchtitan": torchtitan.__version__,
-        "data_fingerprint": trainer.identity["data_fingerprint"],
-        HELD_OUT: trainer.identity.get(HELD_OUT),
+        "data_fingerprint": compared.identity["data_fingerprint"],
+        HELD_OUT: compared.identity.get(HELD_OUT),
         "config_hash": config_hash(trainer.config, without=OWN_TO_A_LAUNCH),
         **(record.header() if record is not None else {}),
     }
@@ -167,14 +167,14 @@ def announce(trainer: CanonTrainer) -> None:
         metrics.event("resume", from_step=trainer.step, **facts)
     else:
         metrics.event("start", **facts)
-    differences = trainer.changes | trainer.config_changes
-    if differences or trainer.code_changes:
+    differences = compared.changes | compared.config_changes
+    if differences or compared.code_changes:
         metrics.event(
             "changed",
             step=trainer.step,
-            run=trainer.changes,
+            run=compared.changes,
             config=differences,
-            code=trainer.code_changes,
+            code=compared.code_changes,
         )
     # after what it makes unseen: killed before, the next launch says it all again
     metrics.flush()
@@ -183,16 +183,16 @@ def announce(trainer: CanonTrainer) -> None:
         for problem in record.write(
             folder,
             config=trainer.config,
-            identity=trainer.identity,
-            code=trainer.code,
+            identity=compared.identity,
+            code=compared.code,
             facts=_facts_for_the_record(facts, trainer.step),
         ):
             logger.warning(f"{problem}. The run goes on")
     for name, (old, new) in differences.items():
-        mark = " (allowed by run.allow_changes)" if name in trainer.changes else ""
+        mark = " (allowed by run.allow_changes)" if name in compared.changes else ""
         logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")
-    if trainer.code_changes:
-        names = ", ".join(trainer.code_changes)
+    if compared.code_changes:
+        names = ", ".join(compared.code_changes)
         logger.warning(f"the code has changed since the last launch, in canon_pretrain/: {names}")
     logger.info(
         f"{'going on' if trainer.step else 'starting'} at step {trainer.step + 1} of "
@@ -233,8 +233,9 @@ def nothing_to_do(trainer: CanonTrainer) -> None:
 
 
 def _write_config(trainer: CanonTrainer) -> None:
+    compared = trainer.compared
     try:
-        trainer.folder.write_config(trainer.config, trainer.identity, trainer.code)
+        trainer.folder.write_config(trainer.config, compared.identity, compared.code)
     except OSError as error:
         raise UserError(
             f"{trainer.folder.config_file} cannot be written: {error.strerror}. Without it the run "

@@ -1,4 +1,4 @@
-"""From one model to one sharded over all ranks: compile each block, FSDP2, then its weights.
+"""From one model to one sharded over all ranks, or those of a replica: compile, FSDP2, weights.
 
 Called by torchtitan's Trainer through the TrainSpec. FSDP2 is applied at one rank too, so that a
 run has the same numerics (mixed precision above all) and the same checkpoint at any world size.

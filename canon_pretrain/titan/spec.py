@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from canon_pretrain.titan.data import build_dataloader
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.loss import build_loss
 from canon_pretrain.titan.metrics import build_metrics
+from canon_pretrain.titan.opened import OpenedData
 from canon_pretrain.titan.parallelize import parallelize, write_shard
 from canon_pretrain.titan.schedule import build_schedule
 from canon_pretrain.titan.validation import build_validator
@@ -64,8 +66,11 @@ class TitanTransformer(Transformer):
         super().init_weights(write=write_shard, buffer_device=buffer_device)
 
 
-def register() -> None:
-    """Make `model.name = "canon"` known to torchtitan; called by train.py."""
+def register(data: OpenedData | None = None) -> None:
+    """Make `model.name = "canon"` known to torchtitan, for the next Trainer of this process.
+
+    `data` is what it trains and validates on; unless given, it opens that by itself.
+    """
     spec = train_spec.TrainSpec(
         model_cls=TitanTransformer,
         model_args=TitanFlavors(),
@@ -73,11 +78,13 @@ def register() -> None:
         pipelining_fn=None,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_schedule,
-        build_dataloader_fn=build_dataloader,
+        build_dataloader_fn=partial(
+            build_dataloader, training_data=data.training if data else None
+        ),
         build_tokenizer_fn=None,
         build_loss_fn=build_loss,
         build_metrics_processor_fn=build_metrics,
-        build_validator_fn=build_validator,
+        build_validator_fn=partial(build_validator, parts=data.held_out if data else None),
     )
-    if "canon" not in train_spec._extra_train_specs:  # it refuses a second time in one process
-        train_spec.register_train_spec("canon", spec)
+    # register_train_spec() refuses a second time in one process
+    train_spec._extra_train_specs["canon"] = spec

@@ -10,7 +10,7 @@ import faulthandler
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torchtitan.train
 from torch import Tensor
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
@@ -34,20 +35,13 @@ from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.console import is_terminal
 from canon_pretrain.titan.data import STATE_FIELDS, CanonDataLoader, absolute_folders
 from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
-from canon_pretrain.titan.identity import (
-    CODE,
-    HELD_OUT,
-    allowed_names,
-    check_identity,
-    code_changes,
-    config_changes,
-    recorded_held_out,
-    run_identity,
-)
+from canon_pretrain.titan.identity import HELD_OUT, Comparison, compare, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.metrics import CanonMetrics
+from canon_pretrain.titan.opened import OpenedData, share
 from canon_pretrain.titan.parallelize import clip_gradients
 from canon_pretrain.titan.profiling import named_data, profiling
+from canon_pretrain.titan.spec import register
 from canon_pretrain.titan.validation import CanonValidator, knows_validation
 
 # the Trainer makes the manager that this name stands for
@@ -58,7 +52,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     """Trains one CanonJobConfig from its newest whole checkpoint, or from its seeds.
 
     `world_size` is fixed before the process group stands, so that a batch that can't be shared is
-    refused first. The shards' `fingerprint` is part of what the run is. `session` holds the run
+    refused first. `data` is None but on the first rank of each node. `session` holds the run
     folder, `record` is what rank 0 writes down about this launch; None on other ranks and in
     benches. Raises UserError, before anything is trained, for a run that would change.
     """
@@ -67,41 +61,28 @@ class CanonTrainer(torchtitan.train.Trainer):
     metrics_processor: CanonMetrics
     checkpointer: CanonCheckpointManager
     validator: CanonValidator  # where validation.enable is true
+    compared: Comparison
 
     def __init__(
         self,
         job: CanonJobConfig,
         *,
         world_size: int,
-        fingerprint: str,
+        data: OpenedData | None,
         session: Session,
         record: LaunchRecord | None = None,
-        held_out: Mapping[str, Any] | None = None,
     ) -> None:
         asked = job.training.local_batch_size
         job.training.local_batch_size = micro_batch_size(job, world_size)
         self.session = session
         self.launch_record = record
         self.folder = session.folder
-        self.identity = run_identity(job, fingerprint, held_out)
-        # a restarted job repeats --checkpoint.fresh, and is not obeyed: it goes on with a run
-        fresh = job.checkpoint.fresh and not was_obeyed(self.folder.obeyed_file, FRESH)
-        allowed = job.run.allow_changes
-        self.changes = {} if fresh else check_identity(self.folder, self.identity, allowed)
-        self.code = code_hashes()
-        refuse = job.run.code == "refuse" and CODE not in allowed_names(allowed)
-        self.code_changes = {} if fresh else code_changes(self.folder, self.code, refuse=refuse)
         self.config = job.to_dict()
         # whoever reads the run may stand in another folder
         self.config["data"] |= absolute_folders(job.data)
         if job.validation.path:
             self.config["validation"]["path"] = str(Path(job.validation.path).resolve())
-        self.config_changes = {} if fresh else config_changes(self.folder, self.config)
-        if not fresh and self.folder.config_file.exists():
-            recorded = recorded_held_out(self.folder)
-            if HELD_OUT in self.identity and not recorded:
-                self.config_changes[HELD_OUT] = ["not recorded", self.identity[HELD_OUT]]
-            self.identity = recorded | self.identity
+        self._own = data, self._compare(job, data) if os.environ["RANK"] == "0" else None
         job.metrics.disable_color_printing |= not is_terminal()
         super().__init__(job)
         session.ranks_have_met()
@@ -109,7 +90,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         # would give that rank other numerics than many have
         self.maybe_enable_amp = contextlib.nullcontext()
         self.metrics_processor.dataloader = cast(CanonDataLoader, self.dataloader)
-        if self.folder.config_file.exists():  # and so this job was compared with it
+        if not self.compared.is_new:
             self.metrics_processor.dataloader.allow_changes(STATE_FIELDS)
         self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
         # every label counts, so the number that a loss is divided by is known to all ranks
@@ -137,6 +118,23 @@ class CanonTrainer(torchtitan.train.Trainer):
                 f"was asked for): {self.gradient_accumulation_steps} micro-batches a step on each "
                 f"of {world_size} ranks make the global batch of {job.training.global_batch_size}"
             )
+
+    def _compare(self, job: CanonJobConfig, data: OpenedData | None) -> Comparison:
+        """Compare this launch with the run folder; rank 0 only. Raises UserError."""
+        assert data is not None, "rank 0 is the first of its node"
+        # a restarted job repeats --checkpoint.fresh, and is not obeyed: it goes on with a run
+        fresh = job.checkpoint.fresh and not was_obeyed(self.folder.obeyed_file, FRESH)
+        identity = run_identity(job, data.training.fingerprint, data.identity)
+        return compare(
+            job, self.folder, identity=identity, config=self.config, code=code_hashes(), fresh=fresh
+        )
+
+    def init_distributed(self) -> ParallelDims:
+        """Meet the other ranks, and take over what rank 0 has read."""
+        dims = super().init_distributed()
+        data, self.compared = share(self.job_config, *self._own)
+        register(data)
+        return dims
 
     def close(self) -> None:
         """End what runs beside the steps; called however the run ends."""
@@ -233,7 +231,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             return False
         self.session.progress(self.step, "validating")
         fields = self.validator.validate(self.model_parts, self.step)
-        text = {HELD_OUT: self.identity.get(HELD_OUT)}
+        text = {HELD_OUT: self.compared.identity.get(HELD_OUT)}
         self.metrics_processor.validation(self.step, {"tokens": self.tokens, **fields, **text})
         return True
 

@@ -72,22 +72,34 @@ def num_windows(job: CanonJobConfig) -> int | None:
     return max(1, batch * steps // STEPS_A_BATCH)
 
 
+def open_parts(job: CanonJobConfig) -> list[TokenShards | None]:
+    """The held-out part of each folder that is scored; none if validation is turned off.
+
+    Raises UserError for a damaged one.
+    """
+    if job.validation.enable is False:
+        return []
+    try:
+        return [_open_part(job, folder) for folder in _folders(job)]
+    except ShardError as error:
+        raise UserError(f"the held-out part can't be read: {error}. {OFF}") from None
+
+
 def settle_validation(
-    job: CanonJobConfig, training: Mixture | None = None
+    job: CanonJobConfig,
+    training: Mixture | None = None,
+    parts: Sequence[TokenShards | None] | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
     """Set `validation.enable` to whether there is something to validate on.
 
     Returns notices, and what the run's identity says of the held-out part: nothing if validation
     is turned off. Raises UserError where it was asked for and can't be, and where a held-out part
-    is damaged, or does not fit the model or the `training` data.
+    is damaged, or does not fit the model or the `training` data. `parts`: see `open_parts`.
     """
     if job.validation.enable is False:
         return [], {}
     folders = _folders(job)
-    try:
-        parts = [_open_part(job, folder) for folder in folders]
-    except ShardError as error:
-        raise UserError(f"the held-out part can't be read: {error}. {OFF}") from None
+    parts = open_parts(job) if parts is None else parts
     for part in parts:
         if part is not None:
             part.close()
@@ -148,11 +160,9 @@ class _Windows:
     bytes_per_token: list[float]
 
 
-def _choose(job: CanonJobConfig) -> _Windows:
+def _choose(job: CanonJobConfig, opened: Sequence[TokenShards | None]) -> _Windows:
     """The windows of each source that has a held-out part, in the shares of the mixture."""
-    folders = _folders(job)
-    names = short_names(folders)
-    opened = [_open_part(job, folder) for folder in folders]
+    names = short_names(_folders(job))
     weights = [exact_weight(share) for share in job.data.shares]
     if job.validation.path:
         weights = [Fraction(1)]
@@ -186,14 +196,21 @@ class CanonValidator(BaseValidator):
 
     All windows are read when it is made, so that damage shows before anything is trained. `rows`
     is the most that a forward pass takes: that of a training step, and exactly that many where
-    blocks are compiled, which are compiled for one shape.
+    blocks are compiled, which are compiled for one shape. `parts`: see `open_parts`.
     """
 
-    def __init__(self, job: CanonJobConfig, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        job: CanonJobConfig,
+        *,
+        rank: int,
+        world_size: int,
+        parts: Sequence[TokenShards | None] | None = None,
+    ) -> None:
         super().__init__(job)
         self._last_step = job.training.steps
         self._loss = head_loss(job.loss)
-        chosen = _choose(job)
+        chosen = _choose(job, open_parts(job) if parts is None else parts)
         self.names, self._bytes_per_token = chosen.names, chosen.bytes_per_token
         self.num_windows = len(chosen.places)
         rows = job.training.local_batch_size
@@ -302,7 +319,11 @@ def _synchronize() -> None:
 
 
 def build_validator(
-    job_config: CanonJobConfig, dp_world_size: int, dp_rank: int, **_: Any
+    job_config: CanonJobConfig,
+    dp_world_size: int,
+    dp_rank: int,
+    parts: Sequence[TokenShards | None] | None = None,
+    **_: Any,
 ) -> CanonValidator:
     """The TrainSpec's builder, called where `validation.enable` is true."""
-    return CanonValidator(job_config, rank=dp_rank, world_size=dp_world_size)
+    return CanonValidator(job_config, rank=dp_rank, world_size=dp_world_size, parts=parts)
