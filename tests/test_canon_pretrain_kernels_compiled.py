@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from canon_pretrain.kernels import compiled, compiled_gate
+from canon_pretrain.kernels import compiled, compiled_gate, shifts
 from canon_pretrain.kernels.compiled import canon_compiled
 from canon_pretrain.kernels.compiled_gate import canon_gate_compiled
 from canon_pretrain.kernels.reference import canon_reference
@@ -20,11 +20,12 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(params=["eager", "compile"], autouse=True)
+@pytest.fixture(params=["eager", "compile", "compile for a GPU"], autouse=True)
 def form(request, monkeypatch):
-    """Both forms of kernels/shifts.py; the one for torch.compile is run as plain torch here."""
-    if request.param == "compile":
+    """The forms of kernels/shifts.py; those for torch.compile are run as plain torch here."""
+    if request.param != "eager":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(shifts, "is_cuda", lambda _: request.param == "compile for a GPU")
     return request.param
 
 
@@ -65,7 +66,7 @@ def _same(function, reference, inputs, options, **tolerance):
         torch.testing.assert_close(one, other, **tolerance)
 
 
-@pytest.mark.parametrize("num_taps", [2, 3, 4])
+@pytest.mark.parametrize("num_taps", [2, 3, 4, 5, 16])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 64])
 def test_equals_the_reference_with_its_gradients(num_tokens, num_taps):
     x, weight = _random(2, num_tokens, 11), _random(11, 1, num_taps)
@@ -73,7 +74,7 @@ def test_equals_the_reference_with_its_gradients(num_tokens, num_taps):
         _same(canon_compiled, canon_reference, (x, weight), options | {"segments_BN": segments})
 
 
-@pytest.mark.parametrize("num_taps", [2, 4])
+@pytest.mark.parametrize("num_taps", [2, 4, 5, 16])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 64])
 def test_the_gate_equals_canon_and_the_activation_after_it(num_tokens, num_taps):
     inputs = _random(2, num_tokens, 7), _random(2, num_tokens, 7, seed=1), _random(14, 1, num_taps)
@@ -123,7 +124,7 @@ def test_the_gates_gradients_pass_gradcheck(relu2):
 
 def test_second_derivatives_are_right_in_eager(form):
     """torch.compile refuses them, and says so."""
-    if form == "compile":
+    if form != "eager":
         pytest.skip("not differentiated twice")
     x, weight = _random(1, 6, 2).requires_grad_(), _random(2, 1, 4).requires_grad_()
     for options in OPTIONS:
@@ -213,6 +214,7 @@ def test_only_the_gradients_that_are_asked_for_are_computed(monkeypatch, wanted)
     if not wanted[1]:
         monkeypatch.setattr(compiled, "weight_sums", refused)
         monkeypatch.setattr(compiled_gate, "weight_sums", refused)
+        monkeypatch.setattr(compiled_gate, "token_sums", refused)
     x = _random(2, 20, 3).requires_grad_(wanted[0])
     weight = _random(3, 1, 4).requires_grad_(wanted[1])
     y = canon_compiled(x, weight, residual=True, activation=False)
@@ -233,3 +235,23 @@ def test_the_input_and_the_gradient_that_is_given_stay_as_they_are():
         kept = dy.clone()
         canon_compiled(x, weight, **options).backward(dy)
         assert torch.equal(x, before) and torch.equal(dy, kept)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo
+@pytest.mark.parametrize("layer", [0, 3, "silu 4", "relu2 5"])
+def test_traced_for_a_gpu_the_numbers_are_the_same(layer, form, monkeypatch):
+    """By dynamo, and inductor's decompositions and partitioner."""
+    if form != "compile for a GPU":
+        pytest.skip("traced by other tests")
+    monkeypatch.undo()
+    monkeypatch.setattr(shifts, "is_cuda", lambda _: True)
+    torch.compiler.reset()
+    if isinstance(layer, int):
+        function, reference, options = canon_compiled, canon_reference, OPTIONS[layer]
+        num_taps, inputs = 4, [_random(2, 32, 6), _random(6, 1, 4)]
+    else:
+        function, reference, num_taps = canon_gate_compiled, _gate_reference, int(layer[-1])
+        options = {"residual": True, "relu2": layer.startswith("relu2")}
+        inputs = [_random(2, 32, 6), _random(2, 32, 6, seed=1), _random(12, 1, num_taps)]
+    traced = torch.compile(function, backend="aot_eager_decomp_partition", fullgraph=True)
+    _same(traced, reference, inputs, options | {"segments_BN": _segments(2, 32, num_taps)})

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from canon_pretrain.kernels import shifts
 from tests.saved_bytes import canon_bytes
 
 # dynamo on itself
@@ -27,7 +28,9 @@ slow = pytest.mark.slow
         pytest.param(torch.float32, {}, marks=slow),
     ],
 )
-def test_a_compiled_block_keeps_few_bytes_more(dtype, changes):
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_compiled_block_keeps_few_bytes_more(dtype, changes, on_gpu, monkeypatch):
+    monkeypatch.setattr(shifts, "is_cuda", lambda _: on_gpu)
     assert 0 < canon_bytes(dtype, compiled=True, **changes) <= LIMITS[dtype]
 
 

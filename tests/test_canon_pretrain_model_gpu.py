@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from canon_pretrain.errors import UserError
+from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model import attend as attend_module
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import check_backend
@@ -114,7 +115,8 @@ def test_blocks_compile_to_one_graph_with_the_same_numbers(name):
     args = _wide(variant(name))
     model, eager = _on_gpu(args), _on_gpu(args)
     for layer, block in model.layers.named_children():
-        model.layers.register_module(layer, torch.compile(block, fullgraph=True))
+        compiled = torch.compile(block, fullgraph=True, options=compile_options("cuda", "auto"))
+        model.layers.register_module(layer, compiled)
     for seed in (0, 1):
         tokens = random_tokens(args, rows=2, num_tokens=NUM_TOKENS, seed=seed).to(DEVICE)
         assert _difference(model(tokens), eager(tokens)) < 0.03

@@ -19,8 +19,9 @@ from canon_pretrain.config import Loss
 from canon_pretrain.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.titan import parallelize as parallelize_module
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.parallelize import shard
+from canon_pretrain.titan.parallelize import compile_blocks, shard
 from tests.flash_packages import flash_attn_package, flash_impl
 from tests.sharded import Steps, assert_equal_steps, on_ranks, sharded_steps, whole_steps
 from tests.variants import variant
@@ -326,3 +327,32 @@ def test_gradients_are_added_up_by_a_plain_sum(reduce_dtype: torch.dtype) -> Non
     values = bits.view(torch.bfloat16).to(reduce_dtype)
     values = values[~values.isnan()]
     assert torch.equal(values * 1.0, values)
+
+
+@pytest.mark.parametrize(
+    ("device", "canon", "compiler", "expected"),
+    [
+        ("cuda", "compiled", "inductor", True),
+        ("cuda", "triton", "inductor", False),
+        ("cuda", "compiled", "aot_eager", False),
+        ("cpu", "compiled", "inductor", False),
+    ],
+)
+def test_only_compiled_canon_on_a_gpu_changes_inductors_limits(
+    monkeypatch, device, canon, compiler, expected
+):
+    given = []
+    compile_whole = torch.compile
+
+    def noting(block, **options):
+        given.append(options["options"])
+        return compile_whole(block, **options)  # raises at an option that inductor doesn't know
+
+    monkeypatch.setattr(torch, "compile", noting)
+    monkeypatch.setattr(parallelize_module, "device_type", device)
+    job = CanonJobConfig()
+    job.compile.backend = compiler
+    model = Transformer(UNEVEN)
+    model.canon_backend = canon
+    compile_blocks(model, job)
+    assert [bool(options) for options in given] == [expected] * UNEVEN.num_layers

@@ -21,6 +21,7 @@ from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lin
 from canon_pretrain.bench.timing import Step, compare_steps
 from canon_pretrain.bench.tune import print_sweep, sweep
 from canon_pretrain.errors import UserError
+from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.terminal import Console
 
 REFERENCE = "reference"
@@ -150,7 +151,8 @@ class Timed:
         self.form, self.inputs = form, inputs
         x_BTC = inputs[0]
         self.module = form.make(backend).to(x_BTC.device, x_BTC.dtype)
-        self.compiled = torch.compile(self.module, fullgraph=True, dynamic=False)
+        options = compile_options(x_BTC.device.type, backend)
+        self.compiled = torch.compile(self.module, fullgraph=True, dynamic=False, options=options)
         self.differentiated = (*inputs, *self.module.parameters())
 
     def forward(self) -> Step:

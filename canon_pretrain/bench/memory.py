@@ -20,6 +20,7 @@ from canon_pretrain.bench.step import many_compilations
 from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lines
 from canon_pretrain.bench.targets import SAVED_BYTES
 from canon_pretrain.bench.variants import NONE, Variant
+from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model.args import CANON_SITES, ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.positions import Rope
@@ -105,7 +106,8 @@ def saved_per_token(
     block = TransformerBlock(args, rope, Attend(args), backend).to(device, dtype)
     if rope is not None:
         rope.reset(device)
-    compiled = torch.compile(block, fullgraph=True, dynamic=False)
+    options = compile_options(device.type, backend)
+    compiled = torch.compile(block, fullgraph=True, dynamic=False, options=options)
     h_BTD = torch.randn(1, num_tokens, args.dim, device=device).to(dtype).requires_grad_()
     return count_saved(lambda: compiled(h_BTD), block) / num_tokens
 

@@ -36,6 +36,7 @@ from canon_pretrain.bench.timing import (
 )
 from canon_pretrain.bench.variants import NONE, Variant
 from canon_pretrain.errors import UserError
+from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token
 from canon_pretrain.model.attend import BACKENDS as ATTENTION
 from canon_pretrain.model.attend import Attend
@@ -336,7 +337,8 @@ def block_step(setting: Setting, args: ModelArgs, backend: str, device: torch.de
     block.to(device, setting.dtype)
     if rope is not None:
         rope.reset(device)
-    compiled = torch.compile(block, fullgraph=True)
+    options = compile_options(device.type, backend)
+    compiled = torch.compile(block, fullgraph=True, options=options)
     shape = (setting.micro_batch, setting.num_tokens, args.dim)
     h_BTD = torch.randn(shape, device=device).to(setting.dtype).requires_grad_()
     grad_BTD = torch.randn_like(h_BTD)

@@ -44,6 +44,22 @@ def describe(backend: str) -> str:
     return f"{choose(backend)} (auto)" if backend == "auto" else backend
 
 
+def compile_options(device_type: str, backend: str) -> dict[str, Any]:
+    """`options` of torch.compile for a block by inductor, of models with and without Canon.
+
+    On a GPU inductor stores whatever has more than 8 reads or 30 operations, which the sums of
+    `compiled` have, in float32; with these it computes them where they are used. Without Canon a
+    block's code is the same (NOTES.md). On a CPU inductor's own limits are kept.
+    """
+    if device_type != "cuda" or choose(backend) != "compiled":
+        return {}
+    return {
+        "realize_acc_reads_threshold": 128,
+        "realize_opcount_threshold": 1000,
+        "realize_reads_threshold": 128,
+    }
+
+
 def check_canon_backend_fits(backend: str) -> None:
     """Raise UserError unless `backend` is known; no look at this machine."""
     check_choice("canon_backend", backend, BACKENDS)

@@ -55,7 +55,7 @@ class _Canon(torch.autograd.Function):
         taps_KC = taps_of(weight_C1K, dtype)
         inner = grads[0]
         if ctx.activation:
-            pieces = convolve(x_BTC, taps_KC, segments_BN)
+            pieces = convolve(x_BTC, taps_KC, segments_BN, again=True)
             given = inner.to(dtype).split([piece.shape[1] for piece in pieces], dim=1)
             slopes = [_silu_slope(piece) for piece in pieces]
             inner = join([dy * slope for dy, slope in zip(given, slopes, strict=True)])

@@ -3,13 +3,16 @@
 `compiled.py` and `compiled_gate.py` are made of them. Each has a form for torch.compile and one
 for eager torch, where every operation is a pass over memory and additions are made in place.
 
-Under torch.compile a sequence is computed in two pieces, its P tokens at the border and all others,
-and joined at the end. So no shift needs a mask or a padded copy: inductor's CPU code keeps whole
-vectors, and the partitioner has nothing to save (it does save a padded input, which it never makes
-anew in backward). NOTES.md has the figures.
+Under torch.compile for a CPU a sequence is computed in two pieces, its P tokens at the border and
+all others, and joined at the end. So no shift needs a mask or a padded copy: inductor's CPU code
+keeps whole vectors, and the partitioner has nothing to save (it does save a padded input, which it
+never makes anew in backward). For a GPU a shift is a pad, which inductor's Triton code loads with a
+mask; `cat` of two pieces would write both to memory. NOTES.md has the figures.
 
 Shapes: B batch, T tokens, C channels, K taps of the kernel, P = K - 1, N = P + T.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +20,18 @@ from torch import Tensor
 
 CHUNK = 16
 """Tokens that a weight gradient's first sums are over, on a CPU."""
+_CUDA_CHUNKS = (256, 128, 64, 32)
+"""The same on a GPU, the first that divides a sequence."""
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
     """float32, or float64 for float64: what sums are taken in."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def is_cuda(x: Tensor) -> bool:
+    """Whether torch.compile gets the form for a GPU; `bench codegen` replaces this."""
+    return x.device.type == "cuda"
 
 
 def taps_of(weight_C1K: Tensor, dtype: torch.dtype) -> Tensor:
@@ -34,8 +44,13 @@ def taps_of(weight_C1K: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([tap.to(dtype) for tap in weight_C1K[:, 0].unbind(1)])
 
 
-def convolve(x_BTC: Tensor, taps_KC: Tensor, segments_BN: Tensor | None) -> list[Tensor]:
-    """sum_j taps[K-1-j] * x_{t-j}, in the dtype of the taps: the pieces of [B, T, C] along T."""
+def convolve(
+    x_BTC: Tensor, taps_KC: Tensor, segments_BN: Tensor | None, *, again: bool = False
+) -> list[Tensor]:
+    """sum_j taps[K-1-j] * x_{t-j}, in the dtype of the taps: the pieces of [B, T, C] along T.
+
+    `again`: in backward, what forward has computed; see `shift`.
+    """
     x = x_BTC.to(taps_KC.dtype)
     num_tokens, reach = x.shape[1], len(taps_KC) - 1
     if not torch.compiler.is_compiling():
@@ -44,6 +59,10 @@ def convolve(x_BTC: Tensor, taps_KC: Tensor, segments_BN: Tensor | None) -> list
             own = _same(segments_BN, reach + j, reach, num_tokens - j)
             _add_product(y[:, j:], x[:, : num_tokens - j], taps_KC[reach - j], own)
         return [y]
+    if is_cuda(x):
+        terms = [shift(x_BTC, j, again=again) for j in range(reach + 1)]
+        owns = [same(segments_BN, num_tokens, j) for j in range(reach + 1)]
+        return [mix(terms, taps_KC, owns)]
     head = min(reach, num_tokens)
     border = F.pad(x[:, :head], (0, 0, reach, 0))
     pieces = [_mix(border, taps_KC, [reach - j for j in range(reach + 1)], head, segments_BN, 0)]
@@ -63,6 +82,10 @@ def convolve_back(d_BTC: Tensor, taps_KC: Tensor, segments_BN: Tensor | None) ->
             own = _same(segments_BN, reach + j, reach, num_tokens - j)
             _add_product(y[:, : num_tokens - j], d[:, j:], taps_KC[reach - j], own)
         return [y]
+    if is_cuda(d):
+        terms = [shift(d_BTC, -j) for j in range(reach + 1)]
+        owns = [same(segments_BN, num_tokens, j, ahead=j) for j in range(reach + 1)]
+        return [mix(terms, taps_KC, owns)]
     if segments_BN is not None:
         segments_BN = F.pad(segments_BN, (0, reach))  # of zeros in d, so of any segment
     last = max(0, num_tokens - reach)
@@ -91,6 +114,12 @@ def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Tensor
                 product *= own
             sums[j] = product.sum((0, 1))
         return torch.stack(sums[::-1], dim=1)[:, None]
+    if is_cuda(x):
+        products = []
+        for j in reversed(range(num_taps)):
+            own = same(segments_BN, num_tokens, j, ahead=j)
+            products.append(masked(shift(d_BTC, -j).to(dtype) * x, own))
+        return torch.stack([product.sum((0, 1)) for product in products], dim=1)[:, None]
     if segments_BN is not None:
         segments_BN = F.pad(segments_BN, (0, reach))
     # inductor's CPU code walks down all tokens for 16 channels at a time: short walks stay in cache
@@ -115,6 +144,68 @@ def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Tensor
         ]
         sums_KC = sums_KC + torch.stack(chunks).sum((1, 2))
     return sums_KC.flip(0).T[:, None]
+
+
+def shift(x_BTC: Tensor, j: int, *, again: bool = False) -> Tensor:
+    """x_{t-j}, 0 where there is none; the form for a GPU.
+
+    `again`: in backward, of what forward has shifted. By the same operator both would be one value,
+    and torch's partitioner saves a pad instead of making it anew.
+    """
+    if j == 0:
+        return x_BTC
+    if abs(j) >= x_BTC.shape[1]:
+        return torch.zeros_like(x_BTC)
+    if again and j > 0:
+        return F.pad(x_BTC[:, :-j], (0, 0, j, 0))
+    return F.pad(x_BTC, (0, 0, j, -j))
+
+
+def same(segments_BN: Tensor | None, num_tokens: int, j: int, *, ahead: int = 0) -> Tensor | None:
+    """Whether the tokens t + `ahead` and t + `ahead` - j are of one segment, [B, T, 1].
+
+    Any for a token past the last. None where all are.
+    """
+    if segments_BN is None or j == 0:
+        return None
+    first = segments_BN.shape[1] - num_tokens + min(ahead, num_tokens - 1)
+    here, there = (_from(segments_BN, start, num_tokens) for start in (first, first - j))
+    return (here == there)[..., None]
+
+
+def mix(terms: Sequence[Tensor], taps_KC: Tensor, owns: Sequence[Tensor | None]) -> Tensor:
+    """sum_j taps[K-1-j] * terms[j], without a term where owns[j] is false."""
+    y = taps_KC[-1] * terms[0].to(taps_KC.dtype)
+    for j in range(1, len(terms)):
+        y = y + masked(taps_KC[-1 - j] * terms[j].to(taps_KC.dtype), owns[j])
+    return y
+
+
+def token_sums(products: Sequence[Tensor]) -> Tensor:
+    """Each [B, T, C] of `products` summed over its tokens, [C, 1, products]; the form for a GPU.
+
+    In two launches, where inductor would add up the parts of each sum by one of its own.
+    """
+    num_tokens, channels = products[0].shape[1:]
+    chunks = [chunk for chunk in _CUDA_CHUNKS if num_tokens % chunk == 0]
+    if not chunks:
+        sums = torch.stack([product.sum((0, 1)) for product in products])
+    else:
+        parts = [product.reshape(-1, chunks[0], channels).sum(1) for product in products]
+        sums = torch.stack(parts).sum(1)
+    return sums.T[:, None]
+
+
+def _from(segments_BN: Tensor, start: int, num_tokens: int) -> Tensor:
+    missing = start + num_tokens - segments_BN.shape[1]
+    if missing > 0:
+        return F.pad(segments_BN, (-start, missing))
+    return segments_BN[:, start : start + num_tokens]
+
+
+def masked(x: Tensor, own: Tensor | None) -> Tensor:
+    """x where `own` is true (None: everywhere), 0 elsewhere."""
+    return x if own is None else x * own
 
 
 def _mix(

@@ -98,7 +98,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         check_canon_backend(canon_backend)
-        self.args = args
+        self.args, self.canon_backend = args, canon_backend
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.rope = Rope(args) if args.rope_dim else None
         self.attend = Attend(args, attention_backend)

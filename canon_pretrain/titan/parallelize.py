@@ -21,10 +21,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile
+from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
+from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from canon_pretrain.errors import UserError, check_choice
+from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model.init import InitialValue
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -51,7 +53,7 @@ def parallelize(
             base_folder=job.job.dump_folder,
         )
     if compiled:
-        apply_compile(model, job.compile)
+        compile_blocks(model, job)
     if parallel_dims is None:
         return model
     shard(
@@ -63,6 +65,19 @@ def parallelize(
         policy=job.parallelism.fsdp_reshard_after_forward,
     )
     return model
+
+
+def compile_blocks(model: Transformer, job: CanonJobConfig) -> None:
+    """torchtitan's `apply_compile`, with inductor's settings for Canon; in place."""
+    options: dict[str, Any] = {}
+    if job.compile.backend == "inductor":
+        options = compile_options(device_type, model.canon_backend)
+    for name, block in model.layers.named_children():
+        compiled: Any = torch.compile(
+            block, backend=job.compile.backend, fullgraph=True, options=options
+        )
+        model.layers.register_module(name, compiled)
+    logger.info("Compiling each TransformerBlock with torch.compile")
 
 
 def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> None:
