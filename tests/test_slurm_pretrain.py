@@ -7,6 +7,7 @@ SIGTERM, (4) exit codes that torchrun makes 1, (5) rank 0 on another node than t
 SIGTERM to batch, agent and workers at once.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from canon_pretrain.run.folder import RunFolder
 from tests.fault_runs import resumed_from, steps
 from tests.ranks import assert_same_run, events, launch, logged_step, status
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import Job, Jobs, log_of, processes_of
+from tests.slurm_jobs import ENDED, Job, Jobs, log_of, processes_of
 from tests.support import ROOT, debug_run
 
 pytestmark = pytest.mark.slurm
@@ -390,3 +391,37 @@ def test_local_is_the_same_without_slurm(
     output = script.communicate(timeout=240)[0]
     assert script.returncode == 0 and "done: step" in output, output
     assert_same_run(run, reference, step=STEPS)
+
+
+def preflight_ranks(node: str) -> list[int]:
+    """Processes on this machine that are ranks of a node's preflight."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            is_rank = b"canon_pretrain.preflight" in words and b"ranks" in words
+            if is_rank and b"torch.distributed.run" not in words:
+                if f"SLURMD_NODENAME={node}".encode() in (path / "environ").read_bytes():
+                    found.append(int(path.name))
+    return found
+
+
+def test_a_slow_node_is_named_and_the_run_goes_on(
+    jobs: Jobs, data_folder: Path, tmp_path: Path
+) -> None:
+    """The ranks on n2 run a quarter of the time, by signals; on CPUs that is a warning."""
+    run = tmp_path / "run"
+    jobs.set(PREFLIGHT=1)
+    job = jobs.submit(SCRIPT, *train(data_folder, run), flags=("--nodes=2",))
+    while job.state not in ENDED and not logged_step(run):
+        for pid in preflight_ranks("n2"):
+            with contextlib.suppress(ProcessLookupError):  # until it has ended
+                while True:
+                    os.kill(pid, signal.SIGSTOP)
+                    time.sleep(0.03)
+                    os.kill(pid, signal.SIGCONT)
+                    time.sleep(0.01)
+    assert job.until_ended() == "COMPLETED", job.text() + log_of(run)
+    words = log_of(run)
+    assert "WARNING: n2: cpu:0 is slow: matmul" in words
+    assert "preflight: 2 node(s), 2 ranks: fit" in words
