@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
@@ -22,7 +23,7 @@ from canon_pretrain.run import lock as lock_module
 from canon_pretrain.run import log as log_module
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.holder import Holder
-from canon_pretrain.run.lock import RunLock
+from canon_pretrain.run.lock import RunLock, live_holder
 from canon_pretrain.run.lock_files import content_of
 from canon_pretrain.run.log import RunLog, read_log
 from canon_pretrain.run.stop import STOP_FILE, StopRequests, describe
@@ -259,6 +260,22 @@ def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(
 
     with pytest.raises(UserError, match="in use by another launch"):
         RunLock.acquire(path, heartbeat_s=0.1, expiry_s=0.6, say=say)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_holder_elsewhere_is_looked_at_again_after_a_block(
+    lives: bool, disk: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.6)
+    path = tmp_path / "lock.json"
+    path.write_bytes(content_of(replace(Holder.of_this_process(), boot="another/pid:[1]/1")))
+    os.utime(path, (0, 0))
+    assert live_holder(path) is None
+    disk.clear()
+    threading.Timer(1.2, disk.set).start()
+    if lives:
+        threading.Timer(1.5, lambda: os.utime(path)).start()
+    assert (live_holder(path) is not None) is lives
 
 
 def test_a_line_that_stdout_does_not_take_holds_up_the_first_caller_only(
