@@ -30,6 +30,9 @@ def variants() -> list[tuple[str, str, dict[str, Any], int]]:
         some = common | {"activation": activation, "seg": seg}
         for norm, block, warps in ((False, 256, 1), (True, 2048, 8), (True, 4096, 16)):
             constants = some | {"norm": norm, "block": block, "adds": norm}
+            # as canon_rows_backward chooses for the widest
+            constants["grads"] = 3 if norm and not (activation and block > 2048) else 1
+            constants["stages"] = 2 if block > 2048 else 3
             found.append(("rows", f"canon_rows_{way}_kernel", constants, warps))
         constants = some | {"relu2": seg, "block": 256}
         found.append(("gate", f"canon_gate_{way}_kernel", constants, 1 if way == "forward" else 2))

@@ -33,9 +33,12 @@ def _sites(
 ) -> Tensor:
     """h [B, T, 8], weights [8, 1, 4]."""
     options = {"residual": True, "activation": False}
-    h, x = fused.norm_canon_stream_triton(h, gain, weights, eps=1e-5, **options)
+    h, x, *xs = fused.norm_canon_stream_triton(
+        h, gain, weights, eps=1e-5, added_BTD=h.sin(), readers=3, **options
+    )
     q, k, v = fused.canon_qkv_triton(
-        x, x[..., :4], x[..., 4:], torch.cat((weights, weights)), head_dim=4, qk_norm="per_head",
+        x, xs[0][..., :4], xs[1][..., 4:], torch.cat((weights,) * 2), head_dim=4,
+        qk_norm="per_head",
         q_gain=gain[:4], k_gain=gain[4:], eps=1e-5, cos_TR=cos, sin_TR=sin, rope_heads_q=2,
         rope_heads_k=1, **options,
     )  # fmt: skip
@@ -83,6 +86,50 @@ def the_streams_gradient_is_added() -> None:
         torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-6)
     alone = gradients(lambda *a: fused.norm_canon_stream_triton(*a, **options)[1], inputs)
     assert_equal(alone, gradients(lambda *a: fused.norm_canon_triton(*a, **options), inputs))
+
+
+def additions_beside_the_norm_are_the_streams() -> None:
+    """What is added to h is added as PyTorch does; y's readers get gradients that are summed."""
+    _check_additions(8, 37, activation=False)
+    _check_additions(2050, 4, activation=True)  # too wide for three gradients in one kernel
+    _check_additions(2050, 4, activation=False)
+
+
+def _check_additions(width: int, num_tokens: int, *, activation: bool) -> None:
+    fused = face()
+    inputs = [random(2, num_tokens, width, seed=1), random(width, seed=2)]
+    inputs.append(random(width, 1, 4, seed=3))
+    segments = torch.arange(3 + num_tokens, device=DEVICE, dtype=torch.int32) // 5
+    options: dict[str, Any] = {"residual": True, "activation": activation}
+    options["segments_BN"] = segments.expand(2, -1)
+    scales = [random(num_tokens, width, seed=i).detach() for i in (4, 5, 6)]
+
+    def run(h: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
+        h, *ys = fused.norm_canon_stream_triton(
+            h, gain, weight, eps=1e-5, added_BTD=h.sin(), readers=3, **options
+        )
+        return together(h, ys)
+
+    def apart(h: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
+        h = h + h.sin()
+        return together(h, [fused.norm_canon_triton(h, gain, weight, eps=1e-5, **options)] * 3)
+
+    def exact(h: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
+        h = h + h.sin()
+        x = torch.nn.functional.rms_norm(h, (width,), gain, 1e-5)
+        return together(h, [canon_reference(x, weight, **options)] * 3)
+
+    def together(h: Tensor, ys: list[Tensor]) -> Tensor:
+        a, b, c = (y * scale.to(h.dtype) for y, scale in zip(ys, scales, strict=True))
+        return h.cos() + a + b + c
+
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    for ours, truth in zip(gradients(run, inputs), gradients(exact, doubles), strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5)
+    assert torch.equal(gradients(run, inputs)[0], gradients(apart, inputs)[0])
+    if DEVICE != "cpu":  # the interpreter cuts a bfloat16 off
+        halves = [x.detach().bfloat16().requires_grad_() for x in inputs]
+        assert torch.equal(gradients(run, halves)[0], gradients(apart, halves)[0])
 
 
 def gradients_repeat_bit_by_bit() -> None:
@@ -263,6 +310,7 @@ CASES: dict[str, Callable[[], None]] = {
     function.__name__.replace("_", " "): function
     for function in (
         the_streams_gradient_is_added,
+        additions_beside_the_norm_are_the_streams,
         gradients_repeat_bit_by_bit,
         only_the_inputs_are_kept,
         what_needs_no_gradient_gets_none,

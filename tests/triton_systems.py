@@ -39,8 +39,9 @@ def operators_pass_opcheck() -> None:
         [[0, 0, 0, 1, 1, 2, 2, 2]] * 2, dtype=torch.int32, device=properties.DEVICE
     )
     check = torch.library.opcheck
-    check(ops.canon_rows.default, (x, weight, None, None, True, False, 0.0))
-    check(ops.canon_rows.default, (x, weight, random(6, seed=5), segments, False, True, 1e-5))
+    check(ops.canon_rows.default, (x, weight, None, None, True, False, 0.0, None))
+    check(ops.canon_rows.default, (x, weight, random(6, seed=5), segments, False, True, 1e-5, None))
+    check(ops.canon_rows.default, (x, weight, gate[0, 0], None, True, False, 1e-5, gate))
     check(ops.canon_gate.default, (x, gate, weights, segments, True, False, False))
     cos, sin = (
         torch.rand(5, 1, device=properties.DEVICE),
@@ -58,7 +59,7 @@ def backward_operators_pass_opcheck() -> None:
     rstd = torch.rand(1, 2, device=x.device)
     tests = ("test_schema", "test_faketensor")
     for want in (True, False):
-        rows = (dy, x, weight, gain, None, rstd, dy + x, True, False, want)
+        rows = ([dy, x], x, weight, gain, None, rstd, dy + x, True, False, want)
         torch.library.opcheck(ops.canon_rows_backward.default, rows, test_utils=tests)
         gate = (dy, x, dy, weights, None, True, False, True, want)
         torch.library.opcheck(ops.canon_gate_backward.default, gate, test_utils=tests)

@@ -15,7 +15,7 @@ from canon_pretrain.kernels.backends import check_canon_backend
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Attention
-from canon_pretrain.model.canon import Canon, CanonGate, CanonOfParts
+from canon_pretrain.model.canon import Canon, CanonGate, CanonOfParts, for_readers
 from canon_pretrain.model.positions import Rope
 
 
@@ -79,7 +79,7 @@ class _Norm(nn.Module):
     def forward(self, h_BTD: Tensor, added_BTD: Tensor) -> tuple[Tensor, ...]:
         # the residual stream goes on, and its gradient meets the norm's
         h_BTD, x_BTD = self.canon.after_norm(self.norm, h_BTD)
-        return h_BTD + added_BTD, x_BTD
+        return h_BTD + added_BTD, *for_readers(x_BTD, 1)
 
 
 class _Heads(Attention):

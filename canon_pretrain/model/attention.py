@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.cache import LayerCache
-from canon_pretrain.model.canon import CanonOfParts, canon_of_parts_at
+from canon_pretrain.model.canon import CanonOfParts, canon_of_parts_at, for_readers
 from canon_pretrain.model.positions import Rope
 
 
@@ -42,13 +42,14 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x_BTD: Tensor,
+        x_BTD: Tensor | tuple[Tensor, ...],
         mask: Mask = None,
         near_BN: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
-        q, k, v = self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD)
+        x_q, x_k, x_v = for_readers(x_BTD, 3)
+        q, k, v = self.wq(x_q), self.wk(x_k), self.wv(x_v)
         heads = self._heads_at_once(q, k, v, near_BN) if cache is None else None
         q_BTHK, k_BTGK, v_BTGK = heads or self._heads(q, k, v, near_BN, cache)
         if cache is None:

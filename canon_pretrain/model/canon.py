@@ -67,20 +67,25 @@ class Canon(nn.Module):
         self,
         norm: nn.RMSNorm | nn.LayerNorm,
         h_BTD: Tensor,
+        added_BTD: Tensor | None = None,
         near_BN: Tensor | None = None,
         cache: LayerCache | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return h and Canon(norm(h)), [B, T, D]: the block goes on with both.
+        readers: int = 1,
+    ) -> tuple[Tensor, Tensor | tuple[Tensor, ...]]:
+        """Return h + added and Canon(norm(h + added)), [B, T, D]: the block goes on with both.
 
-        In one kernel, where the backend has one (for RMSNorm); it adds up their gradients, too.
+        In one kernel, where the backend has one (for RMSNorm). It adds up their gradients too, and
+        gives each of the `readers` a result of its own for that: a tuple (`for_readers`).
         """
         fused = triton_kernels(self.backend, h_BTD) if cache is None else None
         if fused is None or isinstance(norm, nn.LayerNorm):
+            h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
             return h_BTD, self(norm(h_BTD), near_BN, cache)
-        both: tuple[Tensor, Tensor] = fused.norm_canon_stream_triton(
-            h_BTD, norm.weight, self.weight, eps=norm.eps, **self._options(near_BN)
+        options = self._options(near_BN) | {"added_BTD": added_BTD, "readers": readers}
+        h_BTD, *x_BTD = fused.norm_canon_stream_triton(
+            h_BTD, norm.weight, self.weight, eps=norm.eps, **options
         )
-        return both
+        return h_BTD, tuple(x_BTD)
 
     def _options(self, near_BN: Tensor | None) -> dict[str, Any]:
         traced = torch.compiler.is_compiling() and choose(self.backend) == "compiled"
@@ -164,6 +169,11 @@ class CanonGate(CanonOfParts):
             return ffn_activation(gate_BTF, self.relu2) * up_BTF
         options = self._options(near_BN) | {"relu2": self.relu2, "backend": self.backend}
         return canon_gate(*parts, self.weight, **options)
+
+
+def for_readers(x_BTD: Tensor | tuple[Tensor, ...], readers: int) -> tuple[Tensor, ...]:
+    """x for each of those that read it: itself, or the results that `Canon.after_norm` made."""
+    return x_BTD if isinstance(x_BTD, tuple) else (x_BTD,) * readers
 
 
 def canon_at(site: str, args: ModelArgs, backend: str = "auto") -> Canon | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from canon_pretrain.kernels.backends import ffn_activation
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import LayerCache
-from canon_pretrain.model.canon import Canon, canon_at, canon_gate_at
+from canon_pretrain.model.canon import Canon, canon_at, canon_gate_at, for_readers
 
 
 class FeedForward(nn.Module):
@@ -34,17 +34,21 @@ class FeedForward(nn.Module):
         )
 
     def forward(
-        self, x_BTD: Tensor, near_BN: Tensor | None = None, cache: LayerCache | None = None
+        self,
+        x_BTD: Tensor | tuple[Tensor, ...],
+        near_BN: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
-        inner = self.w1(x_BTD)
+        x_gate, *x_up = for_readers(x_BTD, 1 if self.w3 is None else 2)
+        inner = self.w1(x_gate)
         if self.w3 is None:
             if self.canon_d is not None:
                 inner = self.canon_d(inner, near_BN, cache)
             if self.gelu:
                 return self.w2(F.gelu(inner, approximate="tanh"))
             return self.w2(ffn_activation(inner, self.relu2))
-        up_BTF = self.w3(x_BTD)
+        up_BTF = self.w3(*x_up)
         if self.canon_d is not None:
             return self.w2(self.canon_d((inner, up_BTF), near_BN, cache))
         return self.w2(ffn_activation(inner, self.relu2) * up_BTF)

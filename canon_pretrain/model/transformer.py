@@ -58,10 +58,12 @@ class TransformerBlock(nn.Module):
         `mask`: what each token sees, from `Attend.mask`. `near_BN`: the segments that Canon stops
         at, None for one. `cache`: what this block remembers of earlier tokens; it is added to.
         """
-        h_BTD, x_BTD = _normed(self.attention_norm, self.canon_a, h_BTD, near_BN, cache)
-        h_BTD = h_BTD + self.attention(x_BTD, mask, near_BN, cache)
-        h_BTD, x_BTD = _normed(self.ffn_norm, self.canon_c, h_BTD, near_BN, cache)
-        return h_BTD + self.feed_forward(x_BTD, near_BN, cache)
+        near = near_BN, cache
+        h_BTD, x_BTD = _normed(self.attention_norm, self.canon_a, h_BTD, None, *near, readers=3)
+        y_BTD = self.attention(x_BTD, mask, *near)
+        readers = 1 if self.feed_forward.w3 is None else 2
+        h_BTD, x_BTD = _normed(self.ffn_norm, self.canon_c, h_BTD, y_BTD, *near, readers=readers)
+        return h_BTD + self.feed_forward(x_BTD, *near)
 
 
 def norm_of(args: ModelArgs) -> nn.RMSNorm | nn.LayerNorm:
@@ -75,12 +77,16 @@ def _normed(
     norm: nn.RMSNorm | nn.LayerNorm,
     canon: nn.Module | None,
     h_BTD: Tensor,
+    added_BTD: Tensor | None,
     near_BN: Tensor | None,
     cache: LayerCache | None,
-) -> tuple[Tensor, Tensor]:
-    """h to go on with, and its norm as the next half of the block reads it."""
+    *,
+    readers: int,
+) -> tuple[Tensor, Tensor | tuple[Tensor, ...]]:
+    """h + added to go on with, and its norm as the next half of the block reads it."""
     if isinstance(canon, Canon):
-        return canon.after_norm(norm, h_BTD, near_BN, cache)
+        return canon.after_norm(norm, h_BTD, added_BTD, near_BN, cache, readers)
+    h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
     x_BTD = norm(h_BTD)
     # where it is neither, an export's user has put an adapter there
     return h_BTD, x_BTD if canon is None else canon(x_BTD, near_BN, cache)

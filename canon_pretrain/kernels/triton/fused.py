@@ -19,7 +19,7 @@ from canon_pretrain.errors import check_choice
 from canon_pretrain.kernels.triton.gate import canon_gate
 from canon_pretrain.kernels.triton.heads_op import NORMS, canon_heads
 from canon_pretrain.kernels.triton.norm_stream import NormCanonStream
-from canon_pretrain.kernels.triton.rows import canon_rows
+from canon_pretrain.kernels.triton.rows import MAX_READERS, canon_rows
 
 MAX_ROW = 4096
 """Elements of a row that one program holds for a norm; wider ones take PyTorch's norm before it."""
@@ -35,7 +35,9 @@ def canon_triton(
 ) -> Tensor:
     """`canon_reference` of a whole sequence; see kernels/reference.py."""
     _check("canon_triton", x_BTC, weight_C1K, x_BTC.shape[-1], segments_BN)
-    y_BTC: Tensor = canon_rows(x_BTC, weight_C1K, None, segments_BN, residual, activation, 0.0)[0]
+    y_BTC: Tensor = canon_rows(
+        x_BTC, weight_C1K, None, segments_BN, residual, activation, 0.0, None
+    )[0]
     return y_BTC
 
 
@@ -58,7 +60,9 @@ def norm_canon_triton(
         return canon_triton(
             x_BTD, weight_D1K, residual=residual, activation=activation, segments_BN=segments_BN
         )
-    y_BTD: Tensor = canon_rows(h_BTD, weight_D1K, gain_D, segments_BN, residual, activation, eps)[0]
+    y_BTD: Tensor = canon_rows(
+        h_BTD, weight_D1K, gain_D, segments_BN, residual, activation, eps, None
+    )[0]
     return y_BTD
 
 
@@ -71,23 +75,32 @@ def norm_canon_stream_triton(
     residual: bool,
     activation: bool,
     segments_BN: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """h itself and `norm_canon_triton` of it, for a block that goes on with both.
+    added_BTD: Tensor | None = None,
+    readers: int = 1,
+) -> tuple[Tensor, ...]:
+    """h + added, and `norm_canon_triton` of it `readers` times over, for a block that reads both.
 
-    Where the residual stream goes on with this h, its gradient is added to the other one's in the
-    kernel that makes that one, and not in a pass of its own.
+    Where each reader takes one of the equal results, and the residual stream goes on with this
+    h + added, all their gradients are added in the kernel that needs the sum, and not in passes of
+    their own. At most MAX_READERS.
     """
     width = h_BTD.shape[-1]
     options: dict[str, Any] = {"residual": residual, "activation": activation}
     if width > MAX_ROW:
         options["segments_BN"] = segments_BN
-        return h_BTD, norm_canon_triton(h_BTD, gain_D, weight_D1K, eps=eps, **options)
+        h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
+        y_BTD = norm_canon_triton(h_BTD, gain_D, weight_D1K, eps=eps, **options)
+        return h_BTD, *(y_BTD,) * readers
     _check("norm_canon_stream_triton", h_BTD, weight_D1K, width, segments_BN)
+    if not 1 <= readers <= MAX_READERS or (
+        added_BTD is not None and (added_BTD.shape, added_BTD.dtype) != (h_BTD.shape, h_BTD.dtype)
+    ):
+        raise ValueError(f"readers ({readers}) are 1 to {MAX_READERS}, and added is like h.")
     _checked_gain(gain_D, "full", width, width)
-    both: tuple[Tensor, Tensor] = NormCanonStream.apply(
-        h_BTD, weight_D1K, gain_D, segments_BN, residual, activation, eps
+    found: tuple[Tensor, ...] = NormCanonStream.apply(
+        h_BTD, added_BTD, weight_D1K, gain_D, segments_BN, residual, activation, eps, readers
     )
-    return both
+    return found
 
 
 def canon_qkv_triton(

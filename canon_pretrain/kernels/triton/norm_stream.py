@@ -1,8 +1,9 @@
-"""RMSNorm and Canon beside the residual stream that they read: one gradient for both ways.
+"""RMSNorm and Canon with the residual stream beside them: additions that cost no pass of their own.
 
-Called by `fused.py`. A block reads its stream twice, through the norm and as it is; autograd would
-add the two gradients in a pass of its own over three tensors (12 D bytes a token in bfloat16). The
-backward kernel has the one of them in registers: it reads the other and writes the sum.
+Called by `fused.py`. A block adds to its stream and reads the sum twice, through the norm and as it
+is; what the norm gives is read by two or three products. The forward kernel makes the sum, and the
+backward kernel adds up the gradients of all that read: apart from it each addition of two would be
+a pass over three tensors (12 D bytes per token in bfloat16).
 """
 
 from typing import Any
@@ -14,36 +15,41 @@ from canon_pretrain.kernels.triton.rows import canon_rows, canon_rows_backward
 
 
 class NormCanonStream(torch.autograd.Function):
-    """(h, Canon(RMSNorm(h))), with the arguments of `canon_rows`."""
+    """(h + added, Canon(RMSNorm(h + added)) once for each of `readers`); see `canon_rows`."""
 
     @staticmethod
     def forward(
         ctx: Any,
         h_BTD: Tensor,
+        added_BTD: Tensor | None,
         weight_D1K: Tensor,
         gain_D: Tensor,
         segments_BN: Tensor | None,
         residual: bool,
         activation: bool,
         eps: float,
-    ) -> tuple[Tensor, Tensor]:
-        y_BTD, rstd_BT = canon_rows(
-            h_BTD, weight_D1K, gain_D, segments_BN, residual, activation, eps
+        readers: int,
+    ) -> tuple[Tensor, ...]:
+        y_BTD, rstd_BT, sum_BTD = canon_rows(
+            h_BTD, weight_D1K, gain_D, segments_BN, residual, activation, eps, added_BTD
         )
-        ctx.save_for_backward(h_BTD, weight_D1K, gain_D, segments_BN, rstd_BT)
+        stream = h_BTD.view_as(h_BTD) if added_BTD is None else sum_BTD
+        kept = h_BTD if added_BTD is None else sum_BTD
+        ctx.save_for_backward(kept, weight_D1K, gain_D, segments_BN, rstd_BT)
         ctx.options = residual, activation
-        return h_BTD.view_as(h_BTD), y_BTD
+        return stream, y_BTD, *(y_BTD.view_as(y_BTD) for _ in range(readers - 1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dh_BTD, dy_BTD = grads
-        need_h, need_weight, need_gain = ctx.needs_input_grad[:3]
+        dh_BTD, *dys_BTD = grads
+        need_h, need_added, need_weight, need_gain = ctx.needs_input_grad[:4]
         dh, dweight, dgain = canon_rows_backward(
-            dy_BTD, *ctx.saved_tensors, dh_BTD, *ctx.options, need_weight or need_gain
+            dys_BTD, *ctx.saved_tensors, dh_BTD, *ctx.options, need_weight or need_gain
         )
         return (
             dh if need_h else None,
+            dh if need_added else None,
             dweight if need_weight else None,
             dgain if need_gain else None,
-            *(None,) * 4,
+            *(None,) * 5,
         )

@@ -12,6 +12,7 @@ Shapes: B batch, T tokens, C channels, K taps, P programs along B and T, S sums 
 an activation parts the residual from the convolution).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,12 +36,15 @@ from canon_pretrain.kernels.triton.window import (
     store_row,
 )
 
+MAX_READERS = 3
+"""The most gradients of one result that a kernel adds up."""
+
 
 @triton.jit
 def canon_rows_forward_kernel(
-    x, weight, gain, segments, y, rstd, num_tokens, width, run, eps,
+    x, added, weight, gain, segments, y, rstd, total, num_tokens, width, run, eps,
     taps: tl.constexpr, residual: tl.constexpr, activation: tl.constexpr, seg: tl.constexpr,
-    norm: tl.constexpr, block: tl.constexpr,
+    norm: tl.constexpr, adds: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     channels = tl.program_id(0) * block + tl.arange(0, block)
     first = tl.program_id(1) * run
@@ -49,7 +53,9 @@ def canon_rows_forward_kernel(
     row = tl.program_id(2).to(tl.int64)
     start = row * num_tokens + first
     x += start * width
+    added += start * width
     y += start * width
+    total += start * width
     rstd += start
     segments += row * (num_tokens + taps - 1) + first
     mask = channels < width
@@ -65,10 +71,19 @@ def canon_rows_forward_kernel(
     begin = tl.full((), -REACH, tl.int32)
     next0 = load_raw(x, begin, low, high, width, channels)
     next1 = load_raw(x, begin + 1, low, high, width, channels)
+    if adds:
+        more0 = load_raw(added, begin, low, high, width, channels)
+        more1 = load_raw(added, begin + 1, low, high, width, channels)
     for i in range(0, length + REACH):
         t = i - REACH
         next2 = load_raw(x, t + 2, low, high, width, channels)
         x0 = next0.to(tl.float32)
+        if adds:
+            more2 = load_raw(added, t + 2, low, high, width, channels)
+            # rounded, as the stream that goes on with it
+            x0 = (x0 + more0.to(tl.float32)).to(next0.dtype).to(tl.float32)
+            store_row(total, t, 0, length, width, channels, x0)
+            more0, more1 = more1, more2
         g0 = load_segment(segments, t, low, high, taps, seg)
         if norm:
             r = tl.rsqrt(tl.sum(x0 * x0, axis=0) / width + eps)
@@ -90,10 +105,10 @@ def canon_rows_forward_kernel(
 
 @triton.jit
 def canon_rows_backward_kernel(
-    dy, x, weight, gain, segments, rstd, more, dx, sums, num_tokens, width, run,
+    dy, dy1, dy2, x, weight, gain, segments, rstd, more, dx, sums, num_tokens, width, run,
     taps: tl.constexpr, residual: tl.constexpr, activation: tl.constexpr, seg: tl.constexpr,
-    norm: tl.constexpr, adds: tl.constexpr, want_sums: tl.constexpr, block: tl.constexpr,
-    stages: tl.constexpr,
+    norm: tl.constexpr, grads: tl.constexpr, adds: tl.constexpr, want_sums: tl.constexpr,
+    block: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     channels = tl.program_id(0) * block + tl.arange(0, block)
     first = tl.program_id(1) * run
@@ -102,6 +117,8 @@ def canon_rows_backward_kernel(
     row = tl.program_id(2).to(tl.int64)
     start = row * num_tokens + first
     dy += start * width
+    dy1 += start * width
+    dy2 += start * width
     x += start * width
     more += start * width
     dx += start * width
@@ -127,6 +144,10 @@ def canon_rows_backward_kernel(
         t = begin + i
         s = t - REACH  # the token whose gradient is complete with t's
         e0 = load_row(dy, t, 0, high, width, channels)
+        if grads > 1:
+            e0 += load_row(dy1, t, 0, high, width, channels)
+        if grads > 2:
+            e0 += load_row(dy2, t, 0, high, width, channels)
         g0 = load_segment(segments, t, low, high, taps, seg)
         if activation:
             x0 = load_row(x, t, low, high, width, channels)
@@ -180,26 +201,32 @@ def canon_rows(
     residual: bool,
     activation: bool,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Return y_BTC; and, float32 [B, T], 1 / rms of each token where there is a gain, else [0]."""
+    added_BTC: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y_BTC of x + added; 1 / rms of each token, float32 [B, T]; and x + added, rounded.
+
+    The second is [0] where there is no gain, the last where there is no `added`.
+    """
     x, weight = x_BTC.contiguous(), weight_C1K.contiguous()
+    added = added_BTC.contiguous() if added_BTC is not None else None
     num_rows, num_tokens, width = x.shape
     norm = gain_C is not None
     blocks = choose_blocks("whole row" if norm else "forward", num_rows, num_tokens, width)
-    y, rstd = _canon_rows_like(x_BTC, weight_C1K, gain_C, segments_BN, residual, activation, eps)
+    y, rstd, sum_BTC = _canon_rows_like(x, weight, gain_C, None, residual, activation, eps, added)
     if not x.numel():
-        return y, rstd
+        return y, rstd, sum_BTC
     grid = (triton.cdiv(width, blocks.block), triton.cdiv(num_tokens, blocks.run), num_rows)
     with on_device(x):
         canon_rows_forward_kernel[grid](
-            x, weight, gain_C.contiguous() if gain_C is not None else x,
+            x, added if added is not None else x,
+            weight, gain_C.contiguous() if gain_C is not None else x,
             segments_BN.contiguous() if segments_BN is not None else x,
-            y, rstd, num_tokens, width, blocks.run, eps,
+            y, rstd, sum_BTC, num_tokens, width, blocks.run, eps,
             taps=weight.shape[2], residual=residual, activation=activation,
-            seg=segments_BN is not None, norm=norm, block=blocks.block,
+            seg=segments_BN is not None, norm=norm, adds=added is not None, block=blocks.block,
             num_warps=blocks.warps,
         )  # fmt: skip
-    return y, rstd
+    return y, rstd, sum_BTC
 
 
 @canon_rows.register_fake
@@ -211,14 +238,20 @@ def _canon_rows_like(
     residual: bool,
     activation: bool,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+    added_BTC: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     shape = x_BTC.shape[:2] if gain_C is not None else (0,)
-    return x_BTC.new_empty(x_BTC.shape), x_BTC.new_empty(shape, dtype=torch.float32)
+    rstd = x_BTC.new_empty(shape, dtype=torch.float32)
+    return x_BTC.new_empty(x_BTC.shape), rstd, x_BTC.new_empty(_sum_shape(x_BTC, added_BTC))
+
+
+def _sum_shape(x_BTC: Tensor, added_BTC: Tensor | None) -> tuple[int, ...]:
+    return x_BTC.shape if added_BTC is not None else (0,)
 
 
 @torch.library.custom_op("canon_pretrain::canon_rows_backward", mutates_args=())
 def canon_rows_backward(
-    dy_BTC: Tensor,
+    dys_BTC: Sequence[Tensor],
     x_BTC: Tensor,
     weight_C1K: Tensor,
     gain_C: Tensor | None,
@@ -231,14 +264,22 @@ def canon_rows_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x (and, added to it, `more`), of the weight and of the gain.
 
+    `dys`: one to three gradients of y, which are added up, each from one of y's readers.
     Without `want_sums` the last two are empty, as is the last where there is no gain.
     """
-    dy, x, weight = dy_BTC.contiguous(), x_BTC.contiguous(), weight_C1K.contiguous()
+    x, weight = x_BTC.contiguous(), weight_C1K.contiguous()
     gain = gain_C.contiguous() if gain_C is not None else None
     num_rows, num_tokens, width = x.shape
     taps, norm = weight.shape[2], gain is not None
     blocks = choose_blocks("whole row" if norm else "backward", num_rows, num_tokens, width)
     runs = triton.cdiv(num_tokens, blocks.run)
+    stages = blocks.stages
+    assert len(dys_BTC) <= MAX_READERS
+    if len(dys_BTC) > 1 and blocks.block > 2048:
+        stages = min(stages, 2)  # five rows a stage must fit in shared memory
+        if activation:  # and in registers
+            dys_BTC = [sum(dys_BTC[1:], dys_BTC[0])]
+    dy, dy1, dy2 = [*(dy.contiguous() for dy in dys_BTC), x, x][:3]
     dx = torch.empty_like(x)
     num_sums = taps + (norm and activation)
     shape = (num_rows * runs, num_sums, width) if want_sums else (0,)
@@ -246,14 +287,14 @@ def canon_rows_backward(
     if x.numel():
         with on_device(x):
             canon_rows_backward_kernel[(triton.cdiv(width, blocks.block), runs, num_rows)](
-                dy, x, weight, gain if gain is not None else x,
+                dy, dy1, dy2, x, weight, gain if gain is not None else x,
                 segments_BN.contiguous() if segments_BN is not None else x,
                 rstd_BT, more_BTC.contiguous() if more_BTC is not None else x,
                 dx, sums_PSC, num_tokens, width, blocks.run,
                 taps=taps, residual=residual, activation=activation,
-                seg=segments_BN is not None, norm=norm,
+                seg=segments_BN is not None, norm=norm, grads=len(dys_BTC),
                 adds=more_BTC is not None, want_sums=want_sums, block=blocks.block,
-                stages=blocks.stages, num_warps=blocks.warps,
+                stages=stages, num_warps=blocks.warps,
             )  # fmt: skip
     if not want_sums:
         return dx, weight.new_empty(0), weight.new_empty(0)
@@ -262,7 +303,7 @@ def canon_rows_backward(
 
 @canon_rows_backward.register_fake
 def _canon_rows_backward_like(
-    dy_BTC: Tensor,
+    dys_BTC: Sequence[Tensor],
     x_BTC: Tensor,
     weight_C1K: Tensor,
     gain_C: Tensor | None,
@@ -280,22 +321,29 @@ def _canon_rows_backward_like(
     return dx, weight_C1K.new_empty(weight_C1K.shape), dgain
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, gain, segments, *ctx.options, _ = inputs
-    ctx.save_for_backward(x, weight, gain, segments, output[1])
-    ctx.mark_non_differentiable(output[1])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, gain, segments, *ctx.options, _, added = inputs
+    _, rstd, sum_BTC = output
+    ctx.adds = added is not None
+    ctx.save_for_backward(sum_BTC if ctx.adds else x, weight, gain, segments, rstd)
+    ctx.mark_non_differentiable(rstd, *(() if ctx.adds else (sum_BTC,)))
 
 
-def _gradients(ctx: Any, dy_BTC: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dy_BTC: Tensor, _: Tensor, dsum_BTC: Tensor) -> tuple[Tensor | None, ...]:
     need_x, need_weight, need_gain = ctx.needs_input_grad[:3]
     dx, dweight, dgain = canon_rows_backward(
-        dy_BTC, *ctx.saved_tensors, None, *ctx.options, need_weight or need_gain
+        [dy_BTC],
+        *ctx.saved_tensors,
+        dsum_BTC if ctx.adds else None,
+        *ctx.options,
+        need_weight or need_gain,
     )
     return (
         dx if need_x else None,
         dweight if need_weight else None,
         dgain if need_gain else None,
         *(None,) * 4,
+        dx if ctx.needs_input_grad[7] else None,
     )
 
 
