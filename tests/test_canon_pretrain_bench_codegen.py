@@ -1,0 +1,152 @@
+"""What a block launches and moves on an H100: counted again, and compared with the record."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canon_pretrain.bench.codegen import MODELS, PAGE, RECORD, page
+from canon_pretrain.bench.limits import RATES, block_traffic, step_seconds
+from canon_pretrain.model.args import flavor
+from tests.support import ROOT
+
+RECORDED = json.loads(RECORD.read_text())
+MOST = 1.02
+BRIEF = ("--models", "nope", "--sets", "ABCD")
+
+
+def counted(folder: Path, *options: str) -> dict[str, Any]:
+    """What the bench counts: a process of its own, since it pretends that there is a GPU."""
+    for package, expected in RECORDED["versions"].items():
+        if version(package) != expected:
+            pytest.skip(f"counted with {package} {expected}; here is {version(package)}")
+    file = folder / "codegen.json"
+    words = [sys.executable, "-m", "canon_pretrain.bench", "codegen", *options, "--json", str(file)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+@pytest.fixture(scope="module")
+def brief(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return counted(tmp_path_factory.mktemp("codegen"), *BRIEF)
+
+
+def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Every figure of rows by its name, and what Canon adds to the KiB."""
+    found: dict[str, float] = {}
+    base: dict[str, float] = {}
+    for row in rows:
+        name = f"{row['model']} {row['canon_set']} {row['backend']}"
+        total = 0.0
+        for direction in ("forward", "backward"):
+            for kind, value in (row[direction] | row[direction]["kib"]).items():
+                if kind != "kib":
+                    found[f"{name} {direction} {kind}"] = value
+            total += sum(row[direction]["kib"].values())
+        found[f"{name} saved"] = row["saved_bytes"]
+        if not row["canon_set"]:
+            base[row["model"]] = total
+        found[f"{name} extra"] = total - base[row["model"]]
+    return found
+
+
+def risen(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> dict[str, float]:
+    """The figures that rose to more than MOST times what was recorded."""
+    before = figures(recorded)
+    most = {name: value + (MOST - 1) * abs(value) + 0.01 for name, value in before.items()}
+    return {name: value for name, value in figures(rows).items() if value > most[name]}
+
+
+def test_no_figure_of_a_block_rises(brief: dict[str, Any]) -> None:
+    assert [(row["canon_set"], row["backend"]) for row in brief["rows"]] == [
+        ("", "compiled"), ("ABCD", "compiled"), ("ABCD", "triton"),
+    ]  # fmt: skip
+    assert risen(brief["rows"], RECORDED["rows"]) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_no_figure_of_any_block_rises(model: str, tmp_path: Path) -> None:
+    recorded = [row for row in RECORDED["rows"] if row["model"] == model]
+    backends = {row["backend"] for row in recorded if row["canon_set"]}
+    rows = counted(tmp_path, "--models", model, "--backends", *sorted(backends))["rows"]
+    assert len(rows) == len(recorded)
+    assert risen(rows, recorded) == {}
+
+
+def test_a_rise_of_any_figure_is_found() -> None:
+    rows = RECORDED["rows"]
+    for name in ("launches", "operators", "gemms"):
+        worse = copy.deepcopy(rows)
+        worse[-1]["backward"][name] += 1
+        assert len(risen(worse, rows)) == 1
+    worse = copy.deepcopy(rows)
+    worse[-1]["forward"]["kib"]["other"] *= 1.03
+    assert {name.split()[-1] for name in risen(worse, rows)} >= {"other", "extra"}
+    worse[-1]["saved_bytes"] *= 1.03
+    assert len(risen(worse, rows)) == 3
+    assert risen(rows, rows) == {}
+
+
+def test_the_page_is_that_of_the_record() -> None:
+    assert PAGE.read_text() == page(RECORDED)
+
+
+def test_inductor_counts_what_is_counted_by_hand(brief: dict[str, Any]) -> None:
+    none, _, fused = brief["rows"]
+    dim, width = 2048, 5504
+    # norm; stream and norm; activation; stream: 2 + 3 + 4 D (the stream is added twice), 3 F
+    assert none["forward"]["kib"]["other"] == pytest.approx(2 * (9 * dim + 3 * width) / 1024, 1e-3)
+    weights = 2 * (4 * dim * dim + 3 * dim * width) / (6 * 4096)  # each is read once
+    moved = 2 * (4 * 2 * dim + 3 * (dim + width))  # q, k, v and output; gate, up and down
+    assert none["forward"]["kib"]["gemm"] * 1024 == pytest.approx(moved + weights, rel=1e-3)
+    for row, found in zip((none, fused), brief["computed"][::2], strict=True):
+        least = block_traffic(
+            replace(flavor("1b3"), position="nope", canon_set=row["canon_set"]), 2
+        )
+        assert found["least_kib"] == pytest.approx(sum(one.total for one in least.values()) / 1024)
+        assert 1 <= found["ratio"] < 1.25
+
+
+def test_a_step_takes_what_its_parts_take() -> None:
+    """Each rate by itself, the others without limit."""
+    args = replace(flavor("1b3"), position="nope")
+    inf = float("inf")
+    without_limit: dict[str, float] = dict.fromkeys(
+        ("gemm_flops", "attention_flops", "memory_bytes"), inf
+    ) | {"launch_gap_s": 0.0, "exposed_network": 0.0}
+
+    def seconds(**rates: float) -> float:
+        bars: dict[str, Any] = {
+            name: (0, rate, 0) for name, rate in (without_limit | rates).items()
+        }
+        return step_seconds(
+            args,
+            replace(RATES["h100"], **bars),
+            1,
+            num_tokens=1000,
+            seq_len=4096,
+            world_size=8,
+            layer_bytes=1e5,
+            layer_launches=50,
+        )
+
+    assert seconds() == 0
+    matrices = 24 * (4 * 2048**2 + 3 * 2048 * 5504) + 32000 * 2048
+    assert seconds(gemm_flops=1e14) == pytest.approx(1000 * 6 * matrices / 1e14)
+    pairs = 4096 / 2 * 2048 * 24  # causal: half of the tokens, a product of 2 FLOPs
+    attended = 1000 * pairs * 2 * (2 + 5)  # forward two products, backward five
+    assert seconds(attention_flops=1e14) == pytest.approx(attended / 1e14)
+    assert seconds(launch_gap_s=1e-6) == pytest.approx(24 * 50 * 1e-6)
+    moved = seconds(memory_bytes=1e12)
+    assert 24 * 1000 * 1e5 / 1e12 < moved < 24 * 1000 * 1e5 / 1e12 + 0.01
