@@ -1,14 +1,14 @@
 """The links of a chain: what a job script asks before and after each launch of a run.
 
     python -m canon_pretrain.chain code --job ID -- --config FILE.toml [--section.key value ...]
-    python -m canon_pretrain.chain begin RUN --job ID [--restarts K] [--take_code]
+    python -m canon_pretrain.chain begin RUN --job ID [--restarts K] [--take_code] -- --config ...
     python -m canon_pretrain.chain end RUN --job ID [--restarts K] --asked none
 
 slurm/lib.sh calls it; a job that is requeued is one chain, and each start of it a link. torchrun
 turns every exit code of a worker into 1, so what a launch came to is read from the run folder:
 status.json, the checkpoints, and RUN/restarts.json, which this module keeps. All links use the code
-of the first one, a snapshot in RUN/code (run/snapshot.py). No torch here, since it runs while a
-node's time is paid for.
+of the run's first one, a snapshot in RUN/code (run/snapshot.py), and the config of their chain's,
+RUN/restarts.toml. No torch here, since it runs while a node's time is paid for.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.cli import command
-from canon_pretrain.config import read_experiment
+from canon_pretrain.config import read_experiment, to_toml
 from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, parsing, read_json, write_json
+from canon_pretrain.files import UnreadableFile, parsing, read_json, write_atomic, write_json
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.holder import Holder, process_lives, read_count
 from canon_pretrain.run.lock import live_holder
@@ -80,6 +80,11 @@ def restarts_file(run: RunFolder) -> Path:
     return run.path / "restarts.json"
 
 
+def config_file(run: RunFolder) -> Path:
+    """The config, with all that it extends, of the newest chain's first link."""
+    return run.path / "restarts.toml"
+
+
 def newest_checkpoint(run: RunFolder) -> int:
     """The newest step that is saved under its final name; 0 without one."""
     name = CHECKPOINTS
@@ -90,8 +95,9 @@ def newest_checkpoint(run: RunFolder) -> int:
     return max(CheckpointFolder(run.path / name).steps(), default=0)
 
 
-def code_of(job: str, arguments: Sequence[str]) -> Path | None:
-    """The snapshot that a link of `job` is launched from; None for the program as it is here.
+def code_of(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path | None]:
+    """The snapshot that a link of `job` is launched from, None for the program as it is here; and
+    the config in the place of its own, None for its own.
 
     `arguments` are those of canon_pretrain.train. A run without a checkpoint begins at step 1 with
     the program as it is, and so does a fresh one; `--run.allow_changes code` resumes with it. A
@@ -102,19 +108,21 @@ def code_of(job: str, arguments: Sequence[str]) -> Path | None:
         path, words = split_config(arguments)
         values = read_experiment(path) if path is not None else {}
     except UserError:
-        return None  # the check of the job comes next, and says it better
+        return None, None  # the check of the job comes next, and says it better
     folder = _option("job.dump_folder", words, values) or ["./outputs"]
     run = RunFolder(Path(folder[-1]).absolute())
     snapshot, link = newest_snapshot(run), _read_link(run)
     if snapshot is None:
-        return None
+        return None, None
+    config = config_file(run) if config_file(run).is_file() else None
     if link is None or link.job != job:
+        config = None
         allowed = ",".join(_option("run.allow_changes", words, values)).split(",")
         is_fresh = _option("checkpoint.fresh", words, values) in (["True"], ["true"])
         if "code" in allowed or is_fresh or not newest_checkpoint(run):
-            return None
+            return None, None
     check_snapshot(snapshot)
-    return snapshot
+    return snapshot, config
 
 
 def _option(name: str, words: Sequence[str], values: dict[str, Any]) -> list[str]:
@@ -142,13 +150,14 @@ def begin(
     restarts: int = RESTARTS,
     wait_s: float = WAIT_S,
     take_code: bool = False,
+    config: Path | None = None,
 ) -> Decision | None:
     """Record that a link of `job` begins; a Decision where it must not.
 
     That is where another job's launch lives in the folder, whose own count this would spoil; and
     the links before it, killed with their scripts, have used up `restarts`. Waits for up to
     `wait_s` while another job has the folder. With `take_code` the program as it is becomes the
-    run's newest snapshot.
+    run's newest snapshot. The first link of `job` keeps its `config` for the next ones.
     """
     if (other := _live_other(run, job, wait_s)) is not None:
         return Decision("failed", _in_use(other))
@@ -166,6 +175,8 @@ def begin(
         link = dataclasses.replace(link, is_restart=True, futile=futile)
     if take_code:  # before the link is known: a restart of it looks for its code
         take_snapshot(run)
+    if config is not None and not link.is_restart:
+        write_atomic(config_file(run), to_toml(read_experiment(config)).encode())
     _write_link(run, link)
     return None
 
@@ -327,8 +338,8 @@ def _write_link(run: RunFolder, link: Link) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Print the next step and its reason, a line each; `begin` prints nothing to go ahead.
 
-    `code` prints the snapshot's folder and what this program differs in, or nothing; `begin
-    --take_code` prints the folder behind the word code.
+    `code` prints the snapshot's folder, what this program differs in and the config, or nothing;
+    `begin --take_code` prints the folder behind the word code.
     """
     parser = argparse.ArgumentParser(
         prog="python -m canon_pretrain.chain", description=(__doc__ or "").split("\n")[0]
@@ -348,13 +359,19 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"--restarts {arguments.restarts}: expected at least 1")
         decision: Decision | None
         if arguments.command == "code":
-            if (snapshot := code_of(arguments.job, own[place + 1 :])) is not None:
+            snapshot, config = code_of(arguments.job, own[place + 1 :])
+            if snapshot is not None:
                 others = ", ".join(differences(snapshot)[:10])
-                print(snapshot, f"not this repository's: {others}" if others else "", sep="\n")
+                note = f"not this repository's: {others}" if others else ""
+                print(snapshot, note, config or "", sep="\n")
             return
         if arguments.command == "begin":
             decision = begin(
-                run, arguments.job, restarts=arguments.restarts, take_code=arguments.take_code
+                run,
+                arguments.job,
+                restarts=arguments.restarts,
+                take_code=arguments.take_code,
+                config=split_config(own[place + 1 :])[0],
             )
             if decision is None and arguments.take_code:
                 print("code", newest_snapshot(run), sep="\n")

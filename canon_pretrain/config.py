@@ -7,6 +7,7 @@ laptop without it can read and check an experiment too.
 
 import dataclasses
 import errno
+import json
 import tomllib
 import types
 import typing
@@ -171,6 +172,26 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             value = merge(old, value)
         result[key] = value
     return result
+
+
+def to_toml(values: Mapping[str, Any], table: str = "") -> str:
+    """TOML that holds what `read_experiment` has returned."""
+    lines = [f"[{table}]"] if table else []
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines += [f"{_text(key)} = {_text(v)}" for key, v in values.items() if key not in tables]
+    inner = (to_toml(v, f"{table}{'.' * bool(table)}{_text(key)}") for key, v in tables.items())
+    return "".join(f"{line}\n" for line in lines) + "".join(inner)
+
+
+def _text(value: Any) -> str:
+    """A key or a value as TOML writes it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):  # in a list
+        return f"{{{', '.join(f'{_text(key)} = {_text(v)}' for key, v in value.items())}}}"
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value)  # numbers, and dates by ISO 8601
 
 
 def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = "") -> T:

@@ -113,7 +113,8 @@ use_code() {
     export PYTHONSAFEPATH=1 PYTHONPATH=$CODE${USER_PYTHONPATH:+:$USER_PYTHONPATH}
 }
 
-# find_code JOB: a run that is resumed has its own code, and its own lib.sh, whatever is here by now
+# find_code JOB: a run that is resumed has its own code, and its own lib.sh, whatever is here by now;
+# a job that is requeued has the CONFIG that it began with
 find_code() {
     local answer lines
     answer=$(on_head python -m canon_pretrain.chain code --job "$1" -- --config "$CONFIG" \
@@ -124,6 +125,7 @@ find_code() {
     source "${lines[0]}/slurm/lib.sh"
     use_code "${lines[0]}"
     CODE_NOTE=${lines[1]:-}
+    CONFIG=${lines[2]:-$CONFIG}
 }
 
 # plan_job NODES [--data]: check the job as a whole; sets RUN and CHECKPOINT_BYTES, or ends the script
@@ -314,7 +316,7 @@ may_begin() {
     local answer take=()
     [[ -n $CODE ]] || take=(--take_code)
     answer=$(on_head python -m canon_pretrain.chain begin "$RUN" --job "$1" \
-        --restarts "$MAX_RESTARTS_WITHOUT_PROGRESS" "${take[@]}") || exit 1
+        --restarts "$MAX_RESTARTS_WITHOUT_PROGRESS" "${take[@]}" -- --config "$CONFIG") || exit 1
     if [[ $answer == code$'\n'* ]]; then
         use_code "${answer#*$'\n'}"
     elif [[ -n $answer ]]; then
@@ -329,11 +331,10 @@ may_begin() {
 pretrain_job() {
     split_arguments "$@"
     find_code "$SLURM_JOB_ID"
-    pretrain_link "$@" # of the run's own lib.sh
+    pretrain_link # of the run's own lib.sh
 }
 
-pretrain_link() {
-    split_arguments "$@"
+pretrain_link() { # CONFIG and ARGUMENTS are set
     set_ranks "${GPUS_PER_NODE:-8}"
     trap on_limit USR1
     trap on_term TERM
@@ -374,13 +375,11 @@ pretrain_local() {
     split_arguments "$@"
     job=local-$(uname -n)-$$-$(date +%s)
     find_code "$job"
-    local_links "$job" "$@"
+    local_links "$job"
 }
 
 local_links() {
     local job=$1
-    shift
-    split_arguments "$@"
     set_ranks "${GPUS_PER_NODE:-}"
     prepare_node
     plan_job 1 --data

@@ -13,9 +13,9 @@
 # itself such a job ends in its first seconds, with the same message, and gets what the #SBATCH lines
 # below ask for: whole nodes of 8 GPUs. --local does all this on this machine, without Slurm.
 #
-# The run's code is copied to RUN/code when it begins, and each later link is launched from there:
-# what a git pull changes meanwhile changes no run. --run.allow_changes code resumes with this
-# repository's code, and --checkpoint.fresh begins with it.
+# The run's code is copied to RUN/code when it begins, and each later link is launched from there,
+# with the CONFIG that its job began with: what a git pull changes meanwhile changes no run.
+# --run.allow_changes code resumes with this repository's code, and --checkpoint.fresh begins with it.
 #
 # In the environment, or in slurm/cluster.env (see cluster.env.example beside this script):
 #   GPUS_PER_NODE=8      GPUs that slurm/submit.sh asks for on each node; a rank each

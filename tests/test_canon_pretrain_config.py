@@ -1,13 +1,17 @@
 """Experiment files: `extends`, and errors that name the key and the way out."""
 
+import datetime
 import os
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from canon_pretrain.config import build, merge, read_experiment, suggest
+from canon_pretrain.config import build, merge, read_experiment, suggest, to_toml
 from canon_pretrain.errors import UserError
 
 
@@ -122,3 +126,18 @@ def test_an_odd_config_is_one_message(tmp_path: Path, kind: str) -> None:
         path.write_bytes(odd[kind])
     with pytest.raises(UserError, match=r"odd\.toml"):
         read_experiment(path)
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+VALUES = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(NAMES, VALUES, max_size=4))
+def test_what_was_read_can_be_written(values: dict) -> None:
+    assert tomllib.loads(to_toml(values)) == values
+    assert tomllib.loads(to_toml({"day": (day := datetime.date(2026, 1, 2))})) == {"day": day}

@@ -11,6 +11,7 @@ import pytest
 
 import canon_pretrain
 from canon_pretrain import chain
+from canon_pretrain.config import read_experiment
 from canon_pretrain.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.snapshot import (
@@ -101,28 +102,41 @@ def tear(snapshot: Path) -> None:
     (snapshot / "manifest.json").write_text("{")
 
 
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return take_snapshot(RunFolder(tmp_path_factory.mktemp("taken")))
+
+
 @pytest.mark.parametrize("harm", [flip, lose, add, link_file, link_folder, link_itself, tear])
-def test_damage_is_refused_with_the_way_out(run: RunFolder, harm: Callable[[Path], None]) -> None:
-    harm(snapshot := take_snapshot(run))
+def test_damage_is_refused_with_the_way_out(
+    taken: Path, run: RunFolder, harm: Callable[[Path], None]
+) -> None:
+    shutil.copytree(taken, snapshot := run.code / "001")
+    check_snapshot(snapshot)
+    harm(snapshot)
     with pytest.raises(UserError, match="--run.allow_changes code"):
         check_snapshot(snapshot)
-    # which is: the same code again, beside it
-    if harm is not link_itself:
-        assert take_snapshot(run) == run.code / "002"
-        check_snapshot(run.code / "002")
 
 
-def test_another_users_folder_is_no_snapshot(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    snapshot, uid = take_snapshot(run), os.geteuid()
+def test_the_way_out_is_the_same_code_again(run: RunFolder) -> None:
+    flip(take_snapshot(run))
+    assert take_snapshot(run) == run.code / "002"
+    check_snapshot(run.code / "002")
+
+
+def test_another_users_folder_is_no_snapshot(taken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     with pytest.raises(UserError, match="no folder of yours"):
-        check_snapshot(snapshot)
+        check_snapshot(taken)
 
 
 def words(run: RunFolder, *more: str) -> list[str]:
     return ["--config", str(CONFIG), "--job.dump-folder", str(run.path), *more]
+
+
+def code_of(job: str, arguments: list[str]) -> Path | None:
+    return chain.code_of(job, arguments)[0]
 
 
 def test_a_chain_stays_with_its_code(
@@ -132,31 +146,31 @@ def test_a_chain_stays_with_its_code(
     options that it repeats."""
     first, second = run.code / "001", run.code / "002"
     allow = ("--run.allow_changes", "optimizer.lr", "code")
-    assert chain.code_of("1", words(run)) is None, "a new run"
+    assert code_of("1", words(run)) is None, "a new run"
     assert chain.begin(run, "1", take_code=True) is None and newest_snapshot(run) == first
     monkeypatch.setattr(canon_pretrain, "__file__", str(changed_program / "__init__.py"))
     assert differences(first) == ["canon_pretrain/titan/loss.py"]
-    assert chain.code_of("1", words(run)) == first, "a restart before the first checkpoint"
-    assert chain.code_of("2", words(run)) is None, "another job would begin at step 1"
+    assert code_of("1", words(run)) == first, "a restart before the first checkpoint"
+    assert code_of("2", words(run)) is None, "another job would begin at step 1"
     (run.path / "checkpoint" / "step-4").mkdir(parents=True)
     for options in ((), ("--run.allow_changes=optimizer.lr",), ("--checkpoint.no-fresh",)):
-        assert chain.code_of("2", words(run, *options)) == first
+        assert code_of("2", words(run, *options)) == first
     for options in (allow, ("--run.allow-changes=optimizer.lr,code",), ("--checkpoint.fresh",)):
-        assert chain.code_of("2", words(run, *options)) is None
+        assert code_of("2", words(run, *options)) is None
     own = tmp_path / "own.toml"
     own.write_text(f'[job]\ndump_folder = "{run.path}"\n[run]\nallow_changes = ["code"]\n')
-    assert chain.code_of("2", ["--config", str(own)]) is None
+    assert code_of("2", ["--config", str(own)]) is None
 
     # it takes the new code, once
     assert chain.begin(run, "2", take_code=True) is None and newest_snapshot(run) == second
-    assert chain.code_of("2", words(run, *allow)) == second
-    assert chain.code_of("3", words(run)) == second
+    assert code_of("2", words(run, *allow)) == second
+    assert code_of("3", words(run)) == second
     assert "SCALE" in (second / "canon_pretrain/titan/loss.py").read_text()
     assert "SCALE" not in (first / "canon_pretrain/titan/loss.py").read_text()
     flip(second)
     with pytest.raises(UserError, match="titan/loss.py"):
-        chain.code_of("3", words(run))
-    assert chain.code_of("3", ["--config", "/no/such.toml"]) is None, "the job's check says so"
+        code_of("3", words(run))
+    assert code_of("3", ["--config", "/no/such.toml"]) is None, "the job's check says so"
 
 
 def test_a_folder_that_takes_no_code_is_an_error(run: RunFolder) -> None:
@@ -165,3 +179,21 @@ def test_a_folder_that_takes_no_code_is_an_error(run: RunFolder) -> None:
     with pytest.raises(UserError, match="can't be kept"):
         chain.begin(run, "1", take_code=True)
     assert not chain.restarts_file(run).exists(), "the link has not begun"
+
+
+def test_a_chain_stays_with_its_config(run: RunFolder, tmp_path: Path) -> None:
+    """Its restarts do; who submits again means the file as it is then."""
+    own = tmp_path / "own.toml"
+    own.write_text(f'extends = "{CONFIG}"\n[job]\ndump_folder = "{run.path}"\n')
+    begun = read_experiment(own)
+    (run.path / "checkpoint" / "step-4").mkdir(parents=True)
+    chain.begin(run, "1", take_code=True, config=own)
+    own.write_text(own.read_text() + "[optimizer]\nlr = 1\n")
+    edited = read_experiment(own)
+    chain.begin(run, "1", config=own)
+    snapshot, config = chain.code_of("1", ["--config", str(own)])
+    assert snapshot == run.code / "001" and config == chain.config_file(run)
+    assert read_experiment(config) == begun != edited
+    assert chain.code_of("2", ["--config", str(own)]) == (snapshot, None)
+    chain.begin(run, "2", config=own)
+    assert read_experiment(config) == edited

@@ -224,9 +224,9 @@ def test_more_runs_are_added_when_asked_and_others_keep_their_numbers(
 
 
 def test_a_config_that_changed_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own text or what it extends; a comment is no change."""
+    """Its own text or what it extends; a comment is no change. A requeued job reads a copy."""
     base = config(tmp_path / "base.toml")
     path = tmp_path / "own.toml"
     path.write_text('extends = "base.toml"\n')
@@ -237,6 +237,8 @@ def test_a_config_that_changed_is_refused(
     config(Path(base), "[training]\nsteps = 99\n")
     assert "own.toml (or what it extends) has changed" in refused(capsys, "run", tmp_path / "s", 1)
     assert "has changed" in refused(capsys, "plan", tmp_path / "s", *words)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert launch_of(tmp_path / "s", 1, capsys)
 
 
 def test_configs_of_one_name_are_not_mixed_up(

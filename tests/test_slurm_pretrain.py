@@ -159,8 +159,8 @@ def head_loss(*arguments):
 def test_code_that_changes_in_mid_chain_changes_no_run(
     jobs: Jobs, data_folder: Path, tmp_path: Path
 ) -> None:
-    """Between two links another loss, a check that crashes and other job scripts come into the
-    repository; then a new job asks for that loss."""
+    """Between two links another loss, a check that crashes, other job scripts and a config with
+    unknown keys come into the repository; then a new job asks for that loss."""
     once = ("--checkpoint.interval", 1000)
     launch(*debug_run(data_folder, tmp_path / "alone"), *once, ranks=1, output=tmp_path / "out")
     repository, run, other = tmp_path / "repository", tmp_path / "run", tmp_path / "other"
@@ -169,7 +169,8 @@ def test_code_that_changes_in_mid_chain_changes_no_run(
         shutil.copytree(ROOT / name, repository / name, ignore=unwanted)
     set_pace(pace := tmp_path / "pace", **SLOW)
     where = {"cwd": repository, "TEST_PACE": pace}
-    job = jobs.submit(SCRIPT, *train(data_folder, run, *once), **where)
+    config = repository / "train_configs" / "debug.toml"
+    job = jobs.submit(SCRIPT, config, *train(data_folder, run, *once)[1:], **where)
     job.until_step(run, 2)
     jobs.cluster.run("scancel", "--signal=USR1", "--batch", job.id)
     step = assert_stopped_and_requeued(job, run, restarts=1, reason="the file STOP")
@@ -178,10 +179,11 @@ def test_code_that_changes_in_mid_chain_changes_no_run(
     package = repository / "canon_pretrain"
     with open(package / "titan" / "loss.py", "a") as loss:
         loss.write(OTHER_LOSS)
-    broken = [package / "preflight" / "job.py", repository / "slurm" / "lib.sh"]
+    broken = [package / "preflight" / "job.py", repository / "slurm" / "lib.sh", config]
     kept = [path.read_text() for path in broken]
     broken[0].write_text("raise RuntimeError\n")
     broken[1].write_text(kept[1] + "pretrain_link() { exit 9; }\n")
+    config.write_text(kept[2] + "\n[made_up_later]\nkey = 1\n")
     set_pace(pace)
     assert job.until_ended() == "COMPLETED", job.text() + log_of(run)
     assert_same_run(run, tmp_path / "alone", step=12)

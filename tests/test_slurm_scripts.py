@@ -284,3 +284,29 @@ def test_modules_and_a_container_stand_before_each_command(programs: Path) -> No
     (programs / "words").unlink()
     bash(programs, "-c", f"{LIBRARY} load_cluster; on_head python -m m", "bash", ROOT)
     assert (programs / "words").read_text() == "<--bind></a b><python><-m><m>", "no job, no srun"
+
+
+def test_a_link_runs_the_code_and_config_that_its_chain_has(programs: Path, tmp_path: Path) -> None:
+    """And the job script's functions of that code; nothing of it where the code is damaged."""
+    snapshot = tmp_path / "a run" / "code" / "001"
+    (snapshot / "slurm").mkdir(parents=True)
+    show = "$CONFIG|${ARGUMENTS[*]}|$CODE|$PYTHONPATH|${PYTHONSAFEPATH-}"
+    for path, when in ((snapshot / "slurm/lib.sh", "then"), (programs / "now.sh", "now")):
+        path.write_text(f'pretrain_link() {{ echo "{when}: {show}"; }}\n')
+    job = f'{LIBRARY} CONTAINER=() SRUN_FLAGS=(); source "{programs}/now.sh"; pretrain_job "$@"'
+    given = ("bash", ROOT, "own.toml", "--run.code", "note")
+
+    def link(answer: str) -> subprocess.CompletedProcess[str]:
+        stand_in(programs, "python", answer)
+        return bash(programs, "-c", job, *given, SLURM_JOB_ID=7, PYTHONPATH="/mine")
+
+    assert link("true").stdout == f"now: own.toml|--run.code note||{ROOT}:/mine|\n"
+    (call,) = calls(programs, "python")
+    assert call.endswith("chain code --job 7 -- --config own.toml --run.code note")
+    there = f"{snapshot}|{snapshot}:/mine|1\n"
+    done = link(f"printf '%s\\n' '{snapshot}' '' '{tmp_path}/kept.toml'")
+    assert done.stdout == f"then: {tmp_path}/kept.toml|--run.code note|{there}", done
+    done = link(f"printf '%s\\n' '{snapshot}' 'other files' ''")
+    assert done.stdout == f"then: own.toml|--run.code note|{there}", done
+    done = link("exit 2")
+    assert done.returncode == 2 and not done.stdout

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from canon_pretrain.cli import command
 from canon_pretrain.errors import UserError
+from canon_pretrain.run.holder import read_count
 from canon_pretrain.sweep.grid import (
     SEED_KEYS,
     SeedOf,
@@ -97,7 +98,8 @@ def run(arguments: argparse.Namespace) -> None:
     if is_done(folder / planned.name):
         print(f"{planned.name}: DONE, nothing to do", file=sys.stderr)
         return
-    check_config(sweep, planned, folder)
+    if not read_count(os.environ, "SLURM_RESTART_COUNT"):  # it reads the config that it began with
+        check_config(sweep, planned, folder)
     words = sweep.options(planned, folder)
     if arguments.print0:
         sys.stdout.write("".join(f"{word}\0" for word in (planned.config, *words)))
