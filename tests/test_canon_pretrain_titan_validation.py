@@ -434,10 +434,12 @@ def test_a_validation_that_was_undone_is_taken_again(tmp_path: Path) -> None:
     log.write("start")
     for step in (50, 100):
         log.write("validation", step=step, loss=1.0)
+    log.flush()
     assert stands_in_log(log.path, 100)
     log.write("resume", from_step=80)
     log.write("step", step=100, loss=1.0)
     log.write("resume", from_step=100)
+    log.flush()
     assert not stands_in_log(log.path, 100) and stands_in_log(log.path, 50)
     with open(log.path, "ab") as file:  # a damaged line must not keep the run from going on
         file.write(b'{"event": "validation", "step": \x00\x00}\n{"event": "validation"}\n')
