@@ -30,7 +30,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def is_cuda(x: Tensor) -> bool:
-    """Whether torch.compile gets the form for a GPU; `bench codegen` replaces this."""
+    """Whether torch.compile gets the form for a GPU."""
     return x.device.type == "cuda"
 
 
