@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from canon_pretrain.kernels import shifts
 from canon_pretrain.kernels.compiled import join
 from canon_pretrain.kernels.shifts import (
     convolve,
     convolve_back,
+    is_traced_for_cuda,
     masked,
     mix,
     same,
@@ -73,7 +73,7 @@ class _CanonGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_BTF, up_BTF, weight_C1K, segments_BN = ctx.saved_tensors
-        if torch.compiler.is_compiling() and shifts.is_cuda(gate_BTF):
+        if is_traced_for_cuda(gate_BTF):
             return *_backward_on_gpu(ctx, grads[0]), None, None, None
         gate_taps, up_taps = _taps(gate_BTF, weight_C1K, ctx.residual)
         gates = convolve(gate_BTF, gate_taps, segments_BN)

@@ -34,6 +34,11 @@ def is_cuda(x: Tensor) -> bool:
     return x.device.type == "cuda"
 
 
+def is_traced_for_cuda(x: Tensor) -> bool:
+    """Whether torch.compile is making the form for a GPU now."""
+    return torch.compiler.is_compiling() and is_cuda(x)
+
+
 def taps_of(weight_C1K: Tensor, dtype: torch.dtype) -> Tensor:
     """The taps one after the other, the current token's last: [K, C] of `dtype`.
 
