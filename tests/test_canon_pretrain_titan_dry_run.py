@@ -441,7 +441,8 @@ def test_a_job_that_cannot_fit_is_refused_before_a_weight_is_made(
     done = train(*debug_run(data_folder, tmp_path / "run"), *HUGE, ranks=2, check=False)
     assert done.returncode == 1
     assert done.stderr.count("error: this job can't fit") == 1
-    assert not (tmp_path / "run").exists()
+    # ranks that read no data may have begun their session: no file is left of it
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
 
 
 def test_force_starts_it_all_the_same(
