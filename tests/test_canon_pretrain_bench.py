@@ -22,7 +22,7 @@ from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 from canon_pretrain.bench import __main__ as bench_main
-from canon_pretrain.bench import forms, generate, step, trainer, tune, variants
+from canon_pretrain.bench import generate, step, trainer, tune, variants
 from canon_pretrain.bench.__main__ import main
 from canon_pretrain.bench.attention import use_flash
 from canon_pretrain.bench.bare import BareStep, job_of, one_rank
@@ -32,6 +32,7 @@ from canon_pretrain.bench.memory_plan import saved_estimate
 from canon_pretrain.bench.variants import Variant
 from canon_pretrain.errors import UserError
 from canon_pretrain.model import canon as canon_module
+from canon_pretrain.model import canon_forms
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token
 from canon_pretrain.model.transformer import TransformerBlock
 from canon_pretrain.titan import logs
@@ -90,7 +91,7 @@ def test_step_compares_canon_with_none(tmp_path: Path, unit: str) -> None:
         "step", *SMALL, *QUICK, "--unit", unit, "--sets", "AC", temporary=tmp_path
     )
     assert [row["variant"] for row in result["rows"]] == ["AC compiled", "AC reference"]
-    assert set(result["unavailable"]) == {"causal_conv1d", "triton"}
+    assert set(result["unavailable"]) == {"causal_conv1d", "fla", "triton"}
     for row in result["rows"]:
         assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
         assert row["tokens_per_second"] == pytest.approx(2 * 32 / row["other_s"])
@@ -445,8 +446,8 @@ def test_a_kernel_that_is_wrong_is_not_timed(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr(canon_module, "canon_gate", wrong_gate)
     result, page = run("canon", *SMALL, *QUICK, "--micro-batch", 2)
     assert {row["backend"] for row in result["rows"]} == {"reference"}
-    assert "not measured: A, C by compiled: it is 0.001 away from the formula" in page
-    assert len(result["unavailable"]) == 2 + 6
+    assert "not measured: A, C by compiled: output 0 is 0.000" in page
+    assert len(result["unavailable"]) == 3 + 6
 
 
 def test_a_kernel_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,7 +465,7 @@ def test_a_kernel_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.Mon
 
     right_gate = canon_module.canon_gate
     monkeypatch.setattr(variants, "backend_problem", lambda name, device, dtype: None)
-    monkeypatch.setattr(forms, "check_canon_backend", lambda backend: None)
+    monkeypatch.setattr(canon_forms, "check_canon_backend", lambda *backend: None)
     monkeypatch.setattr(canon_module, "canon", failing)
     monkeypatch.setattr(canon_module, "canon_gate", failing_gate)
     options = ("--backends", "causal_conv1d", "compiled", "--micro-batch", 2)

@@ -1,7 +1,7 @@
 """Each kernel by itself: seconds against the reference's, and bytes against the copy bandwidth.
 
-Every form of forms.py by every backend, compiled as a block is. Before anything is timed its values
-and gradients are compared with the formula in float64.
+Every form of model/canon_forms.py by every backend, compiled as a block is. Before anything is
+timed its values and gradients are compared with the formula in float64.
 """
 
 import argparse
@@ -14,25 +14,19 @@ import torch
 from torch import Tensor
 
 from canon_pretrain.bench import variants
-from canon_pretrain.bench.forms import Form, forms
 from canon_pretrain.bench.machine import Machine, heading, peaks_line
 from canon_pretrain.bench.step import many_compilations
 from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lines
 from canon_pretrain.bench.timing import Step, compare_steps
 from canon_pretrain.bench.tune import print_sweep, sweep
 from canon_pretrain.errors import UserError
-from canon_pretrain.kernels.backends import compile_options
+from canon_pretrain.kernels.backends import OPTIONAL, compile_options
+from canon_pretrain.model.canon_check import WrongCanon, compare, make_inputs, make_module
+from canon_pretrain.model.canon_forms import Form, forms
 from canon_pretrain.terminal import Console
 
 REFERENCE = "reference"
 CPU_SHAPE, GPU_SHAPE = (4, 1024), (16, 4096)
-CHECKED_TOKENS = 128
-WORST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Of the largest value of the same tensor; sums over all checked tokens in the weight gradient."""
-
-
-class WrongKernel(Exception):
-    """A kernel that computes something else than the formula; it is not timed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,11 +70,11 @@ def measure(
                 timed = base if backend == REFERENCE else Timed(form, backend, inputs)
                 try:
                     rows += measure_form(form, backend, base, timed, arguments, machine)
-                except WrongKernel as why:
+                except WrongCanon as why:
                     missing[f"{form.name} by {backend}"] = str(why)
                     continue
                 except Exception as why:
-                    if backend not in variants.PROBLEMS:
+                    if backend not in OPTIONAL:
                         raise
                     missing[f"{form.name} by {backend}"] = variants.failure(why)
                     continue
@@ -118,7 +112,7 @@ def measure_form(
     machine: Machine,
 ) -> list[dict[str, Any]]:
     """Forward and backward of a form by `backend`, beside the reference's; checked first."""
-    error = check(timed)
+    error = compare(form, timed.module, timed.compiled, timed.inputs)
     rows = []
     for direction, moved in zip(("forward", "backward"), form.moved, strict=True):
         found = compare_steps(
@@ -150,7 +144,7 @@ class Timed:
     def __init__(self, form: Form, backend: str, inputs: Sequence[Tensor]) -> None:
         self.form, self.inputs = form, inputs
         x_BTC = inputs[0]
-        self.module = form.make(backend).to(x_BTC.device, x_BTC.dtype)
+        self.module = make_module(form, backend, x_BTC.dtype, x_BTC.device)
         options = compile_options(x_BTC.device.type, backend)
         self.compiled = torch.compile(self.module, fullgraph=True, dynamic=False, options=options)
         self.differentiated = (*inputs, *self.module.parameters())
@@ -164,54 +158,6 @@ class Timed:
         outputs = self.compiled(*self.inputs)
         grads = [torch.randn_like(y) for y in outputs]
         return lambda: torch.autograd.grad(outputs, self.differentiated, grads, retain_graph=True)
-
-
-def make_inputs(
-    form: Form, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
-    """Random activations that ask for gradients."""
-    return [
-        torch.randn(*shape, width, device=device).to(dtype).requires_grad_()
-        for width in form.widths
-    ]
-
-
-def check(timed: Timed) -> float:
-    """The largest error of values and gradients, of the largest value of the same tensor.
-
-    Against the formula in float64, on the first tokens of the first row: the others' outputs get no
-    gradient. Raises WrongKernel where it is more than rounding.
-    """
-    inputs = timed.inputs
-    count = min(CHECKED_TOKENS, inputs[0].shape[1])
-    outputs = timed.compiled(*inputs)
-    grads = [torch.zeros_like(y) for y in outputs]
-    for grad in grads:
-        grad[0, :count] = torch.randn_like(grad[0, :count])
-    own_grads = torch.autograd.grad(outputs, timed.differentiated, grads)
-    found = [t[:1, :count] for t in (*outputs, *own_grads[: len(inputs)])]
-    found += own_grads[len(inputs) :]
-    exact = timed.form.make(REFERENCE).to(inputs[0].device)
-    exact.load_state_dict(timed.module.state_dict())
-    exact = exact.double()
-    exact_inputs = [t[:1, :count].detach().double().requires_grad_() for t in inputs]
-    truth = exact(*exact_inputs)
-    truth_grads = torch.autograd.grad(
-        truth,
-        (*exact_inputs, *exact.parameters()),
-        [grad[:1, :count].double() for grad in grads],
-    )
-    errors = [
-        ((own.double() - true).abs().max() / true.abs().max()).item()
-        for own, true in zip(found, (*truth, *truth_grads), strict=True)
-    ]
-    worst = max(errors)
-    if not worst <= WORST_ERROR[inputs[0].dtype]:
-        raise WrongKernel(
-            f"it is {worst:.2g} away from the formula, more than rounding in {inputs[0].dtype}: "
-            "its time would mean nothing"
-        )
-    return worst
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:

@@ -36,7 +36,7 @@ from canon_pretrain.bench.timing import (
 )
 from canon_pretrain.bench.variants import NONE, Variant
 from canon_pretrain.errors import UserError
-from canon_pretrain.kernels.backends import compile_options
+from canon_pretrain.kernels.backends import OPTIONAL, compile_options
 from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token
 from canon_pretrain.model.attend import BACKENDS as ATTENTION
 from canon_pretrain.model.attend import Attend
@@ -265,7 +265,7 @@ def _built(setting: Setting, variant: Variant, machine: Machine) -> Built | str:
     except torch.OutOfMemoryError:
         return f"a micro-batch of {setting.micro_batch} does not fit in this GPU's memory"
     except Exception as why:
-        if variant.backend not in variants.PROBLEMS:
+        if variant.backend not in OPTIONAL:
             raise
         return variants.failure(why)
     peak = torch.cuda.max_memory_allocated() - before if machine.on_gpu else None

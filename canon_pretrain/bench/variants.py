@@ -5,27 +5,19 @@ Which backends can be had here, and why the others can't, is asked of the kernel
 
 import argparse
 import dataclasses
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from canon_pretrain.errors import UserError, check_choice
-from canon_pretrain.kernels.backends import BACKENDS, choose
+from canon_pretrain.kernels import backends
+from canon_pretrain.kernels.backends import BACKENDS, OPTIONAL
 from canon_pretrain.model.args import POSITIONS, ModelArgs, flavor
 
 SETS = ("A", "AC", "ABCD")
 MEASURED = tuple(name for name in BACKENDS if name != "auto")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PROBLEMS = {
-    "causal_conv1d": ("canon_pretrain.kernels.causal_conv1d", "causal_conv1d_problem"),
-    "triton": ("canon_pretrain.kernels.triton.problem", "triton_problem"),
-}
-"""Backend -> who knows why it can't be had; looked for at run time, as the kernels are.
-
-Where such a kernel fails all the same, the others are measured and the failure is told.
-"""
 
 
 @dataclass(frozen=True)
@@ -127,14 +119,9 @@ def available(
 
 def backend_problem(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why `backend` can't be measured here; None where it can."""
-    if backend not in PROBLEMS:
-        return None
-    if device.type == "cpu":  # triton's interpreter would say nothing about speed
+    if backend in OPTIONAL and device.type == "cpu":  # an interpreter says nothing about speed
         return "needs a GPU"
-    module_name, function = PROBLEMS[backend]
-    problem = getattr(importlib.import_module(module_name), function)
-    reason: str | None = problem(device.type, dtype) if backend == "triton" else problem()
-    return reason
+    return backends.backend_problem(backend, device.type, dtype)
 
 
 def failure(why: Exception) -> str:
@@ -148,13 +135,14 @@ def variants(
 ) -> list[Variant]:
     """Every set by every backend that was `asked` for and is usable.
 
-    Where none was asked for: every set by what `auto` stands for, and the last set by the others.
+    Where none was asked for: every set by what `auto` takes in a run whose check passes, and the
+    last set by the others.
     Raises UserError for a set that can't be.
     """
     sets = [with_canon(ModelArgs(), canon_set).canon_set for canon_set in canon_sets]
     if "" in sets:
         raise UserError('--sets "": no Canon is what the others are compared with')
-    usual = list(usable) if asked else [choose("auto")]
+    usual = list(usable) if asked else ["triton" if "triton" in usable else "compiled"]
     others = [Variant(sets[-1], backend) for backend in usable if backend not in usual]
     found = [Variant(canon_set, backend) for canon_set in sets for backend in usual]
     return list(dict.fromkeys([*found, *others]))

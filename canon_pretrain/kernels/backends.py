@@ -21,8 +21,11 @@ from canon_pretrain.kernels.compiled import canon_compiled
 from canon_pretrain.kernels.compiled_gate import canon_gate_compiled
 from canon_pretrain.kernels.reference import canon_reference
 
-BACKENDS = ("auto", "reference", "compiled", "causal_conv1d", "triton")
+BACKENDS = ("auto", "reference", "compiled", "causal_conv1d", "fla", "triton")
+OPTIONAL = ("causal_conv1d", "fla", "triton")
+"""Those that need a GPU, or a package, and can be missing."""
 _CAUSAL_CONV1D = "canon_pretrain.kernels.causal_conv1d"
+_FLA = "canon_pretrain.kernels.fla"
 _TRITON = "canon_pretrain.kernels.triton.fused"
 _TRITON_PROBLEM = "canon_pretrain.kernels.triton.problem"
 TRITON_TAPS = 4
@@ -31,17 +34,12 @@ _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def choose(backend: str) -> str:
-    """The backend that `auto` stands for; any other name is itself.
+    """The backend that `auto` stands for outside training; any other name is itself.
 
-    Not `triton` and not `causal_conv1d`: what has not run and been measured on a GPU is never
-    taken unasked (NOTES.md).
+    A run on a GPU takes `triton` where its start-up check passes: titan/canon_choice.py decides
+    before the model is built, and passes on a concrete name.
     """
     return "compiled" if backend == "auto" else backend
-
-
-def describe(backend: str) -> str:
-    """What computes a training step's Canon layers, in a few words for a log."""
-    return f"{choose(backend)} (auto)" if backend == "auto" else backend
 
 
 def compile_options(device_type: str, backend: str) -> dict[str, Any]:
@@ -73,16 +71,24 @@ def check_canon_backend(backend: str, device_type: str | None = None) -> None:
     check_canon_backend_fits(backend)
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    problem = None
-    if backend == "causal_conv1d":
-        problem = importlib.import_module(_CAUSAL_CONV1D).causal_conv1d_problem()
-    elif backend == "triton":
-        ask = importlib.import_module(_TRITON_PROBLEM).triton_problem
-        problem = ask(device_type, torch.float32)
-    if problem:
+    if problem := backend_problem(backend, device_type):
         raise UserError(f'canon_backend = "{backend}", but {problem}; or choose "auto"')
     if backend == "triton":
         importlib.import_module(_TRITON)
+
+
+def backend_problem(
+    backend: str, device_type: str, dtype: torch.dtype = torch.float32
+) -> str | None:
+    """Why `backend` can't run on such tensors here; None if it can. Its kernels are not tried."""
+    problem: str | None = None
+    if backend == "causal_conv1d":
+        problem = importlib.import_module(_CAUSAL_CONV1D).causal_conv1d_problem()
+    elif backend == "fla":
+        problem = importlib.import_module(_FLA).fla_problem()
+    elif backend == "triton":
+        problem = importlib.import_module(_TRITON_PROBLEM).triton_problem(device_type, dtype)
+    return problem
 
 
 def canon(
@@ -108,6 +114,8 @@ def canon(
         y_BTC = fused.canon_triton(x_BTC, weight_C1K, **options)
     elif backend == "causal_conv1d":
         y_BTC = _module(_CAUSAL_CONV1D).canon_causal_conv1d(x_BTC, weight_C1K, **options)
+    elif backend == "fla":
+        y_BTC = _module(_FLA).canon_fla(x_BTC, weight_C1K, **options)
     else:
         y_BTC = canon_compiled(x_BTC, weight_C1K, **options)
     return y_BTC

@@ -70,8 +70,11 @@ class Model(titan.Model):
     ] = "auto"
     """How attention is computed; no part of what the run is. cudnn, flash: SDPA, that kernel first;
     fa3, fa4: flash by that package (`python -m canon_pretrain.bench attention` times them)."""
-    canon_backend: Literal["auto", "reference", "compiled", "causal_conv1d", "triton"] = "auto"
-    """How Canon layers are computed; no part of what the run is."""
+    canon_backend: Literal["auto", "reference", "compiled", "causal_conv1d", "fla", "triton"] = (
+        "auto"
+    )
+    """How Canon layers are computed; no part of what the run is. auto: triton on a GPU that passes
+    the check at start-up, else compiled."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from canon_pretrain.errors import UserError
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.holder import host_name
-from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, begin_launch, known_run
+from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, begin_launch, known_run, newest_launch
 from canon_pretrain.run.once import FRESH, mark_obeyed, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
@@ -163,11 +163,16 @@ def announce(trainer: CanonTrainer) -> None:
         "config_hash": config_hash(trainer.config, without=OWN_TO_A_LAUNCH),
         **(record.header() if record is not None else {}),
     }
+    canon = trainer.canon
+    if canon is not None:
+        facts |= {"canon_backend": canon.backend, "canon_backend_why": canon.why}
     if trainer.step:
         metrics.event("resume", from_step=trainer.step, **facts)
     else:
         metrics.event("start", **facts)
-    differences = compared.changes | compared.config_changes
+    if canon is not None and canon.refused:
+        metrics.event("canon_fallback", step=trainer.step, refused="triton", reason=canon.refused)
+    differences = compared.changes | compared.config_changes | _canon_change(trainer)
     if differences or compared.code_changes:
         metrics.event(
             "changed",
@@ -201,6 +206,19 @@ def announce(trainer: CanonTrainer) -> None:
     metrics.begin(trainer.step)
 
 
+def _canon_change(trainer: CanonTrainer) -> dict[str, list[Any]]:
+    """Where `auto` is another backend than at the run's last launch; for rank 0, which records."""
+    if trainer.canon is None or trainer.launch_record is None or not trainer.step:
+        return {}
+    old = (newest_launch(trainer.folder) or {}).get("canon_backend")
+    if (
+        old in (None, trainer.canon.backend)
+        or "model.canon_backend" in trainer.compared.config_changes
+    ):
+        return {}
+    return {"canon_backend": [old, trainer.canon.backend]}
+
+
 def _hosts() -> list[str]:
     """The nodes of all ranks, each once, in the order of ranks."""
     everyone: list[str] = [""] * dist.get_world_size()
@@ -216,6 +234,7 @@ def _facts_for_the_record(facts: dict[str, Any], step: int) -> dict[str, Any]:
         devices |= {"type": "cuda", "names": names, "cuda": torch.version.cuda}
     versions = {name: facts.get(name) for name in ("canon_pretrain", "torch", "torchtitan")}
     kept = {name: facts[name] for name in ("world_size", "hosts", "config_hash")}
+    kept["canon_backend"] = facts.get("canon_backend")
     return {**kept, "versions": versions, "devices": devices, "from_step": step}
 
 

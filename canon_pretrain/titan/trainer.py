@@ -24,13 +24,13 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.kernels.backends import describe as describe_canon
 from canon_pretrain.run.once import FRESH, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord
 from canon_pretrain.run.session import Session
 from canon_pretrain.run.source_tree import code_hashes
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
 from canon_pretrain.titan import launch
+from canon_pretrain.titan.canon_choice import choose_canon
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.console import is_terminal
 from canon_pretrain.titan.data import STATE_FIELDS, CanonDataLoader, absolute_folders
@@ -130,10 +130,13 @@ class CanonTrainer(torchtitan.train.Trainer):
         )
 
     def init_distributed(self) -> ParallelDims:
-        """Meet the other ranks, and take over what rank 0 has read."""
+        """Meet the other ranks, take over what rank 0 has read, and decide who computes Canon."""
         dims = super().init_distributed()
         data, self.compared = share(self.job_config, *self._own)
         register(data)
+        self.canon = choose_canon(self.job_config, self.device, self.compared.code)
+        if self.canon is not None:
+            self.job_config.model.canon_backend = self.canon.backend  # type: ignore[assignment]
         return dims
 
     def close(self) -> None:
@@ -195,8 +198,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.checkpointer.begin()
         launch.announce(self)
         logger.info(f"attention by {self.model_parts[0].attend.describe(self.device.type)}")
-        if self.model_parts[0].args.canon_set:
-            logger.info(f"Canon by {describe_canon(job.model.canon_backend)}")
+        if self.canon is not None:
+            logger.info(f"Canon by {self.canon}")
         self._validate(if_missed=True)
         stop = self._loop()
         if stop and LOST_LOCK in stop:

@@ -252,6 +252,7 @@ def _launched(run: Recorded) -> dict[str, Any]:
         "launches": len(launches),
         "world_sizes": [s for k, s in enumerate(sizes) if k == 0 or s != sizes[k - 1]],
         "hosts": (run.launch or {}).get("hosts"),
+        "canon_backend": (run.launch or {}).get("canon_backend"),
         "command": ((run.launch or {}).get("command") or {}).get("again"),
         "data_folders": ((run.launch or {}).get("data") or {}).get("folders"),
         "last_step": max(steps, default=0),

@@ -1,0 +1,161 @@
+"""Which backend computes a run's Canon layers: decided once, before the model is built.
+
+On a GPU `auto` is `triton` where a start-up check on rank 0 passes (model/canon_check.py), else
+`compiled`, on all ranks, with a warning. A backend that is named is checked too, and refused where
+it fails. A pass is kept in the user's cache, so that restarts don't check again.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools.logging import logger
+
+from canon_pretrain.errors import UserError
+from canon_pretrain.files import read_json, write_json
+from canon_pretrain.kernels.backends import OPTIONAL, choose
+from canon_pretrain.model.canon_check import training_problem
+from canon_pretrain.titan.job_config import CanonJobConfig
+
+DEVICE_TYPES = ("cuda",)
+"""Where `auto` is `triton` if the check passes, and a named backend is checked."""
+PACKAGES = ("triton", "fla-core", "causal-conv1d")
+
+
+@dataclass(frozen=True)
+class CanonChoice:
+    """The backend that a run takes, never `auto`."""
+
+    backend: str
+    why: str = ""
+    refused: str | None = None
+    """What the check of `triton` found, where `auto` was to be that."""
+
+    def __str__(self) -> str:
+        return f"{self.backend} ({self.why})" if self.why else self.backend
+
+
+def choose_canon(
+    job: CanonJobConfig, device: torch.device, code: Mapping[str, str]
+) -> CanonChoice | None:
+    """Decide for all ranks; collective. None if the model has no Canon layers.
+
+    `code`: hashes of the source files, by path. Raises UserError for a named backend that fails.
+    """
+    asked = job.model.canon_backend
+    if not job.model_args.canon_set:
+        return None
+    backend = "triton" if asked == "auto" else asked
+    if device.type not in DEVICE_TYPES or backend not in OPTIONAL:
+        return CanonChoice(choose(asked), "auto" if asked == "auto" else "")
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        answer[0] = _checked(job, backend, device, code)
+    dist.broadcast_object_list(answer, src=0)
+    problem, how, is_lost = answer[0]
+    if is_lost:
+        raise UserError(
+            f"the check of canon_backend {backend} has left the GPU unusable: {problem}. Start "
+            f'again: "auto" takes compiled then; or give --model.canon_backend compiled',
+            shared=True,
+        )
+    if problem is None:
+        return CanonChoice(backend, f"{asked}; {how}" if asked == "auto" else how)
+    if asked != "auto":
+        raise UserError(
+            f'canon_backend = "{asked}", but it failed its check on {_name(device)}: {problem}. '
+            'Choose "auto" or "compiled"',
+            shared=True,
+        )
+    if dist.get_rank() == 0:
+        logger.warning(
+            f"canon_backend triton is NOT used, and Canon is slower than it could be: {problem}. "
+            "All ranks take compiled"
+        )
+    return CanonChoice("compiled", "auto; triton failed its check", refused=problem)
+
+
+def _checked(
+    job: CanonJobConfig, backend: str, device: torch.device, code: Mapping[str, str]
+) -> tuple[str | None, str, bool]:
+    """What is wrong with `backend`, how that is known, and whether the check broke the device."""
+    shape = (job.training.local_batch_size, job.training.seq_len)
+    dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
+    key = {
+        "backend": backend,
+        "device": _name(device),
+        "torch": f"{torch.__version__} {torch.version.cuda} {torch.version.hip}",
+        "packages": [_version(name) for name in PACKAGES],
+        "code": {p: h for p, h in code.items() if p.startswith(("kernels/", "model/"))},
+        "shape": shape,
+        "dtype": str(dtype),
+        "model": vars(job.model_args),
+    }
+    path = _cache_file(key)
+    if verdict := _read(path):
+        problem = verdict["problem"]
+        return problem and f"{problem} (known from {path})", f"checked before, {path}", False
+    start = time.monotonic()
+    problem = training_problem(job.model_args, backend, shape, dtype, device)
+    is_lost = _is_lost(device)
+    if problem is None or is_lost:  # else the cause may be mended: look again
+        _write(path, problem, key)
+    return problem, f"equal to float64, checked in {time.monotonic() - start:.1f} s", is_lost
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Whether a fault of a kernel has ended this process's use of the GPU; frees what was used."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cache_file(key: Mapping[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "canon_pretrain" / "canon_check" / f"{digest}.json"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A verdict that was kept; None without one, or if it is damaged."""
+    with contextlib.suppress(UserError, OSError):
+        verdict = read_json(path)
+        if isinstance(verdict.get("problem", 0), str | None):
+            return verdict
+    return None
+
+
+def _write(path: Path, problem: str | None, key: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the next launch checks again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"problem": problem, **key})

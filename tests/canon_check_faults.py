@@ -1,0 +1,89 @@
+"""The start-up check of Canon on our Triton kernels with a fault in their source; interpreted.
+
+`python -m tests.canon_check_faults` prints {fault: [problem, seconds]} as JSON. Each fault is in a
+process of its own, forked from one that has imported torch: kernels are imported there, from a copy
+in which one piece of text is replaced.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch._dynamo  # custom operators import it at their first call: once, before the forks
+import triton.runtime.interpreter  # noqa: F401
+
+from canon_pretrain.kernels import triton as kernels
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.canon_check import training_problem
+
+ROW = "low, high = -first, num_tokens - first"
+SMALL = {"dim": 12, "num_heads": 2, "ffn_dim": 14, "vocab_size": 32, "num_layers": 1}
+# fault: file, text, what stands there instead; the options of the model
+FAULTS: dict[str, tuple[str, str, str, dict[str, object]]] = {
+    "none": ("window.py", "", "", {"canon_set": "ABCD", "document_mask": True}),
+    "wrong tap": ("window.py", "(taps - 1 - j)", "j", {"canon_set": "D"}),
+    "wrong tap in the gradient": (
+        "rows.py", "mix(d3, d2, d1, d0, w0, w1", "mix(d3, d2, d1, d0, w1, w0", {"canon_set": "A"},
+    ),
+    "no halo": ("rows.py", ROW, "low, high = 0, num_tokens - first", {"canon_set": "A"}),
+    "first tokens": (
+        "gate.py", ROW,
+        "low, high = -first - 3 * tl.minimum(tl.program_id(2), 1), num_tokens - first",
+        {"canon_set": "D"},
+    ),
+    "document border": (
+        "window.py", "s1 += x * own(d1, g0, g1, seg)", "s1 += x * d1",
+        {"canon_set": "B", "position": "nope", "document_mask": True},
+    ),
+    "no gradient": (
+        "norm_stream.py", "dweight if need_weight else None", "None", {"canon_set": "C"},
+    ),
+    "not a number": ("rows.py", "/ width + eps", "/ width - 9.0", {"canon_set": "A"}),
+    "does not compile": ("heads.py", "load_taps(", "tl.no_such_thing(", {"canon_set": "B"}),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Check every fault, or those named."""
+    torch.set_num_threads(1)
+    results = {}
+    for fault in sys.argv[1:] or FAULTS:
+        reader, writer = os.pipe()
+        if not (pid := os.fork()):
+            start = time.monotonic()
+            found = json.dumps([_check(fault), time.monotonic() - start])
+            os.write(writer, found.encode())
+            os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as file:
+            results[fault] = json.loads(file.read() or '["died", 0]')
+        os.waitpid(pid, 0)
+    print(json.dumps(results))
+
+
+def _check(fault: str) -> str | None:
+    from tests.triton_cases import quicken_interpreter
+
+    name, text, instead, options = FAULTS[fault]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "triton"
+        shutil.copytree(Path(kernels.__path__[0]), copy)
+        source = (copy / name).read_text()
+        assert text in source, (fault, text)
+        (copy / name).write_text(source.replace(text, instead) if text else source)
+        kernels.__path__ = [str(copy)]
+        quicken_interpreter()
+        args = ModelArgs(**SMALL, max_seq_len=7, **options)  # type: ignore[arg-type]
+        blocks = importlib.import_module("canon_pretrain.kernels.triton.blocks")
+        with blocks.override(block=8, run=4):  # several programs along channels and tokens
+            return training_problem(args, "triton", (2, 7), torch.float32, torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    main()
