@@ -12,8 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canon_pretrain.kernels import decode_step
-from canon_pretrain.kernels.decode_step import FEWEST_SPARE, SPARE, CanonMemory
+from canon_pretrain.kernels.decode_step import CanonMemory, steps_of
 from canon_pretrain.kernels.reference import canon_reference
 from canon_pretrain.model.documents import NOWHERE, PADDING
 
@@ -158,7 +157,7 @@ def test_rows_are_taken_into_memory_of_their_own() -> None:
     kind = {"residual": True, "activation": False}
     expected = canon_reference(x, weight, **kind)
     rows = torch.tensor([2, 0, 0, 1])
-    for read in (1, 2, 5, SPARE, SPARE + 1):
+    for read in (1, 2, 5, 17):
         trunk = CanonMemory(x, weight, **kind)
         _read(x, weight, [1] * read, memory=trunk)
         branch = trunk.take(rows)
@@ -171,30 +170,97 @@ def test_rows_are_taken_into_memory_of_their_own() -> None:
             torch.testing.assert_close(found, expected[:, t : t + 1], rtol=1e-12, atol=1e-12)
 
 
+def _step(
+    memories: list[CanonMemory], tokens: list[Tensor], weights: list[Tensor], near: Tensor | None
+) -> list[Tensor]:
+    """One token of each site, all of them in one step; the memories' outputs."""
+    steps = memories[0]._step
+    (step,) = steps_of(memories, [steps] if steps else [])
+    step.begin(near)
+    pairs = zip(memories, tokens, weights, strict=True)
+    found = [torch.cat(memory.read(x.split(WIDTHS, -1), w, near), -1) for memory, x, w in pairs]
+    step.end()
+    return found
+
+
+@without_gradients
+@every_kind
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_sites_that_step_together_are_the_whole_each(
+    width: int, every: int, residual: bool, activation: bool
+) -> None:
+    """With parts of several tokens and reads of one site alone between the steps."""
+    given = [_inputs(num_tokens, width) for num_tokens in (30, 31, 32)]
+    segments = _segments(30, width - 1, every) if every else None
+    kind: dict[str, Any] = {"residual": residual, "activation": activation}
+    expected = [canon_reference(x[:, :30], w, **kind, segments_BN=segments) for x, w in given]
+    memories = [CanonMemory(x, w, **kind) for x, w in given]
+    weights, t = [w for _, w in given], 0
+    for size, together in ((5, False), (4, True), (2, False), (1, False), (9, True), (8, False)):
+        for _ in range(size if together else 1):
+            stop = t + (1 if together else size)
+            near = None if segments is None else segments[:, t : stop + width - 1]
+            tokens = [x[:, t:stop] for x, _ in given]
+            if together:
+                found = _step(memories, tokens, weights, near)
+            else:
+                found = [
+                    _read(x, w, [size], segments, memory, t)
+                    for memory, (x, w) in zip(memories, given, strict=True)
+                ]
+            for one, whole in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, whole[:, t:stop], rtol=1e-12, atol=1e-12)
+            t = stop
+    assert t == 29
+
+
 @without_gradients
 def test_outputs_stay_as_they_were_given() -> None:
-    """They are views of the memory's own numbers."""
-    x, weight = _inputs(3 * SPARE)
+    """Also where they are views of the memory's own numbers."""
+    x, weight = _inputs(20)
     memory = CanonMemory(x, weight, residual=True, activation=False)
-    steps = [memory.read((x[:, t : t + 1],), weight)[0] for t in range(x.shape[1])]
+    steps = [_read(x, weight, [1], memory=memory, start=t) for t in range(4)]
+    steps.append(memory.read((x[:, 4:5],), weight)[0])  # one part, not copied
+    steps += memory.read(x[:, 5:6].split(WIDTHS, -1), weight)
+    for t in range(6, 12):
+        steps += _step([memory], [x[:, t : t + 1]], [weight], None)
     kept = [step.clone() for step in steps]
-    _read(x, weight, [1] * SPARE + [20], memory=memory)
+    _read(x, weight, [1, 1, 6], memory=memory, start=12)
     assert all(torch.equal(step, copy) for step, copy in zip(steps, kept, strict=True))
 
 
 @without_gradients
-def test_many_rows_get_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = _inputs(40)
+def test_a_step_that_leaves_a_site_out_counts_for_the_others() -> None:
+    x, weight = _inputs(12)
     kind = {"residual": True, "activation": False}
     expected = canon_reference(x, weight, **kind)
-    numbers_a_token = x[:, 0].numel()
-    for affordable, room in ((0, FEWEST_SPARE), (7, 7), (99, SPARE)):
-        monkeypatch.setattr(decode_step, "SPARE_NUMBERS", affordable * numbers_a_token)
-        for sizes in ([1] * 40, [35] + [1] * 5):
-            memory = CanonMemory(x, weight, **kind)
-            found = _read(x, weight, sizes, memory=memory)
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-            assert len(memory._sums_RB1C) == 3 + room
+    one, other = (CanonMemory(x, weight, **kind) for _ in range(2))
+    for memory in (one, other):
+        _read(x, weight, [4], memory=memory)
+    _step([one, other], [x[:, 4:5]] * 2, [weight] * 2, None)
+    (step,) = steps_of([one, other], [one._step] if one._step else [])
+    step.begin(None)
+    one.read(x[:, 5:6].split(WIDTHS, -1), weight)
+    step.end()
+    for memory, start in ((one, 6), (other, 5)):
+        found = _read(x, weight, [1] * 6, memory=memory, start=start)
+        torch.testing.assert_close(found, expected[:, start : start + 6], rtol=1e-12, atol=1e-12)
+
+
+@without_gradients
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_kind
+def test_a_step_rounds_once(dtype: torch.dtype, residual: bool, activation: bool) -> None:
+    x, weight = _inputs(200, dtype=dtype)
+    kind = {"residual": residual, "activation": activation}
+    truth = canon_reference(x.double(), weight.double(), **kind)
+    theirs = (canon_reference(x, weight, **kind).double() - truth).norm()
+    memory = CanonMemory(x, weight, **kind)
+    found = [_read(x, weight, [1], memory=memory)]
+    found += [_step([memory], [x[:, t : t + 1]], [weight], None)[0] for t in range(1, 200)]
+    assert found[1].dtype == dtype
+    assert (torch.cat(found, dim=1).double() - truth).norm() <= 1.001 * theirs
 
 
 @every_kind
@@ -249,33 +315,27 @@ class Kernels(TorchDispatchMode):
 
 
 @without_gradients
-@pytest.mark.parametrize(
-    ("dtype", "parts", "expected"),
-    [
-        (torch.float32, 1, ["addcmul_"]),
-        (torch.float32, 3, ["cat", "addcmul_"]),
-        (torch.bfloat16, 1, ["addcmul_", "_to_copy"]),
-        (torch.bfloat16, 3, ["cat", "addcmul_", "_to_copy"]),
-    ],
-)
-def test_a_token_is_one_kernel(dtype: torch.dtype, parts: int, expected: list[str]) -> None:
-    """And one more to join parts, and one more to round; new room comes once in SPARE tokens."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_is_one_kernel_a_part_and_one_a_tap_for_all_sites(dtype: torch.dtype) -> None:
     x, weight = _inputs(1, dtype=dtype)
-    given = (x,) if parts == 1 else tuple(x.split(WIDTHS, dim=-1))
-    memory = CanonMemory(given[0], weight, residual=True, activation=False)
-    counts = []
-    for _ in range(3 * SPARE):
+    memories = [CanonMemory(x, weight, residual=True, activation=False) for _ in range(5)]
+    for memory in memories:
+        _read(x, weight, [1], memory=memory)
+    (step,) = steps_of(memories, [])
+    parts = x.split(WIDTHS, dim=-1)
+    for _ in range(3):
         with Kernels() as seen:
-            memory.read(given, weight)
-        counts.append(seen.names == expected)
-        assert len(seen.names) <= len(expected) + 2
-    assert counts.count(False) == 3 and not counts[0]
+            step.begin(None)
+            for memory in memories:
+                memory.read(parts, weight)
+            step.end()
+        assert seen.names == ["addcmul"] * 3 * 5 + ["cat"] + ["addcmul"] * 2 + ["mul"]
 
 
 @without_gradients
 def test_a_compiled_step_is_compiled_twice_at_most() -> None:
     """After what was read in place, and after itself."""
-    x, weight = _inputs(3 * SPARE)
+    x, weight = _inputs(48)
     counter = CompileCounter()
 
     @torch.compile(fullgraph=True, backend=counter)

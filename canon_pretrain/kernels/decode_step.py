@@ -1,14 +1,17 @@
-"""Canon for a sequence that is read in parts: one kernel a site and token, in place.
+"""Canon for a sequence that is read in parts.
 
-`model/cache.py` holds one `CanonMemory` a site. It remembers sums, not inputs: a token adds itself
-to its own output and to those of the K - 1 places after it by one `addcmul_`, and the output lies
-ready, as a view. Inputs that are kept have to be joined, shifted, multiplied and added at every
-token, and the time of a token is that of starting kernels, not of their arithmetic (NOTES.md).
+`model/cache.py` holds one `CanonMemory` a site. It remembers sums, not inputs: what the tokens so
+far add to each of the next P outputs. A single token is read by all sites of a model together
+(`CanonStep`): a site's output is its sum plus its own tap, one `addcmul` a part; what the token
+adds to later ones is computed once for all sites and layers, when all have read it. The time of a
+token is that of starting kernels, not of their arithmetic (NOTES.md).
 
-Shapes: B rows, T tokens, C channels, K taps of the kernel, P = K - 1, N = P + T, R room.
+Shapes: B rows, T tokens, C channels (in `CanonStep` those of all sites), K taps of the kernel,
+P = K - 1, N = P + T.
 """
 
 import copy
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +19,6 @@ from torch import Tensor
 
 from canon_pretrain.kernels.backends import canon
 from canon_pretrain.kernels.shifts import sum_dtype
-
-SPARE = 16
-"""Tokens that a memory makes room for at once, unless that is more than SPARE_NUMBERS."""
-FEWEST_SPARE = 4
-SPARE_NUMBERS = 2**20
 
 
 class CanonMemory:
@@ -40,10 +38,14 @@ class CanonMemory:
         num_channels, _, num_taps = weight_C1K.shape
         self._reach = num_taps - 1
         shape = (self._reach, x_BTC.shape[0], 1, num_channels)
-        # [place + i]: what the tokens so far add to the i-th next one; zeros from place + P on
-        self._sums_RB1C = self._taps_K11C.new_zeros(shape)
-        self._place = self._stop = 0  # the next token's, and the first without room
+        # [i]: what the tokens so far add to the i-th next one
+        self._sums_PB1C = self._taps_K11C.new_zeros(shape)
+        self._widths: list[int] = []  # of the parts
         self._holds = False  # a token
+        self._step: CanonStep | None = None
+        self._slot = 0
+        self._own: list[tuple[Tensor, Tensor]] = []
+        """In `_step`: of each part what the earlier tokens add to its output, and its own tap."""
 
     def read(
         self,
@@ -58,10 +60,15 @@ class CanonMemory:
         tokens go on with the last one's segment. Many tokens are read by `backend`, but for the
         first P, whose predecessors are in the sums.
         """
+        if self._step is not None:
+            if self._step.is_open and not torch.compiler.is_compiling():
+                return self._step_parts(self._step, parts)
+            self._step.is_stale = True
+        self._widths = [part.shape[2] for part in parts]
         if torch.is_grad_enabled():  # of this weight, which may be another tensor than at first
             self._taps_K11C = _taps(weight_C1K, parts[0], one_more=self._folds)
         if parts[0].shape[1] == 1:
-            y_B1C = self._step(_joined(parts), _goes_on(segments_BN, 0, self._reach))
+            y_B1C = self._one(_joined(parts), _goes_on(segments_BN, 0, self._reach))
             return _split(y_B1C, parts)
         if parts[0].shape[1] <= self._reach:
             return _split(self._steps(_joined(parts), segments_BN), parts)
@@ -90,11 +97,19 @@ class CanonMemory:
         )
         if self._holds and reach:
             outputs = self._after_past(parts, outputs, segments_BN)
-        self._sums_RB1C = self._empty_room()
         tail_BN = None if segments_BN is None else segments_BN[:, last:]
         tail_BPC = _joined([part[:, last:] for part in parts])
+        self._sums_PB1C, self._holds = torch.zeros_like(self._sums_PB1C), True
+        apart = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not apart:  # room for the windows of all of them
+            self._sums_PB1C = self._sums_PB1C.repeat(2, 1, 1, 1)
         for i in range(reach):
-            self._add(tail_BPC[:, i : i + 1], _goes_on(tail_BN, i, reach))
+            x_B1C, goes_on_B11 = tail_BPC[:, i : i + 1], _goes_on(tail_BN, i, reach)
+            if apart:
+                self._add(x_B1C, goes_on_B11)
+            else:
+                self._add_to(self._sums_PB1C[i : i + reach + 1], x_B1C, goes_on_B11)
+        self._sums_PB1C = self._sums_PB1C[-reach:]
         return outputs
 
     def _after_past(
@@ -106,9 +121,9 @@ class CanonMemory:
         """`outputs`, which were computed as if nothing came before, with what did."""
         reach = self._reach
         differentiable = torch.is_grad_enabled()
-        rounded = parts[0].dtype != self._sums_RB1C.dtype
+        rounded = parts[0].dtype != self._sums_PB1C.dtype
         if segments_BN is None and not (differentiable or rounded or self._activation):
-            past_BPC = self._live()[:, :, 0].transpose(0, 1)
+            past_BPC = self._sums_PB1C[:, :, 0].transpose(0, 1)
             for y_BTC, past in zip(outputs, _split(past_BPC, parts), strict=True):
                 y_BTC[:, :reach].add_(past)
             return outputs
@@ -124,24 +139,19 @@ class CanonMemory:
     def take(self, rows_N: Tensor) -> "CanonMemory":
         """A memory of the rows of these indices, in this order; this one stays as it is."""
         taken = copy.copy(self)
-        taken._sums_RB1C = self._live()[:, rows_N]
-        taken._place = taken._stop = 0
+        taken._sums_PB1C, taken._step = self._sums_PB1C[:, rows_N], None
         return taken
 
     def _steps(self, x_BTC: Tensor, segments_BN: Tensor | None) -> Tensor:
         if not x_BTC.shape[1]:
             return x_BTC
         tokens = enumerate(x_BTC.split(1, dim=1))
-        steps = [self._step(x_B1C, _goes_on(segments_BN, i, self._reach)) for i, x_B1C in tokens]
+        steps = [self._one(x_B1C, _goes_on(segments_BN, i, self._reach)) for i, x_B1C in tokens]
         return torch.cat(steps, dim=1)
 
-    def _step(self, x_B1C: Tensor, goes_on_B11: Tensor | None) -> Tensor:
+    def _one(self, x_B1C: Tensor, goes_on_B11: Tensor | None) -> Tensor:
         y_B1C = self._add(x_B1C, goes_on_B11)
-        if self._activation:
-            y_B1C = F.silu(y_B1C)
-            if self._residual:
-                y_B1C = y_B1C + x_B1C
-        return y_B1C.to(x_B1C.dtype)
+        return self._activated(y_B1C, x_B1C) if self._activation else y_B1C.to(x_B1C.dtype)
 
     def _add(self, x_B1C: Tensor, goes_on_B11: Tensor | None) -> Tensor:
         """Add one token; gives the sum of its own place (and its residual, where that is linear).
@@ -149,45 +159,103 @@ class CanonMemory:
         `goes_on_B11`: false where a row begins another segment; None: nowhere.
         """
         self._holds = True
-        # a compiled step would be compiled anew for every place in the room
+        window_KB1C = F.pad(self._sums_PB1C, (0, 0, 0, 0, 0, 0, 0, 1))
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self._add_apart(x_B1C, goes_on_B11)
-        place = self._place
-        if place == self._stop:
-            place = self._make_room()
-        window_KB1C = self._sums_RB1C[place : place + self._reach + 1]
+            if goes_on_B11 is not None:
+                window_KB1C = window_KB1C * goes_on_B11
+            window_KB1C = window_KB1C + x_B1C * self._taps_K11C
+        else:
+            self._add_to(window_KB1C, x_B1C, goes_on_B11)
+        self._sums_PB1C = window_KB1C[1:]
+        return window_KB1C[0]
+
+    def _add_to(self, window_KB1C: Tensor, x_B1C: Tensor, goes_on_B11: Tensor | None) -> None:
         if goes_on_B11 is not None:
             window_KB1C.mul_(goes_on_B11)
         window_KB1C.addcmul_(x_B1C, self._taps_K11C)
-        self._place = place + 1
-        return window_KB1C[0]
 
-    def _add_apart(self, x_B1C: Tensor, goes_on_B11: Tensor | None) -> Tensor:
-        """`_add` into new memory, as autograd and torch.compile want it."""
-        window_KB1C = F.pad(self._live(), (0, 0, 0, 0, 0, 0, 0, 1))
+    def _step_parts(self, step: "CanonStep", parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        step.inputs[self._slot] = parts
+        step.num_read += 1
+        pairs = zip(parts, self._own, strict=True)
+        if self._activation:
+            return tuple(self._activated(torch.addcmul(s, x, tap), x) for x, (s, tap) in pairs)
+        if parts[0].dtype == self._taps_K11C.dtype:
+            return tuple([torch.addcmul(s, x, tap) for x, (s, tap) in pairs])
+        # rounded by the same kernel
+        return tuple([torch.addcmul(s, x, tap, out=torch.empty_like(x)) for x, (s, tap) in pairs])
+
+    def _activated(self, y_B1C: Tensor, x_B1C: Tensor) -> Tensor:
+        y_B1C = F.silu(y_B1C)
+        return (y_B1C + x_B1C if self._residual else y_B1C).to(x_B1C.dtype)
+
+
+class CanonStep:
+    """The next token of all `memories`, which are of one device and dtype of sums.
+
+    The memories' sums become views of one tensor; between `begin` and `end` each site is read
+    once. `is_stale`: a memory has been read otherwise since, and this one is of no more use.
+    """
+
+    def __init__(self, memories: Sequence[CanonMemory]) -> None:
+        self.memories = memories
+        self.is_open = self.is_stale = False
+        self.inputs: list[tuple[Tensor, ...] | None] = []
+        self.num_read = 0
+        sums_PB1C = torch.cat([memory._sums_PB1C for memory in memories], dim=-1)
+        self._taps = torch.cat([memory._taps_K11C for memory in memories], dim=-1).unbind()
+        self._sums = sums_PB1C.unbind()
+        self._x_B1C = torch.empty_like(self._sums[0])
+        stop = 0
+        for slot, memory in enumerate(memories):
+            start = stop
+            memory._own = []
+            for width in memory._widths:
+                part, stop = slice(stop, stop + width), stop + width
+                memory._own.append((self._sums[0][..., part], self._taps[0][..., part]))
+            memory._sums_PB1C = sums_PB1C[..., start:stop]
+            memory._step, memory._slot = self, slot
+
+    def begin(self, segments_BN: Tensor | None) -> None:
+        """`segments_BN`: as for `CanonMemory.read`."""
+        goes_on_B11 = _goes_on(segments_BN, 0, len(self._sums))
         if goes_on_B11 is not None:
-            window_KB1C = window_KB1C * goes_on_B11
-        window_KB1C = window_KB1C + x_B1C * self._taps_K11C
-        self._sums_RB1C = window_KB1C[1:]
-        self._place = self._stop = 0
-        return window_KB1C[0]
+            for sum_B1C in self._sums:
+                sum_B1C.mul_(goes_on_B11)
+        self.is_open, self.num_read = True, 0
+        self.inputs = [None] * len(self.memories)
 
-    def _live(self) -> Tensor:
-        return self._sums_RB1C[self._place : self._place + self._reach]
+    def end(self) -> None:
+        """All sites have read the token: add it to what comes next."""
+        self.is_open = False
+        if self.num_read != len(self.memories):
+            return self._end_apart()
+        sums, taps, x_B1C = self._sums, self._taps, self._x_B1C
+        parts = [part for parts in self.inputs for part in parts or ()]
+        torch.cat(parts, dim=-1, out=x_B1C)
+        self.inputs = []
+        for i in range(1, len(sums)):
+            torch.addcmul(sums[i], x_B1C, taps[i], out=sums[i - 1])
+        torch.mul(x_B1C, taps[-1], out=sums[-1])
 
-    def _make_room(self) -> int:
-        # new memory and not the old one's front: what earlier tokens were given are views of that
-        live = self._live()
-        self._sums_RB1C = self._empty_room()
-        self._sums_RB1C[: self._reach] = live
-        return 0
+    def _end_apart(self) -> None:
+        """`end` where some sites were left out, or read by a compiled block."""
+        self.is_stale = True
+        for memory, parts in zip(self.memories, self.inputs, strict=True):
+            if parts is not None:
+                memory._add(_joined(parts), None)
 
-    def _empty_room(self) -> Tensor:
-        """Room for as many tokens as `_stop` then says."""
-        shape = self._sums_RB1C.shape[1:]
-        affordable = SPARE_NUMBERS // max(1, shape.numel())
-        self._place, self._stop = 0, min(SPARE, max(FEWEST_SPARE, affordable))
-        return self._sums_RB1C.new_zeros(self._reach + self._stop, *shape)
+
+def steps_of(memories: Sequence[CanonMemory], earlier: list[CanonStep]) -> list[CanonStep]:
+    """The steps that read the next token of all `memories`: the `earlier` ones where they do."""
+    held = [memory for step in earlier for memory in step.memories if not step.is_stale]
+    if len(held) == len(memories) and all(a is b for a, b in zip(held, memories, strict=True)):
+        return earlier
+    kinds: dict[object, list[CanonMemory]] = {}
+    for memory in memories:
+        sums = memory._sums_PB1C
+        kinds.setdefault((sums.device, sums.dtype), []).append(memory)
+    return [CanonStep(group) for group in kinds.values()]
 
 
 def _taps(weight_C1K: Tensor, x_BTC: Tensor, *, one_more: bool) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from canon_pretrain.errors import UserError
-from canon_pretrain.kernels.decode_step import CanonMemory
+from canon_pretrain.kernels.decode_step import CanonMemory, CanonStep, steps_of
 from canon_pretrain.model.documents import NOWHERE
 
 FIRST_CAPACITY = 64
@@ -57,6 +57,7 @@ class Cache:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self.length = 0
         self._is_whole = True  # no layer has read more than another
+        self._steps: list[CanonStep] = []  # where the last tokens were single ones
         self._segments: Tensor | None = None  # int32 [B, length]; None: all in one
         self._were_given = self._go_on = False  # about the last tokens
         self.next_document: Tensor | None = None  # int32 [B]
@@ -88,8 +89,8 @@ class Cache:
         is_one = num_tokens == 1 and reach > 0 and not torch.compiler.is_compiling()
         return None if is_one and torch.equal(near_BN[:, -1], near_BN[:, -2]) else near_BN
 
-    def begin(self) -> None:
-        """The next tokens are about to be read by all layers.
+    def begin(self, num_tokens: int, near_BN: Tensor | None) -> None:
+        """The next tokens, with these `near` segments, are about to be read by all layers.
 
         Raises UserError where the last ones were not: what Canon added up can't be taken back.
         """
@@ -102,9 +103,18 @@ class Cache:
         self._is_whole = False
         for layer in self.layers:
             layer.start = self.length
+        if num_tokens == 1 and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            memories = [memory for layer in self.layers for memory in layer.canon.values()]
+            self._steps = steps_of(memories, self._steps)
+        else:
+            self._steps = []
+        for step in self._steps:
+            step.begin(near_BN)
 
     def end(self, num_tokens: int) -> None:
         """All layers have read them."""
+        for step in self._steps:
+            step.end()
         self.length += num_tokens
         self._is_whole = True
 
@@ -120,6 +130,7 @@ class Cache:
 
     def take(self, rows_N: Tensor) -> None:
         """Keep the rows of these indices (int64), in this order; for beams and finished rows."""
+        self._steps = []
         for layer in self.layers:
             layer.take(rows_N)
         if self._segments is not None:

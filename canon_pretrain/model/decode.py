@@ -7,10 +7,10 @@ Prompts are answered in batches. In a batch all rows end at the same place: shor
 padding on their left, which no token sees. The prompts are read many tokens at a time, the answers
 one at a time, and a row that has ended leaves.
 
-Memory: the cache holds 2 L G K numbers a token (keys and values) and L C (P + room) float32 numbers
-a row (what Canon's last inputs add; C channels of all sites of a block, P = canon_kernel - 1, room
-for 16 tokens of few rows, 4 of many: kernels/decode_step.py). For `1b3` that is 384 KiB a token in
-float32, half of it in bfloat16, so 3 GiB at the default `batch_tokens`, and 13.5 MiB a row of many.
+Memory: the cache holds 2 L G K numbers a token (keys and values) and L C K float32 numbers a row
+(what Canon's last inputs add, and room for the next; C channels of all sites of a block, K taps:
+kernels/decode_step.py). For `1b3` the former is 384 KiB a token in float32, half of it in bfloat16,
+so 3 GiB at the default `batch_tokens`, the latter 7.8 MiB a row.
 `batch_tokens` bounds the tokens of a batch's cache, with room for its answers, and so those that
 are read at once as well.
 

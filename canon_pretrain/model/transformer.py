@@ -153,7 +153,6 @@ class Transformer(nn.Module):
         segments_BS = segments_BT
         if cache is not None:
             segments_BS = cache.append_segments(segments_BT, tokens_BT)
-            cache.begin()
         mask = self.attend.mask(num_tokens, segments_BS, start + num_tokens, tokens_BT.device)
         near_BN = None
         if segments_BS is not None and self.args.canon_set:
@@ -162,6 +161,8 @@ class Transformer(nn.Module):
                 near_BN = near_segments(segments_BS, num_tokens, reach)
             else:
                 near_BN = cache.near(num_tokens, reach)
+        if cache is not None:
+            cache.begin(num_tokens, near_BN)
         h_BTD = self.tok_embeddings(tokens_BT)
         for i, block in enumerate(self.layers.values()):
             if cache is None:
