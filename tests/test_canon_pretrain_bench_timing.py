@@ -170,10 +170,10 @@ def test_blocks_and_ends_make_the_flops_of_the_whole() -> None:
     assert args.num_layers * block + head_and_norm == flops_per_token(args, 4096)
 
 
-def test_every_set_by_what_auto_is_and_the_last_set_by_all() -> None:
+def test_every_set_by_what_auto_takes_and_the_last_set_by_all() -> None:
     usable = ["reference", "compiled", "triton"]
     names = [each.name for each in variants.variants(["ca", "ABCD"], None, usable)]
-    assert names == ["AC compiled", "ABCD compiled", "ABCD reference", "ABCD triton"]
+    assert names == ["AC triton", "ABCD triton", "ABCD reference", "ABCD compiled"]
     asked = variants.variants(["A", "ABCD"], ["reference", "triton"], ["reference"])
     assert [each.name for each in asked] == ["A reference", "ABCD reference"]
 
