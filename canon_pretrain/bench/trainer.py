@@ -27,6 +27,7 @@ from canon_pretrain.bench.timing import (
     Step,
     around,
     block_of,
+    no_garbage,
     paired,
     seconds_of,
     synchronize,
@@ -174,7 +175,8 @@ def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJ
 @contextmanager
 def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[CanonTrainer]:
     run = RunFolder(folder / "run")
-    with Session(run, rank=0, world_size=1, steps=job.training.steps) as session:
+    # torchtitan's Trainer turns the collection of garbage off, and leaves it so
+    with no_garbage(), Session(run, rank=0, world_size=1, steps=job.training.steps) as session:
         # a run saves and stops at these; a bench has nothing to save
         session.stop.let_through([signal.SIGINT, signal.SIGTERM])
         trainer = CanonTrainer(job, world_size=1, data=open_data(job), session=session)
