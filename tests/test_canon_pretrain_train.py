@@ -415,6 +415,7 @@ def test_a_launch_that_does_not_fit_exits_with_2(
     monkeypatch.setattr("canon_pretrain.titan.environment.device_count", lambda: 4)
     assert "5 ranks on this node, but 4 GPU(s)" in exits_with_2(argv, capsys)
     monkeypatch.setattr("canon_pretrain.titan.environment.device_count", lambda: 8)
+    monkeypatch.setattr("canon_pretrain.train.take_device", lambda: None)
     message = exits_with_2(argv, capsys)
     assert "World sizes that divide it: 1, 2, 3, 4, 6, 12" in message
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
