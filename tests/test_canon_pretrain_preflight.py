@@ -266,7 +266,8 @@ def meet(folder: Path, faults: list[str], watch: Callable[[list[BaseProcess]], N
         assert each.exitcode == 0
 
 
-def test_a_rank_that_runs_a_quarter_of_the_time_is_named_as_slow(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_rank_that_runs_a_tenth_of_the_time_is_named_as_slow(tmp_path: Path) -> None:
     """Stopped and continued by signals, it multiplies slowly by the clock."""
 
     def slow_down(ranks: list[BaseProcess]) -> None:
@@ -277,7 +278,7 @@ def test_a_rank_that_runs_a_quarter_of_the_time_is_named_as_slow(tmp_path: Path)
         with contextlib.suppress(ProcessLookupError):  # it has ended
             while ranks[1].is_alive():
                 os.kill(pid, signal.SIGSTOP)
-                time.sleep(0.03)
+                time.sleep(0.09)
                 os.kill(pid, signal.SIGCONT)
                 time.sleep(0.01)
 
