@@ -76,6 +76,8 @@ for line in sys.stdin:
         [thread.join() for thread in lock._threads]
         tell()
     elif word == "release":
+        if rest:  # seconds between the steps of letting go
+            os.link = lambda *names: (link(*names), time.sleep(rest[0]))
         lock.release()
         tell()
 """
@@ -320,14 +322,15 @@ def test_of_launches_that_race_exactly_one_wins(
                 racer.ask("release")
 
 
+@pytest.mark.parametrize("between_s", [0.0, 0.3])
 def test_a_lock_that_is_let_go_while_another_waits_is_taken(
-    path: Path, launch: Callable[..., Launch]
+    path: Path, launch: Callable[..., Launch], between_s: float
 ) -> None:
     first, second = launch(), launch()
     assert first.acquire(path, boot=ELSEWHERE, heartbeat_s=60.0)["held"]
     second.send("acquire", str(path), 0, False, None, FAST | {"expiry_s": 60.0})
     time.sleep(0.3)
-    first.ask("release")
+    first.ask("release", between_s)
     assert second.answer()["held"]
     assert second.ask("lost")["still_ours"] is True
 

@@ -7,7 +7,7 @@ import os
 import socket
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -60,6 +60,15 @@ class Holder:
             taken=now,
             heartbeat=now,
         )
+
+    def heir(self) -> "Holder":
+        """This launch under a new id: who the lock passes to while it is let go of."""
+        return replace(self, id=uuid.uuid4().hex)
+
+    def is_heir_of(self, other: "Holder") -> bool:
+        """Whether this is the same launch as `other` under another id."""
+        launches = [(h.host, h.pid, h.boot, h.taken) for h in (self, other)]
+        return self.id != other.id and launches[0] == launches[1]
 
     def __str__(self) -> str:
         job = f", Slurm job {self.job_id} (restart {self.restart_count})" if self.job_id else ""

@@ -20,7 +20,6 @@ import functools
 import os
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,8 +156,8 @@ class _Launch:
             now = look(self.path)
             if now is None:
                 return None
-            if now != sight:
-                raise self._refusal(now)
+            if now != sight and not now.holder.is_heir_of(sight.holder):
+                raise self._refusal(now)  # an heir: the holder is letting go
             # while a look was blocked by the disk, so was the holder's heartbeat
             watched_s += min(time.monotonic() - began, self.heartbeat_s)
         return f"no heartbeat in {wait_s:.1f} s"
@@ -343,7 +342,7 @@ class RunLock:
 
     def _give_up(self) -> None:
         """Remove the file under a claim on ourselves, so that nobody takes over meanwhile."""
-        heir, claim = replace(self.holder, id=uuid.uuid4().hex), claim_of(self.path, self.holder.id)
+        heir, claim = self.holder.heir(), claim_of(self.path, self.holder.id)
         try:
             with temporary_file(self.path, heir) as temporary:
                 if not link(temporary, claim):
