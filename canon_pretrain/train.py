@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from canon_pretrain.cli import check_encoding, words
-from canon_pretrain.errors import UserError, exit_with
-from canon_pretrain.hardware import check_cuda
+from canon_pretrain.core.cli import check_encoding, words
+from canon_pretrain.core.errors import UserError, exit_with
+from canon_pretrain.kernels.hardware import check_cuda
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan.device import device_count, has_accelerator, prepare_device
@@ -163,7 +163,7 @@ def _print_dry_run(
     job: "CanonJobConfig", options: argparse.Namespace, world_size: int, *, quiet: bool
 ) -> None:
     """Make the plan on every rank, so that all fail alike; one prints it."""
-    from canon_pretrain.terminal import Console
+    from canon_pretrain.core.terminal import Console
     from canon_pretrain.titan import dry_run
 
     plans = dry_run.make_plans(job, options.gpu, options.world, options.mfu, world_size)

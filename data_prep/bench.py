@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import write_json
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.tokenizer import Tokenizer
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_json
-from canon_pretrain.terminal import Console
 from data_prep.bench_build import measure_builds
 from data_prep.bench_encode import measure_encoding
 from data_prep.bench_reading import measure_reading, measure_start

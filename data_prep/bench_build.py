@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shards import MANIFEST
 from canon_pretrain.data.tokenizer import HF_FILE, Tokenizer
-from canon_pretrain.errors import UserError
 from data_prep.bench_encode import as_tokenizer_json
 
 FILE_BYTES = 2_000_000

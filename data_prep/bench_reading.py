@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import write_json
 from canon_pretrain.data.loader import BatchLoader
 from canon_pretrain.data.sampler import window_offset
 from canon_pretrain.data.shard_writer import write_shards
@@ -28,8 +30,6 @@ from canon_pretrain.data.shards import (
     make_manifest,
     part_name,
 )
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_json
 
 VOCAB_SIZE = 32_000
 EOS_ID = 2

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import free_bytes
+from canon_pretrain.core.lock import remove_locks
 from canon_pretrain.data.shard_writer import drop_changed_marks, unit_marks
 from canon_pretrain.data.shards import MANIFEST, dtype_for
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import free_bytes
 from data_prep import hub, sources
 from data_prep.disk import disk_errors
 from data_prep.finish import LOCK, add_limits, say_finished, settling, write_manifests
-from data_prep.lock import remove_locks
 from data_prep.parts import available_cores
 from data_prep.plan import (
     MAX_LINE_BYTES,

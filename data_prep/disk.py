@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import free_bytes
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import free_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from data_prep.plan import Input
 
 # enough to see what kind of files they are

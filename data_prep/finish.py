@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import remove_leftovers, sha256_file, write_json
+from canon_pretrain.core.lock import locked, remove_locks
 from canon_pretrain.data.shard_writer import drop_changed_marks, read_marks, unit_marks
 from canon_pretrain.data.shards import MANIFEST, ShardError, TokenShards, make_manifest
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import remove_leftovers, sha256_file, write_json
 from data_prep import sources
 from data_prep.disk import disk_errors
-from data_prep.lock import locked, remove_locks
 from data_prep.plan import Limits, Plan, is_held_out, load_plan
 from data_prep.progress import say
 from data_prep.units import SPLITS, TRAIN, UNIT_LOCKS, VALIDATION, Rows, is_complete, unit_job

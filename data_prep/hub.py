@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import free_bytes
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import free_bytes
 from data_prep.plan import Input
 
 COMMIT = re.compile("[0-9a-f]{40}")

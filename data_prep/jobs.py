@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from canon_pretrain.cli import command
+from canon_pretrain.core.cli import command
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shard_writer import unit_marks
-from canon_pretrain.errors import UserError
 from data_prep import build
 from data_prep.plan import NO_LIMITS, PLAN, Limits, load_plan
 from data_prep.units import TRAIN, is_complete

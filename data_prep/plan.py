@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import sha256_file, write_json
 from canon_pretrain.data.shards import MAX_PART_TOKENS
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import sha256_file, write_json
 
 VERSION = 2
 PLAN = "plan.json"

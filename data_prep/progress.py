@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.terminal import Console
 
 LINE_EVERY_S = 60.0
 # Up to so many units in a run, each has a line of its own.

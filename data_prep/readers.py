@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import open_at_once
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import open_at_once
 from data_prep import stdlib
 from data_prep.plan import MAX_LINE_BYTES, Input
 from data_prep.rows import Document, Skipped, clean, from_text, from_utf8

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import free_bytes, publish, sha256_file
+from canon_pretrain.core.lock import locked, remove_locks
 from canon_pretrain.data.shard_writer import SUFFIXES, unit_marks
 from canon_pretrain.data.shards import MANIFEST, ShardError, part_name
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import free_bytes, publish, sha256_file
 from data_prep.disk import disk_errors
-from data_prep.lock import locked, remove_locks
 from data_prep.parts import unit_and_part
 from data_prep.plan import Plan
 from data_prep.progress import say

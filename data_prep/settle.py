@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import write_atomic
 from canon_pretrain.data.tokenizer import FILE_NAMES, Tokenizer
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_atomic
 from data_prep import sources
 from data_prep.plan import (
     PLAN,

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.sampler import Order, permuted_offset, window_offset
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
-from canon_pretrain.errors import UserError
 from data_prep.parts import Part, read_parts
 from data_prep.plan import load_plan
 from data_prep.units import SPLITS, TRAIN, load_tokenizer

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from canon_pretrain.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, nearest
 from data_prep import hub, stdlib
 from data_prep.files import find_files, match_tails, name_some, natural_key, to_inputs
 from data_prep.plan import MAX_LINE_BYTES, Input

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import free_bytes, write_atomic
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import free_bytes, write_atomic
 from data_prep.disk import disk_errors
 from data_prep.duplicates import (
     RECORD,

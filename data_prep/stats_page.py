@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain import page
+from canon_pretrain.core import page
 from data_prep.stats_table import facts, notes, ratio, span
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.errors import UserError
 from data_prep.duplicates import Buckets, DocumentHasher
 from data_prep.parts import Part
 from data_prep.processes import end_with_parent

@@ -5,7 +5,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.terminal import Console
 
 SHOWN_TOKENS = 15
 SHOWN_GROUPS = 20

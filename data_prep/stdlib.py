@@ -11,7 +11,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from data_prep.files import natural_key
 from data_prep.rows import Document, Skipped, from_text
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import sentencepiece
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 
 # 256 bytes and <unk>, <s>, </s>
 MIN_VOCAB_SIZE = 259

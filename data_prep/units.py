@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.lock import locked
 from canon_pretrain.data.shard_writer import UnitWriter, remove_unit, unit_marks
 from canon_pretrain.data.tokenizer import Tokenizer
-from canon_pretrain.errors import UserError
 from data_prep import sources
-from data_prep.lock import locked
 from data_prep.plan import Input, Options, Plan, TokenizerRecord, is_held_out
 from data_prep.progress import Counts
 from data_prep.rows import Document, Skipped

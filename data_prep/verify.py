@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shards import MANIFEST, make_manifest, part_name
-from canon_pretrain.errors import UserError
 from data_prep.part_check import LEVELS, Ids, part_faults
 from data_prep.parts import (
     available_cores,

@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from ctypes import Array, c_longlong
 from multiprocessing.sharedctypes import RawArray
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from data_prep.processes import end_with_parent
 from data_prep.progress import Counts, say
 from data_prep.units import UnitJob, build_unit

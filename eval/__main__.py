@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from canon_pretrain.cli import command
+from canon_pretrain.core.cli import command
 
 EXIT_INTERRUPTED = 130
 

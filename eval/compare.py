@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -238,7 +238,7 @@ def _nothing(
 def _print(content: dict[str, Any]) -> None:
     from rich.text import Text
 
-    from canon_pretrain.terminal import Console
+    from canon_pretrain.core.terminal import Console
 
     console = Console()
     if content["held_out"]:
@@ -313,7 +313,7 @@ def _figure(value: float | None, sign: str = "") -> str:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    from canon_pretrain.files import write_atomic
+    from canon_pretrain.core.files import write_atomic
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from eval.suite_names import SUITES, VALIDATION, harness_names, harness_tasks, task_files
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.terminal import Console
 from eval.model.subject import Subject
 from eval.results import (
     RESULTS,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.terminal import Console
 
 FIRST_LINES_S, LATER_LINES_S = 5.0, 30.0
 """Seconds between lines: in the first minute, and after it (a Slurm log is read later)."""

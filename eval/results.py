@@ -20,8 +20,8 @@ from typing import IO, Any
 
 from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import (
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import (
     UnreadableFile,
     open_at_once,
     parse_json,

@@ -16,10 +16,10 @@ from dataclasses import replace
 
 import torch
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.held_out import HeldOutLoss, windows
-from canon_pretrain.errors import UserError
-from canon_pretrain.hardware import check_cuda
-from canon_pretrain.terminal import Console
+from canon_pretrain.kernels.hardware import check_cuda
 from eval.harness import ask
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM

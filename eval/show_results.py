@@ -3,7 +3,7 @@
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.terminal import Console
 from eval.results import Results, bound_words
 from eval.suite_names import VALIDATION
 

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from canon_pretrain.errors import UserError, nearest
-from canon_pretrain.files import sha256_file
+from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.files import sha256_file
 
 DISCRIMINATIVE, JRT, BABILONG = "discriminative", "jrt", "babilong"
 BIRTH_YEAR, VALIDATION = "birth-year", "validation"

@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import handle_non_serializable
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from eval.harness import harness, requests_of
 from eval.model.lm import request_cost
 from eval.suite_names import TASKS, harness_names, harness_tasks

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from eval.task_tokenizer import task_tokenizer
 
 # the names under which lm_eval looks a model's length up, in its order

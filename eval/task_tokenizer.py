@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import FILE_NAMES, HF_FILE, load_tokenizer
-from canon_pretrain.errors import UserError
 
 HF_CONFIG = "tokenizer_config.json"
 WAY_OUT = """name it with --metadata '{"tokenizer": "FOLDER"}': a data folder, an exported \

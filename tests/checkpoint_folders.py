@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.checkpoint.manifest import MANIFEST, FileEntry, Kind, Manifest, files_of
-from canon_pretrain.files import sha256_file, write_json
+from canon_pretrain.core.files import sha256_file, write_json
 
 OPERATIONS = ("rename", "replace", "unlink", "rmdir", "mkdir")
 """What a folder is moved or deleted with, by pathlib and shutil too."""

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from lm_eval.api.instance import Instance
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.errors import UserError
 from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
 from eval.validation import model_loss

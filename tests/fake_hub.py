@@ -172,7 +172,7 @@ def _sha1(content: bytes) -> str:
 CLIENT = """
 import argparse, dataclasses, json, sys
 import datasets, huggingface_hub
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from eval.staging import catalogue
 from eval.staging.stage import add_arguments, execute
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from canon_pretrain.checkpoint.manifest import Manifest, verify
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf.reading import Imported, import_folder
 from canon_pretrain.model.transformer import Transformer
 from tests import llama_canon

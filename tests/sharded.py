@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from canon_pretrain.config import Loss
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.config import Loss
 from tests import ranks as _forkserver  # noqa: F401  (sets what the server of ranks imports)
 from tests.variants import random_tokens
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from canon_pretrain.config import Loss, build, merge, read_experiment
 from canon_pretrain.model.args import FFN_ACTIVATIONS, FFNS, POSITIONS, ROTARY, num_parameters
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.config import Loss, build, merge, read_experiment
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_checks import check_job
 from canon_pretrain.titan.job_config import CanonJobConfig

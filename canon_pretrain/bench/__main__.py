@@ -21,10 +21,10 @@ from types import ModuleType
 from typing import Any
 
 from canon_pretrain.bench.tables import make_console, print_lines
-from canon_pretrain.cli import command
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_json
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.cli import command
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import write_json
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.titan.device import prepare_device
 
 EXIT_INTERRUPTED = 130

@@ -29,10 +29,10 @@ from canon_pretrain.bench import variants
 from canon_pretrain.bench.machine import Machine, heading, peaks_line
 from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lines
 from canon_pretrain.bench.timing import compare_steps
-from canon_pretrain.errors import UserError, check_choice
+from canon_pretrain.core.errors import UserError, check_choice
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import FLASH_IMPLS, activate_flash
-from canon_pretrain.terminal import Console
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 KERNELS = {

@@ -19,11 +19,11 @@ from canon_pretrain.bench.step import many_compilations
 from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lines
 from canon_pretrain.bench.timing import Step, compare_steps
 from canon_pretrain.bench.tune import print_sweep, sweep
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import OPTIONAL, compile_options
 from canon_pretrain.model.canon_check import WrongCanon, compare, make_inputs, make_module
 from canon_pretrain.model.canon_forms import Form, forms
-from canon_pretrain.terminal import Console
 
 REFERENCE = "reference"
 CPU_SHAPE, GPU_SHAPE = (4, 1024), (16, 4096)

@@ -25,13 +25,13 @@ from canon_pretrain.bench.limits import RATES, block_traffic, step_seconds
 from canon_pretrain.bench.machine import Machine, heading
 from canon_pretrain.bench.tables import make_table, print_lines
 from canon_pretrain.bench.variants import check_at_least, with_canon
-from canon_pretrain.errors import UserError, check_choice
-from canon_pretrain.files import write_atomic
+from canon_pretrain.core.errors import UserError, check_choice
+from canon_pretrain.core.files import write_atomic
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model.args import ModelArgs, flavor, flops_per_token
 from canon_pretrain.model.positions import Rope
 from canon_pretrain.model.transformer import TransformerBlock
-from canon_pretrain.terminal import Console
 
 KIB = 1024
 RECORD = Path(kernels.__file__).with_name("codegen.json")

@@ -30,11 +30,11 @@ from canon_pretrain.bench.timing import (
     synchronize,
 )
 from canon_pretrain.bench.variants import Variant
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import BACKENDS
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.model.decode import generate
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.terminal import Console
 
 PREFILL, DECODE = "prefill", "decode"
 

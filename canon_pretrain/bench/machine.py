@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from canon_pretrain.bench.timing import clock_name, now, seconds_of
-from canon_pretrain.hardware import check_cuda, matmul_flops, query_gpu
+from canon_pretrain.kernels.hardware import check_cuda, matmul_flops, query_gpu
 from canon_pretrain.titan.dry_run import GPUS
 
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}

@@ -20,12 +20,12 @@ from canon_pretrain.bench.step import many_compilations
 from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lines
 from canon_pretrain.bench.targets import SAVED_BYTES
 from canon_pretrain.bench.variants import NONE, Variant
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model.args import CANON_SITES, ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.positions import Rope
 from canon_pretrain.model.transformer import TransformerBlock
-from canon_pretrain.terminal import Console
 from canon_pretrain.titan.dry_run import GIB, GPUS
 from canon_pretrain.titan.memory import count_saved
 

@@ -35,7 +35,7 @@ from canon_pretrain.bench.timing import (
     steps_for,
 )
 from canon_pretrain.bench.variants import NONE, Variant
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.backends import OPTIONAL, compile_options
 from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token
 from canon_pretrain.model.attend import BACKENDS as ATTENTION

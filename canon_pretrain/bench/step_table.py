@@ -5,7 +5,7 @@ from typing import Any
 from canon_pretrain.bench.machine import heading, peaks_line
 from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lines
 from canon_pretrain.bench.targets import MFU, Target, show
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.titan.dry_run import GIB
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from rich.box import SIMPLE
 from rich.table import Table
 
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.terminal import Console
 
 NO_TERMINAL_WIDTH = 140
 

@@ -34,11 +34,11 @@ from canon_pretrain.bench.timing import (
 )
 from canon_pretrain.bench.variants import check_at_least
 from canon_pretrain.checkpoint.manifest import Manifest
-from canon_pretrain.config import Data
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.shard_writer import write_shards
+from canon_pretrain.run.config import Data
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
-from canon_pretrain.terminal import Console
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.opened import open_data

@@ -11,7 +11,7 @@ from typing import Any
 
 from canon_pretrain.bench.tables import make_table
 from canon_pretrain.bench.timing import Step, compare_steps
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.terminal import Console
 
 TRIED = {
     "run": (16, 32, 64, 128, 256, 512),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from canon_pretrain.errors import UserError, check_choice
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.kernels import backends
 from canon_pretrain.kernels.backends import BACKENDS, OPTIONAL
 from canon_pretrain.model.args import POSITIONS, ModelArgs, flavor

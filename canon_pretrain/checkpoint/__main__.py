@@ -23,11 +23,11 @@ from rich.text import Text
 from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, as_record, verify
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.cli import command
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.cli import command
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.launches import known_run
-from canon_pretrain.terminal import Console
 
 EXIT_DAMAGED = 1
 _PIPED_WIDTH = 100_000  # no line of a table is as long: nothing is cut or folded

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, verify
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.folder import RunFolder
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
-from canon_pretrain.files import free_bytes, fsync_folder, rename, write_atomic
+from canon_pretrain.core.files import free_bytes, fsync_folder, rename, write_atomic
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 
 QUARANTINE = "quarantine"

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, parsing, read_json, sha256_file, write_json
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, parsing, read_json, sha256_file, write_json
 
 MANIFEST = "manifest.json"
 VERSION = 1

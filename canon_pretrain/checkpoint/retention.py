@@ -29,7 +29,7 @@ from canon_pretrain.checkpoint.manifest import (
     find_faults,
     verify,
 )
-from canon_pretrain.files import fsync_folder
+from canon_pretrain.core.files import fsync_folder
 
 MAX_HELD = 4
 

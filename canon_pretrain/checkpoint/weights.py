@@ -33,7 +33,7 @@ from canon_pretrain.checkpoint.safe_load import (
     read_metadata,
 )
 from canon_pretrain.checkpoint.writer import save_alone
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS
 
 TRAINING_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "guards.")

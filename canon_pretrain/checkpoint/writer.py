@@ -37,7 +37,7 @@ from canon_pretrain.checkpoint.manifest import (
     Manifest,
     find_faults,
 )
-from canon_pretrain.files import fsync_folder, rename
+from canon_pretrain.core.files import fsync_folder, rename
 
 
 class _HashedFile:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 
 try:
     from isal.isal_zlib import crc32

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.hf_slices import (
     SplitEncoder,
     is_split_first,
@@ -20,7 +21,6 @@ from canon_pretrain.data.hf_slices import (
     merged_pieces,
 )
 from canon_pretrain.data.piece_encoder import CHECK, PieceEncoder
-from canon_pretrain.errors import UserError
 
 EOS_NAMES = (
     "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]",

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.mixture import Mixture, check_order
 from canon_pretrain.data.sampler import (
     Order,
@@ -26,7 +27,6 @@ from canon_pretrain.data.sampler import (
     philox_blocks,
 )
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.errors import UserError
 
 STATE_VERSION = 2
 

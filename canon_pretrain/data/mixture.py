@@ -17,9 +17,9 @@ from typing import Self
 
 import numpy as np
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.sampler import Order
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.errors import UserError
 
 
 def exact_weight(weight: float) -> Fraction:

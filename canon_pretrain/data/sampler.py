@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 
 Order = Literal["random", "permute"]
 

@@ -7,9 +7,9 @@ The ids are always those of `SentencePieceProcessor.encode(text)`. Where the mod
 import numpy as np
 import sentencepiece
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.piece_bounds import ModelFacts
 from canon_pretrain.data.piece_encoder import CHECK, PieceEncoder
-from canon_pretrain.errors import UserError
 
 # normalizer_spec.add_dummy_prefix = false, which protobuf merges into the message before it.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from canon_pretrain.core.files import create_file, publish, sha256_file, write_atomic, write_json
 from canon_pretrain.data.shards import (
     BLOCK_BYTES,
     FORMAT,
@@ -31,7 +32,6 @@ from canon_pretrain.data.shards import (
     part_name,
     way_out,
 )
-from canon_pretrain.files import create_file, publish, sha256_file, write_atomic, write_json
 
 SUFFIXES = ("bin", "docs", "crc")
 

@@ -12,9 +12,9 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.hf_tokenizer import HFTokenizer
 from canon_pretrain.data.sentencepiece_model import SentencePieceModel
-from canon_pretrain.errors import UserError
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 HF_FILE = "tokenizer.json"

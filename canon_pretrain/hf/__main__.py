@@ -9,7 +9,7 @@ Neither needs a GPU. Exit code 2: bad input, and nothing was written.
 import argparse
 from pathlib import Path
 
-from canon_pretrain.cli import command
+from canon_pretrain.core.cli import command
 
 
 def main(argv: list[str] | None = None) -> None:

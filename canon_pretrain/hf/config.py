@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 
 MODEL_TYPE = "LlamaCanon"

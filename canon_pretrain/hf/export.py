@@ -36,10 +36,10 @@ from canon_pretrain.checkpoint.weights import (
     read_plain_values,
     stream_weights,
 )
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import fsync_folder, write_json
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import fsync_folder, write_json
 from canon_pretrain.hf.code import travelling_files
 from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_fields
 from canon_pretrain.hf.names import to_hf

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 
 PARAMS = "params.json"

@@ -38,9 +38,9 @@ from canon_pretrain.checkpoint.weights import (
     tensor_shapes,
 )
 from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, fsync_folder, read_json, write_atomic
 from canon_pretrain.data.tokenizer import FILE_NAMES
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, fsync_folder, read_json, write_atomic
 from canon_pretrain.hf import lingua
 from canon_pretrain.hf.config import HUGGINGFACE, MODEL_TYPES, layout, to_args, unknown
 from canon_pretrain.hf.names import to_hf, to_ours

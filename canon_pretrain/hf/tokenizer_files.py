@@ -19,9 +19,9 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.piece_bounds import SPACE, ModelFacts
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
-from canon_pretrain.errors import UserError
 
 NUM_PROBES = 2000
 # far below every real score: such a piece is taken where nothing else fits, which _compare looks at

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from canon_pretrain.errors import UserError, check_choice
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.kernels.compiled import canon_compiled
 from canon_pretrain.kernels.compiled_gate import canon_gate_compiled
 from canon_pretrain.kernels.reference import canon_reference

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from canon_pretrain.errors import UserError, check_choice, suggestion
+from canon_pretrain.core.errors import UserError, check_choice, suggestion
 
 POSITIONS = (
     "rope", "nope", "alibi", "h_alibi", "partial_rope_a", "partial_rope_b", "partial_rope_c"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from canon_pretrain.errors import UserError, check_choice
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.model.args import ModelArgs
 
 BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "fa3", "fa4")

@@ -13,7 +13,7 @@ import copy
 import torch
 from torch import Tensor
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.decode_step import CanonMemory, CanonStep, steps_of
 from canon_pretrain.model.documents import NOWHERE
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.backends import check_canon_backend
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask

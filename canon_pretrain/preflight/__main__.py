@@ -17,8 +17,8 @@ import os
 import sys
 from pathlib import Path
 
-from canon_pretrain.cli import command
-from canon_pretrain.files import write_json
+from canon_pretrain.core.cli import command
+from canon_pretrain.core.files import write_json
 from canon_pretrain.preflight.job import plan_job, scontrol, words_on_waits
 from canon_pretrain.preflight.reports import report_node, report_ranks
 from canon_pretrain.preflight.verdict import (

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_tail
 

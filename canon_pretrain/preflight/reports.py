@@ -13,9 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import free_bytes
-from canon_pretrain.hardware import check_cuda, copy_bandwidth, matmul_flops
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import free_bytes
+from canon_pretrain.kernels.hardware import check_cuda, copy_bandwidth, matmul_flops
 from canon_pretrain.run.holder import host_name
 
 if TYPE_CHECKING:

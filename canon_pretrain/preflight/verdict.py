@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from canon_pretrain.files import UnreadableFile, parsing, read_json
+from canon_pretrain.core.files import UnreadableFile, parsing, read_json
 from canon_pretrain.preflight.reports import MATMUL
 
 CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 30.0

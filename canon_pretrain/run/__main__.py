@@ -14,7 +14,7 @@ import argparse
 import importlib
 import sys
 
-from canon_pretrain.cli import command
+from canon_pretrain.core.cli import command
 
 MODULES = {
     "status": "overview",

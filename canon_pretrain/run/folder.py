@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, read_json, write_atomic, write_json
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, read_json, write_atomic, write_json
 from canon_pretrain.run.log import read_log
 
 CHECKPOINTS = "checkpoint"

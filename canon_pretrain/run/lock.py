@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.holder import Holder, process_lives, utc_now
 from canon_pretrain.run.lock_files import (

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from canon_pretrain.files import open_at_once, parse_json
+from canon_pretrain.core.files import open_at_once, parse_json
 from canon_pretrain.run.holder import Holder
 
 LOCK_BYTES = 1024

@@ -32,7 +32,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.files import (
+from canon_pretrain.core.files import (
     MAX_LINE_BYTES,
     UnreadableFile,
     open_regular,

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from canon_pretrain.cli import printable
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import read_json
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import read_json
+from canon_pretrain.core.text import printable
 from canon_pretrain.run.folder import RunFolder
 
 PLAN = "sweep.json"

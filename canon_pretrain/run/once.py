@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.files import UnreadableFile, read_json, write_json
+from canon_pretrain.core.files import UnreadableFile, read_json, write_json
 from canon_pretrain.run.holder import boot_of, read_count
 
 FRESH = "checkpoint.fresh"

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import canon_pretrain
-from canon_pretrain.files import create_file, fsync_folder, write_atomic
+from canon_pretrain.core.files import create_file, fsync_folder, write_atomic
 from canon_pretrain.run.folder import RunFolder, config_record
 from canon_pretrain.run.holder import Holder, utc_now
 from canon_pretrain.run.launches import RunFacts, take_back

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import remove_leftovers
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import remove_leftovers
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.lock import RunLock
 from canon_pretrain.run.status import States, StatusWriter

@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import canon_pretrain
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import (
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import (
     UnreadableFile,
     create_file,
     fsync_folder,

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import canon_pretrain
-from canon_pretrain.files import read_json, sha256_file
+from canon_pretrain.core.files import read_json, sha256_file
 
 PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = (".py", ".toml")

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, parsing, read_json, write_json
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, parsing, read_json, write_json
 from canon_pretrain.run.holder import Holder, utc_now
 
 States = Literal["running", "stopped", "done", "failed"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 
 CANON, DATA, VALIDATION = "canon", "data_wait", "validation"
 """Names of the scopes that the trainer marks in a trace."""

@@ -19,8 +19,8 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from canon_pretrain.cli import command
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.cli import command
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.holder import read_count
 from canon_pretrain.sweep.grid import (
     SEED_KEYS,

@@ -18,9 +18,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from canon_pretrain.config import Data, read_experiment
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, parsing, read_json, write_json
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, parsing, read_json, write_json
+from canon_pretrain.run.config import Data, read_experiment
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import PLAN
 

@@ -14,14 +14,14 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.cli import printable
-from canon_pretrain.files import UnreadableFile, read_json
+from canon_pretrain.core.files import UnreadableFile, read_json
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.core.text import printable
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number, read_tail
 from canon_pretrain.run.names import is_run
 from canon_pretrain.run.show.glance import look_at_run
 from canon_pretrain.sweep.grid import Sweep, run_name
-from canon_pretrain.terminal import Console
 
 WAITING = "waiting"
 """The state of a run whose trainer has never started."""

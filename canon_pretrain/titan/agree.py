@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 
 IO_TIMEOUT = timedelta(hours=2)
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import read_json, write_json
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import read_json, write_json
 from canon_pretrain.kernels.backends import OPTIONAL, choose
 from canon_pretrain.model.canon_check import training_problem
 from canon_pretrain.titan.job_config import CanonJobConfig

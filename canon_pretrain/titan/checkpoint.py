@@ -33,8 +33,8 @@ from canon_pretrain.checkpoint.retention import Retention, held_steps
 from canon_pretrain.checkpoint.safe_load import describe
 from canon_pretrain.checkpoint.weights import strip_to_weights
 from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import reserve
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import reserve
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import RunFacts
 from canon_pretrain.run.once import mark_obeyed, was_obeyed

@@ -9,8 +9,8 @@ import io
 import tyro
 from torchtitan.config.manager import custom_registry
 
-from canon_pretrain import config as experiment
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.run import config as experiment
 from canon_pretrain.titan.job_checks import check_job
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.key_names import USAGE, split_config

@@ -23,7 +23,7 @@ from rich.cells import cell_len
 from rich.live import Live
 from rich.text import Text
 
-from canon_pretrain import terminal
+from canon_pretrain.core import terminal
 from canon_pretrain.run.log import number
 
 logger = logging.getLogger()

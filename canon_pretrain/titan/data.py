@@ -15,10 +15,10 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
-from canon_pretrain.config import Data
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
-from canon_pretrain.errors import UserError
+from canon_pretrain.run.config import Data
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.read_ahead import ReadAhead

@@ -18,10 +18,10 @@ from rich.table import Table
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
 
-from canon_pretrain.config import Loss
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.shards import ShardError, dtype_for
-from canon_pretrain.errors import UserError
-from canon_pretrain.hardware import available_memory
+from canon_pretrain.kernels.hardware import available_memory
 from canon_pretrain.model.args import (
     FLOPS_FORMULA,
     ModelArgs,
@@ -29,7 +29,7 @@ from canon_pretrain.model.args import (
     num_parameters,
 )
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.terminal import Console
+from canon_pretrain.run.config import Loss
 from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.device import device_count, has_accelerator
 from canon_pretrain.titan.job_config import (

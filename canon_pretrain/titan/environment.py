@@ -10,8 +10,8 @@ import socket
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.hardware import near_cores
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.kernels.hardware import near_cores
 from canon_pretrain.run.holder import read_count
 from canon_pretrain.titan.device import device_count, has_accelerator
 

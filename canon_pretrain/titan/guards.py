@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from canon_pretrain.config import Guards
+from canon_pretrain.run.config import Guards
 
 SKIPPED, OUTLIERS, IN_A_ROW, HALTED, SEEN = range(5)
 """Positions in `StepGuards.counters`."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from canon_pretrain.config import Loss
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.run.config import Loss
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH
 from canon_pretrain.titan.job_config import CanonJobConfig

@@ -8,11 +8,11 @@ import math
 import os
 from typing import Any
 
-from canon_pretrain import config as experiment
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.mixture import check_order, exact_weight
-from canon_pretrain.errors import UserError
 from canon_pretrain.kernels.backends import check_canon_backend_fits
 from canon_pretrain.model.attend import check_backend_fits
+from canon_pretrain.run import config as experiment
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 DAY_S = 86_400

@@ -11,10 +11,10 @@ from typing import Literal
 
 from torchtitan.config import job_config as titan
 
-from canon_pretrain import config as experiment
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.args import flavor as model_flavor
+from canon_pretrain.run import config as experiment
 
 
 @dataclass

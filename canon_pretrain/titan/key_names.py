@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain import config
-from canon_pretrain.config import read_experiment, suggest
-from canon_pretrain.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.run import config
+from canon_pretrain.run.config import read_experiment, suggest
 
 USAGE = "torchrun -m canon_pretrain.train --config FILE.toml [--section.key value ...]"
 FORCE = "--force"

@@ -16,7 +16,7 @@ import torchtitan
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.checkpoint.folder import ARCHIVE, CheckpointFolder, remove_tree
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.holder import host_name

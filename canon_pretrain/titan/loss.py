@@ -16,9 +16,9 @@ from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.logging import logger
 
-from canon_pretrain.config import Loss
 from canon_pretrain.kernels.linear_cross_entropy import linear_cross_entropy
 from canon_pretrain.model.head import HeadLoss
+from canon_pretrain.run.config import Loss
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 

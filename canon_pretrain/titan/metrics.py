@@ -17,7 +17,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.utils import device_type
 
-from canon_pretrain.files import UnreadableFile
+from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.model.args import FLOPS_FORMULA
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.live_export import LiveExports

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.errors import UserError
 from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.identity import Comparison
 from canon_pretrain.titan.job_config import CanonJobConfig

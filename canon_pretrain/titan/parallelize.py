@@ -25,7 +25,7 @@ from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
-from canon_pretrain.errors import UserError, check_choice
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model.init import InitialValue
 from canon_pretrain.model.transformer import Transformer

@@ -31,8 +31,8 @@ from canon_pretrain.checkpoint.manifest import (
     verify,
 )
 from canon_pretrain.checkpoint.safe_load import METADATA, SafePlanner, SafeReader, check_safe
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import sha256_file
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import sha256_file
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import newest_launch
 from canon_pretrain.run.log import read_log

@@ -23,7 +23,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.once import FRESH, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord
 from canon_pretrain.run.session import Session

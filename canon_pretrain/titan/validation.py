@@ -25,6 +25,8 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator
 from torchtitan.tools.utils import device_type
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, read_lines
 from canon_pretrain.data.held_out import (
     HeldOutLoss,
     allot,
@@ -37,8 +39,6 @@ from canon_pretrain.data.held_out import (
 )
 from canon_pretrain.data.mixture import Mixture, exact_weight, short_names
 from canon_pretrain.data.shards import ShardError, TokenShards
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, read_lines
 from canon_pretrain.run.log import drop_superseded, json_value, parse_events
 from canon_pretrain.run.trace import VALIDATION
 from canon_pretrain.titan.job_config import CanonJobConfig

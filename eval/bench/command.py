@@ -14,9 +14,9 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_json
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import write_json
+from canon_pretrain.core.terminal import Console
 
 TARGETS = {"multiple choice": 1.2, "generation": 1.5}
 """How many times as fast ours should be on a CPU."""

@@ -14,8 +14,8 @@ import sentencepiece
 import torch
 
 from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.core.errors import UserError, nearest
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE
-from canon_pretrain.errors import UserError, nearest
 from canon_pretrain.hf.export import export
 from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.transformer import Transformer

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from canon_pretrain.errors import UserError, nearest
-from canon_pretrain.hardware import check_cuda
+from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.hf.export import export
+from canon_pretrain.kernels.hardware import check_cuda
 from canon_pretrain.model.args import num_parameters
-from canon_pretrain.terminal import Console
 from eval.bench.cases import CASES, GENERATION, MAX_LENGTH, Case, make_cases
 from eval.bench.model import describe, load_theirs, parse_model, write_random_export
 from eval.model.budget import batch_tokens_for

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from canon_pretrain.cli import printable
+from canon_pretrain.core.text import printable
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.log import number
 from eval.report.runs import Run, text_of

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from canon_pretrain.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, nearest
 from eval.comparison.architectures import Architecture, Choice, architectures, choose
 from eval.comparison.measure import Measure, Options, Side
 from eval.comparison.standing import steps_shown, suites_of

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from eval.model.ranks import Ranks
 
 Batch = TypeVar("Batch")

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, parsing, read_json, write_atomic
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, parsing, read_json, write_atomic
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.terminal import Console
 from eval.model.lm import READ_TOKENS, CanonLM
 from eval.model.score_plan import Pair, Planner, one_pass
 from eval.model.scoring import score_batch

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.decode import generate
 from canon_pretrain.model.transformer import Transformer
 

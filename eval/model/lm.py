@@ -19,7 +19,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.decode import batches
 from canon_pretrain.model.transformer import Transformer
 from eval.model.batches import Workload, run_batches

@@ -13,7 +13,7 @@ import torch
 
 from canon_pretrain.checkpoint.architecture import model_args_of, run_of_checkpoint
 from canon_pretrain.checkpoint.weights import check_checkpoint, read_weights
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf.reading import folder_args, folder_weights, is_folder
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder

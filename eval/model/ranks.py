@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.holder import read_count
 
 Item = TypeVar("Item")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
 from eval.model.score_plan import Batch, Pair, Planner, Row, widest

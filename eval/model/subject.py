@@ -19,12 +19,12 @@ from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.weights import check_checkpoint, checkpoint_step
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, read_json, sha256_file
 from canon_pretrain.data.held_out import open_apart, open_held_out
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, read_json, sha256_file
 from canon_pretrain.hf.export import RECORD
 from canon_pretrain.hf.reading import CONFIG, folder_args, is_folder
 from canon_pretrain.model.transformer import Transformer

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from canon_pretrain.cli import printable
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.text import printable
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from eval.comparison.tables import suite_step
 from eval.report.anchors import anchors

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from canon_pretrain.cli import printable
+from canon_pretrain.core.text import printable
 from canon_pretrain.run.log import json_value
 from eval.comparison.architectures import Scored, logged_losses, suite_losses
 from eval.report.lengths import Entry

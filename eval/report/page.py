@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain import page
+from canon_pretrain.core import page
 from eval.report import words
 from eval.report.words import number
 from eval.results import bound_words

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.checkpoint.folder import EVALS
-from canon_pretrain.cli import printable
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.text import printable
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.names import unique_labels

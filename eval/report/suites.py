@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from canon_pretrain.cli import printable
+from canon_pretrain.core.text import printable
 from canon_pretrain.run.log import json_value
 from eval.report.runs import Run, suite_order
 from eval.results import OWN_TO_A_CHECKPOINT, Results, is_outdated

@@ -12,10 +12,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_atomic
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import write_atomic
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.run.names import named_runs
-from canon_pretrain.terminal import Console
 from eval.comparison.content import comparison_content
 from eval.report.content import report_content
 from eval.report.page import failures, html_page, limit_words, markdown_page, score, state_words

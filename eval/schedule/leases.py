@@ -24,7 +24,7 @@ from typing import Any
 
 from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import EVALS, entries
-from canon_pretrain.files import UnreadableFile, parsing, read_json
+from canon_pretrain.core.files import UnreadableFile, parsing, read_json
 from canon_pretrain.run.holder import Holder, process_lives
 from canon_pretrain.run.lock_files import link, remove
 from eval.suite_names import suite_name

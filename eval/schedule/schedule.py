@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder, entries
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
 from canon_pretrain.checkpoint.retention import held_steps, hold, release
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from eval.results import RESULTS, is_outdated, read_results
 from eval.schedule.cluster import Verdict

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.terminal import Console
 from eval.schedule.schedule import Entry, Schedule
 from eval.suite_names import suite_name
 

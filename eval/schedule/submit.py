@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import named_runs
-from canon_pretrain.terminal import Console
 from eval.run_command import add_how
 from eval.schedule.cluster import SCRIPTS, NoQueue, Slurm
 from eval.schedule.request import RETRIES, known_suites, settle, to_words

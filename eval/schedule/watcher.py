@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.terminal import Console
 from eval.schedule.cluster import SCRIPTS, NoAnswer, Slurm
 from eval.schedule.leases import BEAT_S, LEASES, LOCAL, Lease, Leases
 from eval.schedule.request import words_for

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from eval.staging.catalogue import DataSet
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_json
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import write_json
 from eval.staging.catalogue import DataSet
 from eval.staging.hub import COMMIT
 from eval.staging.staged import data_set

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canon_pretrain.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, nearest
 from eval.staging.catalogue import SUITES, DataSet, of_suites
 from eval.staging.hub import StagingEnds, fetch, find_commit
 from eval.staging.pins import PINS, Pins

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canon_pretrain.errors import UserError, nearest
-from canon_pretrain.files import create_file, fsync_folder, publish, write_json
+from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.files import create_file, fsync_folder, publish, write_json
 from eval.staging.catalogue import CATALOGUE, DataSet
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from rich import box
 from rich.table import Table
 from scipy import stats
 
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.terminal import Console
 from eval.stats.decide import ALPHA, detectable, holm, two_sided_p
 from eval.stats.items import mean_variance
 from eval.stats.pair import Answers, Paired, paired

@@ -15,7 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from canon_pretrain.errors import check_choice
+from canon_pretrain.core.errors import check_choice
 from canon_pretrain.kernels.triton.gate import canon_gate
 from canon_pretrain.kernels.triton.heads_op import NORMS, canon_heads
 from canon_pretrain.kernels.triton.norm_stream import NormCanonStream

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, read_bytes, read_json, sha256_file
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, read_bytes, read_json, sha256_file
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, launch_numbers
 from canon_pretrain.run.log import json_value, number

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.lock import live_holder
 from canon_pretrain.run.log import LogFollower, drop_superseded

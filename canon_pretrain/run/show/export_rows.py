@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number
 from canon_pretrain.run.show.history import SEEDS, Evaluation

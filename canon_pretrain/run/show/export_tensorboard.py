@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import fsync_folder
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.run.show.export_rows import About, Row
 
 ENDING = ".canon"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.provenance import allowed_environment
 from canon_pretrain.run.show.export import MODES
 from canon_pretrain.run.show.export_rows import About, Row

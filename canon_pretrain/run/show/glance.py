@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, parsing, read_json
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, parsing, read_json
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.holder import Holder, process_lives
 from canon_pretrain.run.launches import read_run

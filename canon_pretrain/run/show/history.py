@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon_pretrain.cli import printable
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, parsing, read_json
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, parsing, read_json
+from canon_pretrain.core.text import printable
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number
 

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import ConsoleOptions, RenderResult
 from rich.text import Text
 
-from canon_pretrain.cli import printable
+from canon_pretrain.core.text import printable
 from canon_pretrain.run.show.glance import ALIVE, CHECKED, Glance, span
 
 _GAP = "  "

@@ -8,8 +8,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import write_atomic
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import write_atomic
 from canon_pretrain.run.names import named_runs, unique_labels
 from canon_pretrain.run.show.charts import page_content
 from canon_pretrain.run.show.history import read_history
@@ -39,7 +39,7 @@ def plot(paths: list[Path], out: Path) -> dict[str, Any]:
 
 def html_page(content: dict[str, Any]) -> str:
     """The self-contained page of `charts.page_content`."""
-    from canon_pretrain import page  # plotly takes a while to import
+    from canon_pretrain.core import page  # plotly takes a while to import
 
     plotted = {name: content[name] for name in ("runs", "entries", "sections")}
     return page.html_page(

@@ -15,11 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.show.trace_summary import COMMUNICATION, PURPOSES, Summary, summarize
 from canon_pretrain.run.trace import DATA, read_trace
-from canon_pretrain.terminal import Console
 
 TRACES = "profile_traces"
 _NAME = re.compile(r"rank(\d+)_trace\.json(\.gz)?")

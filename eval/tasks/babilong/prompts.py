@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, nearest
 from eval.staging.catalogue import BABILONG_TASKS
 
 OWN_PROMPTS = Path(__file__).with_name("prompts.toml")

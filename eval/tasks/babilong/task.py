@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from eval.staging.staged import load_staged
 from eval.task_length import check_fit
 from eval.tasks.babilong.prompts import read_prompts

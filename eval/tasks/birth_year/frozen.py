@@ -18,9 +18,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canon_pretrain.errors import UserError
-from canon_pretrain.files import UnreadableFile, read_json, sha256_file, write_atomic, write_json
-from canon_pretrain.terminal import Console
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import (
+    UnreadableFile,
+    read_json,
+    sha256_file,
+    write_atomic,
+    write_json,
+)
+from canon_pretrain.core.terminal import Console
 from eval.staging.catalogue import CATALOGUE
 from eval.staging.staged import MANIFEST, load_staged, restage, staged_folder
 from eval.tasks.birth_year.probes import (

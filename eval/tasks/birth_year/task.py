@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from canon_pretrain.errors import UserError
+from canon_pretrain.core.errors import UserError
 from eval.staging.staged import MANIFEST, staged_folder
 from eval.task_length import known_max_length, too_long
 from eval.task_tokenizer import TaskTokenizer, task_tokenizer

@@ -22,7 +22,7 @@ from typing import Any
 
 import datasets
 
-from canon_pretrain.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, nearest
 from eval.staging.staged import load_staged, staged_folder, staged_sha256
 from eval.task_length import known_max_length
 from eval.task_tokenizer import TaskTokenizer, task_tokenizer

@@ -1,0 +1,142 @@
+"""What every command has in common: its streams carry words, and its errors are one message.
+
+Results are on the disk before words are printed. A stdout that is full, closed or without a reader
+loses words and ends nothing, and no control character of a path, a log or a text reaches a
+terminal.
+"""
+
+import codecs
+import contextlib
+import io
+import locale
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from canon_pretrain.core.errors import UserError, exit_with
+from canon_pretrain.core.text import printable
+
+EXIT_INTERRUPTED = 130
+
+
+class _Raw(io.FileIO):
+    """A file descriptor that drops what it cannot take."""
+
+    failure: OSError | None = None
+    """Of the first write that failed."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if self.failure is None:
+                self.failure = error
+                if self.fileno() == 1 and not isinstance(error, BrokenPipeError):
+                    with contextlib.suppress(OSError):
+                        text = f"NOTE: stdout takes no lines ({error}); the command continues\n"
+                        os.write(2, text.encode())
+            return len(memoryview(data).cast("B"))
+
+
+class _Words(io.TextIOWrapper):
+    """A standard stream. NUL ends words for scripts, and a carriage return redraws a bar."""
+
+    def write(self, text: str) -> int:
+        super().write(printable(text, keep="\n\t\r\0"))
+        return len(text)
+
+    @property
+    def unfiltered(self) -> "_Unfiltered":
+        """For canon_pretrain.core.terminal, which filters text before it adds colors."""
+        return _Unfiltered(self)
+
+
+class _Unfiltered:
+    def __init__(self, words: _Words) -> None:
+        self._words = words
+
+    def write(self, text: str) -> int:
+        return io.TextIOWrapper.write(self._words, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._words, name)
+
+
+def _open(number: int, stream: TextIO | None) -> _Words:
+    try:
+        os.fstat(number)
+    except OSError:
+        # closed: the next file to be opened would get its number, and the words with it
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != number:
+            os.dup2(null, number)
+            os.close(null)
+    buffer = io.BufferedWriter(_Raw(number, "w", closefd=False))
+    is_line_buffered = number == 2 or os.isatty(number)
+    encoding = stream.encoding if stream is not None else "utf-8"
+    through = bool(getattr(stream, "write_through", False))
+    return _Words(buffer, encoding, "backslashreplace", None, is_line_buffered, through)
+
+
+@contextlib.contextmanager
+def words() -> Iterator[None]:
+    """Let sys.stdout and sys.stderr drop what they cannot take, within the block."""
+    before = sys.stdout, sys.stderr
+    if before[0] is sys.__stdout__:  # not a test's
+        for stream in filter(None, before):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        sys.stdout, sys.stderr = _open(1, before[0]), _open(2, before[1])
+    try:
+        yield
+    finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def stdout_failure() -> OSError | None:
+    """Return why stdout takes no more words, if it does not."""
+    failure: OSError | None = getattr(
+        getattr(getattr(sys.stdout, "buffer", None), "raw", None), "failure", None
+    )
+    return failure
+
+
+def check_encoding() -> None:
+    """Raise UserError if Python's text files are not UTF-8: torch's own are, and a run's."""
+    encoding = locale.getpreferredencoding(False)
+    if codecs.lookup(encoding).name != "utf-8":
+        raise UserError(
+            f"this locale's encoding is {encoding}, expected UTF-8: set PYTHONUTF8=1, or a locale "
+            "such as LC_ALL=C.UTF-8"
+        )
+
+
+@contextlib.contextmanager
+def command(*, prints: bool = False, interrupted: str = "") -> Iterator[None]:
+    """Run a command: bad input and faults of the disk are one message and exit code 2.
+
+    With `prints`, what is printed is all that the command makes, and losing it is an error too.
+    `interrupted` is said after Ctrl-C.
+    """
+    with words():
+        try:
+            check_encoding()
+            yield
+            sys.stdout.flush()
+            if prints and (failure := stdout_failure()) is not None:
+                if not isinstance(failure, BrokenPipeError):  # `| head` has seen enough
+                    raise UserError(f"stdout: {failure.strerror}")
+        except UserError as error:
+            exit_with(error)
+        except OSError as error:
+            if error.strerror is None:
+                raise
+            facts = filter(None, (error.filename, error.strerror))
+            exit_with(UserError(": ".join(map(str, facts))))
+        except KeyboardInterrupt:
+            if interrupted:
+                print(interrupted, file=sys.stderr)
+            raise SystemExit(EXIT_INTERRUPTED) from None

@@ -1,0 +1,260 @@
+"""Small file operations that survive a crash or an odd file: atomic writes, bounded reads, hashes.
+
+A leaf of the package: data shards, run folders and results are read and written through it.
+"""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from canon_pretrain.core.errors import UserError
+
+T = TypeVar("T")
+
+READ_BYTES = 1 << 20
+MAX_JSON_BYTES = 64 << 20
+MAX_LINE_BYTES = 16 << 20
+"""Of a line of JSON that we wrote: a longer one is damage."""
+
+
+class UnreadableFile(UserError):
+    """A file that is missing, cannot be read, or does not hold what it should.
+
+    `errno` is that of the failed call; None if the content is at fault.
+    """
+
+    def __init__(self, path: Path, fault: str, cause: OSError | None = None) -> None:
+        super().__init__(f"{path} {fault}")
+        self.errno = None if cause is None else cause.errno
+
+    @property
+    def is_missing(self) -> bool:
+        return self.errno == errno.ENOENT
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading; raise UnreadableFile for anything else, without waiting.
+
+    Links are followed. An OSError within the block becomes an UnreadableFile too.
+    """
+    try:
+        with open(path, "rb", opener=open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UnreadableFile(path, "is not a regular file")
+            yield file
+    except OSError as error:
+        text = "is missing" if error.errno == errno.ENOENT else f"cannot be read: {error.strerror}"
+        raise UnreadableFile(path, text, error) from None
+
+
+@contextlib.contextmanager
+def parsing(path: Path) -> Iterator[None]:
+    """Raise UnreadableFile for what the block finds wrong in the values that `path` holds."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
+        text = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise UnreadableFile(path, f"is damaged: {text}") from None
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """An `opener` that waits for nothing, such as the writer of a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Return the content of a regular file. Raises UnreadableFile, also for a larger one."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise UnreadableFile(path, f"is damaged: it has more than {max_bytes:,} bytes")
+        return file.read()
+
+
+def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a regular file with their ends; a longer one becomes an empty line.
+
+    Raises UnreadableFile.
+    """
+    with open_regular(path) as file:
+        while line := file.readline(max_line_bytes):
+            is_cut = False
+            while len(line) == max_line_bytes and not line.endswith(b"\n"):
+                is_cut, line = True, file.readline(max_line_bytes)
+            yield b"\n" if is_cut else line
+
+
+def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
+    """`json.loads` that fails with a ValueError alone, whatever `content` is.
+
+    Unless `finite` is False, NaN, infinities and floats beyond the largest one are refused.
+    """
+    try:
+        if finite:
+            return json.loads(content, parse_constant=_not_finite, parse_float=_finite)
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _not_finite(word: str) -> NoReturn:
+    raise ValueError(f"{word[:40]} is not a finite number")
+
+
+def _finite(word: str) -> float:
+    return value if math.isfinite(value := float(word)) else _not_finite(word)
+
+
+def read_json(
+    path: Path, *, finite: bool = True, max_bytes: int = MAX_JSON_BYTES
+) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises UnreadableFile in every other case."""
+    content = read_bytes(path, max_bytes)
+    with parsing(path):
+        value = parse_json(content, finite=finite)
+        if not isinstance(value, dict):
+            raise ValueError("it holds no JSON object")
+    return value
+
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
+
+
+def parse_record(content: bytes | str, kind: type[T]) -> T:
+    """Return JSON `content` as `kind`, a dataclass whose annotations and constraints are checked.
+
+    Types are not converted, except for lists to tuples and strings to paths and times; unknown keys
+    are ignored. Raises ValueError naming the field and its value.
+    """
+    parse_json(content)  # refuses what is not finite or nested too deeply
+    try:
+        return _adapter(kind).validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "it"
+        given = "" if first["type"] == "missing" else f" (given: {first['input']!r:.60})"
+        raise ValueError(f"{field}: {first['msg']}{given}") from None
+
+
+def read_record(path: Path, kind: type[T], *, max_bytes: int = MAX_JSON_BYTES) -> T:
+    """Return the JSON file `path` as `kind` (see parse_record). Raises UnreadableFile."""
+    content = read_bytes(path, max_bytes)
+    with parsing(path):
+        return parse_record(content, kind)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable: until then a crash may undo a rename."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """`os.rename` that checks what an error did: a file server may rename and lose the reply."""
+    before = os.lstat(source)
+    try:
+        os.rename(source, target)
+    except OSError:
+        try:
+            is_done = os.path.samestat(before, os.lstat(target)) and not os.path.lexists(source)
+        except OSError:
+            is_done = False
+        if not is_done:
+            raise
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a finished and synced `temporary` file its `final` name, durably and in one step."""
+    rename(temporary, final)
+    fsync_folder(final.parent)
+
+
+def create_file(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Create `path` for writing; raises FileExistsError also for a link, which is not followed."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, mode), "wb")
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write `content` to `path` so that a reader sees the old file or the new one, never a part.
+
+    The temporary file beside it, `path`.XXXXXXXX.tmp, has a random name; an error removes it.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    file = create_file(temporary)
+    try:
+        with file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def reserve(path: Path, num_bytes: int) -> None:
+    """Create `path` with `num_bytes` of disk space, of which little is written.
+
+    Raises OSError where such a file can't be: no room, a quota, a limit on its size. A file system
+    that can't reserve space is asked for the size alone.
+    """
+    with create_file(path) as file:
+        libc = ctypes.CDLL(None, use_errno=True)
+        # not os.posix_fallocate: it writes to every block of a file system that can't reserve
+        if libc.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
+            code = ctypes.get_errno()
+            if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise OSError(code, os.strerror(code), str(path))
+            os.ftruncate(file.fileno(), num_bytes)
+        file.write(bytes(min(num_bytes, READ_BYTES)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove_leftovers(folder: Path, name: str = "*") -> None:
+    """Remove what killed calls of `write_atomic` left of files called `name` in `folder`.
+
+    For the holder of a lock on these files: a live call's temporary file looks the same.
+    """
+    for left in folder.glob(f"{name}.{'[0-9a-f]' * 8}.tmp"):
+        left.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomic` of `value` as indented JSON; keys keep their order."""
+    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may still write where `path` is, or will be."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def sha256_file(path: Path) -> str:
+    """Return the hex SHA-256 of a regular file's bytes. Raises OSError, also for other files."""
+    digest = hashlib.sha256()
+    with open(path, "rb", opener=open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        while piece := file.read(READ_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()

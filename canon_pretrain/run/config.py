@@ -1,0 +1,263 @@
+"""Experiment files: TOML with `extends`, checked key by key and type by type, and our own sections.
+
+The first room of a run: train.py reads a file through `read_experiment`, titan/job_config.py puts
+our sections beside torchtitan's and builds the job from it. Nothing here knows torchtitan, so a
+laptop without it can read and check an experiment too.
+"""
+
+import dataclasses
+import errno
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.files import UnreadableFile, read_bytes
+
+T = TypeVar("T")
+MAX_DOTS = 1000
+"""Of a key in a config file; ours have one."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The `[data]` section: which shards, in which order."""
+
+    path: str = ""
+    """Folder written by `python -m data_prep build`; holds train/ and validation/."""
+
+    paths: list[str] = field(default_factory=list)
+    """Instead of `path`: several such folders, whose windows are drawn by `weights`."""
+
+    weights: list[float] = field(default_factory=list)
+    """A number for each of `paths`, relative to the others: [7, 3] is [0.7, 0.3]."""
+
+    order: Literal["random", "permute"] = "random"
+    """random: windows begin anywhere, drawn with replacement (the paper's). permute: every window
+    of seq_len tokens once an epoch, in a new order each epoch; of one folder only."""
+
+    data_seed: int = 0
+    """Seed of the sample order alone: window i of a run is a function of (data_seed, i)."""
+
+    read_ahead: int = 8
+    """Micro-batches that a thread of each rank reads ahead of the step; 0: read when needed."""
+
+    @property
+    def folders(self) -> list[str]:
+        """All folders, in order; none where no data is named."""
+        return self.paths or ([self.path] if self.path else [])
+
+    @property
+    def shares(self) -> list[float]:
+        """A weight for each of `folders`."""
+        return self.weights or [1.0] * len(self.folders)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The `[run]` section: how far this launch goes. It never changes what is computed."""
+
+    stop_at: int | None = None
+    """Stop after this step with a checkpoint that can be resumed. `training.steps`, and so the
+    learning-rate schedule, stays what it is. Unset: go on to `training.steps`."""
+
+    allow_changes: list[str] = field(default_factory=list)
+    """Names (such as `optimizer.lr`) of what this launch may change in the run that it goes on
+    with. Any other difference in seeds, data, model, batch or schedule is refused. `code`: a job
+    script resumes with the program as it is now, not with the snapshot in RUN/code."""
+
+    code: Literal["note", "refuse"] = "note"
+    """What a launch does if the source files that training uses are not those of the launch
+    before: name them on the screen and in the log, or refuse to resume."""
+
+    heartbeat_s: float = 10.0
+    """Seconds between two signs of life in lock.json and status.json; a lock that is silent for
+    six of them may be taken over."""
+
+
+@dataclass(frozen=True)
+class Guards:
+    """The `[guards]` section: which steps leave the weights as they are."""
+
+    max_bad_steps: int = 5
+    """The run ends, with a checkpoint from before them, after this many steps in a row whose loss
+    or gradient is not finite. Each such step is skipped on all ranks."""
+
+    outlier_sigma: float | None = None
+    """Skip a step whose gradient norm is more than this many standard deviations above the mean of
+    the last `outlier_window` ones (OLMo's SkipStep: 6). Unset: never."""
+
+    outlier_window: int = 128
+    """Gradient norms that an outlier is judged by; nothing is, before half of them are there."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The `[loss]` section: what is minimised beside the cross-entropy; at most one of the two.
+
+    The loss that is logged, judged and compared is the cross-entropy alone, in every run.
+    """
+
+    z_loss: float = 0.0
+    """Adds this times logsumexp(logits)^2 for each token (PaLM: 1e-4)."""
+
+    squared_loss: float = 0.0
+    """Adds this times the token's own cross-entropy squared: what the released Part 4.2 models call
+    z-loss (1e-4)."""
+
+    chunk_tokens: int = 4096
+    """Tokens whose logits stand at a time; 0: those of the whole micro-batch. No part of what the
+    run is: it changes nothing but rounding."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """A sentence that names the nearest of `known`, or all of them where none is near."""
+    options = sorted(known)
+    near = nearest(name, options)
+    return f"did you mean '{near}'?" if near else f"known are: {', '.join(options)}"
+
+
+def read_experiment(path: Path) -> dict[str, Any]:
+    """Read a TOML file and all that it `extends`; later files win, key by key.
+
+    `extends` is a path, or a list of paths, relative to the file that names it; a list is merged
+    from left to right. Raises UserError for a missing file, TOML that does not parse, or a cycle.
+    """
+    return _read(path, chain=())
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    resolved = path.resolve()
+    if resolved in chain:
+        names = " -> ".join(str(p) for p in (*chain, resolved))
+        raise UserError(f"{path}: `extends` goes in a circle: {names}")
+    try:
+        text = read_bytes(path, 1 << 20).decode()
+        if any(line.partition("=")[0].count(".") > MAX_DOTS for line in text.splitlines()):
+            raise RecursionError  # tomllib's memory grows with the square of a key's parts
+        own = tomllib.loads(text)
+    except UnreadableFile as error:
+        if error.is_missing:
+            named_by = f" (named by `extends` in {chain[-1]})" if chain else ""
+            raise UserError(f"config file {path} does not exist{named_by}") from None
+        if error.errno == errno.EISDIR:
+            raise UserError(f"config file {path} is a folder; give a .toml file in it") from None
+        raise UserError(f"config file {error}") from None
+    except RecursionError:
+        raise UserError(f"{path} is not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # also of bytes that are not UTF-8, and of dates out of range
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    bases = own.pop("extends", [])
+    if isinstance(bases, str):
+        bases = [bases]
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(f"{path}: `extends` must be a path or a list of paths, not {bases!r}")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        merged = merge(merged, _read(path.parent / base, (*chain, resolved)))
+    return merge(merged, own)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A new dict with `over` laid on `base`: tables are merged, any other value is replaced."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = merge(old, value)
+        result[key] = value
+    return result
+
+
+def to_toml(values: Mapping[str, Any], table: str = "") -> str:
+    """TOML that holds what `read_experiment` has returned."""
+    lines = [f"[{table}]"] if table else []
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines += [f"{_text(key)} = {_text(v)}" for key, v in values.items() if key not in tables]
+    inner = (to_toml(v, f"{table}{'.' * bool(table)}{_text(key)}") for key, v in tables.items())
+    return "".join(f"{line}\n" for line in lines) + "".join(inner)
+
+
+def _text(value: Any) -> str:
+    """A key or a value as TOML writes it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):  # in a list
+        return f"{{{', '.join(f'{_text(key)} = {_text(v)}' for key, v in value.items())}}}"
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value)  # numbers, and dates by ISO 8601
+
+
+def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = "") -> T:
+    """An instance of dataclass `cls` from TOML `values`, every key and type checked.
+
+    `source` names the file in messages, `prefix` the section so far. Raises UserError for an
+    unknown key (with the nearest known one) or a value of the wrong type (with the right one).
+    """
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    arguments = {}
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if key not in names:
+            kind = "section" if not prefix else "key"
+            raise UserError(f"{source}: unknown {kind} '{dotted}': {suggest(key, names)}")
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            if not isinstance(value, dict):
+                raise UserError(f"{source}: '{dotted}' is a section, written [{dotted}]")
+            arguments[key] = build(hint, value, source, prefix=f"{dotted}.")
+        elif fits(value, hint):
+            arguments[key] = value
+        else:
+            raise UserError(
+                f"{source}: '{dotted}' = {value!r} is {_kind(value)}; expected {describe(hint)}"
+            )
+    return cls(**arguments)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a TOML value is of the annotated type; an int may be a float, a bool no number."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, option) for option in typing.get_args(hint))
+    if origin is list:
+        (item,) = typing.get_args(hint)
+        return isinstance(value, list) and all(fits(entry, item) for entry in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, hint)
+
+
+def describe(hint: Any) -> str:
+    """The annotated type in a person's words, for error messages."""
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(option) for option in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(option) for option in arguments if option is not type(None))
+    if origin is list:
+        return f"a list of {describe(arguments[0])}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(
+        hint, getattr(hint, "__name__", str(hint))
+    )
+
+
+def _kind(value: Any) -> str:
+    """What a TOML value is, in the words of `describe`."""
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list):
+        return "a list"
+    return describe(type(value))

@@ -1,0 +1,591 @@
+"""The benches as a user starts them: they measure, say the ratio, and leave nothing behind."""
+
+import contextlib
+import dataclasses
+import gc
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch.distributed.tensor import DTensor
+
+from canon_pretrain.bench import __main__ as bench_main
+from canon_pretrain.bench import generate, step, trainer, tune, variants
+from canon_pretrain.bench.__main__ import main
+from canon_pretrain.bench.attention import use_flash
+from canon_pretrain.bench.bare import BareStep, job_of, one_rank
+from canon_pretrain.bench.limits import block_flops_per_token
+from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.memory_plan import saved_estimate
+from canon_pretrain.bench.variants import Variant
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.model import canon as canon_module
+from canon_pretrain.model import canon_forms
+from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token
+from canon_pretrain.model.transformer import TransformerBlock
+from canon_pretrain.titan import logs
+from tests.flash_packages import flash_impl
+from tests.support import ROOT
+
+SMALL = ("--flavor", "debug", "--tokens", 32)
+QUICK = ("--pairs", 2, "--block-seconds", 0)
+BENCHES = ("step", "canon", "generate", "memory", "attention", "trainer")
+
+
+def command(*arguments: object, temporary: Path) -> dict[str, Any]:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary)}
+    words = [sys.executable, "-m", "canon_pretrain.bench", *map(str, arguments)]
+    return {"args": words, "cwd": ROOT, "env": environment, "text": True}
+
+
+def bench(*arguments: object, temporary: Path) -> subprocess.CompletedProcess[str]:
+    options = command(*arguments, temporary=temporary)
+    return subprocess.run(**options, capture_output=True, timeout=600)
+
+
+def measured(*arguments: object, temporary: Path) -> tuple[dict[str, Any], str]:
+    """What the JSON of a run holds, and what it printed; nothing of it is left."""
+    scratch, file = temporary / "scratch", temporary / "result.json"
+    scratch.mkdir(exist_ok=True)
+    done = bench(*arguments, "--json", file, temporary=scratch)
+    assert done.returncode == 0, done.stderr
+    assert not [path for path in scratch.iterdir() if path.name.startswith("canon-bench-")]
+    result = json.loads(file.read_text())
+    for part in result["results"].values() if result["bench"] == "all" else (result,):
+        assert {"bench", "time", "device", "threads", "versions"} <= set(part), part
+    return result, done.stdout
+
+
+@pytest.mark.slow
+def test_trainer_compares_ours_with_a_bare_loop(tmp_path: Path) -> None:
+    small = ("--config", ROOT / "train_configs" / "debug.toml", "--repeats", 3, "--steps", 2)
+    result, page = measured("trainer", *small, temporary=tmp_path)
+    assert result["tokens_per_step"] == 12 * 64
+    assert 0.1 < result["ratio"] < 10
+    assert result["ratio_low"] <= result["ratio"] <= result["ratio_high"]
+    assert len(result["saves"]) == 3
+    for save in result["saves"]:
+        # weights and two moments in float32, and about 700 kB around small tensors
+        assert 3 * 4 * 171_584 < save["bytes"] < 5 * 4 * 171_584
+        assert 0 < save["stall_s"] < save["whole_s"]
+    assert "bare PyTorch loop" in page
+    assert "target at most" in " ".join(page.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["block", "model"])
+def test_step_compares_canon_with_none(tmp_path: Path, unit: str) -> None:
+    result, page = measured(
+        "step", *SMALL, *QUICK, "--unit", unit, "--sets", "AC", temporary=tmp_path
+    )
+    assert [row["variant"] for row in result["rows"]] == ["AC compiled", "AC reference"]
+    assert set(result["unavailable"]) == {"causal_conv1d", "fla", "triton"}
+    for row in result["rows"]:
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert row["tokens_per_second"] == pytest.approx(2 * 32 / row["other_s"])
+        assert row["compile_s"] > row["other_s"]
+        assert 0 == row["limits"]["fused"] < row["limits"]["one_kernel_a_site"]
+    assert result["targets"] == {}  # of other sizes
+    assert "not measured: triton: needs a GPU" in page
+    assert "from the limit of" in page
+
+
+@pytest.mark.slow
+def test_memory_counts_what_a_compiled_block_keeps(tmp_path: Path) -> None:
+    options = ("--sets", "ABCD", "--backends", "reference", "compiled")
+    result, page = measured("memory", *SMALL, *options, temporary=tmp_path)
+    rows = {row["variant"]: row for row in result["rows"]}
+    none = rows.pop("no Canon")["bytes_per_token"]
+    # at least the block's input, q, k and v, what attention gave, and the feed-forward's three
+    assert none >= 2 * (5 * 64 + 3 * 176)
+    assert none == pytest.approx(saved_estimate(FLAVORS["debug"], torch.bfloat16), rel=0.05)
+    for name, row in rows.items():
+        channels = {"A": 64, "B": 192, "C": 64, "D": 352, "ABCD": 672}[name.split()[0]]
+        assert row["extra_per_token"] == row["bytes_per_token"] - none
+        assert row["extra_per_channel"] == pytest.approx(row["extra_per_token"] / channels)
+    plans = result["plans"]
+    assert {plan["gpu"] for plan in plans} == {"h100", "h200"}
+    assert all(plan["total"] == sum(plan["bytes"].values()) for plan in plans)
+    assert "computed" in page
+
+
+@pytest.mark.slow
+def test_all_is_one_page_and_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import sys, canon_pretrain.bench.__main__ as bench\n"
+        "small = {'trainer': ['--repeats', '2', '--steps', '1'], 'memory': [],\n"
+        "         'generate': ['--prompt-tokens', '8', '--new-tokens', '4', '--pairs', '1']}\n"
+        "short = ['--pairs', '1', '--block-seconds', '0']\n"
+        "parse = bench._parse\n"
+        "def smaller(words):\n"
+        "    name = words[0]\n"
+        "    if name == 'all': return parse(words)\n"
+        "    more = [] if name == 'trainer' else ['--flavor', 'debug']\n"
+        "    if name not in ('trainer', 'generate'): more += ['--tokens', '32']\n"
+        "    return parse([*words, *more, *small.get(name, short)])\n"
+        "bench._parse = smaller\n"
+        "bench.main(sys.argv[1:])\n"
+    )
+    scratch, file = tmp_path / "scratch", tmp_path / "all.json"
+    scratch.mkdir()
+    options = command("all", "--json", file, temporary=scratch)
+    options["args"] = [sys.executable, "-c", program, *options["args"][3:]]
+    done = subprocess.run(**options, capture_output=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert tuple(result["results"]) == BENCHES
+    for name, part in result["results"].items():
+        assert part["bench"] == name
+        assert "error" not in part, part
+        assert bench_main.COMMANDS[name] in done.stdout
+    assert not [path for path in scratch.iterdir() if path.name.startswith("canon-bench-")]
+
+
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = classmethod(lambda cls: cls(torch.device("cpu")))
+    monkeypatch.setattr(Machine, "here", here)
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[dict[str, Any], str]]:
+    """`measured` in this process, on a machine of known speed and without compilation."""
+    file = tmp_path / "result.json"
+    monkeypatch.setattr(logs, "init_logging", lambda rank: None)  # this process has its own
+    on_cpu(monkeypatch)
+    monkeypatch.setattr(Machine, "copy_bandwidth", 1e10)
+    monkeypatch.setattr(Machine, "matmul_flops", lambda self, dtype: 1e11)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+    def run(*arguments: object) -> tuple[dict[str, Any], str]:
+        main([*map(str, arguments), "--json", str(file)])
+        return json.loads(file.read_text()), capsys.readouterr().out
+
+    return run
+
+
+Run = Callable[..., tuple[dict[str, Any], str]]
+
+
+def test_attention_tells_the_fastest_way(run: Run) -> None:
+    result, page = run("attention", *SMALL, *QUICK)
+    assert {row["way"] for row in result["rows"]} == {"flash", "math"}
+    assert result["unavailable"]["cudnn"] == "needs a GPU"
+    for package in ("flash_attn", "fa3", "fa4"):
+        assert "not installed" in result["unavailable"][package]
+    assert f"both passes: {result['fastest']}" in page
+    forward, backward = result["rows"][:2]
+    assert backward["flops"] == 2.5 * forward["flops"] == 2.5 * 2 * 2 * 32**2 * 64
+    assert forward["of_matmul"] == pytest.approx(forward["flops"] / forward["other_s"] / 1e11)
+
+
+def test_attention_times_each_package_with_its_own_kernel_in_place() -> None:
+    active = torch.nn.attention.current_flash_attention_impl
+    with flash_impl("fa4"):
+        for name, expected in (("fa4", "FA4"), ("cudnn", "FA4"), ("flash", None), ("fa4", "FA4")):
+            use_flash(name)
+            assert active() == expected
+    assert active() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [False, True], ids=["CPU", "as on a GPU"])
+def test_generate_compares_prompts_and_answers(
+    run: Run, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    blocks, make = counted_blocks(monkeypatch), generate._model
+
+    def made(*given: Any) -> Any:
+        assert not (alone and len(blocks))
+        return make(*given)
+
+    monkeypatch.setattr(generate, "_model", made)
+    if alone:
+        monkeypatch.setattr(generate, "measure_in_turns", generate.measure_alone)
+    tokens = ("--prompt-tokens", 8, "--new-tokens", 4, "--pairs", 2, "--batches", 1, 2)
+    result, page = run("generate", "--flavor", "debug", "--sets", "AC", "ABCD", *tokens)
+    assert [(row["batch"], row["canon_set"]) for row in result["rows"]] == [
+        (1, "AC"), (2, "AC"), (1, "ABCD"), (2, "ABCD"),
+    ]  # fmt: skip
+    for row in result["rows"]:
+        assert row["operators"] > row["base_operators"] > 0
+        assert row["decode"]["pairs"] == 2
+    assert "10/5/3 %" in page
+
+
+def test_step_says_how_far_a_variant_is_from_its_limit(run: Run) -> None:
+    options = ("--flavor", "8L512D", "--layers", 1, "--tokens", 4, "--micro-batch", 1)
+    result, page = run("step", *options, *QUICK, "--sets", "ABCD")
+    assert [row["variant"] for row in result["rows"]] == ["ABCD compiled", "ABCD reference"]
+    row = result["rows"][0]
+    assert row["tokens_per_second"] == pytest.approx(4 / row["other_s"])
+    channels = 512 + 3 * 512 + 512 + 2 * 1368
+    at_least = 5 * channels * 4 * 4 / 1e10  # read or written, of 4 bytes, 4 tokens
+    assert row["limits"]["one_kernel_a_site"] == pytest.approx(at_least / row["base_s"])
+    assert result["targets"]["ABCD"]["must"] == 0.15
+    assert "15/10/5 %: " in page
+    assert "points from the limit of one kernel a site" in page
+
+
+def test_canon_counts_the_bytes_of_each_kernel(run: Run) -> None:
+    result, _ = run("canon", *SMALL, *QUICK, "--micro-batch", 2)
+    rows = {(row["form"], row["backend"], row["direction"]): row for row in result["rows"]}
+    assert len(rows) == 6 * 2 * 2
+    values = 2 * 32 * 4
+    for key, count in {
+        ("A, C", "compiled", "forward"): 2 * 64,
+        ("B", "compiled", "backward"): 3 * 192,
+        ("D", "reference", "forward"): 4 * 176,
+        ("D + activation", "compiled", "forward"): 3 * 176,
+        ("D + activation", "compiled", "backward"): 5 * 176,
+    }.items():
+        row = rows[key]
+        assert row["least_bytes"] == count * values
+        assert row["of_copy"] == pytest.approx(row["least_bytes"] / row["other_s"] / 1e10)
+    assert all(row["max_error"] < 1e-5 for row in rows.values())
+
+
+def test_memory_of_blocks_that_are_not_compiled(run: Run) -> None:
+    result, _ = run("memory", *SMALL, "--sets", "B", "--backends", "compiled")
+    rows = {row["canon_set"]: row for row in result["rows"]}
+    # in eager the backend keeps its inputs alone, which nothing else does: 2 bytes
+    assert rows["B"]["extra_per_token"] == pytest.approx(2 * 192, abs=1)
+
+
+def test_what_does_not_fit_in_memory_is_left_out_and_said(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build, refused = step.build, {"ABCD reference"}
+
+    def limited(setting: step.Setting, variant: Variant, device: torch.device) -> Any:
+        if variant.name in refused:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return build(setting, variant, device)
+
+    monkeypatch.setattr(step, "build", limited)
+    result, page = run("step", *SMALL, *QUICK, "--sets", "AC", "ABCD")
+    assert [row["variant"] for row in result["rows"]] == ["AC compiled", "ABCD compiled"]
+    assert "not measured: ABCD reference: a micro-batch of 2 does not fit" in page
+    refused.add("no Canon")
+    with pytest.raises(SystemExit):
+        run("step", *SMALL, *QUICK)
+    assert "give a smaller --micro-batch, or fewer --layers" in capsys.readouterr().err
+
+
+def counted_blocks(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[TransformerBlock]:
+    """All blocks that are made from now on and still there."""
+    blocks: weakref.WeakSet[TransformerBlock] = weakref.WeakSet()
+    make_block = TransformerBlock.__init__
+
+    def counted(block: TransformerBlock, *given: Any, **options: Any) -> None:
+        make_block(block, *given, **options)
+        blocks.add(block)
+
+    monkeypatch.setattr(TransformerBlock, "__init__", counted)
+    return blocks
+
+
+@pytest.mark.filterwarnings(  # torchtitan's, in this process: stderr has no file, autocast is off
+    "ignore:Unable to enable fault handler", "ignore:In CPU autocast"
+)
+def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, free, left = counted_blocks(monkeypatch), Machine.free_memory, []
+
+    def freed(machine: Machine) -> None:
+        free(machine)
+        left.append(len(blocks))
+
+    monkeypatch.setattr(Machine, "free_memory", freed)
+    monkeypatch.setattr(trainer, "measure_in_turns", trainer.measure_alone)
+    config = ROOT / "train_configs" / "debug.toml"
+    result, page = run("trainer", "--config", config, "--repeats", 3, "--steps", 1)
+    assert left == [0, 0, 0, 0] and result["drift"] > 0
+    assert result["pairs"] == 3 and len(result["saves"]) == 3
+    assert result["tokens_per_step"] == 12 * 64
+    assert "before and after ours" in " ".join(page.split())
+
+
+def test_the_trainers_bench_on_a_gpu_is_of_six_layers_compiled_in_bfloat16(
+    tmp_path: Path,
+) -> None:
+    config, *overrides = trainer.GPU_JOB
+    job = trainer._job(ROOT / config, overrides, tmp_path, 10)
+    assert job.model_args.num_layers == 6 and job.model_args.dim == 2048 and job.compile.enable
+    assert job.training.mixed_precision_param == "bfloat16"
+
+
+@pytest.mark.parametrize("unit", ["block", "model"])
+def test_a_gpu_holds_one_model_at_a_time(
+    run: Run, monkeypatch: pytest.MonkeyPatch, unit: str
+) -> None:
+    """The way of a GPU, on a CPU: what it builds is gone before the next."""
+    build, built, blocks = step.build, [], counted_blocks(monkeypatch)
+
+    def watched(setting: step.Setting, variant: Variant, device: torch.device) -> Any:
+        gc.collect()
+        assert not len(blocks)
+        made = build(setting, variant, device)
+        assert len(blocks) == (1 if unit == "block" else setting.args.num_layers)
+        built.append((variant.canon_set, setting.alone))
+        return made
+
+    setting_of = step._setting
+    alone = lambda *given: dataclasses.replace(setting_of(*given), alone=True)  # noqa: E731
+    monkeypatch.setattr(step, "_setting", alone)
+    monkeypatch.setattr(step, "build", watched)
+    result, page = run(
+        "step", *SMALL, *QUICK, "--unit", unit, "--backends", "reference", "--sets", "AC"
+    )
+    order = [("", True), ("AC", True), ("", True)]
+    whole = [("", False)] if unit == "model" else []
+    assert built == order + whole
+    assert result["timed"] == "forward and backward" and result["base"]["drift"] > 0
+    for row in result["rows"]:
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert row["mfu_of_measured"] == pytest.approx(
+            step_flops(result, row["canon_set"]) / row["other_s"] / 1e11
+        )
+    if whole:
+        assert result["whole"]["forward_backward_s"] > 0 and result["whole"]["update_s"] > 0
+        assert "clipping and AdamW of all parameters" in page
+
+
+def step_flops(result: dict[str, Any], canon_set: str) -> float:
+    """By the formula, of all tokens of a step."""
+    args = ModelArgs(**result["args"] | {"canon_set": canon_set})
+    count = flops_per_token if result["unit"] == "model" else block_flops_per_token
+    return float(count(args, result["num_tokens"]) * result["num_tokens"] * result["micro_batch"])
+
+
+def test_a_plain_steps_gradients_are_those_under_fsdp() -> None:
+    job = job_of(FLAVORS["debug"], num_tokens=32, micro_batch=2, dtype=torch.float32)
+    job.compile.enable = False
+    gradients = []
+    with one_rank():
+        for plain in (False, True):
+            torch.manual_seed(0)
+            bare = BareStep(job, torch.device("cpu"), plain=plain)
+            bare.forward_backward()
+            found = [p.grad for p in bare.model.parameters()]
+            gradients.append([g.full_tensor() if isinstance(g, DTensor) else g for g in found])
+    for sharded, plain_one in zip(*gradients, strict=True):
+        torch.testing.assert_close(sharded, plain_one, rtol=1e-5, atol=1e-8)
+
+
+def test_all_keeps_what_is_there_where_one_fails(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fatal = "memory"
+
+    def one(name: str, *rest: object) -> dict[str, Any]:
+        if name == "canon":
+            raise UserError("no such thing")
+        if name == "generate":
+            raise RuntimeError("a fault")
+        if name == fatal:
+            raise KeyboardInterrupt
+        return {"bench": name}
+
+    monkeypatch.setattr(bench_main, "_one", one)
+    with pytest.raises(SystemExit) as end:
+        run("all")
+    assert end.value.code == 130
+    results = json.loads((tmp_path / "result.json").read_text())["results"]
+    assert list(results) == ["step", "canon", "generate"]
+    assert results["canon"] == {"bench": "canon", "error": "no such thing"}
+    assert results["generate"]["error"] == "RuntimeError('a fault')"
+    fatal = ""
+    with pytest.raises(SystemExit) as end:
+        run("all")
+    assert end.value.code == 1
+    assert list(json.loads((tmp_path / "result.json").read_text())["results"]) == list(BENCHES)
+
+
+def test_sizes_beyond_the_memory_are_one_message(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_large(*rest: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(generate, "operators_per_token", too_large)
+    with pytest.raises(SystemExit) as end:
+        run("generate", "--flavor", "debug")
+    assert end.value.code == 2
+    assert "error: generate: these sizes do not fit" in capsys.readouterr().err
+
+
+def test_a_kernel_that_is_wrong_is_not_timed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = canon_module.canon
+
+    def wrong(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        y = right(x, weight, **options)
+        return y if options["backend"] == "reference" else y * 1.001
+
+    right_gate = canon_module.canon_gate
+
+    def wrong_gate(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        y = right_gate(*tensors, **options)
+        return y if options["backend"] == "reference" else y * 1.001
+
+    monkeypatch.setattr(canon_module, "canon", wrong)
+    monkeypatch.setattr(canon_module, "canon_gate", wrong_gate)
+    result, page = run("canon", *SMALL, *QUICK, "--micro-batch", 2)
+    assert {row["backend"] for row in result["rows"]} == {"reference"}
+    assert "not measured: A, C by compiled: output 0 is 0.000" in page
+    assert len(result["unavailable"]) == 3 + 6
+
+
+def test_a_kernel_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was never run on a GPU of this kind may."""
+    right = canon_module.canon
+
+    def failing(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        if options["backend"] == "causal_conv1d":
+            raise RuntimeError("no kernel image\nis available")
+        return right(x, weight, **options)
+
+    def failing_gate(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert options["backend"] != "causal_conv1d", "no kernel image"
+        return right_gate(*tensors, **options)
+
+    right_gate = canon_module.canon_gate
+    monkeypatch.setattr(variants, "backend_problem", lambda name, device, dtype: None)
+    monkeypatch.setattr(canon_forms, "check_canon_backend", lambda *backend: None)
+    monkeypatch.setattr(canon_module, "canon", failing)
+    monkeypatch.setattr(canon_module, "canon_gate", failing_gate)
+    options = ("--backends", "causal_conv1d", "compiled", "--micro-batch", 2)
+    result, _ = run("canon", *SMALL, *QUICK, *options)
+    assert {row["backend"] for row in result["rows"]} == {"compiled"}
+    assert result["unavailable"]["B by causal_conv1d"] == "RuntimeError: no kernel image"
+    build = step.build
+
+    def build_failing(setting: step.Setting, variant: Variant, device: torch.device) -> Any:
+        if variant.backend == "triton":
+            raise RuntimeError("no kernel image")
+        return build(setting, variant, device)
+
+    monkeypatch.setattr(step, "build", build_failing)
+    options = ("--backends", "triton", "compiled", "--sets", "A")
+    result, _ = run("step", *SMALL, *QUICK, *options)
+    assert result["unavailable"] == {"A triton": "RuntimeError: no kernel image"}
+    assert [row["variant"] for row in result["rows"]] == ["A compiled"]
+
+
+def test_tuning_tries_each_number_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    forced: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def override(**values: int) -> Iterator[None]:
+        forced.update(values)
+        try:
+            yield
+        finally:
+            forced.clear()
+
+    seen: list[dict[str, int]] = []
+
+    def work() -> None:
+        seen.append(dict(forced))
+        if forced.get("warps") == 16:
+            raise RuntimeError("out of resources: shared memory\nreduce it")
+
+    blocks = types.SimpleNamespace(override=override)
+    monkeypatch.setitem(sys.modules, "canon_pretrain.kernels.triton.blocks", blocks)
+    rows = [
+        {"form": "B"} | row for row in tune.sweep({"forward": lambda: work}, pairs=1, block_s=0)
+    ]
+    assert len(rows) == sum(map(len, tune.TRIED.values()))
+    assert all(len(each) < 2 for each in seen)
+    tried = {(field, value) for each in seen for field, value in each.items()}
+    assert tried == {(field, value) for field, values in tune.TRIED.items() for value in values}
+    problems = [row for row in rows if "problem" in row]
+    assert [(row["field"], row["value"]) for row in problems] == [("warps", 16)]
+    console = Console(width=120, file=io.StringIO())
+    tune.print_sweep(rows, console)
+    assert "warps" in console.file.getvalue()
+
+
+def test_tuning_needs_triton(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("canon", *SMALL, "--tune")
+    assert "--tune is about triton, which needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("trainer", "--repeats", 0), "--repeats 0: expected at least 1"),
+        (("step", "--micro-batch", 0), "--micro-batch 0: expected at least 1"),
+        (("step", "--layers", 0), "--layers 0: expected at least 1"),
+        (("step", "--block-seconds", -1), "--block-seconds -1: expected at least 0"),
+        (("step", "--flavor", "1b4"), 'model flavor "1b4" is not known; expected one of debug,'),
+        (("step", "--sets", "AE"), 'canon_set = "AE" names the Canon site "E"'),
+        (("step", "--sets", ""), '--sets "": no Canon is what the others are compared with'),
+        (("step", "--backends", "tritn"), '--backends = "tritn" is not known; expected one of'),
+        (("step", "--backends", "triton"), "--backends triton: none can be had here. triton: n"),
+        (("generate", "--new-tokens", 1), "--new-tokens 1: expected at least 2"),
+        (("attention", "--ways", "cudnn"), "--ways cudnn: none can be had here. cudnn: needs a "),
+        (("canon", "--json", "/nowhere/x"), "--json /nowhere/x: the folder /nowhere does not ex"),
+    ],
+)
+def test_bad_input_is_one_message(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "init_logging", lambda rank: None)
+    on_cpu(monkeypatch)
+    monkeypatch.setattr(Machine, "peaks", lambda self, dtype: {})
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, arguments)])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1
+
+
+def test_unknown_options_are_refused_where_no_config_takes_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["step", "--training.steps", "3"])
+    assert end.value.code == 2
+    assert "unrecognized arguments: --training.steps 3" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_interrupted_bench_leaves_no_folder(tmp_path: Path) -> None:
+    config = ("--config", ROOT / "train_configs" / "debug.toml", "--repeats", 10_000)
+    options = command("trainer", *config, temporary=tmp_path)
+    # a shell's background job, as this suite may be, hands an ignored SIGINT on
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(**options, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    signal.signal(signal.SIGINT, before)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("canon-bench-*/run/*")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert not list(tmp_path.glob("canon-bench-*"))

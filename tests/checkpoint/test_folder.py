@@ -1,0 +1,519 @@
+"""Names, quarantine, recovery and archives, each killed between any two of its operations."""
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.checkpoint.architecture import find_checkpoint
+from canon_pretrain.checkpoint.folder import INTERRUPTED, CheckpointFolder
+from canon_pretrain.checkpoint.manifest import Manifest, verify
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.run.folder import RunFolder
+from tests.checkpoint_folders import (
+    contents,
+    fake_strip,
+    fill,
+    flip_byte,
+    killed_everywhere,
+    make_step,
+    small_disk,
+)
+
+STEPS = (10, 20, 30, 40)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "run" / "checkpoint")
+
+
+@pytest.fixture
+def builder(tmp_path: Path) -> Callable[[], Path]:
+    """Makes a new run folder at each call, with four steps and all else that a run has."""
+    numbers = itertools.count()
+
+    def build() -> Path:
+        run = tmp_path / f"run-{next(numbers)}"
+        for step in STEPS:
+            make_step(run / "checkpoint", step)
+            (run / "evals" / f"step-{step}").mkdir(parents=True)
+            (run / "evals" / f"step-{step}" / "results.json").write_text(f"result {step}")
+        (run / "evals" / "holds").mkdir()
+        (run / "evals" / "holds" / "step-40.birth-year").write_text("hold 40")
+        for name in ("log.jsonl", "config.json", "DONE"):
+            (run / name).write_text(name)
+        return run
+
+    return build
+
+
+def touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def steps_are_whole(folder: CheckpointFolder) -> list[int]:
+    """The steps, each read in full: no half folder may have a step's name."""
+    for step in folder.steps():
+        verify(folder.step_path(step))
+    return folder.steps()
+
+
+# ---- names
+
+
+def test_only_exact_names_are_steps(folder: CheckpointFolder, tmp_path: Path) -> None:
+    for step in (100, 9, 0):
+        make_step(folder.path, step)
+    make_step(folder.path, 100, name="step-100.backup")
+    make_step(folder.path, 7, name="step-007")
+    make_step(folder.path, 3, name="step-1٣")  # a digit, though not one of ours
+    touch(folder.path / "step-5")
+    (folder.path / "step-6").symlink_to(tmp_path / "nowhere")
+    elsewhere = make_step(tmp_path / "elsewhere", 8)
+    (folder.path / "step-8").symlink_to(elsewhere)
+    make_step(folder.path, 11, name=".saving-step-11")
+    (folder.path / ".saving-step-x").mkdir()
+    (folder.path / ".deleting-step-4").mkdir()
+    (folder.path / ".replaced-step-2").mkdir()
+    folder.quarantine(touch(folder.path / "odd"), "it is odd")
+
+    assert folder.steps() == [0, 8, 9, 100]
+    assert folder.unfinished() == [folder.saving_path(11)]
+    assert [path.name for path in folder.leftovers()] == [".replaced-step-2", ".deleting-step-4"]
+    strays = [".saving-step-x", "step-007", "step-100.backup", "step-1٣", "step-5", "step-6"]
+    assert folder.strays() == strays
+
+
+def test_nothing_is_there_yet(folder: CheckpointFolder, tmp_path: Path) -> None:
+    assert folder.steps() == folder.unfinished() == folder.strays() == folder.quarantined() == []
+    assert folder.recover() == []
+    assert folder.reclaim() == 0
+    assert folder.archive_after(0, tmp_path, "why") is None
+    assert folder.archive_all(tmp_path, "why") is None
+    assert folder.archives(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- quarantine
+
+
+def test_quarantine_keeps_all_and_says_why(folder: CheckpointFolder) -> None:
+    for number in (1, 2, 3):
+        before = contents(make_step(folder.path, 5))
+        target = folder.quarantine(folder.step_path(5), f"reason {number}\nsecond line")
+        assert target == folder.path / "quarantine" / f"step-5.{number}"
+        assert contents(target) == before
+    assert folder.steps() == [] and folder.strays() == []
+    found = folder.quarantined()
+    assert [(q.path.name, q.reason) for q in found] == [
+        (f"step-5.{number}", f"reason {number}\nsecond line") for number in (1, 2, 3)
+    ]
+    assert found[0].bytes == sum(len(content) for content in contents(found[0].path))
+
+
+def test_a_number_that_another_takes_meanwhile_is_left_to_it(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_step(folder.path, 5)
+    rename = os.rename
+
+    def slow(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        make_step(target.parent, 6, name=target.name)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", slow)
+    assert folder.quarantine(folder.step_path(5), "bad").name == "step-5.2"
+    assert Manifest.read(folder.path / "quarantine" / "step-5.1").step == 6
+    assert Manifest.read(folder.path / "quarantine" / "step-5.2").step == 5
+
+
+def test_quarantine_killed_anywhere_loses_nothing(builder: Callable[[], Path]) -> None:
+    def act(run: Path) -> None:
+        folder = CheckpointFolder(run / "checkpoint")
+        folder.quarantine(folder.step_path(40), "a byte was flipped")
+
+    before = contents(builder() / "checkpoint" / "step-40")
+    moments = 0
+    for run in killed_everywhere(act, builder):
+        moments += 1
+        folder = CheckpointFolder(run / "checkpoint")
+        folder.recover()
+        if 40 in folder.steps():
+            assert folder.quarantined() == []
+            assert contents(folder.step_path(40)) == before
+        else:
+            (entry,) = folder.quarantined()
+            assert contents(entry.path) == before
+            assert "no reason was recorded" in entry.reason
+        assert steps_are_whole(folder)[:3] == [10, 20, 30]
+        assert folder.strays() == []
+    assert moments == 3  # the folder, the step, the reason
+
+
+def test_on_a_full_disk_the_step_is_set_aside_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk", "size=256k") as disk:
+        folder = CheckpointFolder(disk / "checkpoint")
+        make_step(folder.path, 5)
+        fill(disk)
+        target = folder.quarantine(folder.step_path(5), "the reason")
+        assert folder.steps() == []
+        assert [(q.path, q.reason[:9]) for q in folder.quarantined()] == [(target, "no reason")]
+        assert "No space left on device" in caplog.text and "the reason" in caplog.text
+        assert sorted(path.name for path in target.parent.iterdir()) == ["step-5.1"]
+
+
+def test_reclaim_deletes_interrupted_saves_alone(folder: CheckpointFolder) -> None:
+    make_step(folder.path, 5)
+    bad = folder.quarantine(folder.step_path(5), "bad")
+    saving = make_step(folder.path, 6, name=".saving-step-6", num_bytes=1000)
+    size = sum(map(len, contents(saving)))
+    folder.quarantine(saving, INTERRUPTED)
+    assert folder.reclaim() == size
+    assert [entry.path for entry in folder.quarantined()] == [bad]
+    assert {path.name for path in bad.parent.iterdir()} == {bad.name, f"{bad.name}.reason.txt"}
+    assert folder.reclaim() == 0
+
+
+def test_of_a_link_only_the_link_goes(folder: CheckpointFolder, tmp_path: Path) -> None:
+    target = make_step(tmp_path / "elsewhere", 6)
+    before = contents(target)
+    for name in (".saving-step-6", ".deleting-step-7"):
+        touch(folder.path / "log").with_name(name).symlink_to(target)
+    said = folder.recover()
+    assert not any("can't" in sentence for sentence in said)
+    (entry,) = folder.quarantined()
+    assert entry.path.is_symlink() and entry.bytes < 200
+    assert folder.reclaim() == entry.bytes
+    assert folder.quarantined() == folder.leftovers() == []
+    assert contents(target) == before
+
+
+# ---- recover
+
+
+def interrupted(folder: CheckpointFolder) -> None:
+    """Everything at once that a kill can leave."""
+    for step in STEPS:
+        make_step(folder.path, step)
+    make_step(folder.path, 1, name=".deleting-step-1")
+    (folder.path / ".deleting-step-1" / "manifest.json").unlink()
+    make_step(folder.path, 2, name=".replaced-step-2")  # killed before the weights took its name
+    make_step(folder.path, 3, name=".replaced-step-3")  # after it
+    make_step(folder.path, 3, "weights")
+    for step in (50, 60):
+        (folder.saving_path(step) / "more").mkdir(parents=True)
+        (folder.saving_path(step) / "half").write_text(f"half of {step}")
+        os.utime(folder.saving_path(step) / "half", (step, step))
+
+
+def check_recovered(folder: CheckpointFolder) -> None:
+    assert steps_are_whole(folder) == [2, 3, *STEPS]
+    assert Manifest.read(folder.step_path(2)).kind == "full"
+    assert Manifest.read(folder.step_path(3)).kind == "weights"
+    assert folder.leftovers() == folder.unfinished() == folder.strays() == []
+    (kept,) = folder.quarantined()
+    assert contents(kept.path) == [b"half of 60"]
+    assert folder.recover() == []
+
+
+def test_recover_finishes_what_was_interrupted(folder: CheckpointFolder) -> None:
+    interrupted(folder)
+    said = folder.recover()
+    assert len(said) == 6, said
+    assert "half deleted" in said[0] and ".deleting-step-1" in said[0]
+    assert "step-2" in said[1] and "in its place again" in said[1]
+    assert "step-3" in said[2] and "was deleted" in said[2]
+    assert ".saving-step-60" in said[4] and "quarantine/.saving-step-60.1" in said[4]
+    assert ".saving-step-50.1" in said[5] and "was deleted" in said[5]
+    assert folder.quarantined()[0].reason == INTERRUPTED
+    check_recovered(folder)
+
+
+def test_recover_killed_anywhere_is_finished_by_the_next(tmp_path: Path) -> None:
+    numbers = itertools.count()
+
+    def build() -> Path:
+        folder = CheckpointFolder(tmp_path / f"{next(numbers)}")
+        interrupted(folder)
+        return folder.path
+
+    moments = 0
+    for path in killed_everywhere(lambda path: CheckpointFolder(path).recover(), build):
+        moments += 1
+        steps_are_whole(CheckpointFolder(path))
+        CheckpointFolder(path).recover()
+        check_recovered(CheckpointFolder(path))
+    assert moments > 15
+
+
+def test_damaged_weights_do_not_cost_the_full_step(folder: CheckpointFolder) -> None:
+    make_step(folder.path, 3, name=".replaced-step-3")
+    make_step(folder.path, 3, "weights")
+    flip_byte(folder.step_path(3) / "__0_0.distcp")
+    said = folder.recover()
+    assert "SHA-256" in said[0] and "quarantine" in said[0]
+    assert steps_are_whole(folder) == [3]
+    assert Manifest.read(folder.step_path(3)).kind == "full"
+    assert len(folder.quarantined()) == 1
+
+
+def test_of_interrupted_saves_the_newest_in_time_stays(folder: CheckpointFolder) -> None:
+    for step, age in ((900, 50), (200, 10)):  # rolled back from 900 to 100 between them
+        path = make_step(folder.path, step, name=f".saving-step-{step}")
+        for file in path.rglob("*"):
+            os.utime(file, (1e9 - age, 1e9 - age))
+        folder.recover()
+    assert [entry.path.name for entry in folder.quarantined()] == [".saving-step-200.1"]
+    assert not list((folder.path / "quarantine").glob("*900*"))
+
+
+def test_where_quarantine_can_take_nothing_an_interrupted_save_is_deleted(tmp_path: Path) -> None:
+    """Else it would keep the disk full at every start."""
+    with small_disk(tmp_path / "disk", "size=1m,nr_inodes=16") as disk:
+        folder = CheckpointFolder(disk)
+        make_step(folder.path, 5)
+        make_step(folder.path, 6, name=".saving-step-6")
+        with pytest.raises(OSError, match="No space left"):
+            for number in range(16):
+                touch(disk / f"inode-{number}")
+        said = folder.recover()
+        assert "No space left on device" in said[0] and "was deleted" in said[1]
+        assert folder.unfinished() == []
+        assert steps_are_whole(folder) == [5]
+
+
+def test_what_can_not_be_deleted_does_not_stop_the_start(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_step(folder.path, 5)
+    make_step(folder.path, 6, name=".deleting-step-6")
+
+    def refuse(path: Path) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    (said,) = folder.recover()
+    assert ".deleting-step-6" in said and "Device or resource busy" in said
+    assert folder.steps() == [5]
+
+
+# ---- steps that leave
+
+
+def test_delete_killed_anywhere_leaves_it_whole_or_gone(builder: Callable[[], Path]) -> None:
+    moments = 0
+    for run in killed_everywhere(
+        lambda run: CheckpointFolder(run / "checkpoint").delete_step(10), builder
+    ):
+        moments += 1
+        folder = CheckpointFolder(run / "checkpoint")
+        after_the_kill = steps_are_whole(folder)
+        assert after_the_kill == ([10, 20, 30, 40] if moments == 1 else [20, 30, 40])
+        folder.recover()
+        assert steps_are_whole(folder) == after_the_kill
+        assert folder.leftovers() == folder.strays() == []
+    assert moments > 4
+
+
+def test_replace_killed_anywhere_keeps_the_full_one_or_the_weights(
+    builder: Callable[[], Path],
+) -> None:
+    def act(run: Path) -> None:
+        folder = CheckpointFolder(run / "checkpoint")
+        fake_strip(folder.step_path(10), folder.saving_path(10))
+        folder.replace_step(10)
+
+    kinds = []
+    for run in killed_everywhere(act, builder):
+        folder = CheckpointFolder(run / "checkpoint")
+        steps_are_whole(folder)
+        folder.recover()
+        assert steps_are_whole(folder) == list(STEPS)
+        assert folder.leftovers() == folder.unfinished() == folder.strays() == []
+        kinds.append(Manifest.read(folder.step_path(10)).kind)
+    assert kinds == sorted(kinds) and set(kinds) == {"full", "weights"}
+
+
+def test_a_replacement_that_is_not_there_leaves_the_old_one(folder: CheckpointFolder) -> None:
+    make_step(folder.path, 5)
+    with pytest.raises(FileNotFoundError):
+        folder.replace_step(5)
+    assert steps_are_whole(folder) == [5]
+    assert folder.leftovers() == []
+
+
+def test_a_step_is_deleted_over_what_an_earlier_deletion_left(folder: CheckpointFolder) -> None:
+    make_step(folder.path, 5, name=".deleting-step-5")
+    make_step(folder.path, 5)
+    assert folder.delete_step(5) > 0
+    assert list(folder.path.iterdir()) == []
+
+
+# ---- archives
+
+
+def test_rolling_back_archives_the_abandoned_branch(builder: Callable[[], Path]) -> None:
+    run = builder()
+    folder = CheckpointFolder(run / "checkpoint")
+    (run / "evals" / "step-35").mkdir()  # its checkpoint is gone already
+    before = contents(run)
+    archive = folder.archive_after(20, run, "the loss went up")
+    assert archive == run / "archive" / "1-back-to-step-20"
+    assert folder.steps() == [10, 20]
+    assert sorted(path.name for path in (run / "evals").iterdir()) == [
+        "holds",
+        "step-10",
+        "step-20",
+    ]
+    assert list((run / "evals" / "holds").iterdir()) == []
+    assert not (run / "DONE").exists()
+    assert CheckpointFolder(archive / "checkpoint").steps() == [30, 40]
+    steps_are_whole(CheckpointFolder(archive / "checkpoint"))
+    assert (archive / "evals" / "step-40" / "results.json").read_text() == "result 40"
+    assert (archive / "evals" / "step-35").is_dir()
+    assert (archive / "evals" / "holds" / "step-40.birth-year").exists()
+    readme = (archive / "README.txt").read_text()
+    assert "Why: the loss went up" in readme
+    assert f"{run}/checkpoint/step-40 -> {archive}/checkpoint/step-40" in readme
+    assert [content for content in contents(run) if content != readme.encode()] == before
+    assert (run / "log.jsonl").exists() and (run / "config.json").exists()
+
+    assert folder.archive_after(20, run, "again") is None
+    make_step(folder.path, 30)
+    assert folder.archive_after(20, run, "again") == run / "archive" / "2-back-to-step-20"
+    assert [path.name[0] for path in folder.archives(run)] == ["1", "2"]
+    assert folder.strays() == []
+
+
+def test_a_run_that_is_not_rolled_back_stays_done(builder: Callable[[], Path]) -> None:
+    run = builder()
+    assert CheckpointFolder(run / "checkpoint").archive_after(40, run, "no reason") is None
+    assert (run / "DONE").exists()
+    assert not (run / "archive").exists()
+
+
+def test_rolling_back_killed_anywhere_leaves_a_beginning_of_the_branch(
+    builder: Callable[[], Path],
+) -> None:
+    def act(run: Path) -> None:
+        CheckpointFolder(run / "checkpoint").archive_after(10, run, "why")
+
+    before = contents(builder())
+    seen = set()
+    for run in killed_everywhere(act, builder):
+        folder = CheckpointFolder(run / "checkpoint")
+        folder.recover()
+        left = steps_are_whole(folder)
+        assert left == list(STEPS[: len(left)]) and left[:1] == [10]
+        seen.add(len(left))
+        assert len(left) == 4 or not (run / "DONE").exists()
+        act(run)
+        assert steps_are_whole(folder) == [10]
+        assert not (run / "DONE").exists()
+        assert [p.name for p in (run / "evals").glob("step-*")] == ["step-10"]
+        texts = {path.read_bytes() for path in run.rglob("README.txt*")}
+        assert [content for content in contents(run) if content not in texts] == before
+        moved = [step for a in folder.archives(run) for step in steps_in(a)]
+        assert sorted(moved) == [20, 30, 40]
+    assert seen == {1, 2, 3, 4} or seen == {2, 3, 4}
+
+
+def steps_in(archive: Path) -> list[int]:
+    return steps_are_whole(CheckpointFolder(archive / "checkpoint"))
+
+
+def test_a_fresh_start_archives_all(builder: Callable[[], Path]) -> None:
+    run = builder()
+    folder = CheckpointFolder(run / "checkpoint")
+    folder.quarantine(folder.step_path(40), "bad")
+    (run / "other").touch()
+    (run / "archive" / "6-back-to-step-20").mkdir(parents=True)
+    (run / "archive" / "notes").mkdir()
+    archive = folder.archive_all(run, "--checkpoint.fresh")
+    assert archive == run / "archive" / "7-before-a-fresh-start"
+    assert sorted(path.name for path in run.iterdir()) == ["archive", "checkpoint", "other"]
+    assert list(folder.path.iterdir()) == []
+    assert steps_in(archive) == [10, 20, 30]
+    assert [q.reason for q in CheckpointFolder(archive / "checkpoint").quarantined()] == ["bad"]
+    for name in ("DONE", "log.jsonl", "config.json", "evals/step-40/results.json"):
+        assert (archive / name).is_file()
+    assert folder.archive_all(run, "--checkpoint.fresh") is None
+
+
+def test_a_fresh_start_killed_anywhere_can_be_gone_on_from_or_repeated(
+    builder: Callable[[], Path],
+) -> None:
+    def act(run: Path) -> None:
+        CheckpointFolder(run / "checkpoint").archive_all(run, "why")
+
+    before = contents(builder())
+    for run in killed_everywhere(act, builder):
+        folder = CheckpointFolder(run / "checkpoint")
+        folder.recover()
+        left = steps_are_whole(folder)
+        assert left == list(STEPS[: len(left)])
+        assert len(left) == 4 or not (run / "DONE").exists()
+        if left:  # it can go on
+            assert (run / "log.jsonl").exists() and (run / "config.json").exists()
+        act(run)
+        assert folder.steps() == []
+        assert sorted(path.name for path in run.iterdir()) == ["archive", "checkpoint"]
+        texts = {path.read_bytes() for path in run.rglob("README.txt*")}
+        assert [content for content in contents(run) if content not in texts] == before
+
+
+def test_checkpoints_on_another_disk_are_archived_there(builder: Callable[[], Path]) -> None:
+    run = builder()
+    shutil.rmtree(run / "checkpoint")
+    with small_disk(run / "scratch", "size=1m") as disk:
+        (run / "checkpoint").symlink_to(disk)
+        folder = CheckpointFolder(run / "checkpoint")
+        for step in STEPS:
+            make_step(folder.path, step)
+        archive = folder.archive_after(20, run, "why")
+        assert archive == run / "archive" / "1-back-to-step-20"
+        assert folder.steps() == [10, 20] and folder.strays() == []
+        there = folder.path / "archive" / archive.name
+        assert CheckpointFolder(there).steps() == [30, 40]
+        assert str(there / "step-40") in (archive / "README.txt").read_text()
+        assert (archive / "evals" / "step-40" / "results.json").is_file()
+        assert folder.archives(run) == [archive, there]
+        make_step(folder.path, 30)
+        second = folder.archive_after(20, run, "why")
+        assert second is not None and second.name == "2-back-to-step-20"
+
+
+def test_a_run_means_its_newest_whole_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue 17, item 10: RUN and RUN/checkpoint/latest; where RUN has none, that is said."""
+    run = RunFolder(tmp_path / "run")
+    disk = tmp_path / "disk"  # checkpoint.folder may be absolute
+    run.write_config({"checkpoint": {"folder": str(disk)}}, {"model.dim": 8})
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        find_checkpoint(run.path)
+    for step in (9, 10, 30):
+        make_step(disk, step)
+    assert find_checkpoint(run.path) == (run, disk / "step-30")
+    flip_byte(disk / "step-30" / "__0_0.distcp")
+    assert find_checkpoint(run.path) == (run, disk / "step-10")
+    assert "step-30" in caplog.text
+    for step in (9, 10):
+        flip_byte(disk / f"step-{step}" / "__0_0.distcp")
+    with pytest.raises(UserError, match="has no undamaged checkpoint"):
+        find_checkpoint(run.path)
+
+    run.write_config({"checkpoint": {"folder": "checkpoint"}}, {"model.dim": 8})
+    make_step(run.path / "checkpoint", 5)
+    assert find_checkpoint(run.path / "checkpoint" / "latest") == find_checkpoint(run.path)
+    named = run.path / "checkpoint" / "step-7"
+    assert find_checkpoint(named) == (run, named)  # as it is: what is there is checked later

@@ -1,0 +1,350 @@
+"""Malicious checkpoints: whatever is planted in their pickles is named, and is not run."""
+
+import io
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path, PosixPath
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
+
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
+from canon_pretrain.checkpoint.safe_load import (
+    ALLOWED,
+    METADATA,
+    SafePlanner,
+    SafeReader,
+    check_safe,
+    describe,
+    read_metadata,
+)
+from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.core.files import sha256_file
+
+pytestmark = pytest.mark.filterwarnings(
+    # torch.distributed.checkpoint on itself, when it saves or loads without ranks
+    "ignore:torch.distributed is disabled:UserWarning"
+)
+
+
+class Plant:
+    """Pickles to a call of `function`; the tests' proof of a run is that the folder is there."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        return self.call
+
+
+def new_state(**more: Any) -> dict[str, Any]:
+    return {
+        "w": torch.arange(6.0).reshape(2, 3),
+        "optimizer": {
+            "state": {"w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "fused": True}],
+        },
+        "train_state": {"step": 3},
+        "dataloader": {"mode": "random", "fingerprint": "ab" * 32},
+        **more,
+    }
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_alone(new_state(), tmp_path / "step-3", step=3)
+    return tmp_path / "step-3"
+
+
+def replace_file(checkpoint: Path, name: str, content: bytes) -> None:
+    """Put `content` into a checkpoint, with a manifest that fits: no hash can find it."""
+    (checkpoint / name).write_bytes(content)
+    manifest = Manifest.read(checkpoint)
+    entry = type(manifest.files[METADATA])(len(content), sha256_file(checkpoint / name))
+    manifest.files[name] = entry
+    manifest.write(checkpoint)
+    verify(checkpoint)
+
+
+def edit_metadata(checkpoint: Path, edit: Callable[[Metadata], Any]) -> None:
+    metadata = read_metadata(checkpoint)
+    edit(metadata)
+    replace_file(checkpoint, METADATA, pickle.dumps(metadata))
+
+
+def load(checkpoint: Path, state: dict[str, Any]) -> None:
+    dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=True)
+
+
+def blank_state() -> dict[str, Any]:
+    return {
+        "w": torch.zeros(2, 3),
+        "optimizer": {
+            "state": {"w": {"step": torch.tensor(0.0), "exp_avg": torch.zeros(2, 3)}},
+            "param_groups": [{"lr": 0.0, "betas": (0.0, 0.0), "fused": False}],
+        },
+        "train_state": {"step": 0},
+        "dataloader": {"mode": "", "fingerprint": ""},
+    }
+
+
+# ---- what is to be read
+
+
+def test_what_was_saved_is_read_as_torch_reads_it(checkpoint: Path) -> None:
+    assert check_safe(checkpoint) == pickle.loads((checkpoint / METADATA).read_bytes())
+    state = blank_state()
+    load(checkpoint, state)
+    expected = new_state()
+    for loaded, saved in (
+        (state.pop("w"), expected.pop("w")),
+        *(
+            (state["optimizer"]["state"]["w"].pop(name), tensors.pop(name))
+            for tensors in [expected["optimizer"]["state"]["w"]]
+            for name in ("step", "exp_avg")
+        ),
+    ):
+        assert torch.equal(loaded, saved)
+    assert state == expected
+
+
+def test_checkpoints_of_torchs_own_writer_and_of_every_dtype(tmp_path: Path) -> None:
+    names = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64"
+    state = {name: torch.ones(2, dtype=getattr(torch, name)) for name in names.split()}
+    state["float8_e4m3fn"] = torch.ones(2).to(torch.float8_e4m3fn)
+    dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    raw = (tmp_path / "step-1" / METADATA).read_bytes()
+    assert b"PosixPath" in raw
+    assert check_safe(tmp_path / "step-1") == pickle.loads(raw)
+
+
+def test_the_enum_as_python_3_11_2_pickles_it(checkpoint: Path) -> None:
+    """Debian 12's Python calls getattr for it: that one name is understood, getattr is not."""
+
+    def reduce_old(self: Any, protocol: int) -> tuple[Any, ...]:
+        return getattr, (self.__class__, self._name_)
+
+    with mock.patch.object(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduce_old):
+        edit_metadata(checkpoint, lambda metadata: None)
+    raw = (checkpoint / METADATA).read_bytes()
+    assert b"getattr" in raw
+    assert check_safe(checkpoint) == pickle.loads(raw)
+
+
+def test_a_path_as_python_3_13_pickles_it(checkpoint: Path) -> None:
+    replace_file(checkpoint, METADATA, b"cpathlib._local\nPosixPath\n(V/x\ntR.")
+    with pytest.raises(DamagedCheckpoint, match="it holds a PosixPath, expected Metadata"):
+        read_metadata(checkpoint)
+
+
+# ---- what is not to be run
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_call_planted_in_the_metadata_is_named_and_not_run(
+    checkpoint: Path, tmp_path: Path, nested: bool
+) -> None:
+    plant = Plant(os.mkdir, str(tmp_path / "run"))
+    if nested:
+        edit_metadata(checkpoint, lambda metadata: metadata.planner_data.update(x=plant))
+    else:
+        replace_file(checkpoint, METADATA, pickle.dumps(plant))
+    for read in (read_metadata, check_safe, lambda path: SafeReader(path).read_metadata()):
+        with pytest.raises(DamagedCheckpoint, match=r"step-3/\.metadata .* names posix\.mkdir,"):
+            read(checkpoint)
+    with pytest.raises(CheckpointException):
+        load(checkpoint, blank_state())
+    assert not (tmp_path / "run").exists()
+    # the plant is a live one
+    pickle.loads((checkpoint / METADATA).read_bytes())
+    assert (tmp_path / "run").is_dir()
+
+
+def test_a_call_planted_in_an_entry_is_named_and_not_run(tmp_path: Path) -> None:
+    state = new_state(
+        dataloader={"mode": "random", "fingerprint": Plant(os.mkdir, str(tmp_path / "run"))}
+    )
+    checkpoint = tmp_path / "step-3"
+    save_alone(state, checkpoint, step=3)
+    verify(checkpoint)
+    match = r"step-3: .*entry dataloader\.fingerprint names posix\.mkdir,"
+    with pytest.raises(DamagedCheckpoint, match=match):
+        check_safe(checkpoint)
+    with pytest.raises(CheckpointException) as failed:
+        load(checkpoint, blank_state())
+    assert (
+        "rank 0: DamagedCheckpoint: the checkpoint is damaged: its entry dataloader."
+        in describe(failed.value)
+    )
+    assert not (tmp_path / "run").exists()
+    dcp.load(blank_state(), checkpoint_id=checkpoint, no_dist=True)
+    assert (tmp_path / "run").is_dir(), "torch's own reader runs it: the plant is a live one"
+
+
+def test_a_rank_s_own_metadata_is_not_read_instead(checkpoint: Path, tmp_path: Path) -> None:
+    """torch asks for it where the first can't be read."""
+    (checkpoint / METADATA).unlink()
+    plant = Plant(os.mkdir, str(tmp_path / "run"))
+    (checkpoint / f"__0{METADATA}").write_bytes(pickle.dumps(plant))
+    with pytest.raises(CheckpointException):
+        load(checkpoint, blank_state())
+    assert not (tmp_path / "run").exists()
+
+
+def dotted(module: str, name: str) -> bytes:
+    """A pickle of protocol 4 that asks for a global by a name that may have dots."""
+    texts = b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name))
+    return b"\x80\x04" + texts + b"\x93."
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (dotted("os", "system"), "os.system"),
+        (dotted("builtins", "eval"), "builtins.eval"),
+        (dotted("builtins", "exec"), "builtins.exec"),
+        (dotted("functools", "partial"), "functools.partial"),
+        (dotted("operator", "attrgetter"), "operator.attrgetter"),
+        (dotted("torch", "load"), "torch.load"),
+        (dotted("torch", "hub.load"), "torch.hub.load"),
+        (dotted("pathlib", "PosixPath.unlink"), "pathlib.PosixPath.unlink"),
+        (
+            dotted("torch.distributed.checkpoint.metadata", "Metadata.__init__.__globals__"),
+            "Metadata.__init__.__globals__",
+        ),
+        (b"cposix\nsystem\n.", "posix.system"),
+        (b"(S'touch x'\niposix\nsystem\n.", "posix.system"),
+        (pickle.dumps(Plant(getattr, PosixPath, "home")), "it takes an attribute of what is no"),
+        (pickle.dumps(Plant(getattr, Metadata, "__init__")), "it takes an attribute of what is no"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_other_global_is_refused_by_its_name(
+    checkpoint: Path, content: bytes, named: str
+) -> None:
+    replace_file(checkpoint, METADATA, content)
+    with pytest.raises(DamagedCheckpoint) as refused:
+        read_metadata(checkpoint)
+    assert named in str(refused.value) and str(checkpoint / METADATA) in str(refused.value)
+
+
+def test_an_allowed_class_is_not_changed(checkpoint: Path) -> None:
+    """BUILD on a class would set its attributes for the whole process."""
+    state = pickle.dumps((None, {"planted": 1}), protocol=2)[2:-1]
+    name = f"c{Metadata.__module__}\nMetadata\n".encode()
+    assert getattr(pickle.loads(name + state + b"b."), "planted", None) == 1
+    del Metadata.planted  # type: ignore[attr-defined]
+    replace_file(checkpoint, METADATA, name + state + b"b.")
+    with pytest.raises(DamagedCheckpoint, match="sets attributes of what is no record"):
+        read_metadata(checkpoint)
+    assert not hasattr(Metadata, "planted")
+
+
+def test_nothing_that_is_allowed_reaches_outside() -> None:
+    """The list itself: torch's records, an enum, two constructors, dtypes, two lookups."""
+    modules = {module for module, _ in ALLOWED}
+    assert modules == {
+        "torch",
+        "torch.serialization",
+        "torch.distributed.checkpoint.metadata",
+        "torch.distributed.checkpoint.filesystem",
+        "pathlib",
+        "pathlib._local",
+        "builtins",
+    }
+    assert ALLOWED["builtins", "getattr"] is not getattr
+    for (module, name), value in ALLOWED.items():
+        assert isinstance(value, torch.dtype) or module != "torch" or name == "Size"
+
+
+# ---- what is damaged
+
+
+@pytest.mark.parametrize("place", ["/etc/passwd", "../step-2/__0_0.distcp", "a/../../b", ""])
+def test_a_place_outside_the_checkpoint_is_refused(checkpoint: Path, place: str) -> None:
+    def move(metadata: Metadata) -> None:
+        metadata.storage_data[MetadataIndex("w", (0, 0))].relative_path = place
+
+    edit_metadata(checkpoint, move)
+    with pytest.raises(DamagedCheckpoint, match=f"names the file '{place}', which is outside"):
+        check_safe(checkpoint)
+
+
+def test_an_entry_without_a_place_is_named(checkpoint: Path) -> None:
+    edit_metadata(checkpoint, lambda m: m.storage_data.pop(MetadataIndex("train_state.step")))
+    with pytest.raises(DamagedCheckpoint, match=r"does not say where train_state\.step is"):
+        check_safe(checkpoint)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-5, 100), (10**9, 100), (0, 10), (0, -3)])
+def test_an_entry_at_a_wrong_place_is_damage(checkpoint: Path, offset: int, length: int) -> None:
+    def move(metadata: Metadata) -> None:
+        info = metadata.storage_data[MetadataIndex("train_state.step")]
+        info.offset, info.length = offset, length
+
+    edit_metadata(checkpoint, move)
+    with pytest.raises(DamagedCheckpoint, match="step-3"):
+        check_safe(checkpoint)
+
+
+def test_a_missing_file_is_named(checkpoint: Path) -> None:
+    (checkpoint / "__0_0.distcp").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp"):
+        check_safe(checkpoint)
+    shutil.rmtree(checkpoint)
+    with pytest.raises(DamagedCheckpoint, match=r"step-3/\.metadata is missing"):
+        check_safe(checkpoint)
+
+
+def test_damaged_metadata_is_one_kind_of_error_wherever_the_damage_is(checkpoint: Path) -> None:
+    whole = (checkpoint / METADATA).read_bytes()
+    torn = [whole[:k] for k in range(0, len(whole), 37)]
+    for k in range(0, len(whole), 11):
+        flipped = bytearray(whole)
+        flipped[k] ^= 1 << (k % 8)
+        torn.append(bytes(flipped))
+    refused = 0
+    for content in torn:
+        (checkpoint / METADATA).write_bytes(content)
+        try:
+            read_metadata(checkpoint)
+        except DamagedCheckpoint as error:
+            refused += 1
+            assert ".metadata is damaged: " in str(error) and "\n" not in str(error)
+    assert refused > len(torn) // 2  # a flip in a name or a number is for the manifest to find
+
+
+def test_damaged_entries_are_one_kind_of_error(checkpoint: Path) -> None:
+    info = read_metadata(checkpoint).storage_data[MetadataIndex("train_state.step")]
+    path = checkpoint / info.relative_path
+    whole = path.read_bytes()
+    assert torch.load(io.BytesIO(whole[info.offset : info.offset + info.length])) == 3
+    refused = 0
+    for k in range(info.offset, info.offset + info.length, 5):
+        flipped = bytearray(whole)
+        flipped[k] ^= 0x10
+        path.write_bytes(flipped)
+        try:
+            check_safe(checkpoint)
+        except DamagedCheckpoint as error:
+            refused += 1
+            assert "train_state.step" in str(error) and "\n" not in str(error)
+    assert refused
+
+
+def test_a_failure_is_described_in_one_line() -> None:
+    assert describe(OSError(28, "No space left on device")) == (
+        "OSError: [Errno 28] No space left on device"
+    )
+    assert describe(RuntimeError("\n first\nsecond")) == "RuntimeError: first"
+    assert describe(EOFError()) == "EOFError"
+    stack: Any = None
+    several = CheckpointException("write", {2: (EOFError(), stack), 1: (KeyError("x"), stack)})
+    assert describe(several) == "rank 1: KeyError: 'x'"

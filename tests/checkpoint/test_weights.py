@@ -1,0 +1,254 @@
+"""Weights out of a checkpoint: whole and right, or an error that names the file."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from canon_pretrain.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest, verify
+from canon_pretrain.checkpoint.safe_load import METADATA
+from canon_pretrain.checkpoint.weights import (
+    TRAINING_STATE,
+    check_checkpoint,
+    checkpoint_step,
+    load_alone,
+    read_weights,
+    strip_to_weights,
+    tensor_shapes,
+)
+from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.core.errors import UserError
+
+DATA = "__0_0.distcp"
+
+
+def new_weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "tok_embeddings.weight": torch.randn(50, 8, generator=generator),
+        "layers.0.norm.weight": torch.randn(8, generator=generator).bfloat16(),
+        "output.scale": torch.tensor(0.5, dtype=torch.float64),
+    }
+
+
+def new_state() -> dict[str, Any]:
+    weights = new_weights()
+    moments = {
+        name: {"step": torch.tensor(3.0), "exp_avg": torch.ones_like(w), "exp_avg_sq": w.float()}
+        for name, w in weights.items()
+    }
+    return weights | {
+        "optimizer": {"state": moments, "param_groups": {"lr": 0.1, "betas": (0.9, 0.95)}},
+        "lr_scheduler": {"last_epoch": 3, "base_lrs": [0.1]},
+        "dataloader": {"next_sample": 36},
+        "train_state": {"step": 3},
+        "guards": {"skipped": torch.tensor(0), "in_a_row": 0},
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("run")
+    for step in (1, 3):
+        save_alone(new_state(), run / "checkpoint" / f"step-{step}", step=step)
+    return run
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    """RUN/checkpoint/step-3 of one's own, beside step-1."""
+    shutil.copytree(saved, tmp_path / "run")
+    return tmp_path / "run" / "checkpoint" / "step-3"
+
+
+def on_meta() -> dict[str, Tensor]:
+    return {name: tensor.to("meta") for name, tensor in new_weights().items()}
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+# ---- reading
+
+
+def test_weights_are_those_saved(checkpoint: Path) -> None:
+    check_equal(read_weights(checkpoint, on_meta()), new_weights())
+    assert checkpoint_step(checkpoint) == 3
+    shapes = tensor_shapes(checkpoint)
+    assert {n: s for n, s in shapes.items() if not n.startswith(TRAINING_STATE)} == {
+        name: tensor.shape for name, tensor in new_weights().items()
+    }
+    assert "optimizer.state.output.scale.exp_avg" in shapes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"output.scale": torch.empty(2)},
+            r"output\.scale is of shape \(\) there, expected \(2,\)",
+        ),
+        ({"more": torch.empty(1)}, "more is absent there"),
+        ({"tok_embeddings.weight": None}, r"it holds tok_embeddings\.weight, which the model of"),
+    ],
+)
+def test_another_model_is_refused(
+    checkpoint: Path, change: dict[str, Tensor | None], message: str
+) -> None:
+    like = {name: t for name, t in (on_meta() | change).items() if t is not None}
+    with pytest.raises(UserError, match=f"step-3 is of another model: {message}"):
+        read_weights(checkpoint, like)
+
+
+# ---- damage
+
+
+def flip(path: Path, where: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(where * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+
+
+def zero(path: Path) -> None:
+    """A block that never reached the disk."""
+    content = path.read_bytes()
+    path.write_bytes(content[:512] + bytes(min(4096, len(content) - 512)) + content[4608:])
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "first byte": lambda path: flip(path, 0),
+    "a byte": lambda path: flip(path, 0.5),
+    "last byte": lambda path: flip(path, 1),
+    "zeros": zero,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", [DATA, METADATA])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_every_damage_is_found_and_the_file_named(checkpoint: Path, name: str, kind: str) -> None:
+    DAMAGE[kind](checkpoint / name)
+    with pytest.raises(UserError, match=f"step-3 is damaged: {re.escape(name)} (has|is missing)"):
+        read_weights(checkpoint, on_meta())
+    with pytest.raises(DamagedCheckpoint, match=re.escape(name)):
+        strip_to_weights(checkpoint, checkpoint.with_name("new"))
+    assert not checkpoint.with_name("new").exists(), "damage must not get a manifest that fits it"
+
+
+@pytest.mark.parametrize("kind", [k for k in DAMAGE if k not in ("zeros", "longer")])
+def test_a_damaged_manifest_is_found(checkpoint: Path, kind: str) -> None:
+    path = checkpoint / MANIFEST
+    if kind == "cut":  # its last byte is a line break
+        path.write_bytes(path.read_bytes()[:-3])
+    elif kind == "last byte":
+        path.write_bytes(path.read_bytes()[:-2] + b"|\n")
+    elif kind == "a byte":  # in a hash
+        text = path.read_text()
+        at = text.index('"sha256": "') + 12
+        path.write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
+    else:
+        DAMAGE[kind](path)
+    with pytest.raises(UserError, match=r"step-3"):
+        read_weights(checkpoint, on_meta())
+
+
+def test_a_file_too_many_is_named(checkpoint: Path) -> None:
+    (checkpoint / "__9_0.distcp").write_bytes(b"")
+    with pytest.raises(DamagedCheckpoint, match=r"__9_0\.distcp is not in the manifest"):
+        read_weights(checkpoint, on_meta())
+
+
+def test_another_steps_folder_is_not_this_one(checkpoint: Path) -> None:
+    moved = checkpoint.rename(checkpoint.with_name("step-4"))
+    with pytest.raises(DamagedCheckpoint, match="its manifest is that of step 3"):
+        read_weights(moved, on_meta())
+
+
+def test_what_is_not_checked_against_the_manifest_is_still_one_error(checkpoint: Path) -> None:
+    (checkpoint / DATA).write_bytes((checkpoint / DATA).read_bytes()[:100])
+    with pytest.raises(DamagedCheckpoint, match="step-3 is damaged: rank 0: "):
+        load_alone({"tok_embeddings.weight": torch.empty(50, 8)}, checkpoint)
+    with pytest.raises(DamagedCheckpoint, match="step-3 is damaged: rank 0: .*absent"):
+        load_alone({"absent": torch.empty(1)}, checkpoint)
+
+
+def test_a_folder_without_a_manifest_is_not_a_checkpoint(checkpoint: Path) -> None:
+    """The message names those that are; a copy by hand or a folder of the trainer's is not one."""
+    parent = checkpoint.parent
+    shutil.copytree(checkpoint, parent / "step-3.backup")
+    shutil.copytree(checkpoint, parent / ".saving-step-9")
+    shutil.copytree(checkpoint, parent / "step-12")
+    (parent / "step-12" / MANIFEST).write_text("{}")
+    (parent / "step-7").mkdir()
+    check_checkpoint(checkpoint)
+    for step, fault in (
+        (12, r"step-12/manifest\.json is damaged"),
+        (7, r"step-7 has no manifest\.json: it was never finished"),
+        (5, r"no checkpoint at .*step-5"),
+    ):
+        with pytest.raises(UserError, match=rf"{fault}.*; steps in {parent}: 1, 3$"):
+            check_checkpoint(parent / f"step-{step}")
+    (checkpoint / METADATA).unlink()
+    with pytest.raises(UserError, match=r"\.metadata is missing; steps in .*: 1$"):
+        check_checkpoint(checkpoint)
+    for name in ("step-3.backup", "step-", "3"):
+        with pytest.raises(UserError, match="expected RUN or RUN/checkpoint/step-N"):
+            check_checkpoint(parent / name)
+
+
+# ---- weights alone
+
+
+def test_stripping_keeps_the_weights_and_nothing_else(checkpoint: Path) -> None:
+    new = checkpoint.with_name("new")
+    before = {path.name: path.stat() for path in checkpoint.iterdir()}
+    strip_to_weights(checkpoint, new)
+    assert before.keys() == {path.name for path in checkpoint.iterdir()}
+    full = Manifest.read(checkpoint)
+    shutil.rmtree(checkpoint)
+    new.rename(checkpoint)
+    manifest = verify(checkpoint)
+    assert (manifest.kind, manifest.step, manifest.world_size) == ("weights", 3, 1)
+    assert manifest.total_bytes < full.total_bytes / 2
+    assert tensor_shapes(checkpoint).keys() == new_weights().keys()
+    check_checkpoint(checkpoint)
+    check_equal(read_weights(checkpoint, on_meta()), new_weights())
+    assert sorted(os.listdir(checkpoint.parent)) == ["step-1", "step-3"]
+    assert manifest.content == full.content, "results of an evaluation stay valid"
+
+
+def test_stripping_asks_for_the_memory_of_the_weights_alone(checkpoint: Path) -> None:
+    """What it allocates itself; torch reads one tensor at a time besides."""
+    asked: list[int] = []
+    empty = torch.empty
+
+    def counting(*shape: Any, **options: Any) -> Tensor:
+        tensor = empty(*shape, **options)
+        asked.append(tensor.nbytes)
+        return tensor
+
+    with mock.patch("torch.empty", counting):
+        strip_to_weights(checkpoint, checkpoint.with_name("new"))
+    assert sum(asked) == sum(tensor.nbytes for tensor in new_weights().values())
+
+
+def test_stripping_writes_over_nothing(checkpoint: Path) -> None:
+    new = checkpoint.with_name("new")
+    new.mkdir()
+    (new / "mine").write_text("x")
+    with pytest.raises(FileExistsError, match="new"):
+        strip_to_weights(checkpoint, new)
+    assert os.listdir(new) == ["mine"]

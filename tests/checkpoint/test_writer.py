@@ -1,0 +1,329 @@
+"""A save is all or nothing: hashes, order of syncs, full disks, on one rank and on two."""
+
+import errno
+import json
+import os
+import pickle
+import re
+import subprocess
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from canon_pretrain.checkpoint import writer as writer_module
+from canon_pretrain.checkpoint.manifest import Manifest, files_of, verify
+from canon_pretrain.checkpoint.safe_load import check_safe
+from canon_pretrain.checkpoint.weights import load_alone
+from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished, save_alone
+from canon_pretrain.core.files import sha256_file
+
+pytestmark = pytest.mark.filterwarnings(
+    # torch.distributed.checkpoint on itself, when it saves without ranks
+    "ignore:torch.distributed is disabled:UserWarning"
+)
+
+STATE = {"w": torch.arange(12.0), "train_state": {"step": 3}}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def check_whole(checkpoint: Path, *, step: int, world_size: int) -> Manifest:
+    """The manifest, after comparing it with the bytes on the disk without its own code."""
+    manifest = Manifest.read(checkpoint)
+    hashes = {name: sha256_file(checkpoint / name) for name in files_of(checkpoint)}
+    assert {name: entry.sha256 for name, entry in manifest.files.items()} == hashes
+    sizes = {name: (checkpoint / name).stat().st_size for name in hashes}
+    assert {name: entry.bytes for name, entry in manifest.files.items()} == sizes
+    expected = {".metadata", *(f"__{rank}_0.distcp" for rank in range(world_size))}
+    assert set(hashes) == expected
+    assert (manifest.step, manifest.world_size) == (step, world_size)
+    assert manifest.torch == torch.__version__
+    verify(checkpoint)
+    return manifest
+
+
+# ---- one process
+
+
+def test_a_save_is_whole_and_leaves_nothing_else(tmp_path: Path) -> None:
+    final = tmp_path / "run" / "checkpoint" / "step-3"
+    save_alone(STATE, final, step=3)
+    manifest = check_whole(final, step=3, world_size=1)
+    assert manifest.kind == "full" and manifest.total_bytes > 12 * 4
+    assert os.listdir(final.parent) == ["step-3"]
+    meta = check_safe(final).storage_meta
+    assert meta is not None and meta.checkpoint_id == str(final)
+    loaded = {"w": torch.zeros(12), "train_state": {"step": 0}}
+    load_alone(loaded, final)
+    assert torch.equal(loaded["w"], STATE["w"]) and loaded["train_state"] == {"step": 3}
+
+
+def test_the_writer_tells_what_it_wrote(tmp_path: Path) -> None:
+    writer = VerifiedWriter(
+        tmp_path / "step-3", tmp_path / "t", step=3, kind="weights", world_size=1
+    )
+    assert writer.manifest is None and writer.bytes_written == 0
+    writer = pickle.loads(pickle.dumps(writer))  # torch's process executor sends it so
+    dcp.save(STATE, storage_writer=writer, no_dist=True)
+    assert writer.manifest is not None and writer.manifest.kind == "weights"
+    assert writer.bytes_written == writer.manifest.total_bytes
+    assert Manifest.read(tmp_path / "step-3").files == writer.manifest.files
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "empty folder", "file", "dangling link"])
+def test_what_is_there_is_never_written_over(tmp_path: Path, kind: str) -> None:
+    final = tmp_path / "step-3"
+    if kind == "checkpoint":
+        save_alone(STATE, final, step=3)
+    elif kind == "empty folder":
+        final.mkdir()
+    elif kind == "file":
+        final.write_text("x")
+    else:
+        final.symlink_to(tmp_path / "nowhere")
+    before = content(final) if final.is_dir() else None
+    for in_place in (False, True):
+        with pytest.raises(FileExistsError, match="exists, and a checkpoint is never written over"):
+            save_alone({"w": torch.zeros(3)}, final, step=3, in_place=in_place)
+    assert os.listdir(tmp_path) == ["step-3"]
+    assert before == (content(final) if final.is_dir() else None)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_an_earlier_try_left_is_cleared_first(tmp_path: Path, kind: str) -> None:
+    temporary, elsewhere = tmp_path / ".saving-step-3", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("x")
+    if kind == "folder":
+        temporary.mkdir()
+        for name in (".metadata", "__7_0.distcp", "manifest.json", "__0_0.distcp"):
+            (temporary / name).write_text("left")
+    elif kind == "file":
+        temporary.write_text("x")
+    else:
+        temporary.symlink_to(elsewhere)
+    save_alone(STATE, tmp_path / "step-3", step=3)
+    check_whole(tmp_path / "step-3", step=3, world_size=1)
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "step-3"]
+    assert content(elsewhere) == {"mine": b"x"}
+
+
+def test_every_byte_is_synced_before_the_rename_and_the_name_after_it(tmp_path: Path) -> None:
+    order: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        size = os.fstat(descriptor).st_size if os.path.isfile(path) else 0
+        order.append((f"sync {size}" if size else "sync", os.path.basename(path)))
+
+    def note_rename(old: Path, new: Path) -> None:
+        rename(old, new)
+        order.append(("rename", new.name))
+
+    with (
+        mock.patch("os.fsync", note_fsync),
+        mock.patch("os.rename", note_rename),
+        mock.patch("os.sync", side_effect=AssertionError),
+    ):
+        save_alone(STATE, tmp_path / "step-3", step=3)
+    renamed = order.index(("rename", "step-3"))
+    files = Manifest.read(tmp_path / "step-3").files
+    for name in ("__0_0.distcp", ".metadata"):  # whole at that time; .metadata by its first name
+        found = [
+            k
+            for k, (what, path) in enumerate(order)
+            if what == f"sync {files[name].bytes}" and path.startswith(name)
+        ]
+        assert found and found[0] < renamed, name
+    manifest = [
+        k for k, (_, path) in enumerate(order) if re.fullmatch(r"manifest\.json\.\w+\.tmp", path)
+    ]
+    folder = [k for k, entry in enumerate(order) if entry == ("sync", ".saving-step-3")]
+    assert manifest[0] < folder[-1] < renamed
+    assert order[renamed + 1 :] == [("sync", tmp_path.name)]
+
+
+def test_in_place_the_rename_is_left_to_the_caller(tmp_path: Path) -> None:
+    save_alone(STATE, tmp_path / "new", step=3, kind="weights", in_place=True)
+    (tmp_path / "new").rename(tmp_path / "step-3")
+    assert check_whole(tmp_path / "step-3", step=3, world_size=1).kind == "weights"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("num_tensors", [1, 40])
+@pytest.mark.parametrize("numel", [270_000, 2_000_000])
+def test_a_full_disk_is_an_oserror_and_is_given_back(
+    small_disk: Path, num_tensors: int, numel: int
+) -> None:
+    state = {f"w{k}": torch.ones(numel // num_tensors) for k in range(num_tensors)}
+    for in_place in (False, True):
+        with pytest.raises(OSError) as full:
+            save_alone(state, small_disk / "step-3", step=3, in_place=in_place)
+        assert full.value.errno == errno.ENOSPC
+        assert os.listdir(small_disk) == []
+    save_alone(STATE, small_disk / "step-3", step=3)
+    check_whole(small_disk / "step-3", step=3, world_size=1)
+
+
+def test_ranks_that_wrote_to_another_disk_are_found_out(tmp_path: Path) -> None:
+    class Elsewhere(VerifiedWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            results = super().write_data(plan, planner)
+            (self.temporary / "__0_0.distcp").rename(tmp_path / "elsewhere")
+            return results
+
+    writer = Elsewhere(tmp_path / "step-3", tmp_path / "t", step=3, world_size=1)
+    with pytest.raises(CheckpointException, match=r"__0_0\.distcp is missing.*same for all nodes"):
+        dcp.save(STATE, storage_writer=writer, no_dist=True)
+    assert not (tmp_path / "step-3").exists() and writer.manifest is None
+    remove_unfinished(tmp_path / "t")
+    remove_unfinished(tmp_path / "t")  # not there: nothing to do
+    assert os.listdir(tmp_path) == ["elsewhere"]
+
+
+def test_a_writer_says_how_it_is_to_be_used(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be in the folder of"):
+        VerifiedWriter(tmp_path / "a" / "step-3", tmp_path / "t", step=3, world_size=1)
+    writer = VerifiedWriter(tmp_path / "step-3", tmp_path / "t", step=3, world_size=1)
+    with pytest.raises(ValueError, match="leave it out"):
+        dcp.save(STATE, checkpoint_id=tmp_path / "x", storage_writer=writer, no_dist=True)
+    dcp.save(STATE, storage_writer=writer, no_dist=True)
+    with pytest.raises(CheckpointException, match="make one for each"):
+        dcp.save(STATE, storage_writer=writer, no_dist=True)
+    writer = VerifiedWriter(tmp_path / "step-4", tmp_path / "t", step=4, world_size=1)
+    with pytest.raises(ValueError, match="can't agree on a save"):
+        dcp.save(STATE, storage_writer=writer, no_dist=True, use_collectives=False)
+    assert os.listdir(tmp_path) == ["step-3"]
+
+
+# ---- two ranks
+
+
+def full_disk_for(name: str) -> Any:
+    """Let this process write the file `name` to /dev/full: the kernel's own ENOSPC."""
+
+    def opened(path: Any, mode: str) -> Any:
+        if os.path.basename(path) == name:
+            return open("/dev/full", "wb")
+        return open(path, mode)
+
+    return mock.patch.object(writer_module, "open", opened, create=True)
+
+
+def _on_two_ranks(rank: int, base: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{base}/store", rank=rank, world_size=2)
+    warnings.filterwarnings("error", message="Detected an existing checkpoint")
+    mesh = dist.init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.arange(30_000.0).reshape(3000, 10), mesh, [Shard(0)])
+    uneven = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    state = {"w": sharded, "u": uneven, "b": torch.ones(7), "train_state": {"step": 1}}
+    told: dict[str, Any] = {}
+
+    def attempt(step: int, state: dict[str, Any], save: Callable[..., Any]) -> None:
+        writer = VerifiedWriter(
+            base / f"step-{step}", base / f".saving-step-{step}", step=step, world_size=2
+        )
+        try:
+            future = save(state, storage_writer=writer, process_group=dist.group.WORLD)
+            if save is dcp.async_save:
+                sharded.to_local().add_(1)  # training goes on while the copy is written
+                try:
+                    future.result()
+                finally:
+                    sharded.to_local().sub_(1)
+            told[str(step)] = [bool(writer.manifest), writer.bytes_written]
+        except CheckpointException as error:
+            told[str(step)] = {r: repr(e) for r, (e, _) in error.failures.items()}
+        except BaseException:
+            told[str(step)] = traceback.format_exc()
+        dist.barrier()
+
+    attempt(1, state, dcp.save)
+    attempt(2, state, dcp.async_save)
+    attempt(3, {"b": torch.ones(7)}, dcp.save)  # one of the ranks has nothing to write
+    attempt(1, {"b": torch.zeros(7)}, dcp.save)
+    told["1 again"] = told.pop("1")
+    with full_disk_for("__1_0.distcp"):
+        attempt(4, state, dcp.save)
+        attempt(5, state, dcp.async_save)
+    with full_disk_for(".metadata.tmp"):
+        attempt(6, state, dcp.save)
+    if rank == 0:
+        told["left"] = sorted(os.listdir(base / ".saving-step-4"))
+    dist.barrier()
+    attempt(4, state, dcp.save)
+    (base / f"told-{rank}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("two")
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}):
+        mp.spawn(_on_two_ranks, args=(base,), nprocs=2)
+    return base
+
+
+def told(base: Path) -> list[dict[str, Any]]:
+    return [json.loads((base / f"told-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_two_ranks_save_one_whole_checkpoint(two_ranks: Path, step: int) -> None:
+    """At once (1), in the background (2), and at the second try (4)."""
+    manifest = check_whole(two_ranks / f"step-{step}", step=step, world_size=2)
+    ours = [of_rank.get(str(step)) for of_rank in told(two_ranks)]
+    if step != 1:  # told of the second attempt at it
+        own = [manifest.files[f"__{rank}_0.distcp"].bytes for rank in range(2)]
+        assert ours == [[True, own[0] + manifest.files[".metadata"].bytes], [False, own[1]]]
+    whole = {"w": torch.zeros(3000, 10), "u": torch.zeros(5), "b": torch.zeros(7)}
+    load_alone(whole, two_ranks / f"step-{step}")
+    assert torch.equal(whole["w"], torch.arange(30_000.0).reshape(3000, 10))
+    assert torch.equal(whole["u"], torch.arange(5.0)) and torch.equal(whole["b"], torch.ones(7))
+
+
+def test_the_file_of_a_rank_with_nothing_to_write_is_in_the_manifest(two_ranks: Path) -> None:
+    manifest = check_whole(two_ranks / "step-3", step=3, world_size=2)
+    sizes = sorted(manifest.files[f"__{rank}_0.distcp"].bytes for rank in range(2))
+    assert sizes[0] == 0 < sizes[1]
+
+
+def test_all_ranks_learn_that_the_checkpoint_is_there(two_ranks: Path) -> None:
+    for of_rank in told(two_ranks):
+        assert "FileExistsError(17, 'exists, and a" in of_rank["1 again"]["0"]
+
+
+def test_one_rank_s_full_disk_fails_the_save_on_all(two_ranks: Path) -> None:
+    full = "OSError(28, 'No space left on device')"
+    for of_rank in told(two_ranks):
+        assert of_rank["5"] == {"1": full}  # in the background
+        assert of_rank["6"] == {"0": full}  # the coordinator's, when all else was written
+    assert told(two_ranks)[0]["left"] == ["__0_0.distcp"]
+    assert not any((two_ranks / f"step-{step}").exists() for step in (5, 6))

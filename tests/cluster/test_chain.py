@@ -1,0 +1,234 @@
+"""What comes after a launch: requeue, stop or fail, by what stands in the run folder."""
+
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.chain import Asked, Next, begin, end, main, restarts_file
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import write_json
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.holder import Holder
+from canon_pretrain.run.lock import RunLock
+from canon_pretrain.run.status import Status, read_status
+
+TIME = "2026-01-01T00:00:00+00:00"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "run")
+
+
+def launch(run: RunFolder, state: str, step: int, reason: str = "", saved: int = 0) -> None:
+    """What a launch leaves: one more in status.json, and a checkpoint of step `saved`."""
+    before = read_status(run.status_file)
+    status = Status("running", step, 100, TIME, TIME, reason=reason, phase="training")
+    number = 1 if before is None else before.launches + 1
+    run.path.mkdir(exist_ok=True)
+    write_json(run.status_file, asdict(replace(status, launches=number)) | {"state": state})
+    if saved:
+        (run.path / "checkpoint" / f"step-{saved}").mkdir(parents=True, exist_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "asked", "expected"),
+    [
+        ("done", "step 100 is reached", "none", "done"),
+        ("done", "step 100 is reached", "term", "done"),
+        ("done", "step 100 is reached", "preempted", "done"),
+        ("stopped", "the file STOP", "limit", "requeue"),
+        ("stopped", "the file STOP", "none", "stop"),
+        ("stopped", "run.stop_at", "none", "stop"),
+        ("stopped", "SIGTERM", "none", "stop"),
+        ("stopped", "SIGUSR1", "none", "requeue"),
+        ("stopped", "SIGTERM", "preempted", "requeue"),
+        ("stopped", "SIGTERM, the file STOP", "term", "leave"),
+        ("failed", "UserError: optimizer.lr differs", "none", "failed"),
+        ("failed", "RuntimeError: NCCL", "none", "requeue"),
+        ("failed", "RuntimeError: NCCL", "limit", "requeue"),
+        ("failed", "RuntimeError: NCCL", "term", "leave"),
+        ("running", "", "none", "requeue"),  # killed
+        ("running", "", "preempted", "requeue"),
+    ],
+)
+def test_what_a_launch_came_to_says_what_is_next(
+    run: RunFolder, state: str, reason: str, asked: Asked, expected: Next
+) -> None:
+    assert begin(run, "7") is None
+    launch(run, state, 40, reason)
+    decision = end(run, "7", asked)
+    assert decision.next == expected and decision.why
+    assert json.loads(restarts_file(run).read_text())["ended"] == expected
+
+
+def test_the_status_of_an_earlier_launch_is_not_this_ones(run: RunFolder) -> None:
+    """A launch that dies before it has the lock leaves the status as it was: of a good end."""
+    launch(run, "stopped", 40, "the file STOP")
+    begin(run, "7")
+    decision = end(run, "7", "none")
+    assert decision.next == "requeue" and "did not come as far" in decision.why
+
+
+def test_a_link_that_is_too_short_to_begin_is_told_so(run: RunFolder) -> None:
+    begin(run, "7")
+    decision = end(run, "7", "limit")
+    assert decision.next == "requeue" and "give a link more time (--time)" in decision.why
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_restarts_without_a_new_checkpoint_are_counted(run: RunFolder, limit: int) -> None:
+    found = []
+    for _ in range(limit + 1):
+        assert begin(run, "7", restarts=limit) is None
+        launch(run, "running", 7, saved=6)
+        found.append(end(run, "7", "none", restarts=limit).next)
+    assert found == ["requeue"] * limit + ["failed"]
+    status = read_status(run.status_file)
+    assert status is not None and status.state == "failed"
+    assert f"{limit} restart(s) in a row from step 6" in status.reason
+    assert "killed at step 7" in status.reason
+
+
+def test_a_new_checkpoint_ends_the_count_and_a_good_stop_keeps_it(run: RunFolder) -> None:
+    saved = [0, 0, 6, 6, 12, 12]
+    for step in saved:
+        assert begin(run, "7", restarts=2) is None
+        launch(run, "running", 13, saved=step)
+        assert end(run, "7", "none", restarts=2).next == "requeue", step
+    begin(run, "7", restarts=2)
+    launch(run, "stopped", 13, "SIGTERM")  # preempted before it could save something new
+    assert end(run, "7", "preempted", restarts=2).next == "requeue"
+    begin(run, "7", restarts=2)
+    launch(run, "running", 13)
+    assert end(run, "7", "none", restarts=2).next == "failed"
+
+
+def test_links_that_died_with_their_scripts_count_too(run: RunFolder) -> None:
+    """No `end` comes where the first node is gone."""
+    for _ in range(3):
+        assert begin(run, "7", restarts=2) is None
+        launch(run, "running", 3)
+    decision = begin(run, "7", restarts=2)
+    assert decision is not None and decision.next == "failed"
+    assert "2 restart(s)" in decision.why and "its job script was killed" in decision.why
+    assert begin(run, "8", restarts=2) is None, "who submits again is obeyed"
+
+
+def test_a_checkpoint_folder_of_another_name_is_found(run: RunFolder) -> None:
+    run.write_config({"checkpoint": {"folder": "saves"}}, {})
+    for step in (0, 5):
+        begin(run, "7", restarts=1)
+        launch(run, "running", 9)
+        (run.path / "saves" / f"step-{step}").mkdir(parents=True)
+        assert end(run, "7", "none", restarts=1).next == "requeue"
+
+
+def test_damaged_files_stop_nothing(run: RunFolder) -> None:
+    run.path.mkdir()
+    restarts_file(run).write_text('{"job": ')
+    run.status_file.write_text("[]")
+    assert begin(run, "7") is None
+    assert end(run, "7", "none").next == "requeue"
+
+
+def test_end_without_begin_is_refused(run: RunFolder) -> None:
+    with pytest.raises(UserError, match="no link of job 7"):
+        end(run, "7", "none")
+
+
+def test_the_command_prints_two_lines_and_needs_no_torch(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["begin", str(run.path), "--job", "7"])
+    assert capsys.readouterr().out == ""
+    launch(run, "stopped", 40, "the file STOP")
+    main(["end", str(run.path), "--job", "7", "--asked", "limit"])
+    assert capsys.readouterr().out.splitlines() == [
+        "requeue",
+        "stopped at step 40 of 100 before the time limit",
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        main(["begin", str(run.path), "--job", "7", "--restarts", "0"])
+    code = "import canon_pretrain.chain, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("asked", ["limit", "none"])
+def test_limits_that_come_before_a_new_step_end_the_chain(run: RunFolder, asked: Asked) -> None:
+    """--time shorter than the start takes: each link would stop well, and get nowhere for ever."""
+    reason = "the file STOP" if asked == "limit" else "SIGUSR1"
+    found = []
+    for _ in range(4):
+        assert begin(run, "7", restarts=2) is None
+        launch(run, "stopped", 6, reason, saved=6)
+        found.append(end(run, "7", asked, restarts=2))
+        if found[-1].next != "requeue":
+            break
+    assert [each.next for each in found] == ["requeue", "requeue", "failed"], "step 6 was new once"
+    assert "2 restart(s) in a row from step 6" in found[-1].why
+
+
+def test_a_second_job_on_the_folder_leaves_the_first_ones_chain_alone(run: RunFolder) -> None:
+    """Submitted twice by mistake: the second ends, and the first is requeued at its limit."""
+    begin(run, "7")
+    before = restarts_file(run).read_bytes()
+    first = RunLock.acquire(
+        run.lock_file, heartbeat_s=0.1, holder=replace(Holder.of_this_process(), job_id="7")
+    )
+    try:
+        refused = begin(run, "8", wait_s=0.3)
+        assert refused is not None and refused.next == "failed" and "job 7" in refused.why
+        assert restarts_file(run).read_bytes() == before
+        assert begin(run, "7") is None, "its own earlier launch is the trainer's to replace"
+    finally:
+        first.release()
+    assert begin(run, "8") is None
+
+
+def test_a_job_waits_for_one_that_was_cancelled_and_still_saves(run: RunFolder) -> None:
+    begin(run, "7")
+    first = RunLock.acquire(
+        run.lock_file, heartbeat_s=0.1, holder=replace(Holder.of_this_process(), job_id="7")
+    )
+    timer = threading.Timer(0.5, first.release)
+    timer.start()
+    assert begin(run, "8", wait_s=20) is None
+    timer.join()
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_another_jobs_lock_of_another_node_counts_while_it_beats(
+    run: RunFolder, beats: bool
+) -> None:
+    elsewhere = replace(Holder.of_this_process(), job_id="7", host="elsewhere")
+    lock = RunLock.acquire(run.lock_file, heartbeat_s=0.1 if beats else 60, holder=elsewhere)
+    try:
+        decision = begin(run, "8", wait_s=1.0)
+        assert (decision is not None) == beats
+    finally:
+        lock.release()
+
+
+def test_of_two_jobs_that_begin_at_once_the_one_with_the_lock_goes_on(run: RunFolder) -> None:
+    begin(run, "7")
+    begin(run, "8")  # neither has the lock so far; then 7 gets it
+    lock = RunLock.acquire(
+        run.lock_file, heartbeat_s=0.1, holder=replace(Holder.of_this_process(), job_id="7")
+    )
+    launch(run, "running", 3)
+    status = json.loads(run.status_file.read_text()) | {"job_id": "7"}
+    write_json(run.status_file, status)
+    try:
+        refused = end(run, "8", "none")
+        assert refused.next == "failed" and "in use by another launch" in refused.why
+    finally:
+        lock.release()
+    assert json.loads(run.status_file.read_text()) == status, "it is the other one's"
+    write_json(run.status_file, status | {"state": "stopped", "reason": "the file STOP"})
+    assert end(run, "7", "limit").next == "requeue"

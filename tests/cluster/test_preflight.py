@@ -1,0 +1,323 @@
+"""Checks of a job and its nodes; and which node is told to be at fault."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.preflight import reports
+from canon_pretrain.preflight.__main__ import EXIT_BROKEN_NODES, main
+from canon_pretrain.preflight.job import plan_job, valid_node_counts, words_on_waits
+from canon_pretrain.preflight.reports import (
+    ALL_NODES,
+    IN_NODE,
+    MATMUL,
+    MEMORY,
+    TWO_NODES,
+    rank_groups,
+    report_node,
+)
+from canon_pretrain.preflight.verdict import judge_nodes, judge_ranks, read_reports
+from canon_pretrain.run.folder import RunFolder
+from tests.fault_runs import checkpoint, unharmed_run
+from tests.ranks import _context as rank_context
+from tests.ranks import whole_state
+from tests.support import ROOT, debug_run
+
+NODES = ("n1", "n2", "n3")
+Usage = namedtuple("Usage", "total used free")
+
+
+def good(**other: Any) -> dict[str, Any]:
+    return {"faults": [], "disk": [], "versions": {"torch": "2.13"}} | other
+
+
+@given(batch=st.integers(1, 500), ranks=st.integers(1, 20))
+def test_valid_node_counts_are_those_whose_ranks_divide_the_batch(batch: int, ranks: int) -> None:
+    expected = [nodes for nodes in range(1, batch + 1) if batch % (ranks * nodes) == 0]
+    assert valid_node_counts(batch, ranks) == expected
+
+
+def test_the_papers_batch_on_nodes_of_eight() -> None:
+    assert valid_node_counts(48, 8) == [1, 2, 3, 6]
+    config = str(ROOT / "train_configs" / "nope_canon.toml")
+    with pytest.raises(UserError, match=r"5 node\(s\) of 8 can't share .* = 48. .*: 1, 2, 3, 6 "):
+        plan_job(["--config", config], 5, 8)
+    with pytest.raises(UserError, match=r"on 1 node: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48 "):
+        plan_job(["--config", config], 1, 7)
+    with pytest.raises(UserError, match="at least 1"):
+        plan_job(["--config", config], 0, 8)
+    replicas = ["--parallelism.data_parallel_replicate_degree", "2"]
+    plan_job(["--config", config, *replicas], 2, 8)
+    with pytest.raises(UserError, match="3 ranks can't make up 2 replicas"):
+        plan_job(["--config", config, *replicas], 1, 3)
+
+
+def test_the_plan_is_the_run_folder_and_a_checkpoints_size(
+    data_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = tmp_path / 'it\'s "a" run;\n$(x)'
+    arguments = list(map(str, debug_run(data_folder, odd)))
+    main(["job", "--nodes", "3", "--ranks_per_node", "2", "--data", "--", *arguments])
+    folder, size, rest = capsys.readouterr().out.split("\0")
+    assert folder == str(odd) and rest == "" and not odd.exists()
+    state = whole_state(checkpoint(unharmed_run(data_folder), 12))
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    there = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert 0.98 * there < int(size) < 1.02 * there, "as large as a real one's tensors"
+
+
+def test_data_that_is_not_there_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
+    arguments = list(map(str, debug_run(tmp_path / "nothing", tmp_path / "run")))
+    plan_job(arguments, 1, 2)
+    with pytest.raises(UserError, match="nothing"):
+        plan_job(arguments, 1, 2, data=True)
+
+
+def test_a_nodes_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = report_node(tmp_path, 1000, 0)
+    assert report["faults"] == report["disk"] == []
+    assert report["versions"]["torch"] and len(report["versions"]) == 5
+    assert not [*tmp_path.iterdir()], "the write test leaves nothing"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10, 1, 9))
+    assert "9 bytes are free" in report_node(tmp_path, 1000, 0)["disk"][0]
+    assert "cannot be written to" in report_node(Path("/proc/1"), 0, 0)["disk"][0]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
+    assert report_node(tmp_path, 0, 8)["faults"] == ["7 of 8 GPUs can be used"]
+
+
+@pytest.mark.parametrize(
+    ("n2", "fault"),
+    [
+        (None, "no report"),
+        (good(faults=["7 of 8 GPUs can be used"]), "7 of 8 GPUs can be used"),
+        (good(disk=["full"]), "full"),
+        (good(versions={"torch": "2.11"}), "torch is 2.11, elsewhere 2.13"),
+        (good(versions={}), "torch is unknown, elsewhere 2.13"),
+    ],
+)
+def test_a_node_that_differs_is_at_fault(n2: dict[str, Any] | None, fault: str) -> None:
+    verdict = judge_nodes({"n1": good(), "n2": n2, "n3": good()})
+    assert verdict.nodes == {"n2": [fault]} and not verdict.common
+
+
+def test_a_disk_that_is_full_for_all_is_no_nodes_fault() -> None:
+    verdict = judge_nodes(dict.fromkeys(NODES, good(disk=["full"])))
+    assert verdict.common == ["full"] and not verdict.nodes
+    assert judge_nodes({"n1": good(disk=["full"])}).common == ["full"], "one node can't tell"
+    assert judge_nodes({"n1": None}).nodes == {"n1": ["no report"]}
+
+
+def test_clocks_are_compared_with_the_middle_one() -> None:
+    def at(seconds: float) -> dict[str, Any]:
+        return {"faults": [], "clock_s": 1e9 + seconds}
+
+    verdict = judge_ranks({"n1": at(0), "n2": at(1), "n3": at(-1)})
+    assert verdict == ({}, [], [])
+    verdict = judge_ranks({"n1": at(0), "n2": at(-5), "n3": at(1)})
+    assert verdict.warnings == ["n2: its clock is 5.0 s off the others'"] and not verdict.nodes
+    verdict = judge_ranks({"n1": at(0), "n2": at(40), "n3": at(1)})
+    assert verdict.nodes == {"n2": ["its clock is 39.0 s off the others'"]}
+
+
+def test_a_rank_that_was_left_alone_is_at_fault_only_where_no_other_is() -> None:
+    alone, broken = {"faults": [], "left_alone": "timeout"}, {"faults": ["other sums"]}
+    assert judge_ranks({"n1": alone, "n2": broken}).nodes == {"n2": ["other sums"]}
+    assert judge_ranks({"n1": alone, "n2": None}).nodes == {"n2": ["no report"]}
+    verdict = judge_ranks({"n1": alone, "n2": alone})
+    assert verdict.common == ["n1: timeout", "n2: timeout"] and not verdict.nodes
+    assert judge_ranks({"n1": None, "n2": None}).common
+
+
+def test_the_verdict_names_nodes_for_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = ["verdict", "--report", str(tmp_path), "--nodes", "n1,n2"]
+    for node in ("n1", "n2"):
+        monkeypatch.setenv("SLURMD_NODENAME", node)
+        main(["node", "--report", str(tmp_path), "--run", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main(verdict)
+    assert ended.value.code == 0 and capsys.readouterr().out == ""
+    (tmp_path / "n2.json").write_text('{"faults": ')  # cut short
+    with pytest.raises(SystemExit) as ended:
+        main(verdict)
+    told = capsys.readouterr()
+    assert ended.value.code == EXIT_BROKEN_NODES and told.out == "n2\n"
+    assert "node n2 is not fit: no report" in told.err
+    with pytest.raises(SystemExit) as ended:
+        main([*verdict, "--ranks"])
+    assert ended.value.code == 1 and capsys.readouterr().out == ""
+
+
+def test_two_ranks_meet_and_report(tmp_path: Path) -> None:
+    """By torchrun, as a job does it: both add up numbers, and their clocks are one."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "canon_pretrain.preflight", "ranks", "--report", str(tmp_path)]
+    environ = os.environ | {"SLURMD_NODENAME": "n1", "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, env=environ, timeout=120, capture_output=True)
+    each = [json.loads((tmp_path / f"n1.rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert all(report["faults"] == [] for report in each)
+    assert abs(each[0]["clock_s"] - each[1]["clock_s"]) < 2
+    merged = read_reports(tmp_path, ["n1", "n2"], ranks=True)
+    assert merged["n1"]["faults"] == [] and merged["n2"] is None
+    for rank, speeds in merged["n1"]["speeds"].items():
+        assert speeds.keys() == {MATMUL, MEMORY, IN_NODE} and min(speeds.values()) > 0, rank
+
+
+def measured(*matmul: float, device: str = "cuda", network: float = 2e11) -> dict[str, Any]:
+    """A node's report: the FLOP/s of its devices, and what two nodes reach with it."""
+    speeds = {
+        f"{device}:{i}": {MATMUL: flops, TWO_NODES: network} for i, flops in enumerate(matmul)
+    }
+    return {"faults": [], "speeds": speeds}
+
+
+def test_a_slow_gpu_is_warned_of_and_a_very_slow_ones_node_is_at_fault() -> None:
+    usual = measured(600e12, 610e12)
+    verdict = judge_ranks({"n1": usual, "n2": measured(590e12, 430e12), "n3": usual})
+    assert not verdict.nodes and not verdict.common
+    (text,) = verdict.warnings
+    assert "n2: cuda:1 " in text and "430 TFLOP/s, 70% of" in text and "610 TFLOP/s" in text
+    verdict = judge_ranks({"n1": usual, "n2": usual, "n3": measured(100e12, 600e12)})
+    assert list(verdict.nodes) == ["n3"] and not verdict.warnings
+    verdict = judge_ranks({"n1": measured(300e12, 300e12), "n2": usual})
+    assert list(verdict.nodes) == ["n1"], "of two nodes the better one is the measure"
+    verdict = judge_ranks({"n1": measured(600e12, 100e12, 600e12)})
+    assert list(verdict.nodes) == ["n1"], "a single node, by its other GPUs"
+    assert judge_ranks({"n1": usual, "n2": measured(500e12, 490e12)}) == ({}, [], [])
+
+
+def test_a_slow_cpu_is_only_warned_of() -> None:
+    verdict = judge_ranks({"n1": measured(5e10, device="cpu"), "n2": measured(1e10, device="cpu")})
+    assert not verdict.nodes and "n2" in verdict.warnings[0]
+
+
+def test_a_nodes_network_is_judged_by_the_better_of_its_two_neighbors() -> None:
+    fast, slow = measured(6e14), measured(6e14, network=3e10)
+    verdict = judge_ranks({"n1": fast, "n2": slow, "n3": fast})
+    assert list(verdict.nodes) == ["n2"] and "30 GB/s" in verdict.nodes["n2"][0]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12))
+def test_all_reduces_are_of_each_node_of_neighbors_and_of_all(numbers: list[int]) -> None:
+    nodes = [f"n{number}" for number in numbers]
+    groups = rank_groups(nodes)
+    names = set(nodes)
+    alone = [ranks for name, ranks in groups if name == IN_NODE]
+    assert sorted(map(sorted, alone)) == sorted(
+        [rank for rank, node in enumerate(nodes) if node == each] for each in names
+    )
+    pairs = [{nodes[rank] for rank in ranks} for name, ranks in groups if name == TWO_NODES]
+    assert all(len(pair) == 2 for pair in pairs)
+    for each in names:
+        others = {frozenset(pair) for pair in pairs if each in pair}
+        assert len(others) == (2 if len(names) > 2 else 0)
+    assert groups[-1][1] == list(range(len(nodes)))
+
+
+def test_a_device_without_room_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults, speeds = reports.try_device(torch.device("cpu"))
+    assert faults == [] and all(value > 0 for value in speeds.values())
+    monkeypatch.setattr(reports, "CPU_BYTES", 1 << 60)
+    faults, _ = reports.try_device(torch.device("cpu"))
+    assert len(faults) == 1 and faults[0].startswith("cpu: ")
+
+
+def preflight_rank(environment: dict[str, str], folder: Path, fault: str) -> None:
+    os.environ.update(environment)
+    if fault == "no room":
+        reports.CPU_BYTES = 1 << 60
+    (folder / f"{environment['SLURMD_NODENAME']}.begun").touch()
+    main(["ranks", "--report", str(folder)])
+
+
+def meet(folder: Path, faults: list[str], watch: Callable[[list[BaseProcess]], None]) -> None:
+    """A rank on each of len(faults) nodes n0, n1, ..., all on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    base = {"LOCAL_RANK": "0", "WORLD_SIZE": str(len(faults)), "OMP_NUM_THREADS": "1"}
+    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks: list[BaseProcess] = []
+    for rank, fault in enumerate(faults):
+        environment = {**base, "RANK": str(rank), "SLURMD_NODENAME": f"n{rank}"}
+        ranks.append(rank_context.Process(target=preflight_rank, args=(environment, folder, fault)))
+        ranks[-1].start()
+    watch(ranks)
+    for each in ranks:
+        each.join(100)
+        assert each.exitcode == 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_a_tenth_of_the_time_is_named_as_slow(tmp_path: Path) -> None:
+    """Stopped and continued by signals, it multiplies slowly by the clock."""
+
+    def slow_down(ranks: list[BaseProcess]) -> None:
+        pid = ranks[1].pid
+        assert pid is not None
+        while not (tmp_path / "n1.begun").exists() and ranks[1].is_alive():
+            time.sleep(0.01)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            while ranks[1].is_alive():
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(0.09)
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(0.01)
+
+    meet(tmp_path, ["", "", ""], slow_down)
+    found = read_reports(tmp_path, ["n0", "n1", "n2"], ranks=True)
+    speeds = {node: report["speeds"]["cpu:0"] for node, report in found.items()}
+    assert all(each.keys() == {MATMUL, MEMORY, TWO_NODES, ALL_NODES} for each in speeds.values())
+    assert min(speeds, key=lambda node: speeds[node][MATMUL]) == "n1"
+    verdict = judge_ranks(found)
+    assert not verdict.nodes and not verdict.common
+    assert any(text.startswith("n1: cpu:0") and MATMUL in text for text in verdict.warnings)
+
+
+def test_a_rank_whose_device_fails_is_named_and_the_others_do_not_wait(tmp_path: Path) -> None:
+    meet(tmp_path, ["", "no room"], lambda ranks: None)
+    verdict = judge_ranks(read_reports(tmp_path, ["n0", "n1"], ranks=True))
+    assert list(verdict.nodes) == ["n1"] and not verdict.common
+
+
+def test_saves_that_take_longer_than_slurm_waits_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "low")
+    answers = {
+        "config": "KillWait                = 30 sec\n",
+        "partition low": "   GraceTime=120 x",
+    }
+    run = RunFolder(tmp_path)
+    assert words_on_waits(run, answers.__getitem__) is None, "no run, no warning"
+
+    def saved(seconds: float) -> None:
+        event = {"event": "checkpoint", "step": 1, "seconds": seconds}
+        with open(run.log_file, "a") as log:
+            log.write(json.dumps(event) + "\n")
+
+    saved(45)
+    text = words_on_waits(run, answers.__getitem__)
+    assert text is not None and "45 s" in text and "kills 30 s after" in text and "120 s" in text
+    saved(12)
+    assert words_on_waits(run, answers.__getitem__) is None, "the last one counts"
+    saved(45)
+    assert words_on_waits(run, lambda what: "") is None, "no Slurm, no warning"

@@ -1,0 +1,130 @@
+"""Small files are written whole beside planted links, and read in bounds whatever they hold."""
+
+import errno
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from canon_pretrain.core.files import (
+    UnreadableFile,
+    create_file,
+    read_json,
+    read_lines,
+    rename,
+    write_atomic,
+)
+
+
+def test_a_planted_link_is_never_written_through(tmp_path: Path) -> None:
+    """Issue 17, item 20: the temporary name is random, and creating it follows no link."""
+    mine = tmp_path / "mine"
+    mine.write_text("kept")
+    for name in ("run.json.tmp", "run.json"):
+        (tmp_path / name).symlink_to(mine)
+    write_atomic(tmp_path / "run.json", b"new")
+    assert mine.read_text() == "kept" and (tmp_path / "run.json").read_bytes() == b"new"
+    (tmp_path / "run.json.00000000.tmp").symlink_to(mine)
+    with mock.patch("secrets.token_hex", return_value="0" * 8), pytest.raises(FileExistsError):
+        write_atomic(tmp_path / "run.json", b"newer")
+    assert mine.read_text() == "kept"
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "a", b"old")
+    with (
+        mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")),
+        pytest.raises(OSError, match="No space"),
+    ):
+        write_atomic(tmp_path / "a", b"new")
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == b"old"
+
+
+def test_a_private_file_is_its_users_alone(tmp_path: Path) -> None:
+    with create_file(tmp_path / "a", mode=0o600) as file:
+        file.write(b"x")
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT, errno.ESTALE])
+def test_a_rename_whose_reply_is_lost_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Issue 17, item 21: a file server renames, and its client reports an error."""
+    real = os.rename
+
+    def lose_reply(source: Path, target: Path) -> None:
+        real(source, target)
+        raise OSError(number, os.strerror(number), str(source))
+
+    monkeypatch.setattr(os, "rename", lose_reply)
+    write_atomic(tmp_path / "a", b"old")
+    write_atomic(tmp_path / "a", b"new")
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == b"new"
+    (tmp_path / "folder").mkdir()
+    rename(tmp_path / "folder", tmp_path / "moved")
+    assert (tmp_path / "moved").is_dir()
+
+
+def test_a_rename_that_fails_is_an_error_though_the_target_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 21: another file under that name proves nothing."""
+    write_atomic(tmp_path / "a", b"same")
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        write_atomic(tmp_path / "a", b"same")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b"{",
+        b"[1]",
+        b"null",
+        b'{"a": Infinity}',
+        b'{"a": NaN}',
+        b'{"a": 1e999}',
+        b'{"a": 1%s}' % (b"0" * 5000),
+        b"[" * 200_000,
+        b'{"a": ' * 200_000,
+        b'{"a": "' + b"x" * (1 << 10) + b'"}',
+    ],
+)
+def test_odd_json_is_one_error(tmp_path: Path, content: bytes) -> None:
+    """Issue 17, item 19: one reader, which fails in one way only."""
+    path = tmp_path / "odd.json"
+    path.write_bytes(content)
+    with pytest.raises(UnreadableFile, match="odd.json is damaged") as caught:
+        read_json(path, max_bytes=1 << 10 if b"xxx" in content else 1 << 24)
+    assert caught.value.errno is None and not caught.value.is_missing
+
+
+def test_what_is_no_regular_file_is_one_error_at_once(tmp_path: Path) -> None:
+    """Issue 17, items 19 and 23: FIFOs, devices, folders, loops of links, and none at all."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("fifo")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("fifo", "link", "device", "folder", "loop", "none", "x" * 300):
+        with pytest.raises(UnreadableFile) as caught:
+            read_json(tmp_path / name)
+        assert caught.value.is_missing == (name == "none")
+        with pytest.raises(UnreadableFile):
+            list(read_lines(tmp_path / name))
+
+
+def test_lines_are_read_in_bounds(tmp_path: Path) -> None:
+    """Issue 17, item 23: a line that is too long is dropped, and costs no other."""
+    path = tmp_path / "log"
+    path.write_bytes(b"one\n" + b"x" * 95 + b"\ntwo\n" + b"0123456789\nthree")
+    assert list(read_lines(path, 10)) == [b"one\n", b"\n", b"two\n", b"\n", b"three"]

@@ -1,0 +1,151 @@
+"""Mixtures: exact shares, names, fingerprints, and data that does not belong together."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.mixture import Mixture, exact_weight, thresholds
+from canon_pretrain.data.sampler import philox_blocks
+from canon_pretrain.data.shard_writer import write_shards
+from canon_pretrain.data.shards import ShardError, TokenShards
+
+LARGEST = 2**64 - 1
+
+
+def write(folder: Path, k: int, **changed: Any) -> Path:
+    """A data folder of 100 + k tokens."""
+    options: dict[str, Any] = {"vocab_size": 500, "eos_id": 2, "tokenizer_sha256": "t", **changed}
+    write_shards(folder / "train", [np.arange(100 + k)], **options)
+    return folder
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    return [write(tmp_path / name, k) for k, name in enumerate(("web", "books", "code"))]
+
+
+def test_a_weight_is_the_number_that_was_written() -> None:
+    assert exact_weight(0.7) == Fraction(7, 10)
+    assert exact_weight(7) == 7
+    assert exact_weight(1e-05) == Fraction(1, 100_000)
+    assert exact_weight(np.float64(0.3)) == Fraction(3, 10)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.lists(st.integers(0, LARGEST)))
+def test_a_word_is_of_the_source_whose_exact_interval_holds_it(
+    weights: list[int], words: list[int]
+) -> None:
+    total = sum(weights)
+    found = thresholds([Fraction(weight, total) for weight in weights])
+    # at and beside each bound, where floating point would go wrong
+    words = words + [int(bound) + delta for bound in found for delta in (-1, 0, 1)] + [0, LARGEST]
+    sources = np.searchsorted(found, np.array(words, dtype=np.uint64), side="right")
+    ends = np.cumsum(weights).tolist()
+    for word, source in zip(words, sources.tolist(), strict=True):
+        # integers only: word < floor(end * 2**64 / total)
+        assert source == next(k for k, end in enumerate(ends) if word < (end << 64) // total)
+
+
+def test_draws_have_the_shares(folders: list[Path]) -> None:
+    weights, draws = (0.5, 0.3, 0.2), 20_000
+    with Mixture.open(folders, weights) as mixture:
+        words = philox_blocks(5, 0, draws)[:, 1]
+        counts = np.bincount(mixture.draw(words), minlength=3)
+    expected = draws * np.array(weights)
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert chi_square < 13.8  # 2 degrees of freedom: p = 0.001
+
+
+def test_the_source_says_nothing_about_the_offset() -> None:
+    words = philox_blocks(9, 0, 20_000)
+    grid = np.histogram2d(words[:, 0] / 2.0**64, words[:, 1] / 2.0**64, bins=8)[0]
+    expected = 20_000 / 64
+    chi_square = float(((grid - expected) ** 2 / expected).sum())
+    assert 30 < chi_square < 105  # 63 degrees of freedom
+
+
+def test_what_a_mixture_knows(folders: list[Path]) -> None:
+    with Mixture.open(folders, [2, 1, 1]) as mixture:
+        assert mixture.names == ("web", "books", "code")
+        assert mixture.shares == (Fraction(1, 2), Fraction(1, 4), Fraction(1, 4))
+        assert mixture.num_tokens == 303
+        assert (mixture.vocab_size, mixture.eos_id, mixture.tokenizer_sha256) == (500, 2, "t")
+
+
+def test_the_fingerprint_is_of_data_shares_and_order(folders: list[Path], tmp_path: Path) -> None:
+    def fingerprint(chosen: list[Path], weights: list[float]) -> str:
+        with Mixture.open(chosen, weights) as mixture:
+            return mixture.fingerprint
+
+    first = fingerprint(folders, [0.5, 0.3, 0.2])
+    assert fingerprint(folders, [5, 3, 2]) == first  # the same order of the same samples
+    others = [
+        fingerprint(folders, [0.5, 0.2, 0.3]),
+        fingerprint([folders[1], folders[0], folders[2]], [0.3, 0.5, 0.2]),
+        fingerprint(folders[:2], [0.5, 0.5]),
+        fingerprint([folders[0], folders[1], write(tmp_path / "x" / "code", 9)], [0.5, 0.3, 0.2]),
+    ]
+    assert len({first, *others}) == 5
+    with TokenShards.open(folders[0] / "train") as alone:
+        assert fingerprint(folders[:1], [0.7]) == alone.fingerprint
+
+
+def test_folders_of_one_name_go_by_their_paths(tmp_path: Path) -> None:
+    both = [write(tmp_path / "a" / "data", 0), write(tmp_path / "b" / "data", 1)]
+    with Mixture.open(both, [1, 1]) as mixture:
+        assert mixture.names == (f"{tmp_path}/a/data", f"{tmp_path}/b/data")
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([0.5, 0.5], "data.weights has 2 numbers for 3 folders; give one for each"),
+        ([1.0], "1 numbers for 3 folders"),
+        ([0.5, 0.5, 0.0], "has 0.0, expected finite numbers above 0; leave out"),
+        ([0.5, -0.5, 1], "has -0.5"),
+        ([1, 1, float("nan")], "has nan"),
+        ([1, 1, float("inf")], "has inf"),
+        ([1, 1e-30, 1], "a share of 5e-31, which would never be drawn"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    folders: list[Path], weights: list[float], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        Mixture.open(folders, weights)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tokenizer_sha256": "u"}, "tokenizer_sha256 is 't' in .*/web/train, 'u' in .*/odd/train"),
+        ({"vocab_size": 501}, "vocab_size is 500 in .*, 501 in"),
+        ({"eos_id": 3}, "eos_id is 2 in .*, 3 in"),
+    ],
+)
+def test_data_of_other_tokenizers_is_refused(
+    folders: list[Path], tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    odd = write(tmp_path / "odd", 7, **changed)
+    with pytest.raises(UserError, match=message):
+        Mixture.open([folders[0], odd], [1, 1])
+
+
+def test_one_stream_twice_is_refused(folders: list[Path], tmp_path: Path) -> None:
+    twin = write(tmp_path / "twin", 0)
+    with pytest.raises(UserError, match="web/train and .*twin/train hold the same stream"):
+        Mixture.open([*folders, twin], [1, 1, 1, 1])
+
+
+def test_nothing_and_missing_folders_are_refused(folders: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="name at least one folder"):
+        Mixture.open([], [])
+    with pytest.raises(ShardError, match="none/train: no such folder"):
+        Mixture.open([folders[0], tmp_path / "none"], [1, 1])

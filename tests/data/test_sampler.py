@@ -1,0 +1,189 @@
+"""The order of samples, against numpy's raw Philox bits and pinned values."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.sampler import (
+    num_windows,
+    permuted_offset,
+    philox4x64,
+    philox_blocks,
+    window_offset,
+)
+
+LARGEST = 2**64 - 1
+
+
+def numpy_block(seed: int, i: int) -> tuple[int, ...]:
+    # numpy raises its 256-bit counter before the first block
+    generator = np.random.Philox(key=seed, counter=(i - 1) % 2**256)
+    return tuple(int(word) for word in generator.random_raw(4))
+
+
+def test_first_values_are_pinned() -> None:
+    assert philox4x64(0, 0) == (
+        0x16554D9ECA36314C,
+        0xDB20FE9D672D0FDC,
+        0xD7E772CEE186176B,
+        0x7E68B68AEC7BA23B,
+    )
+    assert philox4x64(1337, 12345)[0] == 0x61AF58222B24F8E5
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1337, 2**40 + 7, LARGEST])
+def test_words_are_numpys(seed: int) -> None:
+    for i in [*range(20), 24_480_000, 2**32, 2**53 + 1, LARGEST]:
+        assert philox4x64(seed, i) == numpy_block(seed, i)
+
+
+def test_offset_is_the_documented_formula() -> None:
+    num_tokens, seq_len = 100_270_000_000, 4096
+    for i in range(50):
+        word = numpy_block(5, i)[0]
+        assert window_offset(5, i, num_tokens, seq_len) == word * (num_tokens - seq_len) // 2**64
+
+
+def test_offsets_are_uniform() -> None:
+    num_bins, per_bin = 64, 200
+    offsets = [window_offset(3, i, 1_000_100, 100) for i in range(num_bins * per_bin)]
+    counts = np.histogram(offsets, bins=num_bins, range=(0, 1_000_000))[0]
+    chi_square = float(((counts - per_bin) ** 2 / per_bin).sum())
+    # 63 degrees of freedom: mean 63, standard deviation 11.2
+    assert 30 < chi_square < 105
+
+
+def test_every_window_is_inside_the_stream() -> None:
+    offsets = {window_offset(0, i, 13, 10) for i in range(200)}
+    assert offsets == {0, 1, 2}
+    assert {window_offset(0, i, 11, 10) for i in range(20)} == {0}
+
+
+@pytest.mark.parametrize("num_tokens", [0, 9, 10])
+def test_a_short_stream_is_refused(num_tokens: int) -> None:
+    with pytest.raises(UserError, match="needs at least 11"):
+        window_offset(0, 0, num_tokens, 10)
+
+
+@pytest.mark.parametrize(("seed", "i"), [(-1, 0), (2**64, 0), (0, -1), (0, 2**64)])
+def test_numbers_over_64_bits_are_refused(seed: int, i: int) -> None:
+    with pytest.raises(ValueError, match="2\\*\\*64"):
+        philox4x64(seed, i)
+    with pytest.raises(ValueError, match="2\\*\\*64"):
+        philox_blocks(seed, i, 1)
+
+
+@pytest.mark.parametrize("seed", [0, 1337, LARGEST])
+@pytest.mark.parametrize("first", [0, 1, 24_480_000, 2**53 + 1, LARGEST - 6])
+def test_blocks_of_many_samples_are_those_of_each(seed: int, first: int) -> None:
+    for count in (1, 3, 4, 7):
+        expected = [philox4x64(seed, first + j) for j in range(count)]
+        found = philox_blocks(seed, first, count)
+        assert found.dtype == np.uint64 and found.shape == (count, 4)
+        assert [tuple(block) for block in found.tolist()] == expected
+
+
+def test_blocks_past_the_last_sample_are_refused() -> None:
+    with pytest.raises(ValueError, match="2\\*\\*64"):
+        philox_blocks(0, LARGEST, 2)
+
+
+# -- permute -----------------------------------------------------------------------------------
+
+
+def epoch_of(seed: int, epoch: int, num_tokens: int, seq_len: int) -> list[int]:
+    windows = num_windows(num_tokens, seq_len)
+    samples = range(epoch * windows, (epoch + 1) * windows)
+    return [permuted_offset(seed, i, num_tokens, seq_len) for i in samples]
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    seed=st.integers(0, LARGEST),
+    epoch=st.integers(0, 10**9),
+    num_tokens=st.integers(2, 3000),
+    seq_len=st.integers(1, 40),
+)
+def test_permute_visits_each_window_once_an_epoch(
+    seed: int, epoch: int, num_tokens: int, seq_len: int
+) -> None:
+    num_tokens += seq_len
+    starts = list(range(0, num_tokens - seq_len, seq_len))
+    assert sorted(epoch_of(seed, epoch, num_tokens, seq_len)) == starts
+
+
+def test_first_permuted_offsets_are_pinned() -> None:
+    # an order that changed would change every run that resumes
+    found = [permuted_offset(1337, i, 116_000_000_000, 4096) for i in range(3)]
+    assert found == [35743023104, 47157264384, 64071282688]
+    assert [permuted_offset(0, i, 100, 9) for i in range(11)] == [
+        36,
+        81,
+        0,
+        45,
+        18,
+        9,
+        90,
+        27,
+        54,
+        63,
+        72,
+    ]
+
+
+def test_each_epoch_and_seed_has_an_order_of_its_own() -> None:
+    orders = {tuple(epoch_of(seed, epoch, 1001, 10)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+    # no two of them agree in more places than chance lets them: one in the mean
+    orders_list = [np.array(order) for order in orders]
+    agreements = [
+        int((one == other).sum()) for k, one in enumerate(orders_list) for other in orders_list[:k]
+    ]
+    assert max(agreements) <= 8 and 0.8 < np.mean(agreements) < 1.2
+
+
+@pytest.mark.parametrize("windows", [7, 16, 17, 30])
+def test_permute_takes_every_window_to_every_place_alike(windows: int) -> None:
+    epochs = 1500
+    counts = np.zeros((windows, windows))
+    for epoch in range(epochs):
+        counts[np.arange(windows), epoch_of(11, epoch, windows + 1, 1)] += 1
+    expected = epochs / windows
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    freedom = (windows - 1) ** 2
+    assert abs(chi_square - freedom) < 4 * (2 * freedom) ** 0.5
+
+
+def test_the_beginning_of_an_epoch_is_spread_over_the_stream() -> None:
+    num_tokens, seq_len, draws, bins = 116_000_000_000, 4096, 6400, 64
+    offsets = np.array([permuted_offset(3, i, num_tokens, seq_len) for i in range(draws)])
+    counts = np.histogram(offsets, bins=bins, range=(0, num_tokens))[0]
+    chi_square = float(((counts - draws / bins) ** 2 / (draws / bins)).sum())
+    assert 30 < chi_square < 105  # 63 degrees of freedom
+    steps = np.histogram(np.diff(offsets) % num_tokens, bins=bins, range=(0, num_tokens))[0]
+    chi_square = float(((steps - draws / bins) ** 2 / (draws / bins)).sum())
+    assert 30 < chi_square < 105
+
+
+def test_any_sample_is_found_without_memory_or_the_ones_before() -> None:
+    num_tokens, seq_len = 10**15, 4096
+    tracemalloc.start()
+    for i in (0, 10**12, LARGEST):
+        assert 0 <= window_offset(1, i, num_tokens, seq_len) < num_tokens - seq_len
+        offset = permuted_offset(1, i, num_tokens, seq_len)
+        assert offset % seq_len == 0 and 0 <= offset < num_tokens - seq_len
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20_000
+
+
+def test_permute_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(UserError, match="needs at least 11"):
+        permuted_offset(0, 0, 10, 10)
+    for i in (-1, 2**64):
+        with pytest.raises(ValueError, match="2\\*\\*64"):
+            permuted_offset(0, i, 100, 10)

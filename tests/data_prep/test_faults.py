@@ -1,0 +1,454 @@
+"""What goes wrong in a long build, done to real ones: kills, two at once, full disks, changes."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import sha256_file
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.data.tokenizer import Tokenizer
+from data_prep.__main__ import main
+from data_prep.plan import Options, load_plan
+from data_prep.units import build_unit, unit_job
+from tests.checkpoint_folders import fill, small_disk
+from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
+from tests.support import ROOT
+
+KILLS = 20
+
+# Forks children that build, and kills each after a random time; where one ends before, the next
+# begins another folder. A fork costs no imports, so that the kills fall into the work.
+# argv: base, prefix of the folders, kills, seed
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+from tests.corpora import build_corpus
+
+base, prefix, kills = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+delays = random.Random(int(sys.argv[4]))
+
+def child(out):
+    pid = os.fork()
+    if not pid:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        build_corpus(out, base / "corpus")
+        os._exit(0)
+    return pid
+
+started = time.monotonic()
+os.waitpid(child(Path(prefix + "undisturbed")), 0)
+whole = time.monotonic() - started
+folder = killed = 0
+while killed < kills:
+    out = Path(prefix + str(folder))
+    pid = child(out)
+    time.sleep(delays.random() * min(whole / 2, 1.0))
+    os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status):
+        killed += 1
+        print(len(list(out.glob("*/*.json"))), "committed")
+    elif status:
+        sys.exit(1)
+    else:
+        folder += 1
+sys.exit(os.waitpid(child(out), 0)[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of 17 units, its tokenizer, and `data`, built without disturbance."""
+    folder = tmp_path_factory.mktemp("faults")
+    write_corpus(folder / "corpus", files=34)
+    write_tokenizer(folder / "tokenizer.model")
+    build_corpus(folder / "data", folder / "corpus")
+    return folder
+
+
+# argv: base, out, workers, shard
+BUILD = """
+import sys
+from pathlib import Path
+from canon_pretrain.core.errors import UserError, exit_with
+from data_prep.build import Shard
+from tests.corpora import build_corpus
+
+if __name__ == "__main__":
+    base, out, workers, *shard = sys.argv[1:]
+    try:
+        build_corpus(Path(out), Path(base) / "corpus", workers=int(workers),
+                     shard=Shard.parse(shard[0]) if shard else None)
+    except UserError as error:
+        exit_with(error)
+"""
+
+
+def start(base: Path, out: Path, workers: int = 1, *shard: str) -> subprocess.Popen[str]:
+    """A build in a process of its own, from a file: its workers import it again."""
+    script = base / "build.py"
+    script.write_text(BUILD)
+    pipe = subprocess.PIPE
+    arguments = [sys.executable, str(script), str(base), str(out), str(workers), *shard]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(arguments, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def wait_for_parts(run: subprocess.Popen[str], out: Path, count: int) -> None:
+    """Return once so many parts are committed, or the run has ended."""
+    deadline = time.monotonic() + 60
+    while committed(out) < count and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def committed(out: Path) -> int:
+    return len(list(out.glob("*/part-*.json")))
+
+
+# ---- kills
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_anywhere_gives_the_same_bytes(base: Path, tmp_path: Path) -> None:
+    seed = random.randrange(10**6)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(base), f"{tmp_path}/data-", str(KILLS), str(seed)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, (seed, done.stdout, done.stderr)
+    # they fell into the work, at several places of it
+    counts = [int(count) for count in re.findall(r"(\d+) committed", done.stdout)]
+    assert len(counts) == KILLS and len(set(counts)) > 2, done.stdout
+    whole = snapshot(base / "data")
+    for folder in tmp_path.iterdir():
+        assert snapshot(folder) == whole, f"{folder}, seed {seed}"
+
+
+def test_a_killed_worker_ends_the_build_with_a_message(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "data"
+    run = start(base, out, 2)
+    wait_for_parts(run, out, 3)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    workers = [
+        pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(int(workers[0]), signal.SIGKILL)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 2 and errors.startswith("error: a worker process was killed"), errors
+    assert not (out / "train/manifest.json").exists()
+    build_corpus(out, base / "corpus")
+    assert snapshot(out) == snapshot(base / "data")
+
+
+# ---- two at once
+
+
+def test_two_builds_at_once_harm_nothing(base: Path, tmp_path: Path) -> None:
+    """They take turns unit by unit, or one is refused: never do both write one."""
+    out = tmp_path / "data"
+    runs = [start(base, out), start(base, out, 2)]
+    printed = [run.communicate(timeout=60) for run in runs]
+    for run, (_, errors) in zip(runs, printed, strict=True):
+        assert run.returncode == 0 or "being built by another process" in errors, errors
+    assert 0 in [run.returncode for run in runs], printed
+    assert snapshot(out) == snapshot(base / "data")
+
+
+# ---- sharded
+
+
+def test_three_shards_one_killed(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "data"
+    runs = [start(base, out, 1, f"{index}/3") for index in (1, 2, 3)]
+    wait_for_parts(runs[1], out, 4)
+    runs[1].kill()
+    for run in (runs[0], runs[2]):
+        _, errors = run.communicate(timeout=60)
+        assert run.returncode == 0, errors
+    runs[1].communicate()
+    assert runs[1].returncode == -signal.SIGKILL
+    units = {int(path.name.split("-")[1]) for path in out.glob("*/part-*.json")}
+    assert {unit for unit in range(17) if unit % 3 != 1} <= units and len(units) < 17
+    with pytest.raises(SystemExit, match="2"):
+        main(["finish", str(out)])
+    again = start(base, out, 2, "2/3")
+    _, errors = again.communicate(timeout=60)
+    assert again.returncode == 0, errors
+    assert not (out / "train/manifest.json").exists()
+    main(["finish", str(out)])
+    assert snapshot(out) == snapshot(base / "data")
+
+
+@pytest.mark.parametrize("shard", ["0/3", "4/3", "1", "a/b", "1/0", "-1/3"])
+def test_no_such_shard(tmp_path: Path, shard: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["build", "--source", "stdlib", "--tokenizer", "train:400", f"--shard={shard}",
+              "--out", str(tmp_path / "data")])  # fmt: skip
+    assert "expected i/n with 1 <= i <= n" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
+
+
+# ---- full disks
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=4m") as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_that_fills_up(tmp_path: Path, disk: Path, workers: int) -> None:
+    corpus = tmp_path / "corpus"
+    write_corpus(corpus, files=20, rows=60, words=500)
+    write_tokenizer(tmp_path / "tokenizer.model")
+    options = Options(holdout=0.1, unit_files=2, max_part_tokens=60_000)
+    build_corpus(tmp_path / "data", corpus, options=options)
+    whole = snapshot(tmp_path / "data")
+    size = sum(map(len, whole.values()))
+    assert 1.5e6 < size < 3e6
+    out = disk / "data"
+    ballast = fill(disk)
+    with pytest.raises(UserError, match="the disk is full.*0.0 MB are free.*Make room"):
+        build_corpus(out, corpus, workers=workers, options=options)
+
+    counts = []
+    for share in (0.1, 0.4, 0.8):
+        os.truncate(ballast, (4 << 20) - int(share * size))
+        with pytest.raises(UserError, match="the disk is full"):
+            build_corpus(out, corpus, workers=workers, options=options)
+        # whole units, each split's, and nothing half written beside them
+        marks = [path.stem for path in out.glob("*/part-*.json")]
+        parts = [path.stem for path in out.glob("*/part-*") if path.suffix != ".json"]
+        assert sorted(parts) == sorted(3 * marks)
+        there = {name: content for name, content in snapshot(out).items() if "part-" in name}
+        assert there.items() <= whole.items()
+        assert not list(out.glob("*/manifest.json"))
+        counts.append(len(marks))
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+    ballast.unlink()
+    build_corpus(out, corpus, workers=workers, options=options)
+    assert snapshot(out) == whole
+
+
+def test_the_disk_is_foreseen_to_fill_up(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("data_prep.build.free_bytes", lambda path: 20_000)
+    build_corpus(tmp_path / "data", base / "corpus")
+    printed = capsys.readouterr().out
+    assert printed.count("warning:") == 1
+    assert "GB more, 0.000 GB are free" in printed.partition("unit 1:")[0]
+
+
+# ---- changed inputs
+
+
+def corpus_copy(base: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for path in (base / "corpus").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    write_tokenizer(folder.parent / "tokenizer.model")
+    return folder
+
+
+def test_an_input_changed_between_runs(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, out = corpus_copy(base, tmp_path / "corpus"), tmp_path / "data"
+    build_corpus(out, corpus)
+    for path in out.glob("*/part-0000[3-9]-*"):
+        path.unlink()
+    before = snapshot(out)
+    changed = corpus / "part20.jsonl"
+    good = changed.read_bytes()
+    changed.write_bytes(good.replace(b"the", b"thx", 1))
+    with pytest.raises(UserError, match=r"input part20\.jsonl: \d+ bytes, sha256 .* -> "):
+        build_corpus(out, corpus)
+    changed.unlink()
+    with pytest.raises(UserError, match=r"input part20\.jsonl: .* -> none"):
+        build_corpus(out, corpus)
+    assert snapshot(out) == before
+    changed.write_bytes(good)
+    (tmp_path / "moved").mkdir()
+    for path in corpus.iterdir():
+        path.rename(tmp_path / "moved" / path.name)
+    build_corpus(out, tmp_path / "moved")
+    assert snapshot(out) == {**snapshot(base / "data"), "plan.json": before["plan.json"]}
+
+
+def test_large_inputs_are_hashed_while_they_are_read(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too large to read twice: the size is compared before, the marks know the content."""
+    monkeypatch.setattr("data_prep.plan.HASH_AHEAD_BYTES", 1000)
+    corpus, out = corpus_copy(base, tmp_path / "corpus"), tmp_path / "data"
+    build_corpus(out, corpus)
+    assert {known.sha256 for known in load_plan(out).inputs} == {""}
+    last = max(path.name for path in out.glob("train/part-00002-*.json"))
+    mark = json.loads((base / "data/train" / last).read_text())
+    here = json.loads((out / "train" / last).read_text())
+    assert here["inputs"] == mark["inputs"]
+    found = {name: sha256_file(corpus / name) for name in ("part5.jsonl", "part6.jsonl")}
+    assert list(here["inputs"].items()) == list(found.items())
+    content = {name: data for name, data in snapshot(out).items() if name.endswith("bin")}
+    assert content.items() <= snapshot(base / "data").items()
+    with open(corpus / "part20.jsonl", "a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(UserError, match=r"input part20\.jsonl"):
+        build_corpus(out, corpus)
+
+
+def test_an_input_that_changes_while_it_is_built(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the hashing of the small inputs and the reading: its unit is not committed."""
+    corpus, out = corpus_copy(base, tmp_path / "corpus"), tmp_path / "data"
+    from data_prep import build as build_module
+
+    real = build_module._encode
+
+    def change_first(*arguments: object) -> None:
+        path = corpus / "part7.jsonl"
+        path.write_bytes(path.read_bytes().replace(b"the", b"thx", 1))
+        real(*arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "_encode", change_first)
+        with pytest.raises(UserError, match=r"part7\.jsonl"):
+            build_corpus(out, corpus)
+    assert not list(out.glob("*/part-00003-*")) and committed(out)
+
+
+def test_a_bad_input_ends_the_build_once_the_other_worker_is_done(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus, out = corpus_copy(base, tmp_path / "corpus"), tmp_path / "data"
+    with open(corpus / "part9.jsonl", "a") as file:
+        file.write('{"text": "cut sho')
+    with pytest.raises(UserError, match=r"part9\.jsonl.*row 25"):
+        build_corpus(out, corpus, workers=2)
+    # said at once, unless the other one's unit ended in the same moment
+    printed = capsys.readouterr().out
+    said = re.search(r"failed: .*part9.*\nending once 1 other unit", printed)
+    assert said or "failed" not in printed
+    assert not list(out.glob("*/part-00004-*")) and not list(out.glob("*/manifest.json"))
+    marks = {path.stem for path in out.glob("*/part-*.json")}
+    assert {path.stem for path in out.glob("*/part-*.bin")} == marks
+
+
+# ---- text and vocabularies
+
+
+def test_odd_texts_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    odd = "a <s> b </s> c <unk> d \u2581e"
+    (corpus / "a.jsonl").write_bytes(
+        json.dumps({"text": odd}).encode()
+        + b'\n{"text": ""}\n{"text": null}\n{"text": "one \\ud800 half"}\n'
+        + b'{"text": "bad \xff byte"}\n{"text": "good"}\n'
+    )
+    (corpus / "b.txt").write_bytes(b"")
+    (corpus / "c.jsonl").write_bytes(b"")
+    write_tokenizer(tmp_path / "tokenizer.model")
+    build_corpus(tmp_path / "data", corpus, options=Options(holdout=0.0))
+    printed = capsys.readouterr().out
+    assert "repaired: 1 invalid UTF-8, 1 lone surrogate\n" in printed
+    assert "skipped: 3 empty\n" in printed
+    tokenizer = Tokenizer.find(tmp_path / "data")
+    texts = [odd, "one \ufffd half", "bad \ufffd byte", "good"]
+    with TokenShards.open(tmp_path / "data/train") as shards:
+        ids = shards.read(0, shards.num_tokens)
+        ends = shards.document_ends()
+        assert shards.num_bytes == sum(len(text.encode()) for text in texts)
+    assert np.flatnonzero(ids == tokenizer.eos_id).tolist() == (ends - 1).tolist()
+    decoded = [tokenizer.decode(piece) for piece in np.split(ids, ends[:-1])]
+    assert decoded == [texts[0].replace("\u2581", " "), *texts[1:]]
+    mark = json.loads((tmp_path / "data/train/part-00000-0.json").read_text())
+    assert mark["repaired"] == {"invalid UTF-8": 1, "lone surrogate": 1}
+    assert mark["skipped"] == {"empty": 3}
+    assert mark["groups"] == {"": [4, len(ids), shards.num_bytes]}
+    assert mark["rows"] == [0, 6]
+
+
+def test_bos_before_every_document(base: Path, tmp_path: Path) -> None:
+    options = Options(holdout=0.1, bos=True, unit_files=2, max_part_tokens=2500)
+    build_corpus(tmp_path / "data", base / "corpus", options=options)
+    for split in ("train", "validation"):
+        with TokenShards.open(tmp_path / "data" / split) as shards:
+            ids, ends = shards.read(0, shards.num_tokens), shards.document_ends()
+        with TokenShards.open(base / "data" / split) as plain:
+            expected, plain_ends = plain.read(0, plain.num_tokens), plain.document_ends()
+        starts = [0, *ends[:-1]]
+        bos = tokenizer_of(base).bos_id
+        assert bos >= 0 and (ids[starts] == bos).all()
+        assert np.array_equal(np.delete(ids, starts), expected)
+        assert np.array_equal(ends, plain_ends + np.arange(1, len(ends) + 1))
+    with pytest.raises(UserError, match="bos: True -> False"):
+        build_corpus(tmp_path / "data", base / "corpus")
+
+
+def tokenizer_of(base: Path) -> Tokenizer:
+    return Tokenizer.load(base / "tokenizer.model")
+
+
+def test_a_vocabulary_of_70_000(tmp_path: Path) -> None:
+    vocabulary = {"<unk>": 0} | {f"w{i}": i for i in range(1, 69_999)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.add_special_tokens(["</s>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    # the last of them, and EOS itself, would be 4462 and 4463 in 16 bits
+    ids = [[69_998, 3, 65_535], [65_536, 65_537], [4462, 4463]]
+    rows = [json.dumps({"text": " ".join(f"w{i}" for i in row)}) for row in ids]
+    (corpus / "a.jsonl").write_text("\n".join(rows) + "\n")
+    out = tmp_path / "data"
+    arguments = ["build", "--source", "local", "--files", str(corpus), "--workers", "1",
+                 "--tokenizer", str(tmp_path / "tokenizer.json"), "--holdout", "0"]  # fmt: skip
+    main([*arguments, "--out", str(out)])
+    with TokenShards.open(out / "train") as shards:
+        assert shards.read(0, shards.num_tokens).tolist() == [
+            i for row in ids for i in (*row, 69_999)
+        ]
+        assert (shards.vocab_size, shards.num_tokens) == (70_000, 10)
+    raw = np.fromfile(out / "train/part-00000-0.bin", dtype="<u4")
+    assert raw.max() == 69_999 and (out / "tokenizer.json").exists()
+    before = snapshot(out)
+    main([*arguments, "--out", str(out)])
+    assert snapshot(out) == before
+    main(["verify", str(out)])
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--out", str(tmp_path / "other"), "--eos", "<nothing>"])
+
+
+def test_a_unit_whose_inputs_are_gone_keeps_its_parts(base: Path, tmp_path: Path) -> None:
+    """One part is damaged, and what it was made from is not there: the others stay."""
+    corpus = corpus_copy(base, tmp_path / "corpus")
+    build_corpus(tmp_path / "data", corpus)
+    plan = load_plan(tmp_path / "data")
+    (damaged := tmp_path / "data/train/part-00000-0.bin").write_bytes(b"x")
+    before = snapshot(tmp_path / "data")
+    for path in corpus.iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match="is missing; every input is needed"):
+        build_unit(unit_job(tmp_path / "data", corpus, plan, 0))
+    after = snapshot(tmp_path / "data")
+    del after["locks/unit-00000.lock"]
+    assert after == before and damaged.exists()

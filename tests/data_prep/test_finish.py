@@ -1,0 +1,282 @@
+"""Limits and manifests: the stream ends at the very document, whatever was built before."""
+
+import json
+import shutil
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.shards import ShardError, TokenShards
+from data_prep import finish as finish_module
+from data_prep.__main__ import main
+from data_prep.build import Shard
+from data_prep.finish import finish
+from data_prep.plan import Limits, is_held_out
+from data_prep.units import SPLITS
+from tests.corpora import OPTIONS, build_corpus, snapshot, write_corpus, write_tokenizer
+from tests.data_folders import tokenizer
+
+UNITS = 5
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus, its tokenizer, and `data`, all of it built."""
+    folder = tmp_path_factory.mktemp("finish")
+    write_corpus(folder / "corpus")
+    write_tokenizer(folder / "tokenizer.model")
+    build_corpus(folder / "data", folder / "corpus")
+    return folder
+
+
+def documents(base: Path, held_out: bool) -> list[list[tuple[str, int]]]:
+    """(text, tokens with EOS) of one split's documents in each unit, read from the corpus."""
+    units: list[list[tuple[str, int]]] = [[] for _ in range(UNITS)]
+    for file in range(9):
+        for line in (base / f"corpus/part{file + 1}.jsonl").read_text().splitlines():
+            text = json.loads(line)["text"]
+            if is_held_out(text.encode(), OPTIONS.holdout) == held_out:
+                units[file // 2].append((text, len(tokenizer().encode(text)) + 1))
+    return units
+
+
+def manifests(data: Path) -> list[bytes]:
+    return [(data / split / "manifest.json").read_bytes() for split in SPLITS]
+
+
+def stored(folder: Path) -> list[str]:
+    with TokenShards.open(folder) as shards:
+        ends = shards.document_ends()
+        starts = [0, *ends[:-1]]
+        assert len(ends) == shards.num_documents and ends[-1] == shards.num_tokens
+        texts = [
+            tokenizer().decode(shards.read(int(a), int(b - a)))
+            for a, b in zip(starts, ends, strict=True)
+        ]
+        assert shards.num_bytes == sum(len(text.encode()) for text in texts)
+        with pytest.raises(ValueError, match="which has"):
+            shards.read(shards.num_tokens - 1, 2)
+    return texts
+
+
+def check_limited(base: Path, data: Path, limits: Limits) -> None:
+    """The folder holds what the limits leave: computed here from the texts alone."""
+    units = documents(base, held_out=False)
+    flat = [(unit, *document) for unit, content in enumerate(units) for document in content]
+    totals = accumulate(count for *_, count in flat)
+    expected = [
+        (unit, text)
+        for index, ((unit, text, _), total) in enumerate(zip(flat, totals, strict=True))
+        if (limits.max_documents is None or index < limits.max_documents)
+        and (limits.max_tokens is None or total <= limits.max_tokens)
+    ]
+    assert stored(data / "train") == [text for _, text in expected]
+    reached = max(unit for unit, _ in expected) + 1
+    held_out = [text for unit in documents(base, held_out=True)[:reached] for text, _ in unit]
+    assert stored(data / "validation") == held_out
+
+
+def test_the_stream_ends_at_the_document_that_fits(base: Path) -> None:
+    counts = [count for unit in documents(base, held_out=False) for _, count in unit]
+    exact = sum(counts[:50])
+    first_unit = len(documents(base, held_out=False)[0])
+    for limits in (
+        Limits(max_documents=1),
+        Limits(max_documents=first_unit),
+        Limits(max_documents=first_unit + 1),
+        Limits(max_documents=10**9),
+        Limits(max_tokens=counts[0]),
+        Limits(max_tokens=exact - 1),
+        Limits(max_tokens=exact),
+        Limits(max_tokens=exact + 1),
+        Limits(max_tokens=sum(counts) - 1),
+        Limits(max_tokens=sum(counts)),
+        Limits(max_documents=50, max_tokens=exact + 1000),
+        Limits(max_documents=51, max_tokens=exact),
+    ):
+        finish(base / "data", limits)
+        check_limited(base, base / "data", limits)
+        main(["verify", str(base / "data")])
+
+
+def test_a_limited_build_makes_what_finish_makes_and_no_more(base: Path, tmp_path: Path) -> None:
+    counts = [count for unit in documents(base, held_out=False) for _, count in unit]
+    limits = Limits(max_tokens=sum(counts) // 2)
+    finish(base / "data", limits)
+    for workers in (1, 2):
+        out = tmp_path / f"data{workers}"
+        build_corpus(out, base / "corpus", workers=workers, limits=limits)
+        assert manifests(out) == manifests(base / "data")
+        files = snapshot(out)
+        assert files.items() <= snapshot(base / "data").items()
+    assert not any("part-00004" in name for name in snapshot(tmp_path / "data1"))
+    assert any("part-00004" in name for name in snapshot(base / "data"))
+
+    # and it changes back, or grows, without building again what is there
+    build_corpus(tmp_path / "data1", base / "corpus")
+    finish(base / "data", Limits())
+    assert snapshot(tmp_path / "data1") == snapshot(base / "data")
+
+
+def test_the_fingerprint_names_the_stream_and_not_the_limits(base: Path) -> None:
+    """A limit that cuts nothing leaves it; so does one of the training stream, in validation."""
+    fingerprints = set()
+    finish(base / "data", Limits(max_tokens=10**9))
+    with TokenShards.open(base / "data/train") as shards:
+        fingerprints.add(shards.fingerprint)
+    for limits in (Limits(), Limits(max_documents=30), Limits(max_documents=31)):
+        finish(base / "data", limits)
+        with TokenShards.open(base / "data/train") as shards:
+            fingerprints.add(shards.fingerprint)
+    assert len(fingerprints) == 3
+
+    path = base / "data/train/manifest.json"
+    good = path.read_bytes()
+    manifest = json.loads(good)
+    assert manifest["limits"] == {"max_documents": 31, "max_tokens": None}
+    assert manifest["cut"]["documents"] == manifest["parts"][-1]["documents"]
+    for key, value in (
+        ("cut", None),
+        ("cut", {**manifest["cut"], "documents": manifest["cut"]["documents"] - 1}),
+        ("cut", {**manifest["cut"], "tokens": 10**6}),
+    ):
+        path.write_text(json.dumps({**manifest, key: value}))
+        with pytest.raises(ShardError, match="does not fit its own fingerprint"):
+            TokenShards.open(base / "data/train")
+    path.write_bytes(good)
+
+
+def test_a_cut_elsewhere_than_at_a_document_end_is_found(base: Path) -> None:
+    """The hash of a manifest can be made again; its cut must still fit the document ends."""
+    finish(base / "data", Limits(max_documents=31))
+    folder = base / "data/train"
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    names = [part["name"] for part in manifest["parts"]]
+    marks = [(name, (folder / f"{name}.json").read_bytes()) for name in names]
+    header = {**manifest, "cut": {**manifest["cut"], "tokens": manifest["cut"]["tokens"] - 1}}
+    forged = finish_module.make_manifest(header, marks)
+    (folder / "manifest.json").write_text(json.dumps(forged))
+    with TokenShards.open(folder) as shards, pytest.raises(ShardError, match="ends at token"):
+        shards.document_ends()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_limits_that_nothing_fits_in_are_refused(base: Path) -> None:
+    before = snapshot(base / "data")
+    with pytest.raises(UserError, match="the first document alone is longer"):
+        finish(base / "data", Limits(max_tokens=3))
+    for name in ("--max-documents", "--max-tokens"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["finish", str(base / "data"), name, "0"])
+    assert snapshot(base / "data") == before
+
+
+def test_a_cut_is_counted_from_the_inputs_that_were_built(base: Path, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    write_tokenizer(tmp_path / "tokenizer.model")
+    build_corpus(tmp_path / "data", tmp_path / "corpus")
+    before = snapshot(tmp_path / "data")
+    path = tmp_path / "corpus/part1.jsonl"
+    good = path.read_bytes()
+    path.write_bytes(good.replace(b"the", b"thx", 1))
+    with pytest.raises(UserError, match=r"part1\.jsonl"):
+        finish(tmp_path / "data", Limits(max_documents=4))
+    path.unlink()
+    with pytest.raises(UserError, match=r"part1\.jsonl"):
+        finish(tmp_path / "data", Limits(max_documents=4))
+    assert snapshot(tmp_path / "data") == before
+    path.write_bytes(good)
+    finish(tmp_path / "data", Limits(max_documents=4))
+    check_limited(base, tmp_path / "data", Limits(max_documents=4))
+
+
+def test_a_kill_between_the_manifests_leaves_no_pair_of_two_limits(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(base / "data", Limits())
+    real = finish_module.write_json
+
+    def killed(path: Path, value: object) -> None:
+        if path.parent.name == "validation":
+            raise KeyboardInterrupt
+        real(path, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finish_module, "write_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            finish(base / "data", Limits(max_documents=30))
+    assert not (base / "data/validation/manifest.json").exists()
+    with pytest.raises(ShardError, match="unfinished"):
+        TokenShards.open(base / "data/validation")
+    finish(base / "data", Limits(max_documents=30))
+    check_limited(base, base / "data", Limits(max_documents=30))
+
+
+def test_finish_names_what_is_missing(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "data"
+    build_corpus(out, base / "corpus", shard=Shard(1, 2))
+    assert f"python -m data_prep finish {out}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["finish", str(out)])
+    assert "unit 1 is not built (2 of 5 units are missing)" in capsys.readouterr().err
+    with pytest.raises(ShardError, match="unfinished"):
+        TokenShards.open(out / "train")
+    with pytest.raises(UserError, match=r"no plan\.json"):
+        finish(tmp_path, Limits())
+    # a limit within the first unit needs no other
+    finish(out, Limits(max_documents=5))
+    check_limited(base, out, Limits(max_documents=5))
+
+
+def test_a_limited_shard_builds_what_may_be_needed(base: Path, tmp_path: Path) -> None:
+    """The first of two shards cannot know the second's units, and stops once its own suffice."""
+    in_units = [len(unit) for unit in documents(base, held_out=False)]
+    limits = Limits(max_documents=in_units[0] + in_units[2] - 1)
+    out = tmp_path / "data"
+    build_corpus(out, base / "corpus", shard=Shard(1, 2), limits=limits)
+    names = {name.split("-")[1] for name in snapshot(out / "train")}
+    assert names == {"00000", "00002"}
+    build_corpus(out, base / "corpus", shard=Shard(2, 2), limits=limits)
+    finish(out, limits)
+    check_limited(base, out, limits)
+
+
+def test_document_ends_are_checked_before_a_cut(base: Path) -> None:
+    path = base / "data/train/part-00000-0.docs"
+    good = path.read_bytes()
+    ends = np.frombuffer(good, dtype="<u8").copy()
+    ends[0] += 1
+    path.write_bytes(ends.tobytes())
+    with pytest.raises(UserError, match=r"part-00000-0\.docs: damaged"):
+        finish(base / "data", Limits(max_documents=2))
+    path.write_bytes(good)
+
+
+def test_a_changed_mark_is_not_taken_for_the_truth(base: Path, tmp_path: Path) -> None:
+    """It was listed with another hash before: its unit counts as not built."""
+    out = tmp_path / "data"
+    build_corpus(out, base / "corpus")
+    path = out / "train/part-00002-0.json"
+    path.write_text(path.read_text().replace('"text_bytes": ', '"text_bytes": 1'))
+    with pytest.raises(UserError, match=r"unit 2 is not built \(1 of 5"):
+        finish(out, Limits(max_tokens=10**9))
+    build_corpus(out, base / "corpus")
+    finish(base / "data", Limits())
+    assert snapshot(out) == snapshot(base / "data")
+
+
+def test_inputs_that_moved_are_found_by_root(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base / "corpus", tmp_path / "before")
+    shutil.copy(base / "tokenizer.model", tmp_path)
+    build_corpus(tmp_path / "data", tmp_path / "before")
+    (tmp_path / "before").rename(tmp_path / "after")
+    with pytest.raises(UserError, match="is missing"):
+        finish(tmp_path / "data", Limits(max_documents=30))
+    finish(tmp_path / "data", Limits(max_documents=30), tmp_path / "after")
+    with TokenShards.open(tmp_path / "data/train") as shards:
+        assert shards.num_documents == 30

@@ -1,0 +1,151 @@
+"""The plan: units, the held-out rule, saving and loading, and what differs in words."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.core.errors import UserError
+from data_prep.plan import (
+    Input,
+    Limits,
+    Options,
+    Plan,
+    TokenizerRecord,
+    cut_units,
+    differences,
+    hash_small,
+    is_held_out,
+    load_plan,
+    refuse_changes,
+    save_plan,
+)
+
+INPUTS = tuple(Input(f"f{i}.py", 10 * i, f"{i:064x}") for i in range(12))
+PLAN = Plan(
+    source="stdlib",
+    source_version="python 3",
+    text_field="text",
+    group_field=None,
+    options=Options(holdout=0.1),
+    tokenizer=TokenizerRecord("train:300", "ab", 300, 1, 2, {"x": [5]}),
+    units=cut_units(INPUTS, Options(holdout=0.1, unit_bytes=100)),
+    inputs=INPUTS,
+)
+
+
+def test_units_cover_the_inputs_in_order() -> None:
+    def units(inputs: tuple[Input, ...], **rule: int) -> tuple[tuple[int, int], ...]:
+        return cut_units(inputs, Options(holdout=0.1, **rule))
+
+    assert PLAN.units == ((0, 5), (5, 7), (7, 9), (9, 11), (11, 12))
+    assert [known.path for known in PLAN.unit_inputs(1)] == ["f5.py", "f6.py"]
+    assert units(INPUTS, unit_bytes=10**9) == ((0, 12),)
+    assert units(INPUTS[5:], unit_bytes=1) == tuple((i, i + 1) for i in range(7))
+    assert units((), unit_bytes=1) == units((), unit_files=1) == ()
+    assert units(INPUTS, unit_files=5) == ((0, 5), (5, 10), (10, 12))
+    assert units(INPUTS, unit_files=5, unit_bytes=1) == units(INPUTS, unit_files=5)
+
+
+def test_held_out_by_hash() -> None:
+    texts = [f"document {i}".encode() for i in range(4000)]
+    held_out = [text for text in texts if is_held_out(text, 0.1)]
+    assert 330 < len(held_out) < 470
+    assert set(held_out) < {text for text in texts if is_held_out(text, 0.2)}
+    assert not any(is_held_out(text, 0.0) for text in texts)
+    share = int(hashlib.sha256(b"holdout" + texts[0]).hexdigest()[:16], 16) / 2**64
+    assert is_held_out(texts[0], share + 1e-9) and not is_held_out(texts[0], share - 1e-9)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    save_plan(tmp_path, PLAN)
+    assert load_plan(tmp_path) == PLAN
+    assert load_plan(tmp_path).sha256 == PLAN.sha256
+    assert replace(PLAN, source="x").sha256 != PLAN.sha256
+
+
+def test_where_the_inputs_lie_is_stored_and_is_not_the_plan(tmp_path: Path) -> None:
+    moved = replace(PLAN, root="/elsewhere")
+    save_plan(tmp_path, moved)
+    assert load_plan(tmp_path).root == "/elsewhere"
+    assert moved == PLAN and moved.sha256 == PLAN.sha256 and not differences(moved, PLAN)
+
+
+def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no plan.json"):
+        load_plan(tmp_path)
+    save_plan(tmp_path, PLAN)
+    path = tmp_path / "plan.json"
+    good = path.read_text()
+    stored = json.loads(good)
+    for bad, message in [
+        (good[:-20], "damaged"),
+        ("[]", "damaged"),
+        (json.dumps({**stored, "version": 7}), "version 7"),
+        (json.dumps({**stored, "source": "x"}), "does not fit its hash"),
+        (json.dumps({**stored, "extra": 1}), "does not fit its hash"),
+        (json.dumps({**stored, "options": {"holdout": 3}}), "damaged"),
+        (json.dumps({**stored, "units": [[1]]}), "damaged"),
+    ]:
+        path.write_text(bad)
+        with pytest.raises(UserError, match=message):
+            load_plan(tmp_path)
+
+
+def test_differences_name_each_field() -> None:
+    assert differences(PLAN, PLAN) == []
+    changed = (
+        replace(INPUTS[0], size=3, sha256="f" * 64),
+        *INPUTS[2:],
+        Input("new.py", 1, "e" * 64),
+    )
+    new = replace(
+        PLAN,
+        group_field="dump",
+        options=Options(holdout=0.2),
+        tokenizer=replace(PLAN.tokenizer, requested="train:400"),
+        inputs=changed,
+    )
+    assert differences(PLAN, new) == [
+        "group_field: None -> dump",
+        "holdout: 0.1 -> 0.2",
+        "tokenizer requested: train:300 -> train:400",
+        "input f0.py: 0 bytes, sha256 000000000000 -> 3 bytes, sha256 ffffffffffff",
+        "input f1.py: 10 bytes, sha256 000000000000 -> none",
+        "input new.py: none -> 1 bytes, sha256 eeeeeeeeeeee",
+    ]
+    assert "another order" in differences(PLAN, replace(PLAN, inputs=INPUTS[::-1]))[0]
+    with pytest.raises(UserError, match="and 4 more"):
+        refuse_changes(Path("x"), PLAN, replace(PLAN, inputs=()))
+
+
+@pytest.mark.parametrize("holdout", [-0.1, 1.0, float("nan")])
+def test_holdout_outside_its_range(holdout: float) -> None:
+    with pytest.raises(UserError, match="outside"):
+        Options(holdout=holdout)
+
+
+def test_small_inputs_are_hashed_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"one")
+    (tmp_path / "b").write_bytes(b"other")
+    told = Input("b", 5, "told by the hub")
+    unknown = Input("a", 3, "")
+    hashed = Input("a", 3, hashlib.sha256(b"one").hexdigest())
+    assert hash_small(tmp_path, [unknown, told]) == (hashed, told)
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        hash_small(tmp_path, [Input("absent", 4, "")])
+    with pytest.raises(UserError, match="3 bytes, 4 a moment ago"):
+        hash_small(tmp_path, [Input("a", 4, "")])
+    monkeypatch.setattr("data_prep.plan.HASH_AHEAD_BYTES", 2)
+    assert hash_small(tmp_path, [unknown]) == (unknown,)
+
+
+def test_limits() -> None:
+    assert not Limits().reached(10**12, 10**15)
+    assert Limits(max_documents=3).reached(3, 0) and not Limits(max_documents=3).reached(2, 99)
+    assert Limits(max_tokens=9).reached(0, 9) and not Limits(max_tokens=9).reached(99, 8)
+    for wrong in ({"max_documents": 0}, {"max_tokens": -1}):
+        with pytest.raises(UserError, match="--max-(documents|tokens) is"):
+            Limits(**wrong)

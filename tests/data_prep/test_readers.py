@@ -1,0 +1,521 @@
+"""Readers: the schemas of both datasets, and files that are broken on purpose.
+
+The known size is that of the broken file and its hash unknown, unless a test is about them: so it
+is the format's own reader that has to see the damage.
+"""
+
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from canon_pretrain.core.errors import UserError
+from data_prep import readers
+from data_prep.plan import Input
+from data_prep.readers import InputReader
+from data_prep.rows import Document, Skipped
+
+TEXTS = [f"Document {i}: " + "déjà vu 😀 " * (i % 7 + 1) for i in range(40)]
+DOCUMENTS = [Document(text, text.encode()) for text in TEXTS]
+
+
+def reader(
+    path: Path, *, sha256: str = "", text_field: str = "text", group_field: str | None = None
+) -> InputReader:
+    known = Input(path.name, path.stat().st_size, sha256)
+    return InputReader(path, known, text_field=text_field, group_field=group_field)
+
+
+def rows(path: Path, **options: str) -> list[Document | Skipped]:
+    return list(reader(path, **options).rows())
+
+
+def texts(found: list[Document | Skipped]) -> list[str]:
+    return [row.text for row in found if isinstance(row, Document)]
+
+
+def jsonl(values: list[str] = TEXTS, **more: object) -> bytes:
+    return b"".join(json.dumps({"text": text, **more}).encode() + b"\n" for text in values)
+
+
+def zst(content: bytes, *, checksum: bool = True) -> bytes:
+    return zstandard.ZstdCompressor(write_checksum=checksum).compress(content)
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def write_parquet(path: Path, texts: list[str | None] | pyarrow.Array, **options: object) -> Path:
+    column = texts if isinstance(texts, pyarrow.Array) else pyarrow.array(texts, pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, **options)
+    return path
+
+
+def any_file(folder: Path, suffix: str) -> Path:
+    """TEXTS in the format of the suffix, in several frames, members or row groups."""
+    path = folder / f"x{suffix}"
+    if suffix == ".parquet":
+        return write_parquet(path, TEXTS, row_group_size=16, compression="zstd")
+    halves = [jsonl(TEXTS[:20]), jsonl(TEXTS[20:])]
+    pack: dict[str, Callable[[bytes], bytes]] = {".jsonl.zst": zst, ".jsonl.gz": gzip.compress}
+    return write(path, b"".join(map(pack.get(suffix, bytes), halves)))
+
+
+FORMATS = [".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet"]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_rows_hash_and_progress(suffix: str, tmp_path: Path) -> None:
+    path = any_file(tmp_path, suffix)
+    one = reader(path)
+    assert list(one.rows()) == DOCUMENTS
+    assert one.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert one.bytes_read == path.stat().st_size
+    # a reader may read again, and an earlier hash is not believed before the end
+    again = one.rows()
+    next(again)
+    assert one.sha256 == "" or suffix == ".parquet"
+    assert [next(again) for _ in TEXTS[1:]] == DOCUMENTS[1:]
+    assert next(again, None) is None and one.sha256
+
+
+@pytest.mark.parametrize("suffix", [*FORMATS, ".txt"])
+def test_another_file_than_the_known_one(suffix: str, tmp_path: Path) -> None:
+    path = any_file(tmp_path, suffix)
+    wrong = "0" * 64
+    with pytest.raises(UserError, match=rf"x\{suffix}: sha256 .* expected 0000000000000000"):
+        rows(path, sha256=wrong)
+    right = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert rows(path, sha256=right)
+    one = reader(path, sha256=right)
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(UserError, match=r"changed or cut short since it was listed"):
+        list(one.rows())
+    path.unlink()
+    with pytest.raises(UserError, match=r"row 1: No such file or directory; every input"):
+        list(one.rows())
+
+
+def test_a_file_that_grows_or_shrinks_under_the_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "READ_BYTES", 512)
+    content = jsonl()
+    for change in [len(content) + 100, len(content) // 2]:
+        one = reader(write(tmp_path / "x.jsonl", content))
+        iterator = one.rows()
+        next(iterator)
+        os.truncate(tmp_path / "x.jsonl", change)
+        with pytest.raises(UserError, match=r"x.jsonl"):
+            list(iterator)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_closing_the_rows_closes_the_file(suffix: str, tmp_path: Path) -> None:
+    path = any_file(tmp_path, suffix)
+    before = os.listdir("/proc/self/fd")
+    iterator = reader(path).rows()
+    next(iterator)
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+    iterator.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+# The schemas of both datasets
+
+
+def fineweb_edu(path: Path) -> Path:
+    """A file with the columns of FineWeb-Edu, types and names as they are there."""
+    columns = {
+        "text": pyarrow.array(TEXTS),
+        "id": pyarrow.array([f"<urn:uuid:{i:036d}>" for i in range(len(TEXTS))]),
+        "dump": pyarrow.array([f"CC-MAIN-2013-{20 + 28 * (i % 2)}" for i in range(len(TEXTS))]),
+        "url": pyarrow.array(["http://example.org/"] * len(TEXTS)),
+        "file_path": pyarrow.array(["s3://commoncrawl/x.warc.gz"] * len(TEXTS)),
+        "language": pyarrow.array(["en"] * len(TEXTS)),
+        "language_score": pyarrow.array([0.97] * len(TEXTS), pyarrow.float64()),
+        "token_count": pyarrow.array(range(len(TEXTS)), pyarrow.int64()),
+        "score": pyarrow.array([3.25] * len(TEXTS), pyarrow.float64()),
+        "int_score": pyarrow.array([3] * len(TEXTS), pyarrow.int64()),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=16)
+    return path
+
+
+def slimpajama(path: Path) -> Path:
+    sets = ["RedPajamaCommonCrawl", "RedPajamaC4", "RedPajamaWikipedia"]
+    lines = [
+        json.dumps({"text": text, "meta": {"redpajama_set_name": sets[i % 3]}})
+        for i, text in enumerate(TEXTS)
+    ]
+    return write(path, zst("\n".join(lines).encode() + b"\n"))
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[Callable[[str, Path], list[dict]]]:
+    """The rows of a file as `datasets` gives them."""
+    import datasets
+
+    def read(kind: str, path: Path) -> list[dict]:
+        return list(
+            datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        )
+
+    yield read
+
+
+def test_fineweb_edu_as_datasets_and_pyarrow_read_it(
+    tmp_path: Path, load: Callable[[str, Path], list[dict]]
+) -> None:
+    path = fineweb_edu(tmp_path / "000_00000.parquet")
+    found = rows(path, group_field="dump")
+    theirs = load("parquet", path)
+    assert theirs == pyarrow.parquet.read_table(path).to_pylist()
+    assert set(theirs[0]) == {
+        "text", "id", "dump", "url", "file_path", "language", "language_score", "score",
+        "token_count", "int_score",
+    }  # fmt: skip
+    assert found == [Document(r["text"], r["text"].encode(), r["dump"]) for r in theirs]
+    assert texts(found) == TEXTS
+
+
+def test_slimpajama_as_datasets_reads_it(
+    tmp_path: Path, load: Callable[[str, Path], list[dict]]
+) -> None:
+    path = slimpajama(tmp_path / "example_train_0.jsonl.zst")
+    found = rows(path, group_field="meta.redpajama_set_name")
+    theirs = load("json", path)
+    assert set(theirs[0]) == {"text", "meta"}
+    assert found == [
+        Document(r["text"], r["text"].encode(), r["meta"]["redpajama_set_name"]) for r in theirs
+    ]
+    assert texts(found) == TEXTS
+
+
+# Damage
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_zst_that_is_cut_anywhere(checksum: bool, tmp_path: Path) -> None:
+    frames = [zst(jsonl(TEXTS[:20]), checksum=checksum), zst(jsonl(TEXTS[20:]), checksum=checksum)]
+    content = b"".join(frames)
+    path = tmp_path / "x.jsonl.zst"
+    for length in range(len(content)):
+        write(path, content[:length])
+        if length == len(frames[0]):
+            # a whole file, as far as the format goes: the known size alone tells
+            assert texts(rows(path)) == TEXTS[:20]
+            whole = Input(path.name, len(content), "")
+            with pytest.raises(UserError, match=f"{length:,} bytes, expected {len(content):,}"):
+                list(InputReader(path, whole, text_field="text", group_field=None).rows())
+            continue
+        with pytest.raises(UserError, match=r"x\.jsonl\.zst, row (1|21|41): damaged") as raised:
+            rows(path)
+        # without the checksum that ends a frame, all its rows are there
+        rest = 4 if checksum else 0
+        assert ("row 1:" in str(raised.value)) == (length < len(frames[0]) - rest)
+    # the reader that this one is not: no error, and fewer documents
+    write(path, content[: len(frames[0]) // 2])
+    with open(path, "rb") as file:
+        stream = zstandard.ZstdDecompressor().stream_reader(file)
+        assert len(stream.read()) < len(jsonl(TEXTS[:20]))
+
+
+def test_a_zst_of_many_blocks_names_the_row_reached(tmp_path: Path) -> None:
+    values = [hashlib.sha256(bytes([i % 256, i // 256])).hexdigest() * 8 for i in range(3000)]
+    content = zst(jsonl(values))
+    path = write(tmp_path / "x.jsonl.zst", content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"row ([0-9],)?[0-9]+: damaged: .*cut short") as raised:
+        rows(path)
+    row = int(str(raised.value).partition("row ")[2].partition(":")[0].replace(",", ""))
+    assert 500 < row < 2900
+
+
+def flips(content: bytes, step: int) -> Iterator[bytes]:
+    for bit in range(0, 8 * len(content), step):
+        broken = bytearray(content)
+        broken[bit // 8] ^= 1 << bit % 8
+        yield bytes(broken)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.zst", ".jsonl.gz"])
+def test_a_flipped_bit_is_an_error_or_harmless(suffix: str, tmp_path: Path) -> None:
+    content = any_file(tmp_path, suffix).read_bytes()
+    right = hashlib.sha256(content).hexdigest()
+    path = tmp_path / f"y{suffix}"
+    errors = 0
+    for broken in flips(content, 13):
+        write(path, broken)
+        try:
+            assert rows(path) == DOCUMENTS
+        except UserError as error:
+            assert f"y{suffix}" in str(error) and "row " in str(error)
+            errors += 1
+        with pytest.raises(UserError, match=r"row "):
+            rows(path, sha256=right)
+    # the rest are bits that carry nothing, such as a time in a gzip header
+    assert errors > 0.9 * len(content) * 8 / 13
+
+
+def test_a_flipped_bit_without_a_checksum_needs_the_known_hash(tmp_path: Path) -> None:
+    content = zst(jsonl(["abc"]), checksum=False)
+    assert b"abc" in content
+    path = write(tmp_path / "x.jsonl.zst", content.replace(b"abc", b"abb"))
+    assert texts(rows(path)) == ["abb"]
+    with pytest.raises(UserError, match="changed or damaged"):
+        rows(path, sha256=hashlib.sha256(content).hexdigest())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet"])
+def test_a_gz_or_parquet_that_is_cut_anywhere(suffix: str, tmp_path: Path) -> None:
+    content = any_file(tmp_path, suffix).read_bytes()
+    member = len(gzip.compress(jsonl(TEXTS[:20]))) if suffix == ".jsonl.gz" else -1
+    path = tmp_path / f"y{suffix}"
+    for length in range(0, len(content), 3):
+        if length == member:
+            continue
+        write(path, content[:length])
+        with pytest.raises(UserError, match=rf"y\{suffix}, row [0-9]+: damaged"):
+            rows(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"write_page_checksum": True}, {"use_dictionary": False}])
+def test_a_flipped_bit_in_a_parquet(options: dict[str, bool], tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", TEXTS, row_group_size=16, **options)
+    content = path.read_bytes()
+    right = hashlib.sha256(content).hexdigest()
+    silent = 0
+    for broken in flips(content, 41):
+        write(path, broken)
+        try:
+            found = rows(path)
+            # never fewer documents, and with page checksums never others
+            assert len(found) == len(TEXTS)
+            silent += found != DOCUMENTS
+        except UserError as error:
+            assert "x.parquet, row " in str(error)
+        before = reader(path, sha256=right).rows()
+        with pytest.raises(UserError, match="read up to row 0"):
+            next(before)
+    if "write_page_checksum" in options:
+        # page headers and the footer have no checksum: only the known hash covers them
+        assert silent <= 2
+    else:
+        assert silent
+
+
+def test_empty_files(tmp_path: Path) -> None:
+    assert rows(write(tmp_path / "x.txt", b"")) == [Skipped("empty")]
+    assert rows(write(tmp_path / "x.jsonl", b"")) == []
+    for suffix in [".jsonl.zst", ".jsonl.gz", ".parquet"]:
+        with pytest.raises(UserError, match="row 1: damaged: no bytes in it"):
+            rows(write(tmp_path / f"x{suffix}", b""))
+    assert rows(write(tmp_path / "x.jsonl.zst", zst(b""))) == []
+    assert rows(write(tmp_path / "x.jsonl.gz", gzip.compress(b""))) == []
+    assert rows(write_parquet(tmp_path / "x.parquet", [])) == []
+
+
+def test_garbage_after_the_end(tmp_path: Path) -> None:
+    for suffix in [".jsonl.zst", ".jsonl.gz"]:
+        path = any_file(tmp_path, suffix)
+        path.write_bytes(path.read_bytes() + b"garbage")
+        with pytest.raises(UserError, match="row 41: damaged"):
+            rows(path)
+
+
+def test_zst_frames_that_hold_no_data_are_passed_over(tmp_path: Path) -> None:
+    skippable = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"index"
+    path = write(tmp_path / "x.jsonl.zst", skippable + zst(jsonl()) + skippable)
+    assert rows(path) == DOCUMENTS
+
+
+# Rows
+
+
+def test_unicode_that_is_no_unicode(tmp_path: Path) -> None:
+    lines = [
+        rb'{"text": "a\ud800b"}',
+        rb'{"text": "a\ud83d\ude00b"}',
+        b'{"text": "a\xe2\x82b\xff"}',
+        b'{"text": "fine", "url": "\xff"}',
+        b'{"text": "\xff\\ud800x\\udc80"}',
+        rb'{"text": "\udc80"}',
+        b'{"text": "nul\\u0000 \xe2\x96\x81 <s> </s> <unk>"}',
+    ]
+    found = rows(write(tmp_path / "x.jsonl", b"\n".join(lines)))
+    expected = [
+        ("a\ufffdb", "lone surrogate"),
+        ("a😀b", ""),
+        ("a\ufffdb\ufffd", "invalid UTF-8"),
+        ("fine", ""),
+        ("\ufffd\ufffdx\ufffd", "invalid UTF-8"),
+        ("\ufffd", "lone surrogate"),
+        ("nul\0 \u2581 <s> </s> <unk>", ""),
+    ]
+    assert found == [Document(text, text.encode(), "", why) for text, why in expected]
+    path = write(tmp_path / "x.txt", b"a\xffb")
+    assert rows(path) == [Document("a\ufffdb", "a\ufffdb".encode(), "", "invalid UTF-8")]
+    array = pyarrow.array([b"a\xffb", b"ok", None, b""]).view(pyarrow.string())
+    assert rows(write_parquet(tmp_path / "x.parquet", array)) == [
+        Document("a\ufffdb", "a\ufffdb".encode(), "", "invalid UTF-8"),
+        Document("ok", b"ok"),
+        Skipped("empty"),
+        Skipped("empty"),
+    ]
+
+
+def test_lines(tmp_path: Path) -> None:
+    content = b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": null}\n{"text": ""}\n{"text": "b\\n"}'
+    found = rows(write(tmp_path / "x.jsonl", content))
+    assert found == [
+        Document("a", b"a"), Skipped("empty"), Skipped("empty"), Document("b\n", b"b\n"),
+    ]  # fmt: skip
+    assert rows(write(tmp_path / "x.txt", b"\xef\xbb\xbfa\r\nb")) == [Document("a\r\nb", b"a\r\nb")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"content": "x", "id": 1}', "no field 'text' for the text; there are 'content', 'id';"),
+        (b"{}", "no field 'text' for the text; there are no fields; .*--text-field"),
+        (b'{"text": 5}', "the field 'text' is a int, expected a string"),
+        (b'{"text": ["x"]}', "the field 'text' is a list, expected a string"),
+        (b'["x"]', "a JSON list, expected an object with 'text'"),
+        (b'{"text": "x"', "no JSON: .*cut short"),
+        (b"\0\0\0\0", "no JSON"),
+        (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "no JSON: Exceeds the limit"),
+        (b'{"text": "x", "n": ' + b"[" * 200_000, "no JSON"),
+        (b'{"\\u001b[31m": 1}', r".*there are '\\x1b\[31m'"),
+        (b'{"\\ud800": 1}', r".*there are '\\ud800'"),
+    ],
+)
+def test_rows_that_are_no_rows(line: bytes, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", jsonl(["fine", "fine"]) + line + b"\n" + jsonl(["fine"]))
+    with pytest.raises(UserError, match=r"x\.jsonl, row 3: " + message):
+        rows(path)
+
+
+def test_fields_by_name_and_path(tmp_path: Path) -> None:
+    lines = [b'{"a": {"b": "x"}, "g": "G"}', b'{"a.b": "y", "a": {"b": "z"}, "g": {"no": 1}}']
+    path = write(tmp_path / "x.jsonl", b"\n".join(lines))
+    found = rows(path, text_field="a.b", group_field="g")
+    assert found == [Document("x", b"x", "G"), Document("y", b"y", "")]
+    with pytest.raises(UserError, match="row 2: no field 'a.c'|row 1: no field 'a.c'"):
+        rows(path, text_field="a.c")
+
+
+def test_columns(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    groups = pyarrow.array(["g", None, "h"]).dictionary_encode()
+    for kind in [pyarrow.large_string(), pyarrow.string_view(), pyarrow.binary()]:
+        column = pyarrow.array(["a", None, "c"]).cast(kind)
+        pyarrow.parquet.write_table(pyarrow.table({"body": column, "g": groups}), path)
+        found = rows(path, text_field="body", group_field="g")
+        assert found == [Document("a", b"a", "g"), Skipped("empty"), Document("c", b"c", "h")]
+        pyarrow.parquet.write_table(pyarrow.table({"g": groups, "n": groups, "body": column}), path)
+        assert rows(path, text_field="body", group_field="g") == found
+    with pytest.raises(UserError, match=r"x\.parquet, row 1: no field 'text'.* 'g', 'n', 'body'"):
+        rows(path)
+    write_parquet(path, pyarrow.array([1, 2]))
+    with pytest.raises(UserError, match="the column 'text' holds int64, expected strings"):
+        rows(path)
+
+
+def test_unknown_formats(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"x\.csv: unknown format; expected one of: .jsonl.zst,"):
+        rows(write(tmp_path / "x.csv", b"a"))
+
+
+# Size
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst", ".jsonl.gz"])
+def test_a_line_of_30_megabytes(suffix: str, tmp_path: Path) -> None:
+    words = "thirty megabytes in a line " * 1_200_000
+    assert len(words) > 30_000_000
+    content = jsonl(["before", words, "after"])
+    pack = {".jsonl.zst": zst, ".jsonl.gz": lambda raw: gzip.compress(raw, 1)}.get(suffix, bytes)
+    path = write(tmp_path / f"x{suffix}", pack(content))
+    started = time.monotonic()
+    assert texts(rows(path)) == ["before", words, "after"]
+    # a part of this here; a line joined again with every piece that arrives would take minutes
+    assert time.monotonic() - started < 10
+
+
+def test_a_line_that_never_ends(tmp_path: Path) -> None:
+    """Issue 17, item 23: --max-line-bytes, also of a line that ends."""
+    for end in (b"", b"\n"):
+        path = write(tmp_path / "x.jsonl.zst", zst(jsonl(["fine"]) + b" " * (1 << 24) + end))
+        limited = reader(path)
+        limited.max_line_bytes = 1 << 20
+        with pytest.raises(UserError, match=r"row 2: a line of more than 1,048,576 bytes"):
+            list(limited.rows())
+
+
+@pytest.mark.parametrize("filler", [b"\n", b" "])
+def test_a_small_file_of_blanks_takes_little_memory(tmp_path: Path, filler: bytes) -> None:
+    """Issue 17, item 23: 132 KB of zstd with blank lines took 11.8 GB."""
+    content = jsonl(["first"]) + filler * (1 << 29) + b"\n" + jsonl(["last"])
+    path = write(tmp_path / "x.jsonl.zst", zst(content))
+    del content
+    assert path.stat().st_size < 200_000
+    tracemalloc.start()
+    try:
+        if filler == b" ":
+            with pytest.raises(UserError, match="a line of more than 64,000,000 bytes"):
+                rows(path)
+        else:
+            assert texts(rows(path)) == ["first", "last"]
+        assert tracemalloc.get_traced_memory()[1] < 300_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_input_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    """Issue 17, item 23: a FIFO, and a link to one, waited for ever."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "x.jsonl").symlink_to("fifo")
+    with pytest.raises(UserError, match="not a regular file"):
+        rows(tmp_path / "x.jsonl")
+
+
+def test_a_parquet_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    texts = [hashlib.sha256(i.to_bytes(4, "little")).hexdigest() * 40 for i in range(20_000)]
+    path = write_parquet(tmp_path / "x.parquet", texts, row_group_size=20_000, compression="none")
+    assert path.stat().st_size > 50_000_000
+    before = pyarrow.total_allocated_bytes()
+    # one row group and huge documents, and a footer that says so
+    pages = {"use_dictionary": False, "write_batch_size": 1, "compression": "none"}
+    big = write_parquet(tmp_path / "y.parquet", ["x" * 10_000_000] * 9, **pages)
+    for _ in reader(big).rows():
+        assert pyarrow.total_allocated_bytes() - before < 45_000_000
+    one = reader(path)
+    peak, progress = 0, set()
+    for _ in itertools.islice(one.rows(), 15_000):
+        peak = max(peak, pyarrow.total_allocated_bytes() - before)
+        progress.add(one.bytes_read)
+    assert 0 < peak < 12_000_000
+    assert len(progress) > 10
+
+
+def test_a_frame_with_a_long_window(tmp_path: Path) -> None:
+    """`zstd --long=28` and above, common for dumps."""
+    long = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1)
+    content = zstandard.ZstdCompressor(compression_params=long).compress(jsonl())
+    frame = zstandard.get_frame_parameters(content)
+    big = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    content = big.compress(jsonl()) + big.flush()  # of unknown size: the window is the header's
+    assert max(frame.window_size, zstandard.get_frame_parameters(content).window_size) >= 1 << 28
+    assert texts(rows(write(tmp_path / "a.jsonl.zst", content))) == TEXTS

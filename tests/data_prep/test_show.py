@@ -1,0 +1,161 @@
+"""show: the very documents and windows, and nothing in them that acts on a terminal."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.loader import BatchLoader
+from canon_pretrain.data.sampler import Order
+from canon_pretrain.data.shards import TokenShards
+from data_prep.__main__ import main
+from data_prep.show import GUTTER, show_document, show_window
+from data_prep.visible import visible
+from tests.data_folders import plant_data, sentence, tokenizer
+
+EVIL = "red \x1b[31mtext\x1b[0m, bell \x07, CR\rLF\r\n, C1 \x9b31m, \u202eesrever\u202c\u200b\ttab"
+LINES = "first line\n\n== end of the document\nlast line\n"
+UNITS = [[sentence(1, 30), EVIL, LINES, ""], [sentence(k, 40) for k in range(2, 12)]]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("show") / "data"
+    plant_data(folder, UNITS, [sentence(50, 10)], max_part_tokens=200)
+    return folder
+
+
+def text_of(shown: str) -> str:
+    """The document's text again, from the lines that show it."""
+    lines = [line.removeprefix(GUTTER) for line in shown.splitlines() if line.startswith(GUTTER)]
+    return "\n".join(lines)
+
+
+def ids_of(shown: str) -> list[int]:
+    """The ids that were printed, of all documents in order."""
+    lines = [line for line in shown.splitlines() if re.match(r"(ids:|    ) \d", line)]
+    return [int(word) for line in lines for word in line.removeprefix("ids:").split()]
+
+
+def test_documents_are_those_that_were_written(data: Path) -> None:
+    documents = [text for unit in UNITS for text in unit]
+    for number, text in enumerate(documents):
+        shown = show_document(data, number, ids=True)
+        assert text_of(shown) == visible(text)
+        assert ids_of(shown) == [*tokenizer().encode(text).tolist(), tokenizer().eos_id]
+        assert shown.startswith(f"== train, document {number}: {len(ids_of(shown)):,} tokens")
+        assert "-- EOS (2)" in shown
+    shown = show_document(data, 0, split="validation")
+    assert text_of(shown) == sentence(50, 10)
+
+
+def test_a_documents_own_lines_are_not_ours(data: Path) -> None:
+    shown = show_document(data, 2)
+    assert text_of(shown) == LINES
+    assert [line for line in shown.splitlines() if line == "== end of the document"] == [
+        shown.splitlines()[-1]
+    ]
+
+
+def test_nothing_acts_on_the_terminal(data: Path) -> None:
+    shown = show_document(data, 1)
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e]", shown)
+    for sign in ("␛[31mtext␛[0m", "␇", "CR␍LF␍\n", "<U+009B>31m", "<U+202E>", "\ttab"):
+        assert sign in shown
+
+
+def test_visible_leaves_text_as_it_is() -> None:
+    text = "Zürich \U0001f642 日本語 naïve — “quoted”\u00a0space"
+    assert visible(text) == text
+    assert visible("a\nb\x7f\u2028", keep="") == "a␊b␡<U+2028>"
+
+
+@pytest.mark.parametrize("order", ["random", "permute"])
+def test_windows_are_those_of_a_run(data: Path, order: Order) -> None:
+    seq_len = 60
+    with TokenShards.open(data / "train") as shards:
+        loader = BatchLoader(
+            shards,
+            data_seed=7,
+            seq_len=seq_len,
+            global_batch_size=1,
+            local_batch_size=1,
+            order=order,
+        )
+        ends = shards.document_ends()
+        for sample in range(30):
+            (expected,) = loader.next_batch()
+            shown = show_window(data, sample, 7, seq_len=seq_len, order=order, ids=True)
+            assert ids_of(shown) == expected.tolist()
+            match = re.search(r"tokens ([\d,]+) to ([\d,]+) ", shown)
+            assert match
+            first, last = (int(group.replace(",", "")) for group in match.groups())
+            assert last - first == seq_len
+            pieces = [int(n) for n in re.findall(r"^== document (\d+):", shown, re.MULTILINE)]
+            inside = np.searchsorted(ends, [first, last], side="right")
+            assert pieces == list(range(inside[0], inside[1] + 1))
+            assert shown.count("-- EOS (2)") == expected.tolist().count(2)
+
+
+def test_a_window_says_where_it_cuts_a_document(data: Path) -> None:
+    whole = [len(tokenizer().encode(text)) + 1 for unit in UNITS for text in unit]
+    total = sum(whole)
+    shown = show_window(data, 0, 0, seq_len=total - 1)
+    assert f"== document 0: {whole[0]} of {whole[0]} tokens\n" in shown
+    shown = show_window(data, 3, 1, seq_len=20)
+    assert re.search(r"== document \d+: \d+ of \d+ tokens, \d+ of its tokens lie before", shown)
+
+
+def test_bad_arguments(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--document 14: .* has the documents 0 to 13"):
+        show_document(data, 14)
+    with pytest.raises(UserError, match="--document -1"):
+        show_document(data, -1)
+    with pytest.raises(UserError, match="--seed is -1"):
+        show_window(data, 0, -1)
+    with pytest.raises(UserError, match="use more data or a shorter seq_len"):
+        show_window(data, 0, 0)
+    with pytest.raises(UserError, match="--seq-len is 0"):
+        show_window(data, 0, 0, seq_len=0)
+    plant_data(tmp_path / "empty", [[]])
+    with pytest.raises(UserError, match="has no documents"):
+        show_document(tmp_path / "empty", 0)
+    with pytest.raises(UserError, match="plan.json"):
+        show_document(tmp_path, 0)
+
+
+def test_the_command(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", str(data), "--document", "2"])
+    assert text_of(capsys.readouterr().out) == LINES
+    main(["show", str(data), "--window", "4", "--seed", "9", "--seq-len", "30", "--ids"])
+    assert capsys.readouterr().out == show_window(data, 4, 9, seq_len=30, ids=True) + "\n"
+    with pytest.raises(SystemExit, match="2"):
+        main(["show", str(data)])
+
+
+def test_a_reader_that_goes_away_is_no_error(data: Path) -> None:
+    """As `show ... | head` does; and a terminal of ASCII gets signs, not a traceback."""
+    command = [sys.executable, "-m", "data_prep", "show", str(data), "--document", "1"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        cwd=Path(__file__).parents[2],
+        env={"PYTHONIOENCODING": "ascii"},
+    )
+    assert run.returncode == 0 and b"\\u241b[31m" in run.stdout

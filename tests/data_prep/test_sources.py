@@ -1,0 +1,275 @@
+"""Sources: what each selects, in which order, and how stdlib's files become rows."""
+
+import codecs
+import os
+import pydoc_data.topics
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.core.errors import UserError
+from data_prep.files import natural_key
+from data_prep.plan import Input
+from data_prep.rows import Document, Skipped
+from data_prep.sources import HUB_SOURCES, Selection, fetch, open_input, select
+from data_prep.stdlib import TOPICS, list_inputs, read_rows
+
+FINEWEB = "sample/100BT/{:03d}_{:05d}.parquet"
+SLIMPAJAMA = "train/chunk{}/example_train_{}.jsonl.zst"
+
+
+def make(root: Path, *paths: str) -> Path:
+    for path in paths:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text("1")
+    return root
+
+
+def paths(selection: Selection) -> list[str]:
+    assert all((selection.root / known.path).stat().st_size == 1 for known in selection.inputs)
+    return [known.path for known in selection.inputs]
+
+
+def test_natural_order() -> None:
+    given = ["chunk10/a", "chunk2/b", "chunk2/a10", "chunk2/a9", "Z", "7"]
+    assert sorted(given, key=natural_key) == [
+        "7", "Z", "chunk2/a9", "chunk2/a10", "chunk2/b", "chunk10/a",
+    ]  # fmt: skip
+
+
+# stdlib
+
+
+def test_inputs_are_topics_then_sources_without_tests(tmp_path: Path) -> None:
+    left_out = ["x/test/a.py", "x/tests/a.py", "idlelib/idle_test/a.py", "x/__pycache__/a.py"]
+    left_out += ["site-packages/a.py", "d.txt"]
+    make(tmp_path, "b10.py", "b9.py", TOPICS, "a/c.py", "x/testing.py", *left_out)
+    assert list_inputs(tmp_path) == [TOPICS, "a/c.py", "b9.py", "b10.py", "x/testing.py"]
+    with pytest.raises(UserError, match="no .py sources"):
+        list_inputs(make(tmp_path / "y", "z.txt"))
+
+
+def test_the_running_python_has_topics_and_sources() -> None:
+    selection = select("stdlib")
+    assert selection.inputs[0].path == TOPICS
+    assert [known.path for known in selection.inputs] == list_inputs(selection.root)
+    assert {"os.py", "json/decoder.py"} <= {known.path for known in selection.inputs}
+    assert 8e6 < sum(known.size for known in selection.inputs) < 3e7
+    assert (selection.unit_files, selection.unit_bytes) == (None, 2_000_000)
+    assert selection.version.startswith("python 3.")
+    reader = open_input(selection.root, selection.inputs[0], selection.text_field, None)
+    topics = pydoc_data.topics.topics
+    assert list(reader.rows()) == [
+        Document(topics[key], topics[key].encode()) for key in sorted(topics)
+    ]
+    assert len(reader.sha256) == 64 and reader.bytes_read == selection.inputs[0].size
+
+
+def test_decoding() -> None:
+    def only(content: bytes) -> Document | Skipped:
+        (row,) = read_rows("a.py", content)
+        return row
+
+    assert only("é\r\n".encode()) == Document("é\r\n", "é\r\n".encode())
+    latin = "# coding: latin-1\né"
+    assert only(latin.encode("latin-1")) == Document(latin, latin.encode())
+    assert only(codecs.BOM_UTF8 + b"x") == Document("x", b"x")
+    for broken in [b"\xff\xfe", b"# coding: klingon\n", b"# ok\n# ok\n\n\xff"]:
+        assert only(broken) == Skipped("undecodable")
+    assert only(b"") == Skipped("empty")
+
+
+def test_topics_that_are_no_documents() -> None:
+    rows = list(read_rows(TOPICS, b"topics = {'b': '', 'a': 'y\\ud800', 'c': 'x'}"))
+    repaired = Document("y\ufffd", "y\ufffd".encode(), "", "lone surrogate")
+    assert rows == [repaired, Skipped("empty"), Document("x", b"x")]
+    with pytest.raises(UserError, match="no dict of topics"):
+        list(read_rows(TOPICS, b"x = 1"))
+
+
+# local
+
+
+def test_local_folders_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "a", "10.jsonl", "9.jsonl.zst", "deep/x.parquet", ".cache/y.jsonl", ".z.txt")
+    make(tmp_path / "a", "README.md", "data.csv")
+    make(tmp_path / "b", "x.txt", "w.jsonl.gz")
+    selection = select("local", [tmp_path / "a"], text_field="body")
+    assert paths(selection) == ["9.jsonl.zst", "10.jsonl", "deep/x.parquet"]
+    assert selection.root == tmp_path / "a"
+    assert (selection.text_field, selection.group_field, selection.version) == (
+        "body", None, "files",
+    )  # fmt: skip
+    said = capsys.readouterr().out
+    assert "2 files of other formats are left out" in said
+    assert "README.md" in said and "data.csv" in said
+    both = select("local", [tmp_path / "b" / "x.txt", tmp_path / "a"])
+    assert (both.root, both.text_field) == (tmp_path, "text")
+    assert paths(both) == ["a/9.jsonl.zst", "a/10.jsonl", "a/deep/x.parquet", "b/x.txt"]
+    assert capsys.readouterr().out
+    one = select("local", [tmp_path / "b" / "x.txt"])
+    assert (one.root, paths(one)) == (tmp_path / "b", ["x.txt"])
+    assert capsys.readouterr().out == ""
+
+
+def test_links_are_followed_but_never_twice(tmp_path: Path) -> None:
+    blob = make(tmp_path, "blobs/1f") / "blobs" / "1f"
+    folder = make(tmp_path / "data", "a.jsonl")
+    (folder / "b.jsonl").symlink_to(blob)
+    (folder / "more").symlink_to(make(tmp_path / "elsewhere", "c.jsonl"))
+    assert paths(select("local", [folder])) == ["a.jsonl", "b.jsonl", "more/c.jsonl"]
+    (folder / "loop").symlink_to(folder)
+    with pytest.raises(UserError, match="loop is a link to a folder that was reached before"):
+        select("local", [folder])
+
+
+def test_local_errors(tmp_path: Path) -> None:
+    make(tmp_path, "a/x.jsonl", "a/y.csv", "b/z.csv")
+    with pytest.raises(UserError, match="needs --files FILE_OR_FOLDER"):
+        select("local")
+    with pytest.raises(UserError, match=r"--files .*/c: no file or folder of this name"):
+        select("local", [tmp_path / "c"])
+    with pytest.raises(UserError, match=r"y\.csv: unknown format; expected one of: .jsonl.zst"):
+        select("local", [tmp_path / "a" / "y.csv"])
+    with pytest.raises(UserError, match="no file of a known format"):
+        select("local", [tmp_path / "b"])
+    with pytest.raises(UserError, match=r"x\.jsonl is already given by .*name it once"):
+        select("local", [tmp_path / "a", tmp_path / "a" / "x.jsonl"])
+
+
+# mirrors of the hub's datasets
+
+
+def test_a_mirror_is_the_same_wherever_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [FINEWEB.format(i, j) for i in (10, 9) for j in (1, 0)]
+    mirror = make(tmp_path, "README.md", "sample/10BT/000_00000.parquet", *names)
+    make(tmp_path, "data/CC-MAIN-2013-20/train-00000-of-00014.parquet")
+    for folder in [mirror, mirror / "sample", mirror / "sample" / "100BT"]:
+        selection = select("fineweb-edu", [folder])
+        assert selection.root == mirror
+        assert paths(selection) == sorted(names)
+    assert "fineweb-edu: 4 files, the whole dataset has 140" in capsys.readouterr().out
+    assert (selection.version, selection.unit_files, selection.unit_bytes) == ("files", 1, None)
+    assert (selection.text_field, selection.group_field) == ("text", "dump")
+    some = select("fineweb-edu", [mirror / name for name in names[:2]])
+    assert paths(some) == sorted(names[:2])
+    elsewhere = make(tmp_path / "other", "000_00001.parquet", "000_00000.parquet", "notes.txt")
+    assert paths(select("fineweb-edu", [elsewhere])) == ["000_00000.parquet", "000_00001.parquet"]
+
+
+def test_slimpajama_is_its_train_chunks_in_natural_order(tmp_path: Path) -> None:
+    names = [SLIMPAJAMA.format(c, i) for c in (10, 2, 1) for i in (10, 9, 0)]
+    make(tmp_path, *names, "validation/chunk1/example_holdout_0.jsonl.zst")
+    selection = select("slimpajama", [tmp_path])
+    assert paths(selection) == [SLIMPAJAMA.format(c, i) for c in (1, 2, 10) for i in (0, 9, 10)]
+    assert (selection.unit_files, selection.group_field) == (24, "meta.redpajama_set_name")
+    one = select("slimpajama", [tmp_path / "train" / "chunk2"])
+    assert (one.root, paths(one)) == (tmp_path, [SLIMPAJAMA.format(2, i) for i in (0, 9, 10)])
+
+
+def test_mirror_errors(tmp_path: Path) -> None:
+    make(tmp_path / "a", "x.jsonl", "sample/10BT/000_00000.parquet", "b/sample/100BT/other.parquet")
+    with pytest.raises(UserError, match="no files train/chunk.* of slimpajama in it"):
+        select("slimpajama", [tmp_path / "a"])
+    make(tmp_path / "two", FINEWEB.format(0, 0), "copy/" + FINEWEB.format(0, 0))
+    with pytest.raises(UserError, match="several folders hold .*; name the one that is meant"):
+        select("fineweb-edu", [tmp_path / "two"])
+    # no folder is ever guessed: of two samples, neither is the one of 100BT
+    make(tmp_path / "a", "sample/350BT/000_00000.parquet")
+    with pytest.raises(UserError, match="several folders hold"):
+        select("fineweb-edu", [tmp_path / "a"])
+    make(tmp_path / "c", FINEWEB.format(0, 0), "sample/100BT/x.parquet")
+    given = [tmp_path / "c" / FINEWEB.format(0, 0), tmp_path / "c/sample/100BT/x.parquet"]
+    with pytest.raises(UserError, match=r"x\.parquet: not named sample/100BT/"):
+        select("fineweb-edu", given)
+    with pytest.raises(UserError, match="a copy on disk has no branches or tags"):
+        select("fineweb-edu", [tmp_path / "c"], revision="main")
+
+
+COMMIT, OTHER = "1" * 40, "2" * 40
+
+
+def cache_with(root: Path, commit: str, **blobs: str) -> Path:
+    """A snapshot as huggingface_hub's cache holds it; blobs maps number to hash."""
+    dataset = root / "datasets--HuggingFaceFW--fineweb-edu"
+    for number, blob in blobs.items():
+        path = dataset / "snapshots" / commit / FINEWEB.format(0, int(number[1:]))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make(dataset, f"blobs/{blob}")
+        path.symlink_to(Path(os.path.relpath(dataset / "blobs" / blob, path.parent)))
+    return dataset / "snapshots" / commit
+
+
+def test_hashes_that_the_hub_left_behind(tmp_path: Path) -> None:
+    snapshot = cache_with(tmp_path, COMMIT, f0="a" * 64, f1="b" * 40)
+    selection = select("fineweb-edu", [snapshot])
+    assert (selection.version, selection.root) == (COMMIT, snapshot)
+    assert [known.sha256 for known in selection.inputs] == ["a" * 64, ""]
+    assert select("fineweb-edu", [snapshot], revision=COMMIT).version == COMMIT
+    with pytest.raises(UserError, match=f"were fetched at commit {COMMIT}"):
+        select("fineweb-edu", [snapshot], revision=OTHER)
+
+    local = make(tmp_path / "local", FINEWEB.format(0, 0), FINEWEB.format(0, 1))
+    assert select("fineweb-edu", [local], revision=OTHER).version == OTHER
+
+    def left(number: int, commit: str) -> None:
+        name = f".cache/huggingface/download/{FINEWEB.format(0, number)}.metadata"
+        path = make(local, name) / name
+        path.write_text(f"{commit}\n{str(number) * 64}\n1718000000.5\n")
+
+    left(0, COMMIT)
+    left(1, COMMIT)
+    selection = select("fineweb-edu", [local / "sample" / "100BT"])
+    assert (selection.version, selection.root) == (COMMIT, local)
+    assert [known.sha256 for known in selection.inputs] == ["0" * 64, "1" * 64]
+    left(1, OTHER)
+    assert select("fineweb-edu", [local]).version == "files"
+
+
+def test_a_file_that_is_not_what_the_hub_has(tmp_path: Path) -> None:
+    snapshot = cache_with(tmp_path, COMMIT, f0="a" * 64)
+    selection = select("fineweb-edu", [snapshot])
+    reader = open_input(selection.root, selection.inputs[0], "text", "dump")
+    with pytest.raises(UserError, match=r"000_00000.parquet: sha256 .* expected aaaaaaaaaaaaaaaa"):
+        list(reader.rows())
+
+
+def test_fetch_of_files_on_disk(tmp_path: Path) -> None:
+    make(tmp_path, "a.jsonl")
+    fetch("local", "files", tmp_path, [Input("a.jsonl", 1, "")])
+    for source in ["local", "fineweb-edu"]:
+        # a mirror is never filled up: what is in it was given
+        with pytest.raises(UserError, match=r"b\.jsonl: is missing; every input is needed"):
+            fetch(source, COMMIT, tmp_path, [Input("a.jsonl", 1, ""), Input("b.jsonl", 1, "")])
+
+
+def test_the_table() -> None:
+    assert {name: (s.folder, s.unit_files) for name, s in HUB_SOURCES.items()} == {
+        "fineweb-edu": ("sample/100BT", 1),
+        "slimpajama": ("train", 24),
+    }
+
+
+def test_errors(tmp_path: Path) -> None:
+    known = "stdlib, fineweb-edu, slimpajama, local"
+    with pytest.raises(UserError, match=f"'pile' is unknown; expected one of: {known}"):
+        select("pile")
+    with pytest.raises(UserError, match="'slimpyjama' .*'slimpajama' perhaps"):
+        select("slimpyjama")
+    with pytest.raises(UserError, match="--files .* with --source stdlib: it takes none"):
+        select("stdlib", [tmp_path])
+    with pytest.raises(UserError, match="--revision main with --source local"):
+        select("local", [tmp_path], revision="main")
+    with pytest.raises(UserError, match="--text-field 'body' with --source fineweb-edu"):
+        select("fineweb-edu", [tmp_path], text_field="body")
+    with pytest.raises(UserError, match="--text-field '' with --source local"):
+        select("local", [tmp_path], text_field="")
+
+
+def test_another_sample_of_the_dataset_is_refused(tmp_path: Path) -> None:
+    mirror = make(tmp_path / "m", "sample/350BT/000_00000.parquet")
+    for folder in (mirror, mirror / "sample" / "350BT"):
+        with pytest.raises(UserError, match="this is 350BT by its name, fineweb-edu is 100BT"):
+            select("fineweb-edu", [folder])

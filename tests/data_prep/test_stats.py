@@ -1,0 +1,239 @@
+"""stats: every figure against a count by hand, at any number of pieces, buckets and workers."""
+
+import hashlib
+import io
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.shards import ShardError
+from data_prep import duplicates, stats, stats_pass
+from data_prep.duplicates import Buckets, DocumentHasher, bucket_bits, find_duplicates
+from data_prep.stats_page import html_page
+from data_prep.stats_table import print_tables
+from data_prep.visible import visible
+from tests.browser import Browser, chromium
+from tests.data_folders import plant_data, sentence, tokenizer
+
+EVIL = "</script><img src=x onerror=alert(1)>[red]%{y}\x1b]0;gone\x07"
+COPIED = sentence(7, 30)
+
+
+def texts() -> list[list[str]]:
+    """Two units; one document is there four times, another twice, lengths from 1 to 600 words."""
+    first = [sentence(k, 1 + k * 20) for k in range(30)]
+    second = [sentence(1000 + k, 50) for k in range(20)]
+    return [[*first, COPIED, COPIED, sentence(3, 61)], [*second, COPIED, "", COPIED, EVIL]]
+
+
+VALIDATION = [sentence(5000, 40), COPIED, sentence(5001, 5)]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    plant_data(
+        tmp_path / "data",
+        texts(),
+        VALIDATION,
+        groups=("RedPajamaBook", EVIL, "arXiv"),
+        max_part_tokens=3000,
+    )
+    return tmp_path / "data"
+
+
+def tokens_of(text: str) -> list[int]:
+    return [*tokenizer().encode(text).tolist(), tokenizer().eos_id]
+
+
+def test_every_figure_is_the_one_counted_by_hand(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats_pass, "PIECE_TOKENS", 17)  # documents then lie across pieces
+    content = stats.stats(data)
+    train, validation = content["splits"]
+    documents = [tokens_of(text) for unit in texts() for text in unit]
+    ids = Counter(i for document in documents for i in document)
+    lengths = sorted(len(document) for document in documents)
+    assert train["parts"] > 4
+    assert (train["documents"], train["tokens"]) == (len(documents), sum(lengths))
+    assert train["bytes"] == sum(len(text.encode()) for unit in texts() for text in unit)
+    assert train["top_tokens"][0]["count"] == max(ids.values())
+    assert {row["id"]: row["count"] for row in train["top_tokens"]}.items() <= ids.items()
+    assert train["unused_ids"] == tokenizer().vocab_size - len(ids)
+    assert train["frequencies"]["counts"][0] == max(ids.values())
+    found = train["lengths"]
+    assert (found["shortest"], found["longest"]) == (lengths[0], lengths[-1])
+    assert len(documents[found["longest_document"]]) == lengths[-1]
+    assert found["quantiles"]["50"] == lengths[(len(lengths) + 1) // 2 - 1]
+    for entry in found["bins"]:
+        inside = [n for n in lengths if entry["from"] <= n <= entry["to"]]
+        assert (entry["documents"], entry["tokens"]) == (len(inside), sum(inside))
+    assert sum(entry["documents"] for entry in found["bins"]) == len(documents)
+    assert train["skipped"] == {"empty": 3}
+
+    copies = train["duplicates"]
+    assert (copies["copies"], copies["copied_documents"]) == (4, 2)
+    assert copies["copied_tokens"] == 3 * len(tokens_of(COPIED)) + len(tokens_of(sentence(3, 61)))
+    assert [row["count"] for row in copies["most_copied"]] == [4, 2]
+    first = documents.index(tokens_of(COPIED))
+    assert copies["most_copied"][0]["first"] == first
+    assert copies["elsewhere"] == 4
+    assert validation["duplicates"]["elsewhere"] == 1
+    assert validation["duplicates"]["copies"] == 0
+
+
+def test_groups_are_the_marks(data: Path) -> None:
+    train = stats.stats(data)["splits"][0]
+    units = texts()
+    by_group: dict[str, Counter[str]] = {}
+    for unit in units:
+        for row, text in enumerate(unit):
+            group = visible(("RedPajamaBook", EVIL, "arXiv")[row % 3], keep="")
+            counts = by_group.setdefault(group, Counter())
+            counts.update(documents=1, tokens=len(tokens_of(text)), bytes=len(text.encode()))
+    assert {row.pop("group"): row for row in train["groups"] if row.pop("share")} == by_group
+
+
+def test_workers_and_buckets_change_nothing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = stats.stats(data)
+    monkeypatch.setattr(duplicates, "BUCKET_BYTES", 500)
+    assert bucket_bits(60) > 1
+    assert stats.stats(data, workers=2) == alone
+
+
+@pytest.mark.parametrize("bits", [0, 3])
+def test_duplicates_of_many_documents(tmp_path: Path, bits: int) -> None:
+    """Documents of few different contents, in pieces of any size, against a dict."""
+    chance = random.Random(bits)
+    contents = [[chance.randrange(9) for _ in range(chance.randrange(1, 12))] for _ in range(50)]
+    splits = [[chance.choice(contents) for _ in range(count)] for count in (300, 80)]
+    for split, documents in enumerate(splits):
+        ids = np.array([i for document in documents for i in document])
+        ends = np.cumsum([len(document) for document in documents])
+        hasher = DocumentHasher(split, 0)
+        buckets = Buckets(tmp_path, bits, split)
+        begin = 0
+        while begin < len(ids):
+            end = min(begin + chance.randrange(1, 40), len(ids))
+            inside = ends[(ends > begin) & (ends <= end)] - begin
+            buckets.add(hasher.add(ids[begin:end], inside))
+            begin = end
+        buckets.close()
+    keys = [Counter(tuple(document) for document in documents) for documents in splits]
+    for split, found in enumerate(find_duplicates(tmp_path, bits, 2)):
+        mine, other = keys[split], keys[1 - split]
+        assert found.copies == sum(count - 1 for count in mine.values())
+        assert found.copied_tokens == sum((n - 1) * len(text) for text, n in mine.items())
+        assert found.copied_documents == sum(count > 1 for count in mine.values())
+        assert found.elsewhere == sum(count for text, count in mine.items() if text in other)
+        for copied in found.most_copied:
+            text = tuple(splits[split][copied.first])
+            assert (mine[text], len(text)) == (copied.count, copied.tokens)
+            assert splits[split].index(list(text)) == copied.first
+        assert [copied.count for copied in found.most_copied] == sorted(mine.values())[:-11:-1]
+
+
+def test_damage_is_an_error_with_a_name(data: Path) -> None:
+    path = data / "train/part-00000-1.bin"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ShardError, match="part-00000-1.bin: damaged"):
+        stats.stats(data)
+    with pytest.raises(ShardError, match="part-00000-1.bin: damaged"):
+        stats.stats(data, workers=2)
+
+
+def test_empty_splits_have_figures_too(tmp_path: Path) -> None:
+    plant_data(tmp_path / "data", [[]])
+    content = stats.stats(tmp_path / "data", tmp_path / "page.html")
+    assert content["splits"][0]["documents"] == 0
+    assert content["splits"][0]["lengths"]["bins"] == []
+
+
+def test_bad_arguments(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for html in (tmp_path / "none" / "page.html", tmp_path):
+        with pytest.raises(UserError, match="expected the path of a file"):
+            stats.stats(data, html)
+    with monkeypatch.context() as patch:
+        patch.setattr(stats, "free_bytes", lambda folder: 100)
+        with pytest.raises(UserError, match="name another folder with TMPDIR"):
+            stats.stats(data)
+    with pytest.raises(UserError, match="--workers is 0"):
+        stats.stats(data, workers=0)
+
+
+def test_nothing_in_the_data_acts_on_the_terminal(data: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=200)
+    print_tables(stats.data_content(data, stats.load_plan(data), 1), console)
+    printed = out.getvalue()
+    assert "[red]" in printed and "␛]0;gone␇" in printed
+    assert "\x1b]" not in printed and "\x07" not in printed
+
+
+def test_token_text() -> None:
+    known = tokenizer()
+    (piece,) = [i for i in range(known.vocab_size) if known.decode([5, i]).endswith(" the")]
+    assert stats.token_text(known, piece) == '" the"'
+    assert stats.token_text(known, known.eos_id) == "EOS"
+    assert stats.token_text(known, known.bos_id) == "BOS"
+    newline = known.encode("\n")[-1]
+    assert stats.token_text(known, int(newline)) == '"␊"'
+
+
+def test_the_page_asks_for_nothing_and_escapes(data: Path, tmp_path: Path) -> None:
+    content = stats.stats(data, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page == html_page(content)
+    assert "<img src=x" not in page and "\x1b" not in page
+    assert page.count("<script") == 4
+    policy = page.split('Content-Security-Policy" content="')[1].split('"')[0]
+    assert "default-src 'none'" in policy and "unsafe-inline" not in policy.split("style-src")[0]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.mark.parametrize("size", [(1280, 900), (390, 844)])
+def test_the_page_draws_its_plots(
+    browser: Browser, data: Path, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    page = tmp_path / "page.html"
+    stats.stats(data, page)
+    browser.open(page, *size)
+    assert browser.console() == []
+    assert browser.requests() == [page.resolve().as_uri()]
+
+    def count(selector: str) -> Any:
+        return browser.run("return document.querySelectorAll(arguments[0]).length", selector)
+
+    bins = [len(split["lengths"]["bins"]) for split in stats.stats(data)["splits"]]
+    assert count("#plot-documents .bars .point") == sum(bins)
+    assert count("#plot-tokens .bars .point") == sum(bins)
+    assert count("#plot-frequencies .scatterlayer .trace") == 2
+    assert count("#plot-groups .barlayer .trace") == 2
+    assert count("img") == 0
+    wide = "return document.documentElement.scrollWidth > document.documentElement.clientWidth"
+    assert browser.run(wide) is False
+
+
+def test_the_digest_does_not_depend_on_the_pieces() -> None:
+    ids = np.arange(100)
+    whole = DocumentHasher(0, 0).add(ids, np.array([100]))
+    hasher = DocumentHasher(0, 0)
+    none = hasher.add(ids[:40], np.array([], dtype=np.int64))
+    pieces = hasher.add(ids[40:], np.array([60]))
+    assert len(none) == 0 and pieces.tolist() == whole.tolist()
+    digest = hashlib.blake2b(ids.astype("<u4").tobytes(), digest_size=16).digest()
+    assert int.from_bytes(digest[:8], "little") == whole["h0"][0]

@@ -1,0 +1,400 @@
+"""verify: whole folders pass, a flipped byte in any file is found and named, and repaired."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.lock import locked
+from canon_pretrain.data import shard_writer
+from canon_pretrain.data.shards import BLOCK_BYTES, make_manifest
+from data_prep import repair
+from data_prep.__main__ import main
+from data_prep.build import build
+from data_prep.finish import finish
+from data_prep.part_check import LEVELS
+from data_prep.plan import Limits, Options
+from data_prep.show import show_document
+from data_prep.stats import stats
+from data_prep.units import SPLITS
+from data_prep.verify import verify
+from tests.data_folders import plant_data, sentence
+
+OPTIONS = Options(holdout=0.3, unit_bytes=1500, max_part_tokens=300)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(the inputs' folder, the data folder): five units, several parts in each."""
+    texts = tmp_path_factory.mktemp("texts")
+    for i in range(24):
+        rows = [{"text": f"{sentence(100 * i + k, 20 + k)} {i}"} for k in range(4)]
+        (texts / f"m{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path_factory.mktemp("built") / "data"
+    build(out, "local", "train:300", OPTIONS, workers=1, files=[texts])
+    return texts, out
+
+
+@pytest.fixture
+def data(built: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy of the data folder, to be damaged."""
+    return Path(shutil.copytree(built[1], tmp_path / "data"))
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    content = bytearray(path.read_bytes() or b"\x00")
+    content[len(content) // 2 if at is None else at] ^= 1
+    path.write_bytes(content)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix != ".lock"
+    }
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes, indent=2) + "\n")
+
+
+def damaged_by(folder: Path, level: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What verify says of a damaged folder."""
+    capsys.readouterr()
+    with pytest.raises(UserError) as caught:
+        verify(folder, level)
+    return capsys.readouterr().out + str(caught.value)
+
+
+def test_a_flipped_byte_in_any_file_is_found(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for level in LEVELS:
+        verify(data, level, workers=2)
+    files = [path for path in data.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    kinds = {path.suffix for path in files}
+    assert kinds == {".json", ".model", ".bin", ".docs", ".crc"} and len(files) > 60
+    for path in files:
+        good = path.read_bytes()
+        flip(path)
+        # these files are small: a sample is all of them
+        for level in ("sample", "full") if good else ("size",):
+            assert path.name in damaged_by(data, level, capsys)
+        path.write_bytes(good)
+    verify(data)
+
+
+def test_level_size_reads_no_content(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(data / "train/part-00001-0.bin")
+    flip(data / "train/part-00001-0.docs")
+    verify(data, "size")
+    (data / "train/part-00001-0.crc").write_bytes(b"")
+    flip(data / "validation/part-00000-0.json")
+    said = damaged_by(data, "size", capsys)
+    assert "part-00001-0.crc: 0 bytes, expected" in said
+    assert "part-00000-0.json: is not the mark in the manifest" in said
+
+
+def test_missing_files_are_all_reported(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (data / "train/part-00000-0.bin").unlink()
+    (data / "validation/manifest.json").unlink()
+    flip(data / "train/part-00002-0.docs")
+    flip(data / "validation/part-00003-0.bin")
+    (data / "train/part-00001-0.json").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", str(data)])
+    printed = capsys.readouterr()
+    for name in ("train/part-00000-0.bin: is missing", "validation/manifest.json", "00002-0.docs"):
+        assert name in printed.out
+    assert "validation/part-00003-0.bin" in printed.out and "train/part-00001-0" in printed.out
+    assert printed.err.startswith(f"error: {data}: 5 fault(s) found; --repair rebuilds 4 part(s)")
+
+
+def test_the_damaged_blocks_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plant_data(tmp_path / "data", [[sentence(1, 400_000)]])
+    path = tmp_path / "data/train/part-00000-0.bin"
+    assert path.stat().st_size > 12 * BLOCK_BYTES
+    flip(path, 3 * BLOCK_BYTES + 5)
+    flip(path, 11 * BLOCK_BYTES)
+    for level in ("sample", "full"):
+        said = damaged_by(tmp_path / "data", level, capsys)
+        assert f"64-KiB blocks 3, 11 (from byte {3 * BLOCK_BYTES}) not as the CRC32 says" in said
+
+
+def test_a_part_that_was_written_wrong_is_found(
+    data: Path,
+    built: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Hashes agree with what was written, and what was written is wrong."""
+    for path in data.glob("*/part-*"):
+        path.unlink()
+    real = shard_writer.UnitWriter.add
+
+    def without_eos(self, ids, **known):  # type: ignore[no-untyped-def]
+        real(self, np.where(ids == 2, 7, np.where(ids == 7, 2, ids)), **known)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_writer.UnitWriter, "add", without_eos)
+        patch.setattr(shard_writer, "block_crcs", lambda content: np.zeros(1, dtype="<u4"))
+        build(data, "local", "train:300", OPTIONS, workers=1, files=[built[0]])
+    said = damaged_by(data, "full", capsys)
+    assert "documents ending with EOS: 0, expected" in said
+    assert "64-KiB block 0 (from byte 0) not as the CRC32 says" in said
+
+
+def test_an_eos_inside_a_document_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = shard_writer.UnitWriter.add
+
+    def with_eos(self, ids, **known):  # type: ignore[no-untyped-def]
+        real(self, np.concatenate([ids[:4], [2], ids[4:]]), **known)
+
+    monkeypatch.setattr(shard_writer.UnitWriter, "add", with_eos)
+    plant_data(tmp_path / "data", [[sentence(1, 40), sentence(2, 40)]])
+    said = damaged_by(tmp_path / "data", "full", capsys)
+    assert "EOS ids inside documents: 2, expected 0" in said
+
+
+def test_documents_begin_with_bos(
+    built: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = Options(holdout=0.3, bos=True, unit_bytes=600)
+    build(tmp_path / "data", "local", "train:300", options, workers=1, files=[built[0]])
+    # documents that lie across the pieces that are read
+    monkeypatch.setattr("data_prep.part_check.PIECE_BYTES", 50)
+    monkeypatch.setattr("data_prep.part_check.block_crcs", lambda content: np.zeros(0, "<u4"))
+    capsys.readouterr()
+    with pytest.raises(UserError):
+        verify(tmp_path / "data")
+    said = capsys.readouterr().out
+    assert "EOS" not in said and "BOS" not in said
+    monkeypatch.setattr(
+        "data_prep.part_check.Ids.of", classmethod(lambda cls, plan: cls(300, 2, 9))
+    )
+    with pytest.raises(UserError):
+        verify(tmp_path / "data")
+    assert "documents beginning with BOS: 0, expected" in capsys.readouterr().out
+
+
+def test_a_manifest_that_fits_itself_and_not_the_plan(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = data / "train/manifest.json"
+    good = json.loads(path.read_bytes())
+    names = [part["name"] for part in good["parts"]]
+    marks = [(name, (data / f"train/{name}.json").read_bytes()) for name in names]
+    for header, listed, fault in (
+        (good, marks[:-1], "ends before unit"),
+        (good, marks[1:], "lists part-"),
+        (good, [*marks[:2], *marks[3:]], "lists part-"),
+        (good | {"vocab_size": 301}, marks, "vocab_size is 301, the plan's is 300"),
+        (good | {"eos_id": 1}, marks, "eos_id is 1, the plan's is 2"),
+        (good | {"plan_sha256": "0" * 64}, marks, "plan_sha256 is"),
+        (good | {"tokenizer_sha256": "0" * 64}, marks, "tokenizer_sha256 is"),
+        (good | {"limits": {"max_tokens": 9}}, marks, "more than the limit 9"),
+    ):
+        path.write_text(json.dumps(make_manifest(header, listed)))
+        said = damaged_by(data, "size", capsys)
+        assert "train/manifest.json: " in said and fault in said
+    path.write_text(json.dumps(good | {"num_tokens": good["num_tokens"] + 1}))
+    assert "does not fit the commit marks" in damaged_by(data, "size", capsys)
+    for damage in (b"", b"[]", b'{"parts": [{"name": "../x", "mark_sha256": ""}]}', b"\xff"):
+        path.write_bytes(damage)
+        assert "train/manifest.json: cannot be read" in damaged_by(data, "full", capsys)
+
+
+def test_limits(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = json.loads((data / "train/manifest.json").read_bytes())
+    limit = whole["num_documents"] - whole["parts"][-1]["documents"] - 2
+    (data / "train/manifest.json").unlink()
+    (data / "validation/manifest.json").unlink()
+    finish(data, Limits(max_documents=limit))
+    manifest = json.loads((data / "train/manifest.json").read_bytes())
+    assert manifest["cut"] and manifest["num_documents"] == limit
+    for level in LEVELS:
+        verify(data, level)
+    train = stats(data)["splits"][0]
+    assert sum(entry["documents"] for entry in train["lengths"]["bins"]) == limit
+    assert sum(entry["tokens"] for entry in train["lengths"]["bins"]) == manifest["num_tokens"]
+    assert train["groups_count_more"]
+    show_document(data, limit - 1)
+    with pytest.raises(UserError, match=f"has the documents 0 to {limit - 1}"):
+        show_document(data, limit)
+    marks = [
+        (part["name"], (data / f"train/{part['name']}.json").read_bytes())
+        for part in manifest["parts"]
+    ]
+    cut = manifest["cut"] | {"tokens": manifest["cut"]["tokens"] - 1}
+    (data / "train/manifest.json").write_text(
+        json.dumps(make_manifest(manifest | {"cut": cut}, marks))
+    )
+    assert "no document ends there" in damaged_by(data, "size", capsys)
+    fewer = make_manifest(manifest | {"cut": None}, marks[:1])
+    (data / "train/manifest.json").write_text(json.dumps(fewer))
+    assert "the splits do not end together" in damaged_by(data, "size", capsys)
+
+
+def test_a_mark_of_other_inputs_is_found(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Marks and manifest agree with each other; the plan says something else."""
+    for change, fault in (
+        ({"inputs": {"m0.jsonl": "0" * 64}}, "was made from m0.jsonl with sha256 0000"),
+        ({"plan_sha256": "0" * 64}, "is the mark of another plan"),
+        ({"unit": 1}, "is the mark of part-00001-0"),
+    ):
+        folder = data.with_name("changed")
+        shutil.copytree(data, folder)
+        edit(folder / "train/part-00000-0.json", **change)
+        path = folder / "train/manifest.json"
+        manifest = json.loads(path.read_bytes())
+        names = [part["name"] for part in manifest["parts"]]
+        marks = [(name, (folder / f"train/{name}.json").read_bytes()) for name in names]
+        path.write_text(json.dumps(make_manifest(manifest, marks)))
+        said = damaged_by(folder, "size", capsys)
+        assert "train/part-00000-0.json: " in said and fault in said
+        shutil.rmtree(folder)
+
+
+def test_not_a_data_folder(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        verify(tmp_path / "none")
+    with pytest.raises(UserError, match=r"no plan\.json"):
+        verify(tmp_path)
+    with pytest.raises(UserError, match="--level 'most' is unknown"):
+        verify(data, "most")
+    with pytest.raises(UserError, match="--workers is 0"):
+        verify(data, workers=0)
+
+
+def test_repair_gives_every_damaged_file_its_bytes_again(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = snapshot(data)
+    for split in SPLITS:
+        flip(data / f"{split}/part-00000-0.bin")
+        (data / f"{split}/part-00001-0.docs").unlink()
+        (data / f"{split}/part-00002-0.crc").write_bytes(b"")
+        flip(data / f"{split}/part-00003-0.json")
+    kept = (data / "train/part-00004-0.bin").stat().st_ino
+    verify(data, repair=True)
+    assert snapshot(data) == good
+    assert "ok again, 8 part(s) rebuilt" in capsys.readouterr().out
+    # what is whole was not touched
+    assert (data / "train/part-00004-0.bin").stat().st_ino == kept
+    assert not (data / repair.SCRATCH).exists() and not (data / "locks").exists()
+    verify(data, repair=True)
+
+
+def test_repair_of_a_damaged_manifest_is_finish(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = snapshot(data)
+    flip(data / "train/part-00000-0.bin")
+    (data / "train/manifest.json").unlink()
+    with pytest.raises(UserError, match=r"1 fault\(s\) left"):
+        verify(data, repair=True)
+    assert "still damaged: " in capsys.readouterr().out
+    finish(data, Limits())
+    assert snapshot(data) == good
+
+
+def test_repair_refuses_changed_inputs(
+    data: Path, built: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = Path(shutil.copytree(built[0], tmp_path / "texts"))
+    flip(data / "train/part-00000-0.bin")
+    flip(data / "train/part-00002-0.bin")
+    before = snapshot(data)
+    source = texts / "m0.jsonl"
+    source.write_text(source.read_text().replace("the", "The"))
+    with pytest.raises(UserError, match=r"1 fault\(s\) left"):
+        verify(data, repair=True, root=texts)
+    said = capsys.readouterr().out
+    assert "unit 0 cannot be repaired" in said and "m0.jsonl" in said
+    after = snapshot(data)
+    assert {name for name in after if after[name] != before[name]} == {"train/part-00002-0.bin"}
+    verify(data, repair=True)
+
+
+def test_repair_puts_nothing_in_place_that_is_not_the_marks(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with another version of a library: the inputs are right, the ids are not."""
+    flip(data / "train/part-00000-0.bin")
+    before = snapshot(data)
+    real = shard_writer.UnitWriter.add
+
+    def other(self, ids, **known):  # type: ignore[no-untyped-def]
+        real(self, np.append(ids[1:], ids[-1]), **known)
+
+    monkeypatch.setattr(shard_writer.UnitWriter, "add", other)
+    with pytest.raises(UserError, match=r"1 fault\(s\) left"):
+        verify(data, repair=True)
+    assert "the inputs make other bytes now" in capsys.readouterr().out
+    assert snapshot(data) == before
+
+
+def test_repair_needs_room_and_no_other_repair(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(data / "train/part-00000-0.bin")
+    with (
+        locked(data / repair.LOCK, "x"),
+        pytest.raises(UserError, match="the repair of .* another process"),
+    ):
+        verify(data, repair=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(repair, "free_bytes", lambda path: 10)
+        with pytest.raises(UserError, match="left after the repair"):
+            verify(data, repair=True)
+    assert "make room" in capsys.readouterr().out
+    (data / repair.SCRATCH).mkdir()
+    (data / repair.SCRATCH / "left by a kill").touch()
+    verify(data, repair=True)
+
+
+def test_repair_without_its_tokenizer_or_room_replaces_nothing(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(data / "train/part-00000-0.bin")
+    model = (data / "tokenizer.model").read_bytes()
+    flip(data / "tokenizer.model", 0)
+    before = snapshot(data)
+    with pytest.raises(UserError, match=r"2 fault\(s\) left"):
+        verify(data, repair=True)
+    assert snapshot(data) == before
+    (data / "tokenizer.model").write_bytes(model)
+
+    def full(self: object, *args: object, **known: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_writer.UnitWriter, "add", full)
+        with pytest.raises(UserError, match=r"1 fault\(s\) left"):
+            verify(data, repair=True)
+    assert "the disk is full" in capsys.readouterr().out
+    verify(data, repair=True)
+
+
+def test_the_command(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["verify", str(data), "--level", "sample"])
+    assert "sampling with --seed " in capsys.readouterr().out
+    flip(data / "train/part-00001-0.bin")
+    root = json.loads((data / "plan.json").read_bytes())["root"]
+    command = ["verify", str(data), "--repair", "--workers", "2", "--root"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, str(data)])
+    assert "unit 1 cannot be repaired" in capsys.readouterr().out
+    main([*command, root])
+    assert "ok again, 1 part(s) rebuilt" in capsys.readouterr().out

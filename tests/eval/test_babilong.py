@@ -1,0 +1,386 @@
+"""Babilong: what is asked, what counts as right, and who can answer it."""
+
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from canon_pretrain.core.errors import UserError
+from eval.harness import harness
+from eval.staging.catalogue import BABILONG_LENGTHS, BABILONG_TASKS
+from eval.staging.staged import write_staged
+from eval.suites import HARNESS_TASKS
+from eval.tasks.babilong.prompts import OWN_PROMPTS, read_prompts
+from eval.tasks.babilong.score import LABELS, is_right
+from eval.tasks.babilong.task import load
+from tests import data_folders
+from tests.eval_fixtures import rows_of, stage_fixtures
+from tests.support import ROOT
+
+TASKS = ROOT / "eval" / "tasks"
+PLACES = ["bathroom", "bedroom", "garden", "hallway", "kitchen", "office"]
+GIVING = ["Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk"]
+NAMES = [f"babilong_qa{qa}_{length}" for qa in range(1, 6) for length in ("0k", "1k", "2k", "4k")]
+
+
+# ---- the score
+
+
+def judged_again(places: bool, question: str, target: str, answer: str) -> bool:
+    """The rule once more, from spec/eval.md section 3, letter by letter."""
+    kept = ""
+    for letter in answer.lower():
+        if letter == ".":
+            break
+        kept += letter
+        for mark in ("<context>", "<example>"):
+            if kept.endswith(mark):
+                kept = kept[: -len(mark)]
+                return counted_again(places, question, target, kept)
+    return counted_again(places, question, target, kept)
+
+
+def counted_again(places: bool, question: str, target: str, kept: str) -> bool:
+    remaining = []
+    for label in PLACES if places else GIVING:
+        found = any(kept[at:].startswith(label.lower()) for at in range(len(kept)))
+        asked = re.search(re.escape(label), question, re.IGNORECASE) is not None
+        if found and not asked:
+            remaining.append(label.lower())
+    return len(remaining) == 1 and remaining[0] == target.lower()
+
+
+def texts(labels: list[str]) -> st.SearchStrategy[str]:
+    """Answers and questions: labels in any case, pieces of them, marks, and what is between."""
+    words = [*labels, *(label[:3] for label in labels), "room", "billion", "went to the", "where"]
+    marks = [".", "<context>", "<Context>", "<example>", "<EXAMPLE>", "<conte", " ", "\n", "?", "É"]
+    piece = st.sampled_from([*words, *marks])
+    cased = st.builds(lambda p, how: how(p), piece, st.sampled_from([str, str.upper, str.title]))
+    return st.lists(cased, max_size=9).map(lambda pieces: " ".join(pieces))
+
+
+@settings(derandomize=True, deadline=None, max_examples=600)
+@given(st.data())
+def test_the_score_equals_an_independent_one(data: st.DataObject) -> None:
+    task = data.draw(st.sampled_from(BABILONG_TASKS))
+    labels = GIVING if task == "qa5" else PLACES
+    target = data.draw(st.sampled_from(labels))
+    question, answer = data.draw(texts(labels)), data.draw(texts(labels))
+    # so that right answers are not rare
+    answer = data.draw(st.sampled_from([answer, target, f"{target} {answer}", f"{answer}{target}"]))
+    found = is_right(task, question, target, answer)
+    assert found == judged_again(task != "qa5", question, target, answer)
+
+
+@pytest.mark.parametrize(
+    ("task", "question", "answer", "right"),
+    [
+        ("qa1", "Where is Mary?", " kitchen", True),
+        ("qa1", "Where is Mary?", "The most recent place of Mary is the KITCHEN.", True),
+        ("qa1", "Where is Mary?", "kitchen. Not the garden", True),
+        ("qa1", "Where is Mary?", "kitchen <context> garden", True),
+        ("qa1", "Where is Mary?", "kitchen\n<EXAMPLE>\ngarden", True),
+        ("qa1", "Where is Mary?", "kitchen, or else the garden", False),
+        ("qa1", "Where is Mary?", "Well. kitchen", False),
+        ("qa1", "Where is Mary?", "garden", False),
+        ("qa1", "Where is Mary?", "", False),
+        ("qa1", "Where is Mary?", " ".join(PLACES), False),
+        ("qa3", "Where was the milk before the garden?", "Before the garden the kitchen", True),
+        ("qa3", "Where was the milk before the garden?", "the garden", False),
+        ("qa3", "Where was the milk before the kitchen?", "the kitchen", False),
+    ],
+)
+def test_what_is_right(task: str, question: str, answer: str, right: bool) -> None:
+    assert is_right(task, question, "kitchen", answer) is right
+
+
+# ---- the prompts
+
+
+def test_our_prompts_have_the_layout_and_give_nothing_away() -> None:
+    """Issue 17, item 3: a question's last space is kept, and qa4 has two examples."""
+    parts = tomllib.loads(OWN_PROMPTS.read_text())
+    assert tuple(parts) == BABILONG_TASKS
+    for task, part in parts.items():
+        assert len(part["examples"]) == (3 if task == "qa5" else 2)
+        prompt = read_prompts(task).of("CONTEXT", "QUESTION ")
+        expected = f"{part['instruction']} {part['answer_format']}\n\n"
+        for example in part["examples"]:
+            expected += f"<context>\n{example['context']}\n</context>\n\n"
+            expected += f"Question: {example['question']}\nAnswer: {example['answer']}.\n\n"
+        assert prompt == (
+            f"{expected}<context>\nCONTEXT\n</context>\n\nQuestion: QUESTION \nAnswer:"
+        )
+        told = prompt.lower()
+        assert not [label for label in LABELS[task] if label.lower() in told]
+        # about the 165 to 300 tokens of GPT-2 that spec/eval.md gives, of which words are most
+        assert 100 <= len(prompt.split()) <= 260
+
+
+OWN = """
+[qa1]
+instruction = " Say it. "
+[[qa1.examples]]
+context = "C1"
+question = "Q1"
+answer = "A1"
+[[qa1.examples]]
+context = "C2"
+question = "Q2"
+answer = "A2"
+"""
+
+
+def test_prompts_can_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN)
+    prompts = read_prompts("qa1", path)
+    assert prompts.of("C", "Q") == (
+        "Say it.\n\n"
+        "<context>\nC1\n</context>\n\nQuestion: Q1\nAnswer: A1.\n\n"
+        "<context>\nC2\n</context>\n\nQuestion: Q2\nAnswer: A2.\n\n"
+        "<context>\nC\n</context>\n\nQuestion: Q\nAnswer:"
+    )
+    path.write_text(OWN.replace("C2", "C3"))
+    assert read_prompts("qa1", path).sha256 != prompts.sha256
+    path.write_text(OWN.replace('" Say it. "', '"Say it."\nanswer_format = "So."'))
+    assert read_prompts("qa1", path).before.startswith("Say it. So.\n\n<context>\nC1\n")
+
+
+def test_the_wording_of_lm_eval() -> None:
+    """Issue 17, item 3: `babilong_prompts=lm_eval` takes the installed package's wording."""
+    for task in BABILONG_TASKS:
+        known = load_yaml(HARNESS_TASKS / "babilong" / f"babilong_{task}.yaml", resolve_func=False)
+        expected = known["description"].strip() + "\n\n"
+        for one in known["fewshot_config"]["samples"]:
+            expected += f"<context>\n{one['input']}\n</context>\n\n"
+            expected += f"Question: {one['question']}\nAnswer: {one['target'].rstrip('.')}.\n\n"
+        found = read_prompts(task, "lm_eval")
+        assert found.of("C", "Q ") == (
+            f"{expected}<context>\nC\n</context>\n\nQuestion: Q \nAnswer:"
+        )
+        assert found.sha256 != read_prompts(task).sha256
+
+
+RELEASE = """
+import os  # code beside the data is not run
+os._exit(1)
+DEFAULT_PROMPTS_ZEYUAN = {
+    'qa1': {'instruction': 'Do ' 'it. Say so.', 'examples': 'E1\\n\\nE2 {x}', 'post_prompt': ''},
+    'qa2': {'instruction': 'Do it.', 'examples': 'E', 'post_prompt': 'Say so.'},
+}
+"""
+RELEASED_LAYOUT = (
+    "DEFAULT_TEMPLATE_ZEYUAN = '{instruction}|{examples}|{post_prompt}|{context}|{question}|A:'"
+)
+
+
+def test_the_wording_of_the_papers_release(tmp_path: Path) -> None:
+    """Issue 17, item 3: a clone's prompts.py is read as data, its layout too if it has one."""
+    path = tmp_path / "prompts.py"
+    path.write_text(RELEASE)
+    end = "\n\n<context>\nC\n</context>\n\nQuestion: Q \nAnswer:"
+    assert read_prompts("qa1", path).of("C", "Q ") == f"Do it. Say so.\n\nE1\n\nE2 {{x}}{end}"
+    assert read_prompts("qa2", str(path)).of("C", "Q ") == f"Do it. Say so.\n\nE{end}"
+    path.write_text(RELEASE + RELEASED_LAYOUT)
+    assert read_prompts("qa2", path).of("C {x}", "Q ") == "Do it.|E|Say so.|C {x}|Q |A:"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "def",
+        "x = 1",
+        "DEFAULT_PROMPTS_ZEYUAN = {'qa2': {}}",
+        "DEFAULT_PROMPTS_ZEYUAN = dict(qa1={})",
+        "DEFAULT_PROMPTS_ZEYUAN = {'qa1': {'instruction': open('/etc/passwd').read()}}",
+        "DEFAULT_PROMPTS_ZEYUAN = {'qa1': {'instruction': 'a', 'examples': ['b']}}",
+        "DEFAULT_PROMPTS_ZEYUAN = {'qa1': {'instruction': ' ', 'examples': 'b'}}",
+        "DEFAULT_PROMPTS_ZEYUAN = " + "[" * 5000,
+        RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{question} {context}'",
+        RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{context} {question} {context.__class__}'",
+        RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{context} {question'",
+        RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = 1",
+        b"\xff",
+        b"x = '\x00'",
+    ],
+)
+def test_a_release_that_is_not_literal_data_is_refused(
+    tmp_path: Path, content: str | bytes
+) -> None:
+    path = tmp_path / "prompts.py"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match="babilong_prompts .*prompts.py"):
+        read_prompts("qa1", path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[qa1", "is not TOML: .* Start from a copy of .*prompts.toml"),
+        (b"\xff", "is not UTF-8"),
+        ("[qa2]", r"has no section \[qa1\], which the task asks for"),
+        (OWN.replace("[qa1]", "[qa11]"), "unknown key 'qa11', did you mean 'qa1'"),
+        (OWN.replace("instruction", "instructions"), "unknown key 'instructions', did you mean"),
+        (OWN.replace('" Say it. "', "3"), r"\[qa1\]: instruction is 3, expected a text"),
+        (OWN.replace('" Say it. "', '" "'), r"\[qa1\]: instruction is ' ', expected a text"),
+        ('[qa1]\ninstruction = "a"', r"\[qa1\]: expected at least one \[\[qa1.examples\]\]"),
+        ('[qa1]\ninstruction = "a"\nexamples = ["a"]', "an example is 'a', expected a table"),
+        (OWN.replace('question = "Q2"', ""), "question is None, expected a text"),
+        (OWN.replace('answer = "A2"', 'answers = "A2"'), "unknown key 'answers', did you mean"),
+        (OWN.replace('"A2"', '"A2."'), r"answer 'A2\.' ends with '\.': leave it out"),
+    ],
+)
+def test_a_prompts_file_is_checked(tmp_path: Path, content: str | bytes, message: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=f"babilong_prompts .*mine.toml.*{message}"):
+        read_prompts("qa1", path)
+    with pytest.raises(UserError, match="babilong_prompts .*none.toml: cannot be read: No such"):
+        read_prompts("qa1", tmp_path / "none.toml")
+
+
+# ---- the tasks
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("staged")
+    return stage_fixtures(folder, NAMES)
+
+
+def load_tasks(**metadata: object) -> dict[str, Task]:
+    """The group as the harness finds it beside its own of the same name."""
+    with harness():
+        folders = [str(HARNESS_TASKS / "babilong"), str(TASKS)]
+        manager = TaskManager(include_path=folders, include_defaults=False, metadata=dict(metadata))
+        assert "babilong_qa20" in manager.all_subtasks  # the harness's own are there
+        return dict(manager.load(["babilong"])["tasks"])
+
+
+def test_the_suite_is_complete(staged: Path) -> None:
+    assert [f"babilong_{qa}_{at}" for qa in BABILONG_TASKS for at in BABILONG_LENGTHS] == NAMES
+    tasks = load_tasks(staged=str(staged))
+    assert list(tasks) == NAMES
+    for name, task in tasks.items():
+        qa = name.split("_")[1]
+        assert task.VERSION == 2.0 and task.config.metadata["primary"] == "acc"
+        chance = 1 / len(LABELS[qa])
+        assert task.config.metadata["chance"] == pytest.approx(chance, abs=1e-4)
+        rows = rows_of(name)
+        documents = list(task.eval_docs)
+        assert len(documents) == len(rows)
+        for row, document in zip(rows, documents, strict=True):
+            prompt = read_prompts(qa).of(row["input"], row["question"])
+            assert task.doc_to_text(document) == document["prompt"] == prompt
+            assert prompt.endswith(f"\n\nQuestion: {row['question']}\nAnswer:")
+            assert task.doc_to_target(document) == row["target"]
+
+
+class Answers(LM):
+    """Writes what `answer` makes of the row that a prompt asks about."""
+
+    def __init__(self, answer: Callable[[dict[str, str]], str]) -> None:
+        super().__init__()
+        self.answer = answer
+        self.rows = {
+            read_prompts(name.split("_")[1]).of(row["input"], row["question"]): row
+            for name in NAMES
+            for row in rows_of(name)
+        }
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        raise NotImplementedError
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        raise NotImplementedError
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        options = {"until": ["."], "max_gen_toks": 20, "do_sample": False}
+        assert all(request.args[1] == options for request in requests)
+        return [self.answer(self.rows[request.args[0]]) for request in requests]
+
+
+def scores(tasks: dict[str, Task], answer: Callable[[dict[str, str]], str]) -> dict[str, float]:
+    with harness():
+        found = evaluate(Answers(answer), {"tasks": dict(tasks)}, bootstrap_iters=0)
+    assert found is not None
+    return {name: found["results"][name]["acc,none"] for name in tasks}
+
+
+def another(row: dict[str, str]) -> str:
+    labels = PLACES if row["target"] in PLACES else GIVING
+    return next(x for x in labels if x != row["target"] and x not in row["question"])
+
+
+def test_oracles(staged: Path) -> None:
+    """The suite, complete, answered by those who know and those who pretend."""
+    tasks = load_tasks(staged=str(staged))
+    assert len(tasks) == 20
+    for right in (
+        lambda row: row["target"],
+        lambda row: f" The answer is: {row['target'].upper()}",
+        lambda row: f"{row['target']}. Or {another(row)}",
+        lambda row: f"{row['target']} <context>\n{another(row)}",
+        lambda row: f"{row['question']} {row['target']}",  # the question's own places are dropped
+    ):
+        assert set(scores(tasks, right).values()) == {1.0}
+    for wrong in (
+        another,
+        lambda row: " ".join(PLACES + GIVING),
+        lambda row: f"{row['target']} or {another(row)}",
+        lambda row: f"Now. {row['target']}",
+        lambda row: row["question"],
+        lambda row: "",
+    ):
+        assert set(scores(tasks, wrong).values()) == {0.0}
+
+
+def test_other_prompts_are_another_question(staged: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN)
+    (ours,) = load(qa="qa1", context="0k", staged=str(staged)).values()
+    (mine,) = load(qa="qa1", context="0k", staged=str(staged), babilong_prompts=str(path)).values()
+    assert mine[0]["prompts"] == read_prompts("qa1", path).sha256 != ours[0]["prompts"]
+    assert mine[0]["prompt"].startswith("Say it.\n\n<context>\nC1\n")
+    with pytest.raises(UserError, match=r"has no section \[qa2\]"):
+        load(qa="qa2", context="0k", staged=str(staged), babilong_prompts=str(path))
+
+
+def test_what_would_be_cut_is_refused(staged: Path, tmp_path: Path) -> None:
+    tokenizer = data_folders.tokenizer()
+    (tmp_path / tokenizer.file_name).write_bytes(tokenizer.model)
+    asked = {"qa": "qa2", "context": "1k", "staged": str(staged)}
+    documents = load(**asked)["test"]
+    longest = max(len(tokenizer.encode(prompt)) for prompt in documents["prompt"])
+    known = {**asked, "tokenizer": str(tmp_path)}
+    assert len(load(**known, max_length=longest + 20)["test"]) == len(documents)
+    with pytest.raises(
+        UserError,
+        match=rf"babilong_qa2_1k: prompts of up to {longest} tokens and an answer of 20 do not fit "
+        rf"max_length {longest + 19}, .* at least {longest + 20} \(python -m eval run: --max_le",
+    ):
+        load(**known, max_length=longest + 19)
+    with pytest.raises(UserError, match="needs the evaluated model's tokenizer"):
+        load(**asked, max_length=longest)
+    # what is surely short needs no tokenizer
+    assert len(load(**asked, max_length=10**6)["test"]) == len(documents)
+
+
+def test_rows_of_something_else_are_refused(tmp_path: Path) -> None:
+    row = {"input": "Mary went to the cellar.", "question": "Where is Mary? ", "target": "cellar"}
+    write_staged(tmp_path, "babilong_qa1_0k", {"qa1": [row]}, revision="f" * 40)
+    with pytest.raises(UserError, match="babilong_qa1_0k, row 0: the target 'cellar' is none of"):
+        load(qa="qa1", context="0k", staged=str(tmp_path))
+    with pytest.raises(UserError, match="python -m eval stage"):
+        load(qa="qa1", context="1k", staged=str(tmp_path))

@@ -1,0 +1,83 @@
+"""Loading for evaluation: checkpoints and exports, dtypes, and faster products."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.model.cache import Cache
+from canon_pretrain.model.positions import rope_tables
+from eval.model import fast_linear
+from eval.model.fast_linear import FastLinear, is_faster, use_fast_linear
+from eval.model.lm import CanonLM
+from eval.model.load import dtype_for, load_model
+from eval.model.score_plan import Pair
+from tests.hf_exports import export_model, plant_run
+from tests.variants import VARIANTS, build, every_variant, random_tokens
+
+CPU = torch.device("cpu")
+
+
+def test_auto_is_bfloat16_on_a_gpu_and_float32_on_a_cpu() -> None:
+    assert dtype_for("auto", torch.device("cuda", 3)) == torch.bfloat16
+    assert dtype_for("auto", CPU) == torch.float32
+    assert dtype_for("bfloat16", CPU) == torch.bfloat16
+    with pytest.raises(UserError, match="--dtype half: expected auto, float32 or bfloat16"):
+        dtype_for("half", CPU)
+
+
+@pytest.mark.parametrize("name", ["nope ABCD", "rope standard gqa", "rope BD k2 no_res gqa tied"])
+def test_checkpoint_and_export_are_one_model(name: str, tmp_path: Path) -> None:
+    model = build(VARIANTS[name]).eval()
+    out = export_model(tmp_path, model)
+    tokens = random_tokens(model.args, 2, 50)
+    with torch.inference_mode():
+        expected = model(tokens)
+        for path in (tmp_path / "run" / "checkpoint" / "step-3", out):
+            loaded = load_model(path, CPU, max_length=500)
+            assert loaded.args == replace(model.args, max_seq_len=500)
+            torch.testing.assert_close(loaded(tokens), expected, rtol=1e-4, atol=1e-5)
+            assert not loaded.training
+
+
+def test_bfloat16_rounds_weights_and_keeps_the_rotary_tables(tmp_path: Path) -> None:
+    model = build(VARIANTS["rope ABCD k2 standard gqa"]).eval()
+    checkpoint = plant_run(tmp_path / "run", model)
+    loaded = load_model(checkpoint, CPU, max_length=700, dtype=torch.bfloat16)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert loaded.rope is not None
+    cos, sin = rope_tables(700, model.args.rope_dim, model.args.rope_theta)
+    assert torch.equal(loaded.rope.cos_TR, cos) and torch.equal(loaded.rope.sin_TR, sin)
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, dict(model.named_parameters())[name].to(torch.bfloat16))
+    # scores are those of the rounded weights, softmax in float32: near those of float32
+    pairs = [Pair(random_tokens(model.args, 1, 30, seed)[0].tolist(), 9) for seed in range(6)]
+    half, full = (CanonLM(m, None, max_length=60) for m in (loaded, model))
+    found, expected = (lm.score_pairs(pairs, [1] * 6) for lm in (half, full))
+    assert [s for s, _ in found] == pytest.approx([s for s, _ in expected], abs=0.5)
+    assert found != expected
+
+
+@every_variant
+def test_faster_products_give_the_same_numbers(args) -> None:  # type: ignore[no-untyped-def]
+    model, tokens = build(args).eval(), random_tokens(args, 3, 20)
+    with torch.inference_mode():
+        whole = model(tokens)
+        use_fast_linear(model)
+        torch.testing.assert_close(model(tokens), whole, rtol=1e-4, atol=1e-4)
+        cache = Cache(args.num_layers)
+        parts = [model(tokens[:, part], cache=cache) for part in (slice(0, 19), slice(19, 20))]
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
+    count = sum(isinstance(module, FastLinear) for module in model.modules())
+    assert count == args.num_layers * (7 if args.ffn == "gated" else 6) + 1
+
+
+def test_faster_products_are_for_float32_on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(VARIANTS["rope"])
+    for vendor, expected in (("AuthenticAMD", True), ("GenuineIntel", False), ("", False)):
+        monkeypatch.setattr(fast_linear, "_vendor", lambda vendor=vendor: vendor)
+        assert is_faster(model) is (expected and torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(fast_linear, "_vendor", lambda: "AuthenticAMD")
+    assert not is_faster(model.to(torch.bfloat16))

@@ -1,0 +1,229 @@
+"""The probes on disk: made once, alike and whole; read by tasks, which say what is missing."""
+
+import hashlib
+import json
+import re
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from canon_pretrain.core.errors import UserError
+from eval.staging.staged import write_staged
+from eval.tasks.birth_year.frozen import Corpus, find_corpus, open_probes
+from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, make_probe, split_sentences
+from eval.tasks.birth_year.task import load
+from tests import data_folders
+from tests.probe_folders import CORPUS, JUNK, NAMES, SENTENCES, few, freeze_all, load_tasks
+
+
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return freeze_all(tmp_path_factory.mktemp("probes"))
+
+
+def test_sets_are_made_once_and_alike(tmp_path: Path) -> None:
+    made: list[str] = []
+    sets, missing = few(tmp_path / "a").sets(700, made.append)
+    names = [f"{kind.name}-{length}" for length in (0, 256, 512) for kind in KINDS]
+    assert [s.name for s in sets] == made == names
+    assert missing == ["L = 1024, L = 2048, L = 4096 (max_length 700)"]
+    assert sets[3].read()[2] == make_probe(KINDS[0], 256, 2, JUNK, True)
+    assert len(sets[3].read()) == 7
+
+    again, _ = few(tmp_path / "a").sets(700, made.append)
+    assert again == sets and made == names
+    other, _ = few(tmp_path / "b").sets(700, made.append)
+    assert [s.sha256 for s in other] == [s.sha256 for s in sets]
+    for one in sets:
+        assert one.sha256 == hashlib.sha256(one.path.read_bytes()).hexdigest()
+        longest = max(len(p["prompt"].split()) for p in one.read())
+        assert one.max_tokens == longest
+
+
+def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
+    made: list[str] = []
+    short = Corpus("wikitext short", " ".join(SENTENCES[:20]))
+    sets, missing = few(tmp_path, corpus=lambda: short).sets(300, made.append)
+    assert [s.name for s in sets] == ["1-hop-0", "1-hop-random-0", "2-hop-0"]
+    names = "1-hop-256, 1-hop-random-256, 2-hop-256"
+    assert re.fullmatch(rf"{names} \(the text to hide in has only \d+ tokens\)", missing[0])
+    sets, missing = few(tmp_path).sets(100, made.append)
+    assert [s.name for s in sets] == ["1-hop-0", "1-hop-random-0"]
+    assert re.fullmatch(r"2-hop-0 \(prompts of up to \d+ tokens\)", missing[0])
+
+
+def test_a_changed_set_is_refused(tmp_path: Path) -> None:
+    (first, *_), _ = few(tmp_path).sets(200, lambda name: None)
+    content = first.path.read_bytes()
+    first.path.write_bytes(content.replace(b"was born", b"is born", 1))
+    with pytest.raises(UserError, match=r"1-hop-0-\w+.jsonl was changed after .* delete "):
+        first.read()
+    first.path.unlink()
+    with pytest.raises(UserError, match="1-hop-0-.* was changed after"):
+        first.read()
+    first.path.write_bytes(content)
+    first.read()
+
+
+def test_sets_of_several_texts_and_tokenizers_share_a_folder(tmp_path: Path) -> None:
+    """Issue 17, item 2: another text is another question; L = 0 does not depend on it."""
+    made: list[str] = []
+    first, _ = few(tmp_path).sets(700, made.append)
+    other = Corpus("file 2", " ".join(SENTENCES[::-1]))
+    again, _ = few(tmp_path, corpus=lambda: other).sets(700, made.append)
+    assert [s.name for s in again] == [s.name for s in first]
+    assert again[:3] == first[:3] and made == [*(s.name for s in first), *NAMES[3:9]]
+    for ours, theirs in zip(first[3:], again[3:], strict=True):
+        assert ours.path != theirs.path and ours.read() != theirs.read()
+    foreign, _ = few(tmp_path, tokenizer_sha256="u").sets(700, made.append)
+    assert not {s.path for s in foreign} & {s.path for s in first}
+    assert few(tmp_path).sets(700, made.append)[0] == first and len(made) == 24
+    (tmp_path / "sets.json").write_text(json.dumps({"version": 1}))
+    with pytest.raises(UserError, match="sets.json is damaged: delete"):
+        few(tmp_path).sets(200, lambda name: None)
+
+
+def test_sets_of_an_earlier_version_are_not_read(tmp_path: Path) -> None:
+    first, _ = few(tmp_path / "new").sets(200, lambda name: None)
+    old = {"1-hop-0": {"sha256": "0" * 64, "max_tokens": 1}}
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/sets.json").write_text(json.dumps({"version": 1, "junk": "x", "sets": old}))
+    found, _ = few(tmp_path / "old").sets(200, lambda name: None)
+    assert [s.sha256 for s in found] == [s.sha256 for s in first]
+    assert json.loads((tmp_path / "old/sets.json").read_text())["sets"].items() > old.items()
+
+
+def test_the_text_is_wikipedias_prose(tmp_path: Path) -> None:
+    """Issue 17, item 2: the staged WikiText, without headings and as it is written."""
+    assert "stage --suite discriminative --only wikitext" in str(find_corpus(None, tmp_path))
+    pages = [
+        " = Lamps = \n \n A well @-@ known lamp , of 1 @,@ 000 m . \n = = Use = = \n It shone . \n",
+        " = Mirrors = \n \n The end of it ! \n",
+    ]
+    rows = [{"page": page} for page in pages]
+    write_staged(tmp_path, "wikitext", {"test": rows}, revision="f" * 40)
+    found = find_corpus(None, tmp_path)
+    assert isinstance(found, Corpus) and found.origin.startswith("wikitext ")
+    assert split_sentences(found.text) == ["A well-known lamp, of 1,000 m.", "The end of it!"]
+    (tmp_path / "wikitext/test.parquet").write_bytes(b"x")
+    with pytest.raises(UserError, match="was changed after it was staged"):
+        find_corpus(None, tmp_path)
+    junk = tmp_path / "junk.txt"
+    junk.write_text("A text.")
+    assert find_corpus(junk, tmp_path) == Corpus.of_file(junk)
+
+
+def test_sets_are_made_once_by_many_at_once(tmp_path: Path) -> None:
+    made: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: few(tmp_path).sets(700, made.append)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == sorted(NAMES[:9])
+    for one in few(tmp_path, corpus=lambda: "no text").sets(700, made.append)[0]:
+        one.read()
+
+
+def test_what_was_interrupted_is_made_anew(tmp_path: Path) -> None:
+    (first, *_), _ = few(tmp_path).sets(200, lambda name: None)
+    content = first.path.read_bytes()
+    manifest = json.loads((tmp_path / "sets.json").read_text())
+    del manifest["sets"][first.path.stem]  # as the set's file was written and the process ended
+    (tmp_path / "sets.json").write_text(json.dumps(manifest))
+    first.path.write_bytes(content[:99])
+    made: list[str] = []
+    (again, *_), _ = few(tmp_path).sets(200, made.append)
+    assert made == [first.name] and again == first and first.path.read_bytes() == content
+
+
+def test_frozen_sets_are_read_without_their_text_and_without_writing(tmp_path: Path) -> None:
+    known, _ = few(tmp_path).sets(700, lambda name: None)
+    (tmp_path / ".lock").unlink()
+    found, _ = few(tmp_path, corpus=lambda: "no text").sets(700, lambda name: None)
+    assert found == known and not (tmp_path / ".lock").exists()
+    known[0].path.unlink()
+    with pytest.raises(UserError, match=r"was changed after it was frozen \(sha256 unreadable"):
+        found[0].read()
+    # those of a file are not what is asked for without one
+    other = Corpus("file 2", CORPUS.text)
+    few(tmp_path / "file", corpus=lambda: other).sets(700, lambda name: None)
+    assert few(tmp_path / "file", corpus=lambda: "no text").get(KINDS[0], 256) == "no text"
+    made: list[str] = []
+    found, left_out = few(tmp_path / "none", corpus=lambda: "no text").sets(300, made.append)
+    assert [s.name for s in found] == made == NAMES[:3]
+    assert left_out[0] == "1-hop-256, 1-hop-random-256, 2-hop-256 (no text)"
+
+
+def test_a_task_names_the_way_out(
+    tmp_path: Path, probes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"probe_set": "1-hop-256", **probes}
+    monkeypatch.setenv("CANON_EVAL_DATA", str(tmp_path / "staged"))
+    with pytest.raises(UserError, match=r"1-hop-256 are not in .*/none: .*not staged.*`?probes"):
+        load(**(given | {"probes": str(tmp_path / "none")}))
+    with pytest.raises(UserError, match=r"1-hop-256 are not in .*/staged/probes: "):
+        load(probe_set="1-hop-256", tokenizer=probes["tokenizer"])
+    with pytest.raises(UserError, match="needs the evaluated model's tokenizer"):
+        load(probe_set="1-hop-256", probes=probes["probes"])
+    with pytest.raises(UserError, match="junk .*nothing.txt: cannot be read.*No such file"):
+        load(**given, junk=str(tmp_path / "nothing.txt"))
+    junk = tmp_path / "junk.txt"
+    junk.write_text(" ".join(SENTENCES[:20]))
+    with pytest.raises(UserError, match=r"text to hide in has only [\d,]+ tokens"):
+        load(**(given | {"probe_set": "1-hop-4096"}), junk=str(junk))
+    with pytest.raises(UserError, match="max_length 'many': expected a number"):
+        load(**given, max_length="many")
+
+
+def test_a_task_refuses_what_would_be_cut(probes: dict[str, str]) -> None:
+    tokenizer = data_folders.tokenizer()
+    items = load(probe_set="2-hop-512", **probes)["test"]
+    longest = max(len(tokenizer.encode(prompt)) for prompt in items["prompt"])
+    assert len(load(probe_set="2-hop-512", **probes, max_length=longest + 5)["test"]) == NUM_ITEMS
+    with pytest.raises(UserError, match=rf"2-hop-512: prompts of up to {longest} tokens and an"):
+        load(probe_set="2-hop-512", **probes, max_length=longest + 4)
+
+
+def test_a_task_freezes_with_a_given_text(tmp_path: Path, probes: dict[str, str]) -> None:
+    junk = tmp_path / "junk.txt"
+    junk.write_text("\n".join(SENTENCES))
+    given = {"tokenizer": probes["tokenizer"], "probes": str(tmp_path / "new"), "junk": str(junk)}
+    made = load(probe_set="1-hop-256", **given)["test"]
+    assert made.to_list() == load(probe_set="1-hop-256", **probes)["test"].to_list()
+    assert load(probe_set="1-hop-256", **given)["test"].to_list() == made.to_list()
+
+
+def test_a_run_freezes_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [{"page": f" = A = \n {' '.join(SENTENCES)} \n"}]
+    write_staged(tmp_path / "staged", "wikitext", {"test": pages}, revision="f" * 40)
+    known = data_folders.tokenizer()
+    (tmp_path / known.file_name).write_bytes(known.model)
+    # nothing of the run's own text is read
+    subject = SimpleNamespace(tokenizer=known, evals=tmp_path / "evals")
+    asked = SimpleNamespace(out=None, staged=tmp_path / "staged", junk=None)
+
+    def freeze(max_length: int) -> tuple[Path, list[str], list[str]]:
+        return open_probes(subject, asked, Console(), max_length)  # type: ignore[arg-type]
+
+    folder, names, left_out = freeze(700)
+    assert folder == tmp_path / "evals" / "probes"
+    assert names == [name for probe in [*NAMES[:5]] for name in (probe, f"{probe}_rank")]
+    left = [name for words in left_out for name in words.partition(" (")[0].split(", ")]
+    assert sorted(left) == sorted([*NAMES[5:9], "L = 1024", "L = 2048", "L = 4096"])
+    assert "freezing the probes 1-hop-256 in" in capsys.readouterr().out
+    places = {"probes": str(folder), "staged": str(tmp_path / "staged")}
+    tasks = load_tasks(names, **places, tokenizer=str(tmp_path), max_length=700)
+    assert list(tasks) == names
+    assert freeze(700) == (folder, names, left_out) and not capsys.readouterr().out
+    with pytest.raises(UserError, match="no set of birth-year fits max_length 20: raise it"):
+        freeze(20)
+    asked.junk = tmp_path / "binary"
+    asked.junk.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="junk .*binary: cannot be read as UTF-8 text"):
+        freeze(700)

@@ -1,0 +1,96 @@
+"""Results on disk: what is kept while a suite runs, and what damage does to it."""
+
+import errno
+import fcntl
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.core.errors import UserError
+from eval.results import Answers, Results, Score, Unfinished, read_samples, write_results
+
+ASKED = {"checkpoint": "c", "step": 3, "suite": "s", "limit": None, "train_fingerprint": "f"}
+ANSWERS = Answers({"acc": Score(0.5, 0.1)}, 2, [{"doc_id": 0, "acc": 1}, {"doc_id": 1, "acc": 0}])
+
+
+def test_what_ended_is_kept_and_read_again(tmp_path: Path) -> None:
+    Unfinished(tmp_path, ASKED).add("first", ANSWERS)
+    Unfinished(tmp_path, ASKED).add("a/b", ANSWERS)
+    assert Unfinished(tmp_path, ASKED).read() == {"first": ANSWERS, "a/b": ANSWERS}
+    Unfinished(tmp_path, ASKED).remove()
+    assert Unfinished(tmp_path, ASKED).read() == {} and not [*tmp_path.iterdir()]
+
+
+def test_a_run_that_was_moved_goes_on(tmp_path: Path) -> None:
+    Unfinished(tmp_path, ASKED).add("first", ANSWERS)
+    moved = Unfinished(tmp_path, ASKED | {"checkpoint": "elsewhere"})
+    moved.add("second", ANSWERS)
+    assert list(moved.read()) == ["first", "second"]
+
+
+def test_who_comes_second_waits_and_says_so(tmp_path: Path) -> None:
+    kept, said = Unfinished(tmp_path, ASKED), []
+    first = kept.hold(said.append)
+
+    def second() -> None:
+        with kept.hold(said.append):
+            said.append("second")
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    while not said:
+        time.sleep(0.01)
+    assert said == [f"waits: another process asks the same question, in {tmp_path}"]
+    time.sleep(0.05)
+    said.append("first")
+    first.close()
+    thread.join()
+    assert said[1:] == ["first", "second"]
+
+
+def test_without_locks_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    said: list[str] = []
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    Unfinished(tmp_path, ASKED).hold(said.append).close()
+    assert "can't be locked here (Function not implemented); going on" in said[0]
+
+
+def test_answers_to_another_question_are_thrown_away(tmp_path: Path) -> None:
+    Unfinished(tmp_path, ASKED).add("first", ANSWERS)
+    other = Unfinished(tmp_path, ASKED | {"content": "other"})
+    assert other.read() == {}
+    other.add("second", ANSWERS)
+    assert list(other.read()) == ["second"]
+    assert Unfinished(tmp_path, ASKED).read() == {}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"task": "first"}', '{"scores": 3}', "null"])
+def test_a_torn_task_is_asked_again(tmp_path: Path, content: str) -> None:
+    kept = Unfinished(tmp_path, ASKED)
+    kept.add("first", ANSWERS)
+    kept.add("second", ANSWERS)
+    (tmp_path / "unfinished" / "first.task.json").write_text(content)
+    assert list(kept.read()) == ["second"]
+    (tmp_path / "unfinished" / "question.json").write_text(content)
+    assert kept.read() == {}
+
+
+def test_samples_come_back_by_task(tmp_path: Path) -> None:
+    samples = {"one": [{"doc_id": 0, "target": "line\u2028separator"}], "two/parts": [{"x": 1}]}
+    write_results(tmp_path, Results(ASKED, {}, {}), samples)
+    assert read_samples(tmp_path) == samples
+    assert json.loads((tmp_path / "results.json").read_text())["asked"] == ASKED
+
+
+@pytest.mark.parametrize("content", [b"{", b"3\n", b"\xff\n"])
+def test_damaged_samples_name_the_file(tmp_path: Path, content: bytes) -> None:
+    write_results(tmp_path, Results(ASKED, {}, {}), {"one": [{"doc_id": 0}]})
+    (tmp_path / "samples-one.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match="samples-one.jsonl is damaged"):
+        read_samples(tmp_path)

@@ -1,0 +1,816 @@
+"""`python -m eval run` on a run that has text: suites, files and every error."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import env as TEMPLATES
+
+from canon_pretrain.checkpoint.weights import strip_to_weights
+from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.core.files import write_json
+from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.data.shard_writer import write_shards
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.data.tokenizer import Tokenizer
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.folder import RunFolder
+from data_prep.train_tokenizer import train_tokenizer
+from eval import harness
+from eval.__main__ import main
+from eval.model.lm import CanonLM
+from eval.model.load import load_model
+from eval.report.runs import read_runs
+from eval.results import Results, read_results, write_results
+from eval.run_command import add_how
+from eval.schedule.request import Request, to_words
+from eval.schedule.schedule import Schedule
+from eval.suite_names import SUITES, TASKS, harness_names, task_files
+from eval.suites import open_tasks
+from tests.checkpoint_folders import small_disk
+from tests.eval_fixtures import rows_of, stage_fixtures
+from tests.support import ROOT
+
+WORDS = "the a one no river stone light house year born was in of and said went saw".split()
+MAX_LENGTH = 900  # three lengths of probes fit, in pieces of a vocabulary of 300
+SHORT = ("--max_length", MAX_LENGTH)
+"""Else the probes are given 8,192 tokens."""
+
+
+def document(seed: int) -> str:
+    picks = np.random.Philox(key=seed).random_raw(400) % np.uint64(len(WORDS))
+    words = [WORDS[int(pick)] for pick in picks]
+    return "\n".join(" ".join(words[i : i + 8]).capitalize() + "." for i in range(0, 400, 8))
+
+
+def write_run(base: Path, vocab_size: int = 300, more: Sequence[str] = ()) -> Path:
+    """Shards of text in base/data, and an untrained checkpoint of step 3 in base/run.
+
+    The tokenizer learns from that text and from `more`.
+    """
+    texts = [document(seed) for seed in range(6)]
+    tokenizer = Tokenizer(train_tokenizer([*texts, *more], vocab_size), "test")
+    for name, part in (("train", texts[:3]), ("validation", texts[3:])):
+        write_shards(
+            base / "data" / name,
+            [np.append(tokenizer.encode(text), tokenizer.eos_id) for text in part],
+            vocab_size=vocab_size,
+            eos_id=tokenizer.eos_id,
+            num_bytes=[len(text) for text in part],
+            tokenizer_sha256=tokenizer.sha256,
+        )
+    (base / "data" / "tokenizer.model").write_bytes(tokenizer.model)
+    args = ModelArgs(
+        vocab_size=vocab_size, num_layers=1, dim=32, num_heads=2, ffn_dim=48, max_seq_len=1000,
+        canon_set="ABCD", position="nope",
+    )  # fmt: skip
+    model = Transformer(args)
+    model.init_weights()
+    run = base / "run"
+    for step in (2, 3):
+        save_alone(dict(model.named_parameters()), run / "checkpoint" / f"step-{step}", step=step)
+    identity = {f"model.{name}": value for name, value in asdict(args).items()}
+    identity["data_fingerprint"] = TokenShards.open(base / "data" / "train").fingerprint
+    config = {"data": {"path": str(base / "data")}, "training": {"seq_len": MAX_LENGTH}}
+    RunFolder(run).write_config(config, identity)
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def wikitext(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of staged data that has WikiText alone."""
+    return stage_fixtures(tmp_path_factory.mktemp("staged"), ["wikitext"])
+
+
+@pytest.fixture(autouse=True)
+def staged(wikitext: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANON_EVAL_DATA", str(wikitext))
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A run of one's own, with its data."""
+    ignore = shutil.ignore_patterns("evals")
+    shutil.copytree(run.parent, tmp_path / "copy", ignore=ignore)
+    return tmp_path / "copy" / "run"
+
+
+Ask = Callable[..., str]
+
+
+@pytest.fixture
+def ask(run: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Evaluate step 3 and give what was printed; `code` is the expected exit code."""
+
+    def asking(suite: str, *words: object, of: Path = run, step: int = 3, code: int = 0) -> str:
+        argv = ["run", "--checkpoint", of / "checkpoint" / f"step-{step}", "--suite", suite]
+        if not code:
+            main([*map(str, argv), *map(str, words)])
+            return capsys.readouterr().out
+        with pytest.raises(SystemExit) as left:
+            main([*map(str, argv), *map(str, words)])
+        assert left.value.code == code
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        return error
+
+    return asking
+
+
+def only_result(folder: Path) -> Path:
+    """The one results.json below RUN/evals/step-N/SUITE."""
+    (path,) = folder.glob("*/results.json")
+    return path
+
+
+def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
+    state = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    printed = ask("birth-year", *SHORT, "--limit", 3)
+    assert torch.equal(state[0], torch.get_rng_state())
+    assert state[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
+    assert "freezing the probes 1-hop-0 in" in printed
+    assert "left out" in printed and "L = 1024, L = 2048, L = 4096" in printed
+    path = only_result(run / "evals/step-3/birth-year")
+    results = read_results(path)
+    names = set(results.scores)
+    assert {"1-hop-0", "1-hop-random-0", "2-hop-0"} <= names
+    manifest = json.loads((run / "evals/probes/sets.json").read_text())
+    for name in names:
+        assert set(results.scores[name]) == {"exact", "rank"}
+        assert results.num_samples[name] == 3
+        lines = path.with_name(f"samples-{name}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        assert [sample["doc_id"] for sample in samples] == [0, 1, 2]
+        for metric, score in results.scores[name].items():
+            assert score.value == pytest.approx(np.mean([sample[metric] for sample in samples]))
+        asked = results.asked["tasks"]
+        assert asked[name]["primary"] == ["exact"] and asked[name]["version"] == 2
+        assert asked[f"{name}_rank"]["part_of"] == name
+        chance = 1 / 3 if name.startswith("2") else 0.2
+        assert asked[f"{name}_rank"]["chance"] == pytest.approx(chance, abs=1e-4)
+        assert set(samples[0]) >= {"exact", "rank", "answers", "answers_rank", "doc_hash"}
+    tokenizer = Tokenizer.load(run.parent / "data" / "tokenizer.model")
+    for known in manifest["sets"].values():
+        assert known["made_of"]["tokenizer_sha256"] == tokenizer.sha256
+    assert results.asked["tokenizer_sha256"] == tokenizer.sha256
+    assert results.asked["dtype"] == "float32" and results.asked["limit"] == 3
+    # another step answers the same probes; the same question is not asked again
+    printed = ask("birth-year", *SHORT, "--limit", 3, step=2)
+    assert "freezing" not in printed
+    assert "as found in" in ask("birth-year", *SHORT, "--limit", 3)
+
+
+def test_probes_hide_in_wikipedia_whatever_was_trained_on(copy: Path, ask: Ask) -> None:
+    """Issue 17, item 2: the same items for every corpus, also for one without a held-out part."""
+    folder = copy.parent / "data" / "validation"
+    shutil.rmtree(folder)
+    write_shards(
+        folder, [], vocab_size=300, eos_id=2, num_bytes=[], tokenizer_sha256=None
+    )  # as with --holdout 0
+    printed = ask("birth-year", *SHORT, "--limit", 1, of=copy)
+    (frozen,) = (copy / "evals/probes").glob("1-hop-256-*.jsonl")
+    text = json.loads(frozen.read_text().splitlines()[0])["prompt"].partition("\n\nAnswer me")[0]
+    junk = [s for s in re.findall(r"[A-Z][^.]*\.", text) if "was born in the year" not in s]
+    prose = " ".join(" ".join(row["page"].split()) for row in rows_of("wikitext"))
+    assert len(junk) > 3 and all(sentence in prose for sentence in junk)
+    assert "1-hop-256" in printed
+
+
+def test_without_wikitext_the_sets_without_text_are_asked(
+    copy: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 2: what is left out is said, with the command that stages it."""
+    monkeypatch.setenv("CANON_EVAL_DATA", str(tmp_path / "none"))
+    printed = ask("birth-year", *SHORT, "--limit", 1, of=copy)
+    assert "1-hop-256" in printed and "eval stage --suite discriminative --only wikit" in printed
+    path = only_result(copy / "evals/step-3/birth-year")
+    assert set(read_results(path).scores) == {"1-hop-0", "1-hop-random-0", "2-hop-0"}
+    assert "eval stage" in ask("1-hop-256", *SHORT, of=copy, code=2)
+
+
+def test_the_model_may_read_more_than_in_training(run: Path, ask: Ask, copy: Path) -> None:
+    assert "1-hop-1024" in ask("birth-year", *SHORT, "--limit", 1, "--max_length", 2000, of=copy)
+    short, long = (load_model(run / "checkpoint/step-3", torch.device("cpu"), n) for n in (0, 1500))
+    tokens = torch.arange(1500)[None] % 300
+    with torch.no_grad():
+        assert torch.equal(short(tokens[:, :900]), long(tokens[:, :900]))
+        assert long(tokens).shape == (1, 1500, 300)
+
+
+def test_a_junk_file_is_another_question(copy: Path, ask: Ask, tmp_path: Path) -> None:
+    """Issue 17, item 2: with its own results, whatever was asked before."""
+    words = (*SHORT, "--limit", 1)
+    ask("birth-year", *words, of=copy)
+    junk = tmp_path / "junk.txt"
+    junk.write_text(" ".join(f"Here is a marked line of {word}." for word in WORDS * 5))
+    assert "written to" in ask("birth-year", *words, "--junk", junk, of=copy)
+    texts = [path.read_text() for path in (copy / "evals/probes").glob("1-hop-256-*.jsonl")]
+    assert sorted("Here is a marked line" in text for text in texts) == [False, True]
+    assert len(list((copy / "evals/step-3/birth-year").glob("*/results.json"))) == 2
+    for more in ((), ("--junk", junk)):
+        assert "as found in" in ask("birth-year", *words, *more, of=copy)
+
+
+def test_the_zen_of_python_is_rolling_perplexity(run: Path, ask: Ask) -> None:
+    printed = ask("zen_of_python")
+    assert "byte_perplexity" in printed
+    assert "Beautiful is better than ugly" not in printed
+    results = read_results(only_result(run / "evals/step-3/zen_of_python"))
+    scores = results.scores["zen_of_python"]
+    assert set(scores) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
+    path = task_files()["zen_of_python"]
+    task = open_tasks("zen_of_python", path, {}, None, None)["zen_of_python"].task
+    (text,) = (doc["text"] for doc in task.eval_docs)
+    assert text.startswith("The Zen of Python, by Tim Peters\n") and text.endswith("of those!")
+    tokenizer = Tokenizer.load(run.parent / "data" / "tokenizer.model")
+    model = load_model(run / "checkpoint" / "step-3", torch.device("cpu"))
+    lm = CanonLM(model, tokenizer, max_length=MAX_LENGTH)
+    row = [tokenizer.eos_id, *tokenizer.encode(text)]
+    assert len(row) > 300
+    total = 0.0
+    for start in range(0, len(row) - 1, MAX_LENGTH):
+        piece = row[: start + MAX_LENGTH + 1][-(MAX_LENGTH + 1) :]
+        total += lm.score_parts([piece], [[min(MAX_LENGTH, len(row) - 1 - start)]])[0][0]
+    bits = -total / np.log(2) / len(text.encode())
+    assert scores["bits_per_byte"].value == pytest.approx(bits, rel=1e-6)
+    # an untrained model: ln V nats a token
+    assert total == pytest.approx(-np.log(300) * (len(row) - 1), rel=0.02)
+
+
+def test_our_tasks_load_through_the_harness_itself() -> None:
+    """As `lm_eval --include_path eval/tasks` does, in a process without our code."""
+    program = (
+        "from lm_eval.tasks import TaskManager\n"
+        f"manager = TaskManager(include_path={str(TASKS)!r}, include_defaults=False)\n"
+        "tasks = manager.load(['zen_of_python'])['tasks']\n"
+        "print({name: (task.OUTPUT_TYPE, len(task.eval_docs)) for name, task in tasks.items()})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd=ROOT.parent
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "{'zen_of_python': ('loglikelihood_rolling', 1)}\n"
+    assert {*SUITES} - {"validation"} < set(task_files())
+
+
+TASK = """
+task: colours
+custom_dataset: !function colours.load
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_choice: [red, green, blue]
+doc_to_target: "{{answer}}"
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+LOAD = """
+import random, datasets
+def load(**_):
+    questions = ["Grass is", "Blood is", "The sky is"]
+    rows = [{"question": q, "answer": a} for q, a in zip(questions, [1, 0, 2], strict=True)]
+    return {"test": datasets.Dataset.from_list(rows)}
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Path:
+    (tmp_path / "colours.py").write_text(LOAD)
+    (tmp_path / "colours.yaml").write_text(TASK)
+    return tmp_path / "colours.yaml"
+
+
+def test_a_task_file_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
+    assert "acc" in ask(str(task_file), of=copy)
+    results = read_results(only_result(copy / "evals/step-3/colours"))
+    score = results.scores["colours"]["acc"]
+    assert results.num_samples == {"colours": 3}
+    assert score.stderr == pytest.approx((score.value * (1 - score.value) / 2) ** 0.5)
+    assert "as found in" in ask(str(task_file), of=copy)
+    task_file.with_name("colours.py").write_text(LOAD.replace("Blood", "Milk"))
+    assert "as found in" not in ask(str(task_file), of=copy)  # another question
+
+
+class Parrot(LM):
+    """Generates the last word of each prompt."""
+
+    def generate_until(self, requests: list[Any]) -> list[str]:
+        return [request.args[0].split()[-1] for request in requests]
+
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        raise NotImplementedError
+
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+        raise NotImplementedError
+
+
+SHARED = """
+import datasets
+def load(**_):
+    rows = [{"question": f"{k} {k % 3 if k < 9 else k}", "answer": str(k % 2), "page": k // 4}
+            for k in range(12)]
+    return {"test": datasets.Dataset.from_list(rows)}
+"""
+
+
+@pytest.mark.parametrize("kind", ["multiple_choice", "generate_until"])
+def test_contexts_that_lost_their_beginning_are_counted(
+    copy: Path, ask: Ask, task_file: Path, kind: str
+) -> None:
+    """Issue 17, item 3: in results.json, by task, and said in one line."""
+    task_file.with_name("colours.py").write_text(LOAD.replace('"Blood is"', '"Blood " * 40'))
+    if kind == "generate_until":
+        yaml = TASK.replace("multiple_choice", kind).replace("metric: acc", "metric: exact_match")
+        yaml = yaml.replace("doc_to_choice: [red, green, blue]\n", "")
+        task_file.write_text(yaml + "generation_kwargs: {max_gen_toks: 20}\n")
+    results = copy / "evals/step-3/colours"
+    for _ in range(2):  # the second time as found
+        printed = ask(str(task_file), "--max_length", 50, of=copy)
+        assert read_results(only_result(results)).truncated == {"colours": 1}
+        (line,) = [line for line in printed.splitlines() if "lost their beginning" in line]
+        assert "max_length 50" in line and "colours 1 of 3" in line
+    assert "lost their beginning" not in ask(str(task_file), *SHORT, of=copy)
+    assert {read_results(path).truncated["colours"] for path in results.glob("*/results.json")} == {
+        0,
+        1,
+    }
+
+
+def test_a_continuation_without_tokens_names_its_item(ask: Ask, task_file: Path) -> None:
+    """Issue 17, item 3: the task and the document, and no traceback."""
+    choices = "{{['red', 'green', ''] if 'Blood' in question else ['red', 'green', 'blue']}}"
+    task_file.write_text(
+        TASK.replace("[red, green, blue]", f'"{choices}"') + 'target_delimiter: ""\n'
+    )
+    error = ask(str(task_file), "--out", task_file.parent / "out", code=2)
+    assert "task colours, document 1, ''" in error and "0 tokens" in error
+
+
+@pytest.mark.parametrize("source", ["", ", source: page"])
+def test_exact_match_of_a_task_of_ones_own_has_a_standard_error(
+    task_file: Path, source: str
+) -> None:
+    """Issue 17, item 3: exact_match has a standard error, over the sources if a task names them."""
+    task_file.with_name("colours.py").write_text(SHARED)
+    yaml = TASK.replace("multiple_choice", "generate_until").replace(
+        "metric: acc", "metric: exact_match"
+    )
+    yaml = yaml.replace("doc_to_choice: [red, green, blue]\n", "")
+    task_file.write_text(yaml + f"metadata: {{version: 1{source}}}\n")
+    task = open_tasks("colours", task_file, {}, None, None)["colours"].task
+    score = harness.ask(Parrot(), "colours", task, None).scores["exact_match"]
+    right = np.array([float(str(k % 3 if k < 9 else k) == str(k % 2)) for k in range(12)])
+    assert 0 < score.value == right.mean() < 1 and score.bound is None
+    means = right.reshape(3, 4).mean(axis=1) if source else right
+    assert score.stderr == pytest.approx(np.sqrt(means.var(ddof=1) / len(means)))
+
+
+def test_scores_of_0_and_1_have_wilsons_interval(copy: Path, ask: Ask, task_file: Path) -> None:
+    """Issue 17, item 3: not a standard error of 0, which earlier versions wrote."""
+    task_file.with_name("colours.py").write_text(LOAD.replace("[1, 0, 2]", "[1, 1, 1]"))
+    task_file.write_text(TASK.replace("[red, green, blue]", "[x, ' grass', y]"))
+    printed = ask(str(task_file), of=copy)
+    path = only_result(copy / "evals/step-3/colours")
+    score = read_results(path).scores["colours"]["acc"]
+    end = 1.959964**2 / (3 + 1.959964**2)
+    expected = end if score.value == 0 else 1 - end
+    assert score.value in (0, 1) and score.stderr is None
+    assert score.bound == pytest.approx(expected) and f"{expected:.4f}" in printed
+    stored = json.loads(path.read_text())
+    stored["scores"]["colours"]["acc"] = {"value": score.value, "stderr": 0.0}
+    path.write_text(json.dumps(stored))
+    assert read_results(path).scores["colours"]["acc"] == score
+
+
+def test_a_template_is_compiled_once_not_for_each_item(
+    copy: Path, ask: Ask, task_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    compile_one = TEMPLATES.compile
+
+    def count(source: str, *words: Any) -> Any:
+        compiled.append(source)
+        return compile_one(source, *words)
+
+    monkeypatch.setattr(TEMPLATES, "compile", count)
+    before = TEMPLATES.from_string
+    task_file.with_name("colours.py").write_text(LOAD.replace("return", "rows *= 20; return"))
+    ask(str(task_file), of=copy)
+    assert TEMPLATES.from_string == before
+    # once to look at the task, once to plan it, once to ask it
+    assert {compiled.count(template) for template in compiled} <= {1, 2, 3}
+    assert "{{question}}" in compiled
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda yaml: yaml.replace("task: colours", "tusk: colours"), "ValueError: .*tusk"),
+        (lambda yaml: yaml.replace("colours.load", "colours.lead"), "colours.*has no function"),
+        (lambda yaml: yaml.replace("multiple_choice", "choices"), "invalid output_type 'choices'"),
+        (lambda yaml: yaml + "metric_list: [", "YAMLError|ParserError|while parsing"),
+        (lambda yaml: yaml.replace("test_split", "test_splt"), "test_splt"),
+    ],
+)
+def test_a_task_file_that_does_not_load(
+    run: Path, ask: Ask, task_file: Path, change: Callable[[str], str], reason: str
+) -> None:
+    task_file.write_text(change(TASK))
+    error = ask(str(task_file), code=2)
+    assert f"{task_file}: this task file does not load: " in error
+    assert re.search(reason, error)
+
+
+@pytest.mark.parametrize(
+    ("suite", "words", "message"),
+    [
+        ("zen_of_pyton", [], "unknown suite 'zen_of_pyton', did you mean 'zen_of_python'?"),
+        (
+            "x",
+            [],
+            "unknown suite 'x'; suites: ",
+        ),
+        ("nowhere.yaml", [], "--suite nowhere.yaml: no such task file"),
+        ("birth-year", ["--limit", "0"], "--limit 0: expected at least 1"),
+        ("birth-year", ["--max_length", "0"], "--max_length 0: expected at least 1"),
+        ("birth-year", ["--max_length", "50"], "no set of birth-year fits max_length 50"),
+        ("birth-year", ["--must_beat", "unigram"], "--must_beat is for --suite validation"),
+        ("validation", ["--junk", "x.txt"], "--junk is for --suite birth-year"),
+        ("birth-year", ["--junk", "nowhere.txt"], "junk nowhere.txt: cannot be read"),
+    ],
+)
+def test_what_cannot_be_asked(ask: Ask, suite: str, words: list[str], message: str) -> None:
+    assert re.search(message, ask(suite, *words, code=2))
+
+
+def test_a_missing_step_names_those_there(ask: Ask) -> None:
+    error = ask("birth-year", *SHORT, step=7, code=2)
+    assert re.search("no checkpoint at .*step-7; steps in .*: 2, 3", error)
+
+
+def test_a_run_means_its_newest_checkpoint(
+    run: Path, ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17, item 10: `eval run --checkpoint RUN`."""
+    ask("zen_of_python", "--out", tmp_path / "3")
+    for given in (run, run / "checkpoint" / "latest"):
+        words = ["--suite", "zen_of_python", "--out", str(tmp_path / "3")]
+        main(["run", "--checkpoint", str(given), *words])
+        assert "as found in" in capsys.readouterr().out
+
+
+def test_text_needs_the_tokenizer_of_the_data(copy: Path, ask: Ask) -> None:
+    words = ("--data", copy.parent / "data")
+    path = copy.parent / "data" / "tokenizer.model"
+    path.write_bytes(train_tokenizer([document(9)], 290))
+    error = ask("birth-year", *SHORT, *words, of=copy, code=2)
+    assert "is not the tokenizer that" in error
+    path.unlink()
+    for suite in ("birth-year", "zen_of_python"):
+        assert "tokenizer.model is missing" in ask(suite, *words, of=copy, code=2)
+    assert "this checkpoint" in ask("validation", *words, of=copy)
+
+
+def test_a_full_disk_for_the_probes_is_one_message(ask: Ask, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "full", "size=64k"):
+        error = ask("birth-year", *SHORT, "--out", tmp_path / "full/out", code=2)
+    assert re.search(r"probes 1-hop-0 can't be frozen in .*: No space left .*--out", error)
+
+
+def test_a_changed_probe_is_refused(copy: Path, ask: Ask) -> None:
+    words = ("--max_length", 500)
+    ask("birth-year", *SHORT, *words, "--limit", 1, of=copy)
+    (path,) = (copy / "evals/probes").glob("1-hop-0-*.jsonl")
+    path.write_bytes(path.read_bytes() + b"\n")
+    error = ask("birth-year", *SHORT, *words, "--limit", 2, of=copy, code=2)
+    assert f"{path.name} was changed after it was frozen" in error
+
+
+def test_results_of_another_checkpoint_are_not_written_over(
+    ask: Ask, tmp_path: Path, copy: Path
+) -> None:
+    out = tmp_path / "out"
+    ask("zen_of_python", "--out", out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert "of another" not in ask("zen_of_python", "--out", out)
+    assert "as found in" in ask("zen_of_python", "--out", out, of=copy)
+    error = ask("zen_of_python", "--out", out, code=2, step=2)
+    assert re.search(r"--out .* holds results of another question \(step 3, asked for is 2", error)
+    assert "holds results of another" in ask("validation", "--out", out, code=2)
+    assert "(limit None" in ask("zen_of_python", "--limit", 1, "--out", out, code=2)
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.ffn_dim", 40, r"step-3 is of another model: layers\.0\.feed_forward"),
+        ("model.qk_norm", False, "gives model.qk_norm as False, expected a value like 'none'"),
+        ("model.canon_set", None, "gives model.canon_set as None"),
+    ],
+)
+def test_a_checkpoint_of_another_architecture(
+    copy: Path, ask: Ask, name: str, value: object, message: str
+) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["identity"][name] = value
+    (copy / "config.json").write_text(json.dumps(config))
+    assert re.search(message, ask("zen_of_python", of=copy, code=2))
+
+
+def test_a_trial_or_another_length_replaces_no_result(copy: Path, ask: Ask) -> None:
+    ask("validation", of=copy)
+    whole = only_result(copy / "evals/step-3/validation")
+    before = whole.read_bytes()
+    ask("validation", "--limit", 2, of=copy)
+    ask("validation", "--max_length", 100, of=copy)
+    assert whole.read_bytes() == before
+    questions = [read_results(p) for p in (copy / "evals/step-3/validation").glob("*/*.json")]
+    assert len(questions) == 3
+    assert sorted(str(q.asked["limit"]) for q in questions) == ["2", "None", "None"]
+
+
+def test_samples_of_an_earlier_answer_do_not_stay(tmp_path: Path) -> None:
+    write_results(tmp_path, Results({}, {}, {}), {"old": [{"doc_id": 0}]})
+    write_results(tmp_path, Results({}, {}, {}), {"new": [{"doc_id": 0}]})
+    assert [path.name for path in tmp_path.glob("samples-*")] == ["samples-new.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["validation", "birth-year", "zen_of_python"])
+def test_a_task_file_may_not_take_the_name_of_a_suite(ask: Ask, task_file: Path, name: str) -> None:
+    mine = task_file.rename(task_file.with_name(f"{name}.yaml"))
+    assert "is the name of another suite; rename the file" in ask(str(mine), code=2)
+
+
+def test_a_group_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
+    """Its tasks may lie beside it, or be ours."""
+    path = task_file.with_name("many.yaml")
+    path.write_text("group: many\ntask:\n  - colours\n  - zen_of_python\n")
+    ask(str(path), of=copy)
+    results = read_results(only_result(copy / "evals/step-3/many"))
+    assert list(results.scores) == ["colours", "zen_of_python"]
+
+
+def test_results_belong_to_what_was_evaluated_not_to_a_path(
+    copy: Path, ask: Ask, tmp_path: Path
+) -> None:
+    """Issue 17, items 10 and 22: a renamed run, a copy, and the weights that retention keeps have
+    the results; a copy that was trained on has its own at the steps that differ."""
+    words = ("--data", copy.parent / "data")
+    write_json(copy / "run.json", {"run_id": "0123abcd", "created": "", "launches": 1})
+    RunFolder(copy).log_file.touch()
+    ask("zen_of_python", *words, of=copy)
+    first = only_result(copy / "evals/step-3/zen_of_python")
+    assert read_results(first).asked["run_id"] == "0123abcd"
+    moved = copy.rename(copy.with_name("moved"))
+    assert "as found in" in ask("zen_of_python", *words, of=moved)
+    os.utime(moved / "checkpoint/step-3/.metadata")
+    assert "as found in" in ask("zen_of_python", *words, of=moved)
+    strip_to_weights(moved / "checkpoint/step-3", moved / "checkpoint/stripped")
+    shutil.rmtree(moved / "checkpoint/step-3")
+    (moved / "checkpoint/stripped").rename(moved / "checkpoint/step-3")
+    assert "as found in" in ask("zen_of_python", *words, of=moved)
+
+    other = tmp_path / "elsewhere" / "trained-on"
+    shutil.copytree(moved, other, copy_function=shutil.copyfile)
+    assert "as found in" in ask("zen_of_python", *words, of=other)
+    shutil.rmtree(other / "checkpoint/step-3")
+    weights = dict(load_model(other / "checkpoint/step-2", torch.device("cpu")).named_parameters())
+    weights["tok_embeddings.weight"] = torch.zeros(300, 32)
+    save_alone(weights, other / "checkpoint/step-3", step=3)
+    assert "written to" in ask("zen_of_python", *words, of=other)
+    found = [run.evaluations[-1] for run in read_runs([moved, other])]
+    scores = [results.scores["zen_of_python"]["bits_per_byte"].value for results in found]
+    assert scores[0] != scores[1] and found[0].asked["content"] != found[1].asked["content"]
+    assert len([*(other / "evals/step-3/zen_of_python").glob("*/results.json")]) == 2
+
+
+def test_an_option_is_part_of_the_question_it_is_for(
+    copy: Path, ask: Ask, task_file: Path, tmp_path: Path
+) -> None:
+    """A file by its content, wherever it lies; one of another suite's tasks not at all."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.toml").write_text("x = 1")
+
+    def asked(suite: object, option: str) -> bool:
+        return "written to" in ask(str(suite), "--option", option, of=copy)
+
+    assert asked(task_file, "jrt_tokens=7") and asked(task_file, "jrt_tokens=8")
+    assert asked(task_file, f"prompts={tmp_path}/a.toml")
+    assert not asked(task_file, f"prompts={tmp_path}/b.toml")
+    (tmp_path / "b.toml").write_text("x = 2")
+    assert asked(task_file, f"prompts={tmp_path}/b.toml")
+    assert asked("zen_of_python", "beauty=1") and asked("zen_of_python", "jrt_tokens=7")
+    assert not asked("zen_of_python", "jrt_tokens=8")
+    assert asked("validation", "jrt_tokens=7") and not asked("validation", "jrt_tokens=8")
+
+
+def test_submit_and_run_agree_on_what_is_answered(
+    copy: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 3: `eval submit --suites validation --option jrt_tokens=500` asked twice and
+    ended "failed: exit code 0"; a checkpoint written again was asked again."""
+    (tmp_path / "a.toml").write_text("x = 1")
+    monkeypatch.chdir(tmp_path)
+    words = ["--option", "jrt_tokens=500", "--option", "prompts=a.toml"]
+
+    def known(suite: str, words: Sequence[str] = words) -> bool:
+        parser = argparse.ArgumentParser()
+        add_how(parser)
+        how = to_words(vars(parser.parse_args([*words])))
+        monkeypatch.chdir(tmp_path.parent)  # jobs run elsewhere
+        answered = Schedule(copy, Request([suite], how=how)).has_results(3, suite)
+        monkeypatch.chdir(tmp_path)
+        return answered
+
+    for suite in ("validation", "zen_of_python"):
+        assert not known(suite)
+        ask(suite, *words, of=copy)
+        assert known(suite)
+    assert not known("zen_of_python", ["--option", "jrt_tokens=500"])
+    assert known("validation", []) and not known("validation", ["--max_length", "64"])
+    ask("validation", "--max_length", 64, of=copy)
+    assert known("validation", ["--max_length", "64"])
+    (tmp_path / "a.toml").write_text("x = 2")
+    assert not known("zen_of_python")
+
+    checkpoint = copy / "checkpoint/step-3"
+    model = load_model(checkpoint, torch.device("cpu"))
+    shutil.rmtree(checkpoint)
+    save_alone(dict(model.named_parameters()), checkpoint, step=3)  # the same values again
+    assert known("validation") and "as found in" in ask("validation", of=copy)
+    shutil.rmtree(checkpoint)
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    save_alone(zeros, checkpoint, step=3)
+    assert not known("validation")
+
+
+def test_several_suites_and_tasks_of_lm_evals_by_name(
+    copy: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17, item 10: `--suite a,b`, and any name of the installed lm_eval."""
+    choices = {"text": ["river", "stone", "light", "house"], "label": list("ABCD")}
+    row = {"id": "1", "question_stem": "What is in it?", "choices": choices, "answerKey": "B"}
+    rows = datasets.Dataset.from_list([row] * 3)
+    splits = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: splits)
+    ask("openbookqa,validation,openbookqa", of=copy)
+    results = read_results(only_result(copy / "evals/step-3/openbookqa"))
+    assert set(results.scores["openbookqa"]) == {"acc", "acc_norm"}
+    assert results.num_samples == {"openbookqa": 3}
+    assert only_result(copy / "evals/step-3/validation").is_file()
+    assert ask("openbookqa", of=copy).count("as found in") == 1
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach 'allenai/openbookqa' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    assert "HF_HOME" in ask("openbookqa", "--limit", 1, of=copy, code=2)
+    assert "did you mean 'openbookqa'" in ask("openbokqa", code=2)
+    main(["tasks", "--grep", "^(openbookqa|jrt_fda|validation)$"])
+    listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [["validation", "suite"], ["jrt_fda", "ours"], ["openbookqa", "task"]]
+
+
+@pytest.mark.slow
+def test_names_are_those_of_lm_evals_own_index() -> None:
+    """Issue 17, item 10: it parses 14,000 files; a scan of their text finds the same names."""
+    index = TaskManager().task_index
+    ours = harness_names()
+    # two tags are in templates that nothing includes
+    assert index.keys() <= ours.keys() and len(ours.keys() - index.keys()) <= 2
+    for name, entry in index.items():
+        kind = "task" if entry.kind.name == "PY_TASK" else entry.kind.name.lower()
+        assert ours[name].kind == kind
+        assert kind == "tag" or ours[name].path == entry.yaml_path
+
+
+def test_junk_is_for_one_of_the_probes_too(ask: Ask, tmp_path: Path) -> None:
+    junk = tmp_path / "junk.txt"
+    junk.write_text(" ".join(f"Here is a marked line of {word}." for word in WORDS * 5))
+    words = ("--limit", 1, "--junk", junk, "--out", tmp_path / "out")
+    assert "1-hop-0" in ask("1-hop-0", *SHORT, *words)
+
+
+def test_a_folder_that_cannot_be_is_refused_before_asking(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "x"):
+        assert "can't hold the results" in ask("validation", "--out", out, code=2)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"identity": {}}', '{"identity": {}, "config": {}}'])
+def test_a_config_of_another_version_is_one_message(copy: Path, ask: Ask, content: str) -> None:
+    (copy / "config.json").write_text(content)
+    assert "config.json is damaged" in ask("validation", of=copy, code=2)
+
+
+def test_data_that_was_moved_is_asked_for(copy: Path, ask: Ask) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["config"]["data"]["path"] = "/nowhere/data"
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "name the folder that it was moved to with --data" in ask("validation", of=copy, code=2)
+
+
+def test_of_a_mixture_one_folder_is_named(run: Path, copy: Path, ask: Ask, tmp_path: Path) -> None:
+    first, second = run.parent / "data", tmp_path / "second"
+    with TokenShards.open(first / "train") as shards:
+        write_shards(
+            second / "train",
+            [np.append(np.arange(5, 60), shards.eos_id)],
+            vocab_size=shards.vocab_size,
+            eos_id=shards.eos_id,
+            tokenizer_sha256=shards.tokenizer_sha256,
+        )
+    weights = [0.25, 0.75]
+    record = json.loads((copy / "config.json").read_text())
+    record["config"]["data"] = {"path": "", "paths": [str(first), str(second)], "weights": weights}
+    record["identity"]["data_fingerprint"] = Mixture.open([first, second], weights).fingerprint
+    (copy / "config.json").write_text(json.dumps(record))
+    message = ask("validation", of=copy, code=2)
+    assert f"a mixture of {first}, {second}: name the one" in message
+    assert "bits/byte" in ask("validation", "--data", first, of=copy)
+    record["config"]["data"]["weights"] = [0.5, 0.5]
+    (copy / "config.json").write_text(json.dumps(record))
+    assert "is not what" in ask("validation", "--data", first, of=copy, code=2)
+
+
+def test_validation_is_of_the_text_that_the_run_records(
+    copy: Path, ask: Ask, tmp_path: Path
+) -> None:
+    """Issue 17, items 4 and 17: another build's held-out part is refused, or scored on purpose and
+    recorded as such; the text of `validation.path` is found where the data have none."""
+    part = copy.parent / "data" / "validation"
+    record = json.loads((copy / "config.json").read_text())
+    record["config"]["data"]["path"] = str(part.parent)
+    record["config"]["validation"] = {"path": ""}
+    with TokenShards.open(part) as shards:
+        own = shards.fingerprint
+        header = {
+            name: getattr(shards, name) for name in ("vocab_size", "eos_id", "tokenizer_sha256")
+        }
+    record["identity"]["held_out_fingerprint"] = f"none+{own}"  # a mixture's
+    (copy / "config.json").write_text(json.dumps(record))
+    assert "does not record" not in ask("validation", of=copy)
+    shutil.move(part, tmp_path / "apart" / "validation")
+    assert "no held-out text" in ask("validation", of=copy, code=2)
+    document = [np.append(np.arange(5, 60), header["eos_id"])]
+    write_shards(part, document, num_bytes=[99], **header)
+    assert "is not the held-out text of" in ask("validation", of=copy, code=2)
+    ask("validation", "--held_out", part.parent, of=copy)
+    found = [read_results(p).asked for p in copy.glob("evals/step-3/validation/*/results.json")]
+    with TokenShards.open(part) as other:
+        fingerprints = {own, other.fingerprint}
+    assert {asked["held_out_fingerprint"] for asked in found} == fingerprints
+    shutil.rmtree(part)
+    record["config"]["validation"]["path"] = str(tmp_path / "apart")
+    (copy / "config.json").write_text(json.dumps(record))
+    assert "as found in" in ask("validation", of=copy)
+    write_shards(part, document, **(header | {"tokenizer_sha256": "f"}))
+    assert "another tokenizer" in ask("validation", "--held_out", part.parent, of=copy, code=2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("model.canon_set", "", "canon"),
+        ("model.num_layers", 2, r"layers\.1\..* is absent"),
+        ("model.qk_norm", "full", "q_norm"),
+    ],
+)
+def test_a_model_with_a_part_more_or_less_is_another(
+    copy: Path, ask: Ask, key: str, value: object, named: str
+) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["identity"][key] = value
+    (copy / "config.json").write_text(json.dumps(config))
+    error = ask("validation", of=copy, code=2)
+    assert "is of another model: " in error
+    assert re.search(named, error)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04garbage"])
+def test_damaged_metadata_is_one_message(copy: Path, ask: Ask, content: bytes) -> None:
+    (copy / "checkpoint" / "step-3" / ".metadata").write_bytes(content)
+    assert "step-3 is damaged: .metadata has" in ask("validation", of=copy, code=2)

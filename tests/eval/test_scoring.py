@@ -1,0 +1,319 @@
+"""Shared beginnings: the same scores as one row at a time, with fewer tokens read."""
+
+import functools
+import math
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.model.transformer import Transformer
+from eval.model.lm import CanonLM, request_cost
+from eval.model.score_plan import Batch, Pair, Planner
+from eval.model.scoring import Answer, score_batch
+from tests.variants import VARIANTS, build
+
+FEW = (
+    "rope standard gqa",
+    "nope ABCD",
+    "nope ABCD k2 no_res act standard documents",
+    "alibi BD k2 act qk_full gqa",
+    "h_alibi ABCD k3 no_res cst tied documents",
+    "partial_rope_b ABCD cst qk_per_head gqa",
+)
+MAX_LENGTH = 24
+
+
+@functools.cache
+def model_of(name: str) -> Transformer:
+    return build(VARIANTS[name]).eval()
+
+
+class Letters:
+    """One token a character: text whose tokens a test can count."""
+
+    vocab_size, eos_id, bos_id = 40, 2, 1
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") + 3 for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(i - 3 + ord("a")) for i in ids if i > 2)
+
+
+def naive(model: Transformer, tokens: list[int], count: int) -> Answer:
+    """One row, one pass, one token after another, in float64."""
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([tokens[:-1]]))[0].double()
+    total, greedy = 0.0, True
+    for t in range(len(tokens) - 1 - count, len(tokens) - 1):
+        total += logits_TV[t].log_softmax(-1)[tokens[t + 1]].item()
+        greedy &= int(logits_TV[t].argmax()) == tokens[t + 1]
+    return total, greedy
+
+
+def scored(
+    model: Transformer, pairs: list[Pair], planner: Planner
+) -> tuple[list[Answer], list[Batch]]:
+    plan = planner.plan(pairs)
+    found: dict[int, Answer] = {}
+    for batch in plan:
+        answers = score_batch(model, planner, pairs, batch)
+        assert sorted(answers) == sorted(batch.pairs) and not answers.keys() & found.keys()
+        found |= answers
+    return [found[index] for index in range(len(pairs))], plan
+
+
+def assert_equal(found: list[Answer], expected: list[Answer]) -> None:
+    assert [score for score, _ in found] == pytest.approx([s for s, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+# few tokens: that some begin others, and many are equal, happens all the time
+tokens = st.lists(st.integers(1, 4), min_size=0, max_size=12)
+items = st.lists(
+    st.tuples(tokens, st.lists(tokens.filter(bool), min_size=1, max_size=4)), min_size=1, max_size=6
+)
+
+
+@given(
+    name=st.sampled_from(FEW),
+    items=items,
+    batch_tokens=st.sampled_from([1, 13, 60, 1000]),
+    read_tokens=st.sampled_from([1, 9, 50, 1000]),
+    pass_tokens=st.sampled_from([0, 3, 1000]),
+)
+@settings(max_examples=50, deadline=None)
+def test_scores_equal_one_row_at_a_time(
+    name: str,
+    items: list[tuple[list[int], list[list[int]]]],
+    batch_tokens: int,
+    read_tokens: int,
+    pass_tokens: int,
+) -> None:
+    model = model_of(name)
+    pairs = [
+        Pair([5, *context, *choice], len(choice))
+        for context, choices in items
+        for choice in choices
+    ]
+    found, _ = scored(model, pairs, Planner(batch_tokens, read_tokens, pass_tokens))
+    assert_equal(found, [naive(model, pair.tokens, pair.count) for pair in pairs])
+
+
+def requests_of(asked: list[tuple[str, ...]], kind: str = "loglikelihood") -> list[Instance]:
+    return [Instance(kind, {}, arguments, i) for i, arguments in enumerate(asked)]
+
+
+words = st.text(alphabet="abcd", max_size=MAX_LENGTH + 6)
+
+
+@given(
+    name=st.sampled_from(FEW),
+    asked=st.lists(
+        st.tuples(words, st.text(alphabet="abcd", min_size=1, max_size=MAX_LENGTH)),
+        min_size=1,
+        max_size=8,
+    ),
+    texts=st.lists(st.text(alphabet="abcd", max_size=3 * MAX_LENGTH), max_size=3),
+    batch_tokens=st.sampled_from([5, 40, 1000]),
+)
+@settings(max_examples=60, deadline=None)
+def test_requests_equal_the_rules_in_words(
+    name: str, asked: list[tuple[str, str]], texts: list[str], batch_tokens: int
+) -> None:
+    """Around max_length: the end is kept; a context that is empty is EOS; text in windows."""
+    model, letters = model_of(name), Letters()
+    told: list[int] = []
+    lm = CanonLM(
+        model, letters, max_length=MAX_LENGTH, batch_tokens=batch_tokens, answered=told.append
+    )
+    expected = []
+    for context, continuation in asked:
+        row = (letters.encode(context) or [letters.eos_id]) + letters.encode(continuation)
+        expected.append(naive(model, row[-MAX_LENGTH - 1 :], len(continuation)))
+    assert_equal(lm.loglikelihood(requests_of(asked)), expected)
+    rolled = []
+    for text in texts:
+        row, total = [letters.eos_id, *letters.encode(text)], 0.0
+        for first in range(1, len(row), MAX_LENGTH):
+            scored_here = min(MAX_LENGTH, len(row) - first)
+            # the last window is as long as the others: it sees some of what they scored
+            window = row[: first + scored_here][-(MAX_LENGTH + 1) :]
+            total += naive(model, window, scored_here)[0]
+        rolled.append(total)
+    found = lm.loglikelihood_rolling(requests_of([(t,) for t in texts], "loglikelihood_rolling"))
+    assert found == pytest.approx(rolled, abs=1e-4)
+    rolling = requests_of([(t,) for t in texts], "loglikelihood_rolling")
+    assert sum(told) == sum(map(request_cost, requests_of(asked) + rolling))
+
+
+def test_a_context_that_choices_share_is_work_once() -> None:
+    first, second = (Instance("loglikelihood", {}, ("c" * 1000, " choice"), idx) for idx in (0, 1))
+    assert request_cost(first) > 1000 and 1 <= request_cost(second) < 10
+
+
+def counted(
+    model: Transformer, pairs: list[Pair], planner: Planner
+) -> tuple[int, int, list[Answer]]:
+    """Tokens read, places whose logits were made, and the answers."""
+    read = logits = 0
+
+    def note(module: torch.nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        nonlocal read, logits
+        read += args[0].numel()
+        logits += output.shape[0]
+
+    handle = model.register_forward_hook(note, with_kwargs=True)
+    found, _ = scored(model, pairs, planner)
+    handle.remove()
+    return read, logits, found
+
+
+def item(seed: int, context: int, choices: list[int]) -> list[Pair]:
+    rng = random.Random(seed)
+    before = [rng.randrange(3, 40) for _ in range(context)]
+    return [Pair([*before, *(rng.randrange(3, 40) for _ in range(n))], n) for n in choices]
+
+
+def test_the_context_of_choices_is_read_once() -> None:
+    model = model_of("nope ABCD")
+    pairs = [pair for seed in range(6) for pair in item(seed, 60, [8, 8, 8, 8])]
+    read, logits, _ = counted(model, pairs, Planner(100_000, 100_000))
+    assert read == 6 * (60 + 4 * 7)
+    # the first token of each choice is scored by the context's last one, made once
+    assert logits == 6 * (1 + 4 * 7)
+
+
+def test_choices_of_one_token_need_no_second_pass() -> None:
+    model = model_of("rope standard gqa")
+    pairs = [pair for seed in range(5) for pair in item(seed, 40 + seed, [1, 1])]
+    read, logits, _ = counted(model, pairs, Planner(100_000, 100_000))
+    assert read == 5 * 44 and logits == 5
+    # one token, and three that begin with it: the first is answered on the way
+    pairs = item(9, 40, [3])
+    pairs.append(Pair(pairs[0].tokens[:41], 1))
+    assert counted(model, pairs, Planner(100_000, 100_000))[0] == 42
+
+
+def test_the_same_question_is_read_once() -> None:
+    model = model_of("rope standard gqa")
+    pairs = item(1, 20, [5]) * 3
+    read, _, found = counted(model, pairs, Planner(1000, 1000))
+    assert read == 24 and found[0] == found[1] == found[2]
+
+
+def test_two_contexts_that_begin_alike_share_too() -> None:
+    """WinoGrande's: the contexts differ in the end, the continuation is the same."""
+    model = model_of("nope ABCD")
+    pairs = []
+    for seed in range(8):
+        rng = random.Random(seed)
+        start, end = ([rng.randrange(3, 40) for _ in range(n)] for n in (40, 6))
+        pairs += [Pair([*start, option, *end], len(end)) for option in (3, 4)]
+    assert counted(model, pairs, Planner(100_000, 100_000))[0] == 8 * (40 + 2 * 6)
+
+
+def test_what_does_not_pay_is_not_shared() -> None:
+    few = [pair for seed in range(4) for pair in item(seed, 2, [30, 30])]
+    assert all(batch.prefix == 0 for batch in Planner(1000, 1000).plan(few))
+    # where a pass costs much, one of four short items is better than two
+    dear = [pair for seed in range(4) for pair in item(seed, 20, [8, 8])]
+    assert any(batch.prefix for batch in Planner(1000, 1000, pass_tokens=0).plan(dear))
+    assert all(batch.prefix == 0 for batch in Planner(1000, 1000, pass_tokens=500).plan(dear))
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(1, 90), st.lists(st.integers(1, 30), min_size=1, max_size=6)),
+        min_size=1,
+        max_size=40,
+    ),
+    batch_tokens=st.integers(1, 500),
+    read_tokens=st.integers(1, 500),
+)
+@settings(max_examples=50, deadline=None)
+def test_plans_are_whole_and_within_the_budget(
+    shapes: list[tuple[int, list[int]]], batch_tokens: int, read_tokens: int
+) -> None:
+    pairs = [p for seed, (n, choices) in enumerate(shapes) for p in item(seed, n, choices)]
+    planner = Planner(batch_tokens, read_tokens)
+    plan = planner.plan(pairs)
+    assert sorted(i for batch in plan for i in batch.pairs) == list(range(len(pairs)))
+    for batch in plan:
+        widest = max(len(row.tokens) for group in batch.groups for row in group)
+        groups = len(batch.groups)
+        if not batch.prefix:
+            assert groups == 1 or groups * widest <= min(batch_tokens, read_tokens)
+            continue
+        assert groups == 1 or groups * batch.prefix <= min(batch_tokens // 2, read_tokens)
+        for group in batch.groups:
+            assert len({tuple(row.tokens[: batch.prefix]) for row in group}) == 1
+        for part in planner.parts(batch):
+            width = max(len(row.tokens) for _, row in part) - batch.prefix
+            remembered = groups * batch.prefix + len(part) * widest
+            assert len(part) == 1 or remembered <= batch_tokens
+            assert len(part) == 1 or len(part) * width <= read_tokens
+    # never dearer than reading every sequence by itself would be
+    rows = {tuple(pair.tokens[:-1]) for pair in pairs}
+    assert sum(map(planner.cost, plan)) <= sum(len(row) + planner.pass_tokens for row in rows)
+
+
+def test_a_plan_of_many_items_takes_no_time() -> None:
+    """10,000 items of four choices; all of them begin alike, as with a description."""
+    rng = random.Random(0)
+    head = [rng.randrange(3, 30_000) for _ in range(20)]
+    pairs = []
+    for _ in range(2_500):
+        context = [*head, *(rng.randrange(3, 30_000) for _ in range(rng.randrange(10, 90)))]
+        for _ in range(4):
+            n = rng.randrange(5, 30)
+            pairs.append(Pair([*context, *(rng.randrange(3, 30_000) for _ in range(n))], n))
+    started = time.process_time()
+    planner = Planner(8192, 1024)
+    plan = planner.plan(pairs)
+    assert time.process_time() - started < 5
+    assert sorted(i for batch in plan for i in batch.pairs) == list(range(10_000))
+    assert sum(map(planner.cost, plan)) < 0.7 * sum(len(pair.tokens) for pair in pairs)
+    # enough batches for the ranks of a machine
+    assert len(plan) > 100
+
+
+def test_a_long_row_is_read_in_parts() -> None:
+    model, seen = model_of("nope ABCD"), []
+    pair = Pair([3 + i % 30 for i in range(100)], 99)
+    handle = model.register_forward_hook(lambda *given: seen.append(given[1][0].shape))
+    found, _ = scored(model, [pair], Planner(1000, 30))
+    handle.remove()
+    assert seen == [(1, 30), (1, 30), (1, 30), (1, 9)]
+    assert_equal(found, [naive(model, pair.tokens, 99)])
+
+
+def test_logits_that_are_not_finite_are_no_scores() -> None:
+    model = build(VARIANTS["rope"]).eval()
+    with torch.no_grad():
+        model.tok_embeddings.weight[7] = math.nan
+    planner = Planner(1000, 1000)
+    pairs = [Pair([5, 6, 8], 1), Pair([5, 7, 8], 1)]
+    assert scored(model, pairs[:1], planner)
+    with pytest.raises(UserError, match="logits are not finite"):
+        scored(model, pairs, planner)
+
+
+def test_half_of_a_pair_in_the_prefix_is_scored_once() -> None:
+    """Choices that begin with equal words: those are scored in the shared pass."""
+    model = model_of("nope ABCD")
+    rng = random.Random(3)
+    start = [rng.randrange(3, 40) for _ in range(50)]
+    pairs = [Pair([*start, 9, 9, 9, *end], 6) for end in ([3, 4, 5], [6, 7, 8], [3, 7, 8])]
+    planner = Planner(10_000, 10_000, pass_tokens=0)
+    _, plan = scored(model, pairs, planner)
+    assert [batch.prefix for batch in plan] == [53]
+    found, _ = scored(model, pairs, planner)
+    assert_equal(found, [naive(model, pair.tokens, pair.count) for pair in pairs])

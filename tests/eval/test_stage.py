@@ -1,0 +1,304 @@
+"""`eval stage` against a hub on this machine, asked by the real `datasets` and huggingface_hub."""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canon_pretrain.core.errors import UserError
+from eval.__main__ import main
+from eval.staging import stage
+from eval.staging.catalogue import CATALOGUE, REVISIONS
+from eval.staging.pins import Pins
+from eval.staging.staged import load_staged
+from tests.checkpoint_folders import fill, small_disk
+from tests.eval_fixtures import fixture, rows_of, stage_fixtures
+from tests.fake_hub import Client, FakeHub, dataset_files
+from tests.support import ROOT
+
+OLD, NEW = "a" * 40, "b" * 40
+COUNTS = {key: len(rows_of(key)) for key in CATALOGUE}
+
+
+def repositories() -> dict[str, dict[str, Any]]:
+    """The catalogue's, with the fixtures at the pinned commit, or else at OLD."""
+    splits: dict[str, dict[Any, Any]] = {}
+    for key, data in CATALOGUE.items():
+        splits.setdefault(data.path, {})[data.config or "default", data.split] = fixture(key)
+    return {
+        path: {REVISIONS.get(path, OLD): dataset_files(found)} for path, found in splits.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def module_hub() -> Iterator[FakeHub]:
+    hub = FakeHub(repositories())
+    yield hub
+    hub.shutdown()
+    hub.server_close()
+
+
+@pytest.fixture
+def hub(module_hub: FakeHub) -> Iterator[FakeHub]:
+    """As it is at first; the clients' cache may have files of it."""
+    module_hub.take_asked()
+    repos = {path: dict(commits) for path, commits in module_hub.repos.items()}
+    yield module_hub
+    module_hub.released.set()
+    module_hub.repos, module_hub.status, module_hub.stalled = repos, 0, ""
+    module_hub.released.clear()
+    module_hub.waiting.clear()
+
+
+@pytest.fixture(scope="module")
+def client(module_hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    with closing(Client(module_hub.url, tmp_path_factory.mktemp("home"))) as client:
+        yield client
+
+
+def without_catalogue_pin(key: str) -> str:
+    path = CATALOGUE[key].path
+    assert path not in REVISIONS
+    return path
+
+
+@pytest.mark.slow
+def test_all_suites_once_then_nothing_more(hub: FakeHub, client: Client, tmp_path: Path) -> None:
+    out = client.run("--to", tmp_path, counts=COUNTS)
+    assert out.endswith(f"staged in {tmp_path}: 35 of 35 data sets\n"), out
+    assert f"[7/35] boolq: 12 documents, 0.0 MB, commit {REVISIONS['aps/super_glue'][:12]}" in out
+    for key, data in CATALOGUE.items():
+        loaded = load_staged(key, tmp_path)
+        assert {split: rows.to_list() for split, rows in loaded.items()} == {
+            data.split: rows_of(key)
+        }
+        assert loaded[data.split].features == fixture(key).features
+        manifest = json.loads((tmp_path / key / "manifest.json").read_text())
+        assert manifest["revision"] == REVISIONS.get(data.path, OLD)
+    pins = json.loads((tmp_path / "pins.json").read_text())
+    unpinned = {data.path for data in CATALOGUE.values()} - set(REVISIONS)
+    assert pins == dict.fromkeys(unpinned, OLD) and len(unpinned) == 7
+    assert {path.name for path in tmp_path.iterdir()} == {*CATALOGUE, "pins.json", ".stage.lock"}
+
+    hub.take_asked()
+    hub.status = 500  # a hub that is not needed
+    again = client.run("--to", tmp_path, counts=COUNTS)
+    assert again.count("is staged, ") == 35 and "error" not in again
+    assert not hub.asked
+    assert "35 of 35 data sets" in client.run("--to", tmp_path, "--check")
+
+
+def test_a_count_that_is_not_the_catalogues(client: Client, hub: FakeHub, tmp_path: Path) -> None:
+    words = ("--suite", "discriminative", "--only", "piqa", "boolq", "--to", tmp_path)
+    out = client.run(*words, counts={"piqa": 12})
+    assert "[1/2] piqa: 12 documents" in out
+    assert "[2/2] boolq: refused: aps/super_glue@3de24cf8022e validation: 12 documents, " in out
+    assert "expected 3,270; choose another commit with --pin boolq=COMMIT, or accept " in out
+    assert "error: 1 of 2 data sets were not staged" in out and not (tmp_path / "boolq").exists()
+    out = client.run(*words, "--allow_count", counts={"piqa": 12})
+    assert "[1/2] piqa: is staged" in out and "boolq: 12 documents (expected 3,270)" in out
+    keys = ("--only", "babilong_qa3_1k", "--to", tmp_path)
+    assert "expected 862; " in client.run("--suite", "babilong", *keys)
+
+
+def test_a_column_that_is_not_there(hub: FakeHub, client: Client, tmp_path: Path) -> None:
+    without = fixture("piqa").remove_columns("sol2")
+    files = dataset_files({("default", "validation"): without})
+    hub.repos["baber/piqa"] = {NEW: files}
+    out = client.run("--only", "piqa", "--to", tmp_path, "--pin", f"piqa={NEW}", counts=COUNTS)
+    assert f"baber/piqa@{NEW[:12]} validation: has no column sol2 (but goal, sol1, label)" in out
+    assert not (tmp_path / "piqa").exists()
+
+
+def test_the_commit_that_was_found_first_is_kept(
+    hub: FakeHub, client: Client, tmp_path: Path
+) -> None:
+    path = without_catalogue_pin("jrt_fda")
+    here, there = tmp_path / "here", tmp_path / "there"
+    words = ("--suite", "jrt", "--only", "jrt_fda", "--to")
+    client.run(*words, here, counts=COUNTS)
+    # the hub moves on
+    changed = fixture("jrt_fda").select(range(5))
+    hub.repos[path][NEW] = dataset_files({("default", "validation"): changed})
+    assert "is staged" in client.run(*words, here, counts=COUNTS)
+    (here / "jrt_fda" / "validation.parquet").unlink()
+    assert f"14 documents, 0.0 MB, commit {OLD[:12]}" in client.run(*words, here, counts=COUNTS)
+    # another site with the same pins has the same; without, what is there now
+    there.mkdir()
+    (there / "pins.json").write_bytes((here / "pins.json").read_bytes())
+    client.run(*words, there, counts=COUNTS)
+    assert load_staged("jrt_fda", there)["validation"].to_list() == rows_of("jrt_fda")
+    out = client.run(*words, tmp_path / "third", "--allow_count")
+    assert f"5 documents (expected 1,102), 0.0 MB, commit {NEW[:12]}" in out
+    # a folder that came without its pins goes on at its own commits
+    (here / "pins.json").unlink()
+    assert "is staged" in client.run(*words, here, counts=COUNTS)
+    assert json.loads((here / "pins.json").read_text()) == {path: OLD}
+
+
+def test_a_chosen_commit_replaces_the_catalogues(
+    hub: FakeHub, client: Client, tmp_path: Path
+) -> None:
+    changed = fixture("boolq").select(range(7))
+    hub.repos["aps/super_glue"][NEW] = dataset_files({("boolq", "validation"): changed})
+    words = ("--only", "boolq", "--to", tmp_path)
+    client.run(*words, counts=COUNTS)
+    out = client.run(*words, "--pin", f"boolq={NEW}", counts=COUNTS)
+    assert "7 documents, expected 12" in out  # refused: what was staged stays
+    assert len(load_staged("boolq", tmp_path)["validation"]) == 12
+    assert "7 documents (expected 12)" in client.run(*words, "--allow_count", counts=COUNTS)
+    assert load_staged("boolq", tmp_path)["validation"].to_list() == rows_of("boolq")[:7]
+    out = client.run(*words, "--pin", f"boolq={'c' * 40}", counts=COUNTS)
+    assert "no such revision; choose another with --pin KEY=COMMIT" in out
+    assert len(load_staged("boolq", tmp_path)["validation"]) == 7
+
+
+def test_killed_in_a_download_it_goes_on_where_it_was(
+    hub: FakeHub, client: Client, tmp_path: Path
+) -> None:
+    words = ("--only", "arc_easy", "social_iqa", "wikitext", "--to", tmp_path / "out")
+    hub.stalled = "default/validation-00000-of-00001.parquet"  # Social IQa's
+    with closing(Client(hub.url, tmp_path / "home")) as killed:
+        killed.start(*words, counts=COUNTS)
+        assert hub.waiting.wait(60)
+        killed.process.send_signal(signal.SIGKILL)
+        assert "[1/3] arc_easy: 12 documents" in killed.output()
+    assert (tmp_path / "out" / stage.DOWNLOADS).exists()
+    check = client.run(*words, "--check", counts=COUNTS)
+    assert "arc_easy: 12 documents" in check
+    assert f"{tmp_path / 'out' / 'social_iqa'}: not staged" in check
+    assert "error: 2 of 3 data sets are not whole" in check
+    hub.released.set()
+    hub.take_asked()
+    out = client.run(*words, counts=COUNTS)
+    assert "arc_easy: is staged" in out and "3 of 3 data sets" in out
+    assert not [line for line in hub.take_asked() if "ai2_arc" in line]
+    assert not (tmp_path / "out" / stage.DOWNLOADS).exists()
+
+
+def test_two_at_once_wait_for_each_other(hub: FakeHub, client: Client, tmp_path: Path) -> None:
+    words = ("--only", "piqa", "lambada_openai", "--to", tmp_path / "out")
+    hub.stalled = "default/validation-00000-of-00001.parquet"  # PIQA's
+    with closing(Client(hub.url, tmp_path / "home")) as first:
+        first.start(*words, counts=COUNTS)
+        assert hub.waiting.wait(60)
+        client.start(*words, counts=COUNTS)
+        waits = f"waits: another process is staging into {tmp_path / 'out'}\n"
+        assert client.output(waits) == waits
+        hub.released.set()
+        assert "2 of 2 data sets" in first.output()
+        assert client.output().count("is staged, 12 documents") == 2
+
+
+def test_a_full_disk(hub: FakeHub, client: Client, tmp_path: Path) -> None:
+    words = ("--only", "winogrande", "piqa", "--to", tmp_path / "disk")
+    with small_disk(tmp_path / "disk", "size=400k") as folder:
+        client.run("--only", "winogrande", "--to", folder, counts=COUNTS)
+        filler = fill(folder)
+        out = client.run(*words, counts=COUNTS)
+        assert "is full; make room" in out or "No space left on device; make room" in out, out
+        assert len(load_staged("winogrande", folder)["validation"]) == 12
+        with pytest.raises(UserError, match="not staged"):
+            load_staged("piqa", folder)
+        filler.unlink()
+        assert "2 of 2 data sets" in client.run(*words, counts=COUNTS)
+
+
+def test_without_a_hub(hub: FakeHub, client: Client, tmp_path: Path) -> None:
+    words = ("--only", "piqa", "boolq", "--to")
+    home = tmp_path / "home"
+    with (
+        closing(Client(hub.url, home, HF_HUB_OFFLINE="1")) as offline,
+        closing(Client("http://127.0.0.1:1", home)) as nowhere,
+    ):
+        offline.start(*words, tmp_path / "offline")
+        nowhere.start(*words, tmp_path / "nowhere")
+        said = "run `python -m eval stage` on a machine with network, such as a login node, and "
+        out = offline.output()
+        assert out.startswith("error: baber/piqa: HF_HUB_OFFLINE") and said in out, out
+        out = nowhere.output()
+        assert out.startswith("error: baber/piqa@142f6d7367fd: the hub cannot be reached"), out
+        assert said in out
+    del hub.repos["baber/piqa"]
+    hub.repos["aps/super_glue"] = {NEW: {}}
+    out = client.run(*words, tmp_path)
+    assert "[1/2] piqa: refused: " in out and "has no such data set, or not for you: log in" in out
+    assert "[2/2] boolq: refused: " in out and "no such revision" in out
+    hub.status = 418
+    assert "the hub answered 418; run the same command again" in client.run(*words, tmp_path)
+
+
+# ---- what is typed wrongly; no hub is asked
+
+
+def typed(*words: str) -> str:
+    """The error of a command."""
+    parser = argparse.ArgumentParser()
+    stage.add_arguments(parser)
+    with pytest.raises(UserError) as caught:
+        stage.execute(parser.parse_args(words))
+    return str(caught.value)
+
+
+def test_typing_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    to = ("--to", str(tmp_path))
+    assert "did you mean 'discriminative'" in typed("--suite", "discriminativ", *to)
+    assert "wikitext" in typed("--suite", "birth-year", *to)
+    assert "did you mean 'jrt_swde'" in typed("--only", "jrt_swd", *to)
+    wrong = typed("--suite", "jrt", "--only", "piqa", *to)
+    assert wrong == "--only piqa: is of --suite discriminative, not of jrt"
+    assert "--pin piqa=main: expected KEY=COMMIT with the 40" in typed("--pin", "piqa=main", *to)
+    both = typed("--pin", f"arc_easy={OLD}", f"arc_challenge={NEW}", *to)
+    assert "arc_easy is of the same repository (allenai/ai2_arc)" in both
+    assert not (tmp_path / "pins.json").exists()
+    (tmp_path / "pins.json").write_text('{"baber/piqa": "main"}')
+    assert "pins.json: is damaged, expected commits by repository" in typed(*to)
+    (tmp_path / "file").write_text("")
+    assert "cannot be written: " in typed("--to", str(tmp_path / "file"))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage_fixtures(tmp_path, ["piqa"])
+    main(["stage", "--only", "piqa", "--to", str(tmp_path), "--check"])
+    assert capsys.readouterr().out.endswith(f"whole in {tmp_path}: 1 of 1 data sets\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["stage", "--suite", "jrt", "--to", str(tmp_path), "--check"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: 6 of 6 data sets are not whole in ")
+
+
+def test_check_names_all_that_is_not_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage_fixtures(tmp_path, ["piqa", "boolq", "wikitext"])
+    (tmp_path / "boolq" / "validation.parquet").write_bytes(b"?")
+    error = typed("--suite", "discriminative", "--to", str(tmp_path), "--check")
+    assert error.startswith("7 of 9 data sets are not whole") and "boolq" in error
+    out = capsys.readouterr().out
+    assert "piqa: 12 documents (expected 1,838)" in out and "was changed after it was staged" in out
+
+
+def test_pins_are_one_a_repository(tmp_path: Path) -> None:
+    pins = Pins(tmp_path)
+    pins.choose([f"babilong_qa1_0k={NEW}"])
+    assert Pins(tmp_path).get(CATALOGUE["babilong_qa5_4k"]) == NEW
+    assert Pins(tmp_path).get(CATALOGUE["piqa"]) == REVISIONS["baber/piqa"]
+    assert Pins(tmp_path).get(CATALOGUE["jrt_nq"]) is None
+
+
+def test_help_and_typing_errors_need_no_heavy_imports() -> None:
+    code = "import sys, eval.staging.stage; print([m for m in ('torch', 'datasets', 'pyarrow', "
+    code += "'huggingface_hub') if m in sys.modules])"
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n" and time.monotonic() - began < 20

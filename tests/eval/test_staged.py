@@ -1,0 +1,300 @@
+"""Staged data as the tasks read it: what was written comes back, and nothing else is taken."""
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import datasets
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from canon_pretrain.core.errors import UserError
+from eval.staging import staged
+from eval.staging.catalogue import CATALOGUE, REVISIONS, SUITES, of_suites
+from eval.staging.staged import load, load_staged, staged_folder, staged_sha256, write_staged
+from tests.checkpoint_folders import small_disk
+from tests.eval_fixtures import REVISION, fixture, rows_of, stage_fixtures
+
+SPLIT = CATALOGUE["boolq"].split
+WAY_OUT = "python -m eval stage --suite discriminative --only boolq --to {}"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every data set of the catalogue, staged."""
+    return stage_fixtures(tmp_path_factory.mktemp("staged"))
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """BoolQ alone, to be damaged."""
+    shutil.copytree(whole / "boolq", tmp_path / "boolq")
+    return tmp_path
+
+
+def no_network(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("the network was used")
+
+
+# ---- the catalogue
+
+
+def test_the_catalogue_has_what_the_specification_lists() -> None:
+    """Issue 17, item 3: Babilong's counts are known at every length."""
+    assert {suite: len(of_suites([suite])) for suite in SUITES} == {
+        "discriminative": 9,
+        "jrt": 6,
+        "babilong": 20,
+    }
+    assert list(CATALOGUE) == [data.key for data in of_suites(SUITES)]
+    documents = {key: data.documents for key, data in CATALOGUE.items()}
+    assert documents == {
+        "piqa": 1838,
+        "hellaswag": 10042,
+        "winogrande": 1267,
+        "arc_easy": 2376,
+        "arc_challenge": 1172,
+        "social_iqa": 1954,
+        "boolq": 3270,
+        "lambada_openai": 5153,
+        "wikitext": 62,
+        "jrt_swde": 1111,
+        "jrt_fda": 1102,
+        "jrt_squad": 2984,
+        "jrt_triviaqa": 1688,
+        "jrt_nq": 3157,
+        "jrt_drop": 2087,
+        **{
+            f"babilong_qa{task}_{length}": rows
+            for task, counts in enumerate(
+                [[1000] * 4, [999] * 4, [999, 862, 998, 999], [999] * 4, [999, 997, 999, 999]], 1
+            )
+            for length, rows in zip(("0k", "1k", "2k", "4k"), counts, strict=True)
+        },
+    }
+    assert all(len(commit) == 40 for commit in REVISIONS.values())
+    assert set(REVISIONS) <= {data.path for data in CATALOGUE.values()}
+    babilong = CATALOGUE["babilong_qa3_2k"]
+    assert (babilong.config, babilong.split) == ("2k", "qa3")
+
+
+# ---- what was written comes back
+
+
+@pytest.mark.parametrize("key", CATALOGUE)
+def test_every_data_set_comes_back_as_it_was(whole: Path, key: str) -> None:
+    loaded = load_staged(key, whole)
+    assert list(loaded) == [CATALOGUE[key].split]
+    rows = loaded[CATALOGUE[key].split]
+    assert rows.to_list() == rows_of(key) and rows.features == fixture(key).features
+    assert set(CATALOGUE[key].columns) <= set(rows.column_names)
+
+
+cells = st.fixed_dictionaries(
+    {
+        "text": st.text(),
+        "number": st.integers(-(2**63), 2**63 - 1),
+        "answers": st.lists(st.text(max_size=9), max_size=3),
+        "maybe": st.none() | st.text(),
+    }
+)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(rows=st.lists(cells, min_size=1, max_size=6))
+def test_any_rows_come_back(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    # a column without any value has no type
+    rows = [{**row, "answers": ["", *row["answers"]], "maybe": row["maybe"]} for row in rows]
+    rows[0]["maybe"] = ""
+    manifest = write_staged(tmp_path, "boolq", {SPLIT: iter(rows)}, revision=REVISION)
+    assert load_staged("boolq", tmp_path)[SPLIT].to_list() == rows
+    assert manifest["splits"][SPLIT]["rows"] == len(rows)
+
+
+def test_the_manifest_says_where_the_rows_are_from(whole: Path) -> None:
+    manifest = json.loads((whole / "arc_easy" / "manifest.json").read_text())
+    known = manifest["splits"]["test"]
+    assert (manifest["path"], manifest["config"]) == ("allenai/ai2_arc", "ARC-Easy")
+    assert manifest["revision"] == REVISION and known["rows"] == len(rows_of("arc_easy"))
+    assert manifest["packages"]["datasets"] == datasets.__version__
+    assert manifest["features"]["test"]["question"] == {"dtype": "string", "_type": "Value"}
+    assert {path.name for path in (whole / "arc_easy").iterdir()} == {
+        "manifest.json",
+        "test.parquet",
+    }
+
+
+def test_the_hash_is_of_the_rows_and_not_of_the_file(whole: Path, folder: Path) -> None:
+    found = staged_sha256("boolq", whole)
+    path = folder / "boolq" / f"{SPLIT}.parquet"
+    before = path.read_bytes()
+    # as another pyarrow might write it
+    rows = fixture("boolq")
+    options = {"compression": "none", "row_group_size": 2}
+    pyarrow.parquet.write_table(rows.with_format("arrow")[:], path, **options)
+    assert path.read_bytes() != before
+    shutil.rmtree(folder / "boolq")
+    write_staged(folder, "boolq", {SPLIT: rows}, revision="0" * 40)
+    assert staged_sha256("boolq", folder) == found
+    for changed in (
+        [*rows_of("boolq")[1:], rows_of("boolq")[0]],
+        rows_of("boolq")[:-1],
+        [rows_of("boolq")[0] | {"question": "is it"}, *rows_of("boolq")[1:]],
+    ):
+        write_staged(folder, "boolq", {SPLIT: changed}, revision="0" * 40)
+        assert staged_sha256("boolq", folder) != found
+
+
+def test_a_task_loads_it_without_network_or_cache(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    monkeypatch.setattr(socket, "create_connection", no_network)
+    monkeypatch.setattr(datasets, "load_dataset", no_network)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    # lm_eval passes whatever metadata there is
+    loaded = load(dataset="boolq", staged=str(whole), version=2.0, pretrained="x", max_length=9)
+    assert loaded[SPLIT].to_list() == rows_of("boolq")
+    assert not loaded[SPLIT].cache_files and not (tmp_path / "cache").exists()
+
+
+def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch, whole: Path, tmp_path: Path) -> None:
+    monkeypatch.delenv("CANON_EVAL_DATA", raising=False)
+    assert staged_folder() == Path("outputs/eval_data")
+    monkeypatch.setenv("CANON_EVAL_DATA", str(whole))
+    assert staged_folder() == whole and staged_folder(tmp_path) == tmp_path
+    assert len(load(dataset="boolq")[SPLIT]) == len(rows_of("boolq"))
+    with pytest.raises(UserError, match="not staged"):
+        load(dataset="boolq", staged=str(tmp_path))
+
+
+# ---- what is not whole is not taken
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+PARQUET = f"{SPLIT}.parquet"
+DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "flipped bit": ("was changed after it was staged", lambda f: flip(f / PARQUET)),
+    "truncated": (
+        "was changed after it was staged",
+        lambda f: os.truncate(f / PARQUET, (f / PARQUET).stat().st_size - 1),
+    ),
+    "emptied": ("0 bytes", lambda f: os.truncate(f / PARQUET, 0)),
+    "deleted split": (f"{PARQUET}: is missing", lambda f: (f / PARQUET).unlink()),
+    "no manifest": ("boolq: not staged", lambda f: (f / "manifest.json").unlink()),
+    "no folder": ("boolq: not staged", lambda f: shutil.rmtree(f)),
+    "manifest cut": ("is damaged", lambda f: os.truncate(f / "manifest.json", 99)),
+    "manifest of another kind": ("is damaged", lambda f: (f / "manifest.json").write_text("[1]")),
+    "manifest without hashes": (
+        "is damaged",
+        lambda f: edit(f / "manifest.json", lambda m: m["splits"][SPLIT].pop("sha256")),
+    ),
+    "wrong row count": (
+        "12 rows, manifest.json says 13",
+        lambda f: edit(f / "manifest.json", lambda m: m["splits"][SPLIT].update(rows=13)),
+    ),
+    "other repository": (
+        "expected .*aps/super_glue",
+        lambda f: edit(f / "manifest.json", lambda m: m.update(path="google/boolq")),
+    ),
+    "other split": (
+        "with splits train .* with validation",
+        lambda f: edit(
+            f / "manifest.json", lambda m: m.update(splits={"train": m["splits"][SPLIT]})
+        ),
+    ),
+    "other version": (
+        "version 2.*version 1",
+        lambda f: edit(f / "manifest.json", lambda m: m.update(version=2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_seen_and_the_way_out_told(folder: Path, damage: str) -> None:
+    message, harm = DAMAGES[damage]
+    assert len(load_staged("boolq", folder)[SPLIT]) == 12
+    harm(folder / "boolq")
+    with pytest.raises(UserError, match=message) as caught:
+        load_staged("boolq", folder)
+    assert WAY_OUT.format(folder) in str(caught.value)
+
+
+def test_an_unknown_data_set_suggests_the_nearest(whole: Path) -> None:
+    with pytest.raises(UserError, match="'boolqq', did you mean 'boolq'.*known: piqa, "):
+        load_staged("boolqq", whole)
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=64k") as folder:
+        stage_fixtures(folder, ["boolq"])
+        large = [row | {"passage": str(os.urandom(40_000))} for row in rows_of("boolq")]
+        with pytest.raises(OSError, match="No space left"):
+            write_staged(folder, "boolq", {SPLIT: large}, revision="0" * 40)
+        assert load_staged("boolq", folder)[SPLIT].to_list() == rows_of("boolq")
+        assert not list(folder.rglob("*.tmp"))
+
+
+class Killed(BaseException):
+    """Ends the process, as far as its code can tell."""
+
+
+def test_killed_anywhere_it_is_the_old_the_new_or_not_staged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = rows_of("boolq"), rows_of("boolq")[:5]
+    seen = set()
+    for fatal in range(1, 100):
+        write_staged(folder, "boolq", {SPLIT: old}, revision="0" * 40)
+        steps = 0
+
+        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                nonlocal steps
+                steps += 1
+                if steps == fatal:  # noqa: B023
+                    raise Killed
+                return real(*arguments, **options)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("fsync", "rename", "unlink", "open"):
+                patch.setattr(os, name, counted(getattr(os, name)))
+            patch.setattr(staged, "open", counted(open), raising=False)
+            try:
+                write_staged(folder, "boolq", {SPLIT: new}, revision="1" * 40)
+                finished = True
+            except Killed:
+                finished = False
+        try:
+            rows = load_staged("boolq", folder)[SPLIT].to_list()
+        except UserError as error:
+            assert "not staged" in str(error)
+            seen.add("not staged")
+        else:
+            assert rows in (old, new)
+            seen.add("old" if rows == old else "new")
+        if finished:
+            assert rows == new
+            break
+    assert seen == {"old", "not staged", "new"} and steps > 8

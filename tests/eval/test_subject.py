@@ -1,0 +1,165 @@
+"""What is evaluated: a run's checkpoint or an exported folder, and every way to name it wrongly."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.data.tokenizer import Tokenizer
+from canon_pretrain.hf.export import export
+from canon_pretrain.hf.reading import import_folder
+from canon_pretrain.run.folder import RunFolder
+from eval.model.lm import CanonLM
+from eval.model.subject import Subject
+from eval.results import question_of
+from eval.validation import model_loss
+from tests.data_folders import plant_data, sentence
+from tests.hf_exports import identity_of
+from tests.support import write_data
+from tests.variants import VARIANTS, build, random_tokens
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder, a run on it with a checkpoint, and the checkpoint's export."""
+    base = tmp_path_factory.mktemp("subject")
+    data = base / "data"
+    plant_data(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
+    shards = TokenShards.open(data / "train")
+    model = build(replace(VARIANTS["nope ABCD"], vocab_size=shards.vocab_size))
+    config = {"data": {"path": str(data), "paths": []}, "training": {"seq_len": 100}}
+    identity = identity_of(model.args) | {"data_fingerprint": shards.fingerprint}
+    RunFolder(base / "run").write_config(config, identity)
+    save_alone(dict(model.named_parameters()), base / "run" / "checkpoint" / "step-3", step=3)
+    export(base / "run" / "checkpoint" / "step-3", base / "out")
+    return base
+
+
+@pytest.fixture
+def copy(base: Path, tmp_path: Path) -> Path:
+    shutil.copytree(base / "out", tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_a_checkpoint_and_its_export_are_asked_the_same(base: Path) -> None:
+    of_run = Subject.open(base / "run" / "checkpoint" / "step-3", None)
+    exported = Subject.open(base / "out", None)
+    assert (of_run.step, of_run.seq_len, exported.step) == (3, 100, 3)
+    assert exported.seq_len == VARIANTS["nope ABCD"].max_seq_len
+    assert of_run.evals == base / "run" / "evals" and exported.evals is None
+    assert exported.folder is None and exported.tokenizer_path == base / "out"
+    assert of_run.tokenizer_path == base / "data"
+    text = "the river of the house was not in it"
+    ids = of_run.tokenizer.encode(text).tolist()
+    assert exported.tokenizer.encode(text).tolist() == ids and len(ids) > 5
+    assert exported.tokenizer.eos_id == of_run.tokenizer.eos_id
+    # the export's file is another one, made from the training tokenizer
+    assert exported.tokenizer.sha256 != of_run.tokenizer.sha256
+    assert exported.identity["tokenizer_sha256"] == of_run.identity["tokenizer_sha256"]
+    models = [subject.load(CPU, torch.float32, 200) for subject in (of_run, exported)]
+    tokens = random_tokens(models[0].args, 2, 150)
+    with torch.inference_mode():
+        torch.testing.assert_close(models[0](tokens), models[1](tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_identities_are_json_and_tell_models_apart(base: Path, copy: Path) -> None:
+    of_run = Subject.open(base / "run" / "checkpoint" / "step-3", None)
+    exported, other = Subject.open(base / "out", None), Subject.open(copy, None)
+    for subject in (of_run, exported):
+        assert json.loads(json.dumps(subject.identity)) == subject.identity
+        assert set(subject.identity) == {
+            "checkpoint", "run_id", "content", "step", "train_fingerprint", "held_out_fingerprint",
+            "tokenizer_sha256",
+        }  # fmt: skip
+    # the place is another, what is evaluated is the same until a weight is
+    assert exported.identity != other.identity
+    assert question_of(exported.identity) == question_of(other.identity)
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    assert other.identity["content"] != Subject.open(copy).identity["content"]
+    assert exported.identity["train_fingerprint"] is None
+    assert of_run.identity["train_fingerprint"] == of_run.train_shards.fingerprint
+
+
+def test_an_export_takes_data_for_what_reads_shards(base: Path) -> None:
+    alone, with_data = Subject.open(base / "out", None), Subject.open(base / "out", base / "data")
+    for ask in (
+        lambda: alone.train_shards, lambda: alone.held_out_shards, alone.check_held_out
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="out is an export, which names no data: .* --data"):
+            ask()
+    with_data.check_held_out()
+    of_run = Subject.open(base / "run" / "checkpoint" / "step-3", None)
+    losses = []
+    for subject in (with_data, of_run):
+        lm = CanonLM(subject.load(CPU, torch.float32, 0), None, max_length=40)
+        losses.append(model_loss(lm, subject.held_out_shards, seq_len=40)[0].nats_per_token)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    # results of an export go where its caller says, the tokenizer is still its own
+    assert with_data.tokenizer_path == base / "out"
+
+
+def test_data_of_another_tokenizer_is_refused(base: Path, tmp_path: Path) -> None:
+    write_data(tmp_path)  # shards that name no tokenizer
+    with pytest.raises(UserError, match="another tokenizer than .* was trained with: its sha256"):
+        Subject.open(base / "out", tmp_path)
+
+
+def test_exports_without_parts_say_what_is_missing(copy: Path) -> None:
+    (copy / "tokenizer.json").unlink()
+    subject = Subject.open(copy, None)  # validation needs none
+    subject.load(CPU)
+    with pytest.raises(UserError, match="Export the checkpoint with its tokenizer"):
+        subject.tokenizer  # noqa: B018
+    (copy / "canon_pretrain.json").unlink()  # as a folder of another making
+    foreign = Subject.open(copy, None)
+    assert foreign.step is None and foreign.identity["tokenizer_sha256"] is None
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    with pytest.raises(UserError, match="has the shape"):
+        Subject.open(copy, None).load(CPU)
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    with pytest.raises(UserError, match="model_type = 'gpt2'"):
+        Subject.open(copy, None)
+
+
+def test_damage_to_an_export_is_one_message(copy: Path) -> None:
+    path = copy / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1000])
+    with pytest.raises(UserError, match="model.safetensors cannot be read"):
+        Subject.open(copy, None).load(CPU)
+    path.write_bytes(whole)
+    (copy / "canon_pretrain.json").write_text("{")
+    with pytest.raises(UserError, match="canon_pretrain.json is damaged"):
+        Subject.open(copy, None)
+
+
+@pytest.mark.parametrize("what", ["data", "nowhere"])
+def test_what_is_neither_is_refused(base: Path, what: str) -> None:
+    with pytest.raises(UserError, match="is not a checkpoint: expected RUN"):
+        Subject.open(base / what, None)
+
+
+def test_eos_may_be_a_list_in_a_folder_of_another_making(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    eos_id = config["eos_token_id"]
+    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": [eos_id, 7]}))
+    found = Subject.open(copy, None).tokenizer
+    assert found.eos_id == eos_id and isinstance(found, Tokenizer)
+
+
+def test_an_import_is_evaluated_by_its_export(copy: Path, tmp_path: Path) -> None:
+    """Issue 17, item 9: its config.json is whole, but there is no run behind it."""
+    found = import_folder(copy, tmp_path / "imported")
+    for path in (found.checkpoint, found.checkpoint.parent):
+        with pytest.raises(UserError, match="is an import.*canon_pretrain.hf export"):
+            Subject.open(path, None)

@@ -1,0 +1,194 @@
+"""`python -m eval run` over whole suites, through their real task definitions, on fixtures."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from eval.__main__ import main
+from eval.results import RESULTS, Results, Unfinished, read_results, read_samples
+from eval.suite_names import SUITES
+from tests.checkpoint_folders import small_disk
+from tests.eval.test_run import write_run
+from tests.eval_fixtures import rows_of, stage_fixtures
+from tests.support import ROOT
+
+SHORT = ("--batch_tokens", "4096")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """run/ and data/ of an untrained model, and staged/: a small data set of every schema."""
+    base = tmp_path_factory.mktemp("suites")
+    texts = [row["input"] for row in rows_of("babilong_qa1_4k") + rows_of("babilong_qa3_1k")]
+    write_run(base, 700, texts)
+    stage_fixtures(base / "staged")
+    return base
+
+
+def command(base: Path, suite: str, out: Path, *words: object) -> list[str]:
+    checkpoint = base / "run/checkpoint/step-3"
+    argv = ["run", "--checkpoint", checkpoint, "--suite", suite, "--out", out]
+    return [str(word) for word in [*argv, "--staged", base / "staged", *SHORT, *words]]
+
+
+def results_in(out: Path) -> dict[str, Results]:
+    return {path.parent.name: read_results(path) for path in sorted(out.glob(f"*/{RESULTS}"))}
+
+
+@pytest.mark.slow
+def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scores and every item's record, bit for bit."""
+    words = ("--limit", 2, "--option", "jrt_tokens=120")
+    main(command(base, "all", tmp_path / "one", *words))
+    printed = capsys.readouterr().out
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "eval", *command(base, "all", tmp_path / "two", *words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = results_in(tmp_path / "one"), results_in(tmp_path / "two")
+    assert set(one) == set(two) == set(SUITES)
+    for suite in SUITES:
+        assert one[suite] == two[suite]
+        samples = read_samples(tmp_path / "one" / suite)
+        assert samples == read_samples(tmp_path / "two" / suite)
+        assert set(samples) == ({suite} if suite == "validation" else set(one[suite].scores))
+        assert suite in printed and suite in done.stdout
+    # each score of Figures 17 and 25
+    assert len(one["discriminative"].scores) == 9 and len(one["jrt"].scores) == 12
+    assert len(one["babilong"].scores) == 20
+    assert one["discriminative"].asked["tasks"]["hellaswag"]["primary"] == ["acc_norm"]
+    assert one["jrt"].asked["tasks"]["jrt_fda"]["counts"]["kept"] > 0
+    assert done.stdout.count("written to") == len(SUITES)  # the first rank alone prints
+
+
+@pytest.mark.parametrize("suite", ["discriminative", "jrt", "babilong"])
+def test_a_suite_complete(base: Path, tmp_path: Path, suite: str) -> None:
+    words = () if suite == "babilong" else ("--max_length", 2000)
+    main(command(base, suite, tmp_path, *words))
+    results = read_results(tmp_path / RESULTS)
+    samples = read_samples(tmp_path)
+    for task, metrics in results.scores.items():
+        described = results.asked["tasks"][task]
+        assert set(described["primary"]) <= set(metrics)
+        assert len(samples[task]) == results.num_samples[task] > 0
+        for metric in metrics:
+            assert all(metric in item for item in samples[task])
+    assert not (tmp_path / "unfinished").exists()
+
+
+def test_one_task_of_the_harness_alone_is_as_in_its_suite(base: Path, tmp_path: Path) -> None:
+    """It needs no data but its own."""
+    shutil.copytree(base / "staged/boolq", tmp_path / "staged/boolq")
+    main(command(base, "boolq", tmp_path / "alone", "--staged", tmp_path / "staged"))
+    main(command(base, "discriminative", tmp_path / "suite"))
+    alone, suite = (read_results(tmp_path / name / RESULTS) for name in ("alone", "suite"))
+    assert alone.scores == {"boolq": suite.scores["boolq"]}
+    assert alone.asked["tasks"] == {"boolq": suite.asked["tasks"]["boolq"]}
+    assert read_samples(tmp_path / "alone")["boolq"] == read_samples(tmp_path / "suite")["boolq"]
+
+
+def test_a_missing_data_set_is_said_before_anything_is_asked(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(base / "staged", tmp_path / "staged")
+    shutil.rmtree(tmp_path / "staged" / "babilong_qa5_4k")
+    words = command(base, "all", tmp_path / "out", "--staged", tmp_path / "staged")
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert f"python -m eval stage --suite babilong --only babilong_qa5_4k --to {tmp_path}" in error
+    assert not [*tmp_path.glob(f"out/**/{RESULTS}")]
+
+
+def test_kill_9_loses_the_running_task_at_most(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command(base, "jrt", tmp_path / "killed", "--max_length", 1000)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eval", *words],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    kept = tmp_path / "killed" / "unfinished"
+    try:
+        end = time.monotonic() + 120
+        while len([*kept.glob("*.task.json")]) < 2 and time.monotonic() < end:
+            assert process.poll() is None
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = len([*kept.glob("*.task.json")])
+    assert 2 <= done < 12 and not (tmp_path / "killed" / RESULTS).exists()
+    (kept / "jrt_fda.task.json.tmp").write_text("{torn")
+    capsys.readouterr()
+    main(words)
+    printed = capsys.readouterr().out
+    assert f"jrt: going on after {done} tasks of an earlier call" in printed
+    main(command(base, "jrt", tmp_path / "whole", "--max_length", 1000))
+    assert read_results(tmp_path / "killed" / RESULTS) == read_results(tmp_path / "whole" / RESULTS)
+    assert read_samples(tmp_path / "killed") == read_samples(tmp_path / "whole")
+    assert not kept.exists()
+
+
+def test_two_at_once_do_the_work_once(base: Path, tmp_path: Path) -> None:
+    """The second waits, and answers from what the first has written."""
+    first, both = tmp_path / "first", tmp_path / "both"
+    main(command(base, "jrt_fda", first))
+    held = Unfinished(both, {}).hold(print)
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "eval", *command(base, "jrt_fda", both)],
+        cwd=ROOT.parent,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        lines = iter(process.stdout.readline, "")
+        assert f"waits: another process asks the same question, in {both}\n" in lines
+        for path in first.iterdir():
+            shutil.copy(path, both)
+        held.close()
+        printed = "".join(lines)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert "as found in" in printed and "written to" not in printed
+    assert "jrt_fda: 100%" not in printed
+
+
+def test_a_full_disk_keeps_what_was_written(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "small"
+    with small_disk(out, "size=96k"):
+        words = command(base, "jrt", out / "x", "--max_length", 1000)
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        assert left.value.code == 2
+        assert "can't hold the results: No space left on device" in capsys.readouterr().err
+        assert not (out / "x" / RESULTS).exists()
+        kept = [*(out / "x" / "unfinished").glob("*.task.json")]
+        assert kept and all(json.loads(path.read_text())["samples"] for path in kept)
+        subprocess.run(["mount", "-o", "remount,size=10m", out], check=True)
+        main(words)
+        assert f"going on after {len(kept)} tasks" in capsys.readouterr().out
+        assert len(read_results(out / "x" / RESULTS).scores) == 12

@@ -1,0 +1,155 @@
+"""The tokenizer inside a task: ours and that of an export give the same ids, texts and cuts."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.tokenizer import Tokenizer
+from canon_pretrain.hf.export import export
+from canon_pretrain.hf.tokenizer_files import tokenizer_files
+from eval.task_tokenizer import TaskTokenizer, task_tokenizer
+from eval.tasks.jrt.cut import cut
+from tests import data_folders
+from tests.data_folders import plant_data, sentence
+from tests.hf.test_tokenizer import byte_level
+from tests.hf_exports import plant_run
+from tests.variants import VARIANTS, build
+
+# a character of one to four bytes, pieces that the vocabulary has, and names of special tokens
+WORDS = [*"aß€🙂", "the", "of", "which", "</s>", "<s>", "\n", " ", "  ", "\t", "Ada", "\ufffd", "é"]
+texts = st.one_of(
+    st.lists(st.sampled_from(WORDS), max_size=60).map("".join),
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=60),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder, data/, and an export of a model that was trained on it, export/."""
+    base = tmp_path_factory.mktemp("tokenizers")
+    plant_data(base / "data", [[sentence(seed, 40) for seed in range(3)]], [sentence(9, 40)])
+    model = build(dataclasses.replace(VARIANTS["nope ABCD"], vocab_size=300))
+    export(plant_run(base / "run", model, data=base / "data"), base / "export")
+    return base
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> tuple[TaskTokenizer, TaskTokenizer]:
+    ours = task_tokenizer({"tokenizer": str(folder / "data"), "pretrained": "of no matter"})
+    return ours, task_tokenizer({"pretrained": str(folder / "export"), "dtype": "float32"})
+
+
+@given(texts)
+@settings(max_examples=200, deadline=None)
+def test_ids_and_texts_are_those_of_training(
+    pair: tuple[TaskTokenizer, TaskTokenizer], text: str
+) -> None:
+    training = data_folders.tokenizer()
+    expected = training.encode(text).tolist()
+    assert training.eos_id not in expected and training.bos_id not in expected
+    for found in pair:
+        assert found.encode(text) == expected
+        assert found.decode(expected) == text
+
+
+@given(texts, st.integers(2, 30), st.integers(0, 40), st.integers(1, 9))
+@example("aaaß\ufffd", 2, 4, 1)  # half of its last character decodes to the whole of it
+@example("\ufffdß", 3, 1, 1)
+@settings(max_examples=300, deadline=None)
+def test_both_cut_alike(
+    pair: tuple[TaskTokenizer, TaskTokenizer], text: str, limit: int, start: int, length: int
+) -> None:
+    answer = text[start : start + length]
+    ours, theirs = (cut(text, [answer], found, limit=limit) for found in pair)
+    assert ours == theirs
+    assert ours.text in text  # no half of a character, no space of the tokenizer's own
+
+
+def test_whose_it_is(folder: Path, pair: tuple[TaskTokenizer, TaskTokenizer]) -> None:
+    training = data_folders.tokenizer()
+    assert [found.sha256 for found in pair] == [training.sha256] * 2
+    assert pair[0].name == str(folder / "data" / "tokenizer.model")
+    assert pair[1].name == str(folder / "export")
+    file = task_tokenizer({"tokenizer": folder / "data" / "tokenizer.model"})
+    assert file.sha256 == training.sha256 and file.encode("the of") == pair[0].encode("the of")
+
+
+def test_nobody_is_asked_whether_to_run_the_models_code(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export's config.json names code of the model's; its tokenizer does without."""
+    shutil.copytree(folder / "export", tmp_path / "export")
+    assert "auto_map" in json.loads((tmp_path / "export" / "config.json").read_text())
+    settings = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
+    del settings["tokenizer_class"]  # as older ones are: then config.json would be looked at
+    (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps(settings))
+    asked: list[object] = []  # transformers goes on after a question that fails
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "n")
+    found = task_tokenizer({"tokenizer": str(tmp_path / "export")})
+    assert found.decode(found.encode("the of")) == "the of"
+    assert not asked
+
+
+def test_loaded_once_and_again_when_the_file_changes(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(data_folders.tokenizer().model)
+    first = task_tokenizer({"tokenizer": str(tmp_path)})
+    assert task_tokenizer({"tokenizer": str(tmp_path), "pretrained": "other"}) is first
+    os.utime(path, ns=(1, 1))
+    assert task_tokenizer({"tokenizer": str(tmp_path)}) is not first
+
+
+def test_a_tokenizer_json_whose_eos_only_the_shards_know(folder: Path, tmp_path: Path) -> None:
+    content = byte_level().replace(b"<|end_of_text|>", b"<stop>")
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(UserError, match="no added tokens|usual name.*This task reads text"):
+        task_tokenizer({"tokenizer": str(tmp_path)})
+    (tmp_path / "train").symlink_to(folder / "data" / "train")
+    found = task_tokenizer({"tokenizer": str(tmp_path)})
+    assert found.sha256 == hashlib.sha256(content).hexdigest()
+    assert found.decode(found.encode("the of")) == "the of"
+
+
+@given(texts, st.integers(2, 30), st.integers(0, 40))
+@settings(max_examples=100, deadline=None)
+def test_a_tokenizer_that_normalises_cuts_alike_too(
+    byte_pair: tuple[TaskTokenizer, TaskTokenizer], text: str, limit: int, start: int
+) -> None:
+    ours, theirs = (cut(text, [text[start : start + 5]], found, limit=limit) for found in byte_pair)
+    assert ours == theirs
+
+
+@pytest.fixture(scope="module")
+def byte_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[TaskTokenizer, TaskTokenizer]:
+    base = tmp_path_factory.mktemp("bytes")
+    (base / "tokenizer.json").write_bytes(byte_level())
+    (base / "export").mkdir()
+    for name, content in tokenizer_files(Tokenizer(byte_level(), "test"), 64).items():
+        (base / "export" / name).write_text(json.dumps(content))
+    # no export of ours: its hash is that of its own file
+    found = task_tokenizer({"pretrained": str(base / "export")})
+    file = (base / "export" / "tokenizer.json").read_bytes()
+    assert found.sha256 == hashlib.sha256(file).hexdigest()
+    return task_tokenizer({"tokenizer": str(base / "tokenizer.json")}), found
+
+
+def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for metadata in ({}, {"tokenizer": None, "pretrained": ""}, {"max_length": 8}):
+        with pytest.raises(UserError, match="needs the evaluated model's tokenizer: name it with"):
+            task_tokenizer(metadata)
+    with pytest.raises(UserError, match=f"{tmp_path}.*missing.*name it with --metadata"):
+        task_tokenizer({"tokenizer": str(tmp_path)})
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"{tmp_path}: no tokenizer.*name it with --metadata"):
+        task_tokenizer({"pretrained": str(tmp_path)})
+    with pytest.raises(UserError, match="nobody/nothing: no tokenizer can be loaded from there"):
+        task_tokenizer({"pretrained": "nobody/nothing"})

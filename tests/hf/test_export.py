@@ -1,0 +1,534 @@
+"""A checkpoint of several ranks to a folder: what is in it, what it refuses, what a kill leaves."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from canon_pretrain.checkpoint import weights as weights_module
+from canon_pretrain.checkpoint.architecture import model_args_of, run_of_checkpoint
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.weights import strip_to_weights
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.hf import export as export_module
+from canon_pretrain.hf.__main__ import main
+from canon_pretrain.hf.export import DTYPES, RECORD, export
+from canon_pretrain.hf.names import to_ours
+from canon_pretrain.hf.reading import import_folder
+from canon_pretrain.hf.safetensors_file import INDEX, plan_files, write_files
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.run.folder import RunFolder
+from tests import llama_canon
+from tests.checkpoint_folders import flip_byte, killed_everywhere
+from tests.data_folders import plant_data, sentence, tokenizer
+from tests.hf_exports import LAST, STEP, export_model, plant_run, trained_run, weights_of
+from tests.ranks import events
+from tests.support import ROOT
+from tests.variants import VARIANTS, build, random_tokens, variant
+
+
+@pytest.fixture(scope="module")
+def run(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_run(data_folder, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def checkpoint(run: Path) -> Path:
+    return run / "checkpoint" / f"step-{STEP}"
+
+
+def exported(folder: Path) -> dict[str, Tensor]:
+    """The weights of an export by our names."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {to_ours(name): t for file in files for name, t in load_file(file).items()}
+
+
+def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys() and len(one) > 10
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+# ---- the weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_of_two_ranks(dtype: str, checkpoint: Path, tmp_path: Path) -> None:
+    assert len(list(checkpoint.glob("*.distcp"))) == 2  # each rank has a part of every tensor
+    export(checkpoint, tmp_path / "out", dtype=dtype, with_tokenizer=False)
+    expected = {name: t.to(DTYPES[dtype]) for name, t in weights_of(checkpoint).items()}
+    check_equal(exported(tmp_path / "out"), expected)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_run_is_exported_from_its_newest_step(checkpoint: Path, tmp_path: Path) -> None:
+    """Issue 17, item 10: `hf export RUN OUT`."""
+    found = export(checkpoint.parents[1], tmp_path / "out", with_tokenizer=False)
+    steps = [int(path.name.removeprefix("step-")) for path in checkpoint.parent.glob("step-*")]
+    assert found.step == max(steps)
+
+
+def test_large_exports_are_several_files(checkpoint: Path, tmp_path: Path) -> None:
+    export(checkpoint, tmp_path / "one", with_tokenizer=False)
+    export(checkpoint, tmp_path / "out", with_tokenizer=False, max_file_bytes=200_000)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors" and len(files) == 4
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    sizes = []
+    for file in files:
+        with safe_open(tmp_path / "out" / file, framework="pt") as opened:
+            assert {n for n, f in index["weight_map"].items() if f == file} == set(opened.keys())
+            assert opened.metadata() == {"format": "pt"}
+            sizes.append(sum(opened.get_tensor(name).nbytes for name in opened.keys()))
+    assert max(sizes) <= 200_000 and sum(sizes) == index["metadata"]["total_size"]
+    check_equal(exported(tmp_path / "out"), exported(tmp_path / "one"))
+
+
+def test_a_tensor_larger_than_a_file_has_one_of_its_own() -> None:
+    shapes = {
+        name: torch.Size((size,)) for name, size in zip("abcd", (10, 900, 10, 10), strict=True)
+    }
+    plans = plan_files(shapes, torch.bfloat16, max_bytes=40)
+    assert [list(plan.shapes) for plan in plans] == [["a"], ["b"], ["c", "d"]]
+
+
+def test_another_tensor_than_planned_is_a_fault(tmp_path: Path) -> None:
+    plans = plan_files({"a": torch.Size((2,)), "b": torch.Size((3,))}, torch.float32)
+    given = [("b", torch.ones(3)), ("a", torch.ones(2))]
+    with pytest.raises(ValueError, match="b .* came where a"):
+        write_files(tmp_path, plans, given, torch.float32)
+
+
+def test_few_tensors_are_held_at_once(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    load = weights_module.load_alone
+
+    def noted(state: dict[str, Any], folder: Path) -> None:
+        held.append(sum(t.nbytes for t in state.values() if isinstance(t, Tensor)))
+        load(state, folder)
+
+    monkeypatch.setattr(weights_module, "load_alone", noted)
+    monkeypatch.setattr(weights_module.stream_weights, "__defaults__", (20_000,))
+    export(checkpoint, tmp_path / "out", with_tokenizer=False)
+    largest = max(t.nbytes for t in exported(tmp_path / "out").values())
+    assert len(held) > 10 and max(held) <= largest + 20_000
+
+
+@pytest.mark.slow
+def test_memory_is_less_than_the_weights_once(tmp_path: Path) -> None:
+    args = replace(VARIANTS["nope ABCD"], vocab_size=32000, dim=576, num_heads=8, ffn_dim=1536)
+    checkpoint = plant_run(tmp_path / "run", build(replace(args, num_layers=12)))
+    script = (
+        "import resource, sys; from pathlib import Path; import canon_pretrain.hf.export as e\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "small, large, out = map(Path, sys.argv[1:])\n"
+        "e.export(small, out / 'hf-small', with_tokenizer=False); before = peak()\n"
+        "e.export(large, out / 'hf-large', with_tokenizer=False); print(peak() - before)\n"
+    )
+    small = plant_run(tmp_path / "small", build(VARIANTS["nope ABCD"]))
+    command = [sys.executable, "-c", script, str(small), str(checkpoint), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    weights = (tmp_path / "hf-large" / "model.safetensors").stat().st_size
+    assert weights > 330e6
+    assert int(done.stdout) < 0.8 * weights
+
+
+def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+    model = build(VARIANTS["nope ABCD"])
+    with torch.no_grad():
+        model.norm.weight[3] = 1e6
+    checkpoint = plant_run(tmp_path / "run", model)
+    with pytest.raises(UserError, match="norm.weight has values that are not finite in float16"):
+        export(checkpoint, tmp_path / "out", dtype="float16", with_tokenizer=False)
+    export(checkpoint, tmp_path / "out", dtype="bfloat16", with_tokenizer=False)
+
+
+# ---- the other files
+
+
+def test_what_an_export_says_of_itself(checkpoint: Path, run: Path, tmp_path: Path) -> None:
+    export(checkpoint, tmp_path / "out", with_tokenizer=False)
+    record = json.loads((tmp_path / "out" / RECORD).read_text())
+    assert record["run_id"] == json.loads((run / "run.json").read_text())["run_id"]
+    assert (record["step"], record["world_size"]) == (STEP, 2)
+    assert record["identity"] == RunFolder(run).read_config()["identity"]
+    position = record["position"]
+    assert position["train_state.step"] == STEP
+    assert position["train_state.tokens"] == events(run, "step")[STEP - 1]["tokens"]
+    assert position["dataloader.next_sample"] == STEP * 12
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    # the shards' EOS; no BOS was ever seen
+    assert config["eos_token_id"] == config["bos_token_id"] == 2
+    assert config["max_position_embeddings"] == record["identity"]["training.seq_len"]
+    assert config["rope_dim"] == 4 and config["num_key_value_heads"] == 2
+    assert config["model_type"] == "LlamaCanon" and "canon_pretrain" not in config
+    assert config["auto_map"].keys() == {"AutoConfig", "AutoModelForCausalLM"}
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 2}
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "trust_remote_code=True" in readme and "okenizer" not in readme
+    assert not list((tmp_path / "out").glob("tokenizer*"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with its tokenizer of 300 pieces."""
+    folder = tmp_path_factory.mktemp("planted") / "data"
+    plant_data(folder, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_texts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a run that was trained on `data`."""
+    args = replace(VARIANTS["nope ABCD"], vocab_size=300)
+    return plant_run(tmp_path_factory.mktemp("of_texts") / "run", build(args), data=data)
+
+
+def test_the_tokenizer_is_that_of_the_data(of_texts: Path, tmp_path: Path) -> None:
+    export(of_texts, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    record = json.loads((tmp_path / "out" / RECORD).read_text())["tokenizer"]
+    known = tokenizer()
+    assert record == {
+        "sha256": known.sha256, "bos_id": known.bos_id, "eos_id": known.eos_id, "vocab_size": 300
+    }  # fmt: skip
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert config["model_max_length"] == VARIANTS["nope ABCD"].max_seq_len
+
+
+def test_a_tokenizer_that_moved(of_texts: Path, data: Path, tmp_path: Path) -> None:
+    moved = plant_run(
+        tmp_path / "run", build(model_args_of(run_of_checkpoint(of_texts))), data=tmp_path / "gone"
+    )
+    with pytest.raises(UserError, match="--tokenizer PATH.*--no-tokenizer"):
+        export(moved, tmp_path / "out")
+    export(moved, tmp_path / "file", tokenizer=data / "tokenizer.model")
+    export(moved, tmp_path / "folder", tokenizer=data)
+    for name in ("file", "folder"):
+        made = (tmp_path / name / "tokenizer.json").read_bytes()
+        export(of_texts, tmp_path / f"{name}-stayed")
+        assert made == (tmp_path / f"{name}-stayed" / "tokenizer.json").read_bytes()
+
+
+def test_a_tokenizer_that_cannot_be_carried_over(
+    of_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(*arguments: object) -> None:
+        raise UserError("the tokenizer can't become a tokenizer.json")
+
+    monkeypatch.setattr(export_module, "tokenizer_files", other)
+    with pytest.raises(UserError, match=r"can't become .*\. Leave it out with --no-tokenizer"):
+        export(of_texts, tmp_path / "out")
+    export(of_texts, tmp_path / "out", with_tokenizer=False)
+
+
+def test_another_tokenizer_is_refused(of_texts: Path, checkpoint: Path, tmp_path: Path) -> None:
+    from data_prep.train_tokenizer import train_tokenizer
+
+    other = tmp_path / "tokenizer.model"
+    other.write_bytes(train_tokenizer([sentence(seed, 90) for seed in range(40, 60)], 300))
+    with pytest.raises(UserError, match="is not the one that the run's data was written with"):
+        export(of_texts, tmp_path / "out", tokenizer=other)
+    larger = plant_run(tmp_path / "run", build(VARIANTS["nope ABCD"]))
+    with pytest.raises(UserError, match="300 pieces, the model 40"):
+        export(larger, tmp_path / "out", tokenizer=other)
+    assert not (tmp_path / "out").exists()
+
+
+# ---- where it comes from
+
+
+def test_weights_alone_and_archives_will_do(checkpoint: Path, run: Path, tmp_path: Path) -> None:
+    export(checkpoint, tmp_path / "full", with_tokenizer=False)
+    expected = exported(tmp_path / "full")
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    folder = CheckpointFolder(copy / "checkpoint")
+    strip_to_weights(folder.step_path(LAST), folder.path / "step-12-only")
+    shutil.rmtree(folder.step_path(LAST))
+    (folder.path / "step-12-only").rename(folder.step_path(LAST))
+    export(folder.step_path(LAST), tmp_path / "stripped", with_tokenizer=False)
+    assert json.loads((tmp_path / "stripped" / RECORD).read_text())["position"] == {}
+    branch = folder.archive_after(6, copy, "a test")  # has no config.json of its own
+    assert branch is not None
+    archived = branch / "checkpoint" / f"step-{STEP}"
+    export(archived, tmp_path / "branch", with_tokenizer=False)
+    check_equal(exported(tmp_path / "branch"), expected)
+    shutil.move(archived, folder.step_path(STEP))
+    whole = folder.archive_all(copy, "a test")  # takes config.json along
+    assert whole is not None and not (copy / "config.json").exists()
+    export(whole / "checkpoint" / f"step-{STEP}", tmp_path / "whole", with_tokenizer=False)
+    check_equal(exported(tmp_path / "whole"), expected)
+
+
+def test_a_damaged_checkpoint_is_refused(checkpoint: Path, run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    damaged = tmp_path / "run" / "checkpoint" / f"step-{STEP}"
+    flip_byte(damaged / "__1_0.distcp")
+    with pytest.raises(UserError, match="__1_0.distcp has SHA-256"):
+        export(damaged, tmp_path / "out", with_tokenizer=False)
+    with pytest.raises(UserError, match="no checkpoint at .*steps in .*: 10, 12"):
+        export(damaged.with_name("step-11"), tmp_path / "out", with_tokenizer=False)
+    with pytest.raises(UserError, match="is not a checkpoint: expected RUN"):
+        export(tmp_path / "run" / "checkpoint", tmp_path / "out", with_tokenizer=False)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["identity"]["model.ffn_dim"] = 180
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    other = damaged.with_name(f"step-{LAST}")
+    with pytest.raises(UserError, match="is of another model: .*w1.weight is of shape"):
+        export(other, tmp_path / "out", with_tokenizer=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+# ---- what opens it
+
+# all that the released class has fields for; a Canon-free NoPE model is written as SmolLM3's
+RELEASED = [
+    *("rope", "rope gqa", "rope qk_full tied", "rope relu2", "rope relu2 qk_full gqa"),
+    *("rope A", "rope AC", "rope BD gqa", "rope ABCD", "rope ABCD qk_full gqa tied"),
+    *("nope qk_full", "nope relu2 gqa", "nope A k2", "nope AC no_res", "nope ABCD act"),
+    *("nope BD k3 no_res act qk_full gqa", "nope ABCD k5 relu2 tied", "nope ABCD cst"),
+    *("partial_rope_c", "partial_rope_c qk_full", "partial_rope_c A", "partial_rope_c BD gqa"),
+    *("partial_rope_c ABCD qk_full gqa", "partial_rope_c half AC k3 relu2 tied"),
+]
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_released_class_opens_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 7: config.json as that class reads it, null included, and the same logits."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    model = build(variant(name))
+    out = export_model(tmp_path, model)
+    assert None not in json.loads((out / "config.json").read_text()).values()
+    tokens_BT = random_tokens(model.args, rows=2, num_tokens=24)
+    with torch.no_grad():
+        found = llama_canon.logits(
+            llama_canon.read_config(out), load_file(out / "model.safetensors"), tokens_BT
+        )
+        difference = (found - model(tokens_BT)).abs().max()
+    assert difference < 1e-4
+
+
+PLAIN = {
+    "rope": "LlamaForCausalLM",
+    "rope gqa tied": "LlamaForCausalLM",
+    "nope": "SmolLM3ForCausalLM",
+    "nope gqa tied": "SmolLM3ForCausalLM",
+    "rope qk_per_head gqa": "Qwen3ForCausalLM",
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_class_opens_it_without_code(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 9: transformers' own class, the same logits, and an import gives it back."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    model = build(variant(name))
+    out = export_model(tmp_path, model)
+    assert not list(out.glob("*.py"))
+    opened = AutoModelForCausalLM.from_pretrained(out)
+    assert type(opened).__name__ == PLAIN[name] and type(opened).__module__.startswith(
+        "transformers."
+    )
+    tokens_BT = random_tokens(model.args, rows=2, num_tokens=24)
+    with torch.no_grad():
+        assert (opened(tokens_BT).logits - model(tokens_BT)).abs().max() < 1e-4
+    readme = (out / "README.md").read_text()
+    assert PLAIN[name] in readme and "trust_remote_code" not in readme
+    expected = dict(model.named_parameters())
+    opened.save_pretrained(tmp_path / "again")  # its own fields, by transformers
+    for folder in (out, tmp_path / "again"):
+        found = import_folder(folder, tmp_path / f"back-{folder.name}")
+        assert found.args == model.args
+        check_equal(weights_of(found.checkpoint), expected)
+
+
+def test_what_serves_a_canon_model_is_written_down(of_texts: Path, tmp_path: Path) -> None:
+    """Issue 17, item 9: vLLM takes a class with that mark, and would mix neighboring requests."""
+    from canon_pretrain.hf.modeling_canon import LlamaCanonForCausalLM
+
+    assert not LlamaCanonForCausalLM._supports_attention_backend
+    channels = sum(VARIANTS["nope ABCD"].canon_channels.values())
+    assert sum(ModelArgs(canon_set="ABCD").canon_channels.values()) * 3 * 2 == 127_488
+    export(of_texts, tmp_path / "out", with_tokenizer=False)
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "vLLM" in readme and f"{channels:,} channels" in readme
+
+
+def test_what_an_import_wrote_is_exported(tmp_path: Path, of_texts: Path) -> None:
+    """Issue 17, item 9: OUT/step-N of `hf import`, with its tokenizer."""
+    export(of_texts, tmp_path / "first")
+    main(["import", str(tmp_path / "first"), str(tmp_path / "imported")])
+    step_0 = tmp_path / "imported" / "step-0"
+    main(["export", str(step_0), str(tmp_path / "second"), "--eos", "</s>"])
+    main(["export", str(step_0.parent), str(tmp_path / "third"), "--no-tokenizer"])
+    check_equal(exported(tmp_path / "third"), exported(tmp_path / "first"))
+    check_equal(exported(tmp_path / "second"), exported(tmp_path / "first"))
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        files = [(tmp_path / folder / name).read_bytes() for folder in ("first", "second")]
+        assert files[0] == files[1], name
+
+
+# ---- where it goes
+
+
+def test_force_replaces_what_an_export_wrote(of_texts: Path, tmp_path: Path) -> None:
+    """Issue 17, item 15: `--force` deleted all that was in OUT."""
+    out = tmp_path / "out"
+    export(of_texts, out, max_file_bytes=20_000)
+    with pytest.raises(UserError, match="out exists.*--force"):
+        export(of_texts, out)
+    kept = [".git/HEAD", "notes.md", "finetune/model.safetensors", "run/checkpoint/step-1/x"]
+    for name in kept:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(name)
+    inode = out.stat().st_ino
+    main(["export", str(of_texts), str(out), "--force", "--dtype", "bfloat16", "--no-tokenizer"])
+    assert [(out / name).read_text() for name in kept] == kept and out.stat().st_ino == inode
+    fresh = tmp_path / "fresh"
+    export(of_texts, fresh, dtype="bfloat16", with_tokenizer=False)
+    files = {path.name for path in fresh.iterdir()}
+    assert {path.name for path in out.iterdir()} == files | {name.split("/")[0] for name in kept}
+    for name in files - {RECORD}:
+        assert (out / name).read_bytes() == (fresh / name).read_bytes()
+    assert set(json.loads((out / RECORD).read_text())["files"]) == files
+    # a file of the user's under a name that the export needs
+    (out / "tokenizer.json").write_text("mine")
+    with pytest.raises(UserError, match="tokenizer.json is not a file of the earlier export"):
+        export(of_texts, out, force=True)
+    assert (out / "tokenizer.json").read_text() == "mine"
+    assert exported(out).keys() == exported(fresh).keys()
+
+
+@pytest.mark.parametrize("files", [None, ["../thesis/chapter-1.tex"], 3, [3], ["a/b"]])
+def test_force_needs_the_names_of_the_files(files: object, of_texts: Path, tmp_path: Path) -> None:
+    """Issue 17, item 15: of an earlier version's record, or a tampered one, nothing is deleted."""
+    out = tmp_path / "out"
+    export(of_texts, out)
+    record = json.loads((out / RECORD).read_text()) | {"files": files}
+    (out / RECORD).write_text(json.dumps(record))
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(UserError, match="does not list the export's files"):
+        export(of_texts, out, force=True)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_only_exports_are_replaced(of_texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter-1.tex").write_text("")
+    with pytest.raises(UserError, match="is no export .*replaces exports only"):
+        export(of_texts, tmp_path / "thesis", force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thesis"]
+
+
+def test_an_error_on_the_way_leaves_nothing(
+    of_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device", str(tmp_path / "out"))
+
+    monkeypatch.setattr(export_module, "write_files", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        export(of_texts, tmp_path / "out")
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(of_texts), str(tmp_path / "out")])
+    assert ended.value.code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_leaves_a_whole_export_or_none_that_opens(of_texts: Path, tmp_path: Path) -> None:
+    """And the next one takes the killed one's files away (issue 17, item 15)."""
+    base = tmp_path / "base"
+    export(of_texts, base / "out", max_file_bytes=20_000)
+    (base / "out" / "notes.md").write_text("mine")
+    old = exported(base / "out")
+    new = {name: tensor.to(torch.bfloat16) for name, tensor in old.items()}
+    copies = iter(range(1000))
+
+    def build_folder() -> Path:
+        folder = tmp_path / f"copy-{next(copies)}"
+        shutil.copytree(base, folder)
+        return folder
+
+    def replace_it(folder: Path) -> None:
+        export(of_texts, folder / "out", dtype="bfloat16", force=True)
+
+    found = []
+    for folder in killed_everywhere(replace_it, build_folder):
+        out = folder / "out"
+        if (out / "config.json").exists():
+            weights = exported(out)
+            is_old = next(iter(weights.values())).dtype == torch.float32
+            check_equal(weights, old if is_old else new)
+            found.append("old" if is_old else "new")
+        else:
+            found.append("none")
+        if found[-1:] != found[-2:-1]:  # at each turn, or it takes long
+            replace_it(folder)
+            check_equal(exported(out), new)
+            assert [path.name for path in folder.iterdir()] == ["out"]
+        assert (out / "notes.md").read_text() == "mine"
+    assert set(found) == {"old", "none", "new"}
+
+
+def test_an_export_under_way_is_left_to_its_process(
+    of_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 15: only the folder of a killed export goes."""
+    killed, other = tmp_path / ".out.exporting-x", tmp_path / ".another.exporting-x"
+    for folder in (killed, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("")
+    write_files = export_module.write_files
+
+    def meanwhile(folder: Path, *args: Any) -> None:
+        monkeypatch.undo()
+        assert not killed.exists()
+        export(of_texts, tmp_path / "out", with_tokenizer=False)
+        assert folder.is_dir()
+        write_files(folder, *args)
+
+    monkeypatch.setattr(export_module, "write_files", meanwhile)
+    with pytest.raises(OSError):  # the other one has the name now
+        export(of_texts, tmp_path / "out", with_tokenizer=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "out"]
+
+
+# ---- the command
+
+
+def test_the_command(of_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "out"
+    main(["export", str(of_texts), str(out), "--dtype", "float16"])
+    size = (out / "model.safetensors").stat().st_size / 1e6
+    count = sum(tensor.numel() for tensor in exported(out).values())
+    said = (
+        f"exported step 3 to {out}: {count:,} parameters in float16, {size:.1f} MB in 1 file(s)\n"
+    )
+    assert capsys.readouterr().out == said
+    assert all(t.dtype == torch.float16 for t in exported(out).values())
+    main(["import", str(out), str(tmp_path / "back"), "--step", "3"])
+    said = capsys.readouterr().out
+    assert f"--checkpoint.initial_load_path {tmp_path / 'back' / 'step-3'}" in said
+    assert str(tmp_path / "back" / "model.toml") in said
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(of_texts), str(out)])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {out} exists")

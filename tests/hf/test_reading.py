@@ -1,0 +1,405 @@
+"""Import: a Hugging Face folder gives the same logits, a [model] section, a run that goes on."""
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from canon_pretrain.checkpoint.manifest import Manifest
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.hf.config import to_fields
+from canon_pretrain.hf.export import export
+from canon_pretrain.hf.names import to_hf
+from canon_pretrain.hf.reading import import_folder, model_toml
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.run import config as experiment
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.data import build_dataloader
+from canon_pretrain.titan.job_config import CanonJobConfig
+from tests import llama_canon
+from tests.hf_folders import (
+    BASE,
+    POSITIONS,
+    TOKENS,
+    a_folder,
+    check,
+    in_a_process,
+    our_logits,
+    quick,  # noqa: F401
+    refused,
+)
+from tests.llama_canon import NO_POSITIONS, random_state, write_folder, write_lingua_folder
+from tests.ranks import differences, events, launch, whole_state
+from tests.support import debug_run
+from tests.variants import VARIANTS, build, every_variant, random_tokens
+
+# -- the weights mean what they mean there -------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("version", ["lingua", "huggingface"])
+def test_both_layouts(version: str, position: str, tmp_path: Path) -> None:
+    grid = itertools.product((4, 2, 1), (False, True), ("", "ABCD"))
+    for k, (kv_heads, qk_norm, canon_set) in enumerate(grid):
+        config = BASE | POSITIONS[position] | {"rope_version": version, "canon_set": canon_set}
+        config |= {"num_key_value_heads": kv_heads, "qk_norm": qk_norm}
+        check(tmp_path / str(k), config, random_state(config, seed=k))
+
+
+def test_the_page_tells_every_part_apart() -> None:
+    """Or the grid above would see no mistake: a layout for the other, rows that were not moved."""
+    config = BASE | {"qk_norm": True, "canon_set": "ABCD", "num_key_value_heads": 2}
+    state = random_state(config)
+    expected = llama_canon.logits(config | {"rope_version": "huggingface"}, state, TOKENS)
+
+    def distance(changed: dict[str, Any], tensors: dict[str, Tensor]) -> float:
+        found = llama_canon.logits(config | changed, tensors, TOKENS)
+        return (found - expected).abs().max().item()
+
+    assert distance({}, state) == 0
+    assert distance({"rope_version": "lingua"}, state) > 0.1
+    for name in ("rope_dim", "rope_scaling", "rope_theta"):
+        value = {"rope_dim": 8, "rope_scaling": NO_POSITIONS, "rope_theta": 50.0}[name]
+        assert distance({name: value}, state) > 0.1
+    for name, tensor in state.items():
+        assert distance({}, state | {name: tensor.roll(1, 0)}) > 0.01, name
+
+
+RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # of lingua_recipes/: params.json's model section, and the same in config.json's words
+    "1B and 3B": (
+        {"qk_norm": True, "rope_dim": 8, "norm_eps": 1e-4},
+        {"qk_norm": True, "rope_dim": 8, "rms_norm_eps": 1e-4, "rope_theta": 10000.0},
+    ),
+    "8B": (
+        {"n_kv_heads": 2, "rope_theta": 100000, "rope_dim": 8, "hidden_dim": 40},
+        {"num_key_value_heads": 2, "rope_theta": 1e5, "rope_dim": 8, "rms_norm_eps": 1e-5},
+    ),
+    "Llama": ({"canon_set": ""}, {"rope_theta": 10000.0, "rms_norm_eps": 1e-5}),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_released_models_as_the_hub_holds_them(recipe: str, tmp_path: Path) -> None:
+    """Issue 17, item 8: params.json and consolidated.pth, by the folder or its subfolder."""
+    params, fields = RECIPES[recipe]
+    config = BASE | {"canon_set": "ABCD", "rope_version": "lingua"} | params | fields
+    if "hidden_dim" not in params:  # null: 8D/3, rounded up to a multiple of 256
+        config["intermediate_size"] = 512
+    state = random_state(config, dtype=torch.bfloat16)
+    folder = write_lingua_folder(tmp_path / "hub", params, config, state)
+    expected = llama_canon.logits(config, state, TOKENS)
+    for k, source in enumerate((folder, folder / "default")):
+        found = import_folder(source, tmp_path / f"out-{k}")
+        assert (our_logits(found) - expected).abs().max() < 1e-4
+        assert found.args.max_seq_len == 32
+    with pytest.raises(UserError, match="--ignore new_option"):
+        params = params | {"new_option": 1}
+        import_folder(write_lingua_folder(tmp_path / "new", params, config, state), tmp_path / "x")
+
+
+def test_a_released_folder_that_is_not_whole(tmp_path: Path) -> None:
+    """Issue 17, item 8: weights_only, so that a pickle runs nothing; and all is checked."""
+    config = BASE | {"canon_set": "AC", "rope_version": "lingua", "intermediate_size": 512}
+    state = random_state(config)
+    folder = write_lingua_folder(tmp_path / "hub", {}, config, state)
+    weights, params = (folder / "default" / name for name in ("consolidated.pth", "params.json"))
+    model = torch.load(weights, weights_only=True)["model"]
+    whole, described = weights.read_bytes(), params.read_text()
+
+    def spoiled(content: dict[str, Any], match: str) -> None:
+        torch.save(content, weights)
+        refused(folder, match)
+
+    spoiled({"model": model | {"layers.0.canonA.bias": torch.ones(128)}}, "holds beside.*canonA")
+    spoiled({"model": {n: t for n, t in model.items() if "canonC" not in n}}, "lacks .*canon_c")
+    spoiled({"model": model | {"norm.weight": torch.ones(3)}}, r"norm.weight has the shape \(3,\)")
+    repeated = {name: torch.ones(1).expand(tensor.shape) for name, tensor in model.items()}
+    spoiled({"model": repeated}, "holds no plain tensors")
+    spoiled(model, "holds no plain tensors")
+    spoiled({"model": {"x": Path}}, "cannot be read as weights alone")
+    for content in (b"", b"text", whole[: len(whole) // 2]):
+        weights.write_bytes(content)
+        refused(folder, "consolidated.pth cannot be read")
+    weights.write_bytes(whole)
+    values: list[Any] = ["x", -1, 0, 2.5, True, [], {}, 10**400, float("inf"), None]
+    section = json.loads(described)
+    for name in section["model"]:
+        for k, value in enumerate(values):
+            changed = section | {"model": section["model"] | {name: value}}
+            params.write_text(json.dumps(changed))
+            with contextlib.suppress(UserError):
+                import_folder(folder, tmp_path / "any" / f"{name}-{k}")
+    for text in ("", "[]", "{}", '{"model": 3, "data": {}}', "[" * 100_000):
+        params.write_text(text)
+        refused(folder, "params.json")
+    params.unlink()
+    params.symlink_to(tmp_path / "elsewhere")
+    refused(folder, "params.json is a link out of")
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_of_them_in_any_file(data: st.DataObject, tmp_path_factory: Any) -> None:
+    draw = data.draw
+    config = BASE | POSITIONS[draw(st.sampled_from(list(POSITIONS)))]
+    config |= {
+        "rope_version": draw(st.sampled_from(["lingua", "huggingface"])),
+        "num_key_value_heads": draw(st.sampled_from([None, 1, 2])),
+        "num_hidden_layers": draw(st.sampled_from([1, 11])),  # "10" sorts before "2"
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-2])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "qk_norm": draw(st.booleans()),
+        "canon_set": draw(st.sampled_from(["", "A", "B", "CD", "AC", "BD", "ABCD"])),
+        "canon_kernel": draw(st.sampled_from([2, 3, 4, 5])),
+        "canon_activation": draw(st.booleans()),
+        "canon_residual": draw(st.booleans()),
+    }
+    for name in draw(st.sets(st.sampled_from(["rope_version", "canon_kernel", "rms_norm_eps"]))):
+        if config[name] == llama_canon.DEFAULTS[name]:
+            del config[name]
+    dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    state = random_state(config, seed=draw(st.integers(0, 99)), dtype=draw(dtypes))
+    folder = tmp_path_factory.mktemp("any")
+    check(folder, config, state, num_files=draw(st.sampled_from([1, 3])))
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_own_llama(tied: bool, tmp_path: Path) -> None:
+    """As save_pretrained writes it; and the page agrees with transformers, so far as it goes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    kept = {name: value for name, value in BASE.items() if name != "rope_theta"}
+    theta: dict[str, Any] = {"rope_theta": 100.0}
+    config = LlamaConfig(**kept, num_key_value_heads=2, tie_word_embeddings=tied, **theta)
+    model = LlamaForCausalLM(config).eval()
+    own = BASE | {"num_key_value_heads": 2, "tie_word_embeddings": tied}
+    state = random_state(own)
+    model.load_state_dict(state, strict=not tied)
+    with torch.no_grad():
+        theirs = model(TOKENS).logits
+    assert (llama_canon.logits(own, state, TOKENS) - theirs).abs().max() < 1e-4
+    model.save_pretrained(tmp_path / "hf", max_shard_size="200KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    assert (
+        our_logits(import_folder(tmp_path / "hf", tmp_path / "out")) - theirs
+    ).abs().max() < 1e-4
+
+
+@every_variant
+def test_our_own_exports(args: ModelArgs, tmp_path: Path) -> None:
+    """What no field of the released class says is kept, and the weights are as they were."""
+    model = build(args)
+    state = {to_hf(name): tensor.detach() for name, tensor in model.named_parameters()}
+    found = import_folder(write_folder(tmp_path / "hf", to_fields(args), state), tmp_path / "out")
+    assert found.args == args
+    assert differences(whole_state(found.checkpoint), dict(model.named_parameters())) == []
+    tokens = random_tokens(args, 2, 20)
+    with torch.no_grad():
+        assert torch.equal(our_logits(found, tokens), model(tokens))
+
+
+def test_tied_with_a_stored_head(tmp_path: Path) -> None:
+    config = BASE | {"tie_word_embeddings": True, "rope_version": "lingua"}
+    state = random_state(config)
+    embedding = state["model.embed_tokens.weight"]
+    head = {"lm_head.weight": embedding.clone()}
+    check(tmp_path / "both", config, state | head)
+    check(tmp_path / "files", config, state | head, num_files=3)
+    alone = {name: t for name, t in state.items() if "embed" not in name} | head
+    folder = write_folder(tmp_path / "head", config, alone)
+    found = import_folder(folder, tmp_path / "out")
+    expected = llama_canon.logits(config, state, TOKENS)
+    assert (our_logits(found) - expected).abs().max() < 1e-4
+    # in either order: the names are read sorted in a file, and files as the index names them
+    head["lm_head.weight"][3, 5] += 1
+    for num_files in (1, 3):
+        folder = write_folder(
+            tmp_path / f"other{num_files}", config, state | head, num_files=num_files
+        )
+        refused(folder, r"lm_head\.weight and model\.embed_tokens\.weight differ")
+
+
+def _peak_anonymous_bytes(folder: Path, out: Path, result: Path) -> None:
+    """Write by how much this process's own memory grew, at most, while it imported."""
+
+    def now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("RssAnon"))
+        return 1024 * int(line.split()[1])
+
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]
+    before, peak, done = now(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, now())
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    import_folder(folder, out)
+    done.set()
+    watcher.join()
+    result.write_text(str(peak - before))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "num_layers", "share"), [(torch.bfloat16, 4, 1.15), (torch.float32, 1, 0.5)]
+)
+def test_it_takes_the_memory_of_the_weights_once(
+    dtype: torch.dtype, num_layers: int, share: float, tmp_path: Path
+) -> None:
+    """A safetensors file in float32 is mapped and not even read as a whole."""
+    config = BASE | {"hidden_size": 1024, "intermediate_size": 4096}
+    config |= {"num_hidden_layers": num_layers, "vocab_size": 4000}
+    config |= {"canon_set": "ABCD", "qk_norm": True}
+    shapes = llama_canon.shapes(config)
+    state = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
+    num_bytes = 4 * sum(tensor.numel() for tensor in state.values())
+    assert num_bytes > 60e6 * num_layers
+    folder = write_folder(tmp_path / "hf", config, state)
+    del state
+    assert in_a_process(_peak_anonymous_bytes, folder, tmp_path / "out", tmp_path / "peak") == 0
+    peak = int((tmp_path / "peak").read_text())
+    assert peak < share * num_bytes
+    shutil.rmtree(tmp_path / "out")
+
+
+# -- and training goes on from it ----------------------------------------------------------------
+
+
+@every_variant
+def test_the_toml_selects_the_model(args: ModelArgs, tmp_path: Path) -> None:
+    """On top of any other file, whose variant must not show through."""
+    (tmp_path / "model.toml").write_text(model_toml(args, 'a "name"\n\x01 [model]\n\u2028'))
+    other = 'position = "nope"\ncanon_set = "BD"\ncanon_kernel = 2\nqk_norm = "full"\ndim = 8\n'
+    base = f'[data]\npath = "{tmp_path}"\n[model]\n{other}tie_embeddings = true\nffn_dim = 7\n'
+    (tmp_path / "base.toml").write_text(f"{base}[training]\nglobal_batch_size = 8\n")
+    path = tmp_path / "run.toml"
+    path.write_text('extends = ["base.toml", "model.toml"]\n')
+    values = experiment.read_experiment(path)
+    assert experiment.build(CanonJobConfig, values, source=str(path)).model_args == args
+    if list(VARIANTS.values()).index(args) % 8 == 0:  # the rest of the way is slow
+        assert parse_job(["--config", str(path)], quiet=True).model_args == args
+
+
+MODEL = (
+    *("--model.position", "rope", "--model.qk_norm", "full", "--model.num_kv_heads", 2),
+    *("--training.steps", 6, "--checkpoint.interval", 3, "--checkpoint.async_mode", "disabled"),
+    *("--validation.enable", False),
+)
+FIELDS = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests")
+
+
+@pytest.fixture(scope="module")
+def straight(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The debug experiment with every part that a layout moves, 6 steps on one rank."""
+    folder = tmp_path_factory.mktemp("straight")
+    launch(*debug_run(data_folder, folder / "run"), *MODEL, output=folder, ranks=1)
+    return folder / "run"
+
+
+def in_halves(folder: Path) -> None:
+    """Rewrite an export as if it came from Llama's code: rotated dims in halves, not in pairs."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_version"] == "lingua"
+    (folder / "config.json").write_text(json.dumps(config | {"rope_version": "huggingface"}))
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    state = load_file(folder / "model.safetensors")
+    qk_rows = sum(state[f"model.layers.0.self_attn.{x}_proj.weight"].shape[0] for x in "qk")
+    moved = set()
+    for name, tensor in state.items():
+        if not any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm", "canonB")):
+            continue
+        rows = qk_rows if "canonB" in name else len(tensor)
+        heads = tensor[:rows].unflatten(0, (-1, head_dim))
+        halves = torch.cat((heads[:, 0::2], heads[:, 1::2]), dim=1).flatten(0, 1)
+        state[name] = torch.cat((halves, tensor[rows:]))
+        moved.add(name)
+    assert len(moved) == 5 * config["num_hidden_layers"]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def steps_of(run: Path) -> list[list[Any]]:
+    return [[event[name] for name in FIELDS] for event in events(run, "step")]
+
+
+def test_an_import_goes_on_as_the_run_does(
+    straight: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """Weights from the folder, all else from the checkpoint: bitwise the run that never left."""
+    step_3 = straight / "checkpoint" / "step-3"
+    export(step_3, tmp_path / "hf", with_tokenizer=False)
+    in_halves(tmp_path / "hf")
+    found = import_folder(tmp_path / "hf", tmp_path / "imported", state_from=step_3)
+    assert found.checkpoint.name == "step-3" and Manifest.read(found.checkpoint).kind == "full"
+    assert differences(whole_state(step_3), whole_state(found.checkpoint)) == []
+
+    run = tmp_path / "run"
+    origin = ("--checkpoint.initial_load_path", found.checkpoint)
+    words = (*MODEL, *origin, "--checkpoint.no_initial_load_model_only")
+    launch(*debug_run(data_folder, run), *words, output=tmp_path, ranks=1)
+    assert steps_of(run) == steps_of(straight)[3:]
+    ends = [whole_state(folder / "checkpoint" / "step-6") for folder in (straight, run)]
+    assert any(name.startswith("optimizer.") for name in ends[0])
+    assert differences(*ends) == []
+    (told,) = events(run, "initial_load")
+    assert told["checkpoint"] == str(found.checkpoint) and told["checkpoint_step"] == 3
+    assert told["model_only"] is False
+    (resumed,) = events(run, "resume")
+    assert resumed["from_step"] == 3
+
+
+def test_weights_alone_begin_at_step_1(straight: Path, data_folder: Path, tmp_path: Path) -> None:
+    """With a new optimizer: the first loss is that of the imported weights on the first batch."""
+    export(straight / "checkpoint" / "step-6", tmp_path / "hf", with_tokenizer=False)
+    found = import_folder(tmp_path / "hf", tmp_path / "imported")
+    run = tmp_path / "run"
+    words = (*MODEL, "--checkpoint.initial_load_path", found.checkpoint, "--run.stop_at", 1)
+    command = (*debug_run(data_folder, run), *words)
+    launch(*command, output=tmp_path, ranks=1)
+    job = parse_job(list(map(str, command)), quiet=True)
+    job.training.local_batch_size = job.training.global_batch_size
+    inputs, labels = next(iter(build_dataloader(1, 0, None, job)))
+    logits = our_logits(found, inputs["input"])
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    (first,) = events(run, "step")
+    assert first["step"] == 1 and first["lr"] == steps_of(straight)[0][FIELDS.index("lr")]
+    assert first["data_digests"] == events(straight, "step")[0]["data_digests"]
+    assert first["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert first["loss"] < events(straight, "step")[0]["loss"] - 0.1  # not the seeds' weights
+    (told,) = events(run, "initial_load")
+    assert told["model_only"] is True and told["checkpoint_step"] == 0
+    assert events(run, "start")
+
+
+def test_a_state_that_does_not_fit(straight: Path, tmp_path: Path) -> None:
+    step_3 = straight / "checkpoint" / "step-3"
+    export(step_3, tmp_path / "hf", with_tokenizer=False)
+    weights = import_folder(tmp_path / "hf", tmp_path / "weights", step=3)
+    refused(tmp_path / "hf", "holds weights alone", state_from=weights.checkpoint)
+    refused(a_folder(tmp_path / "other"), "of another model.*differ in", state_from=step_3)
+    refused(tmp_path / "hf", "no checkpoint at", state_from=straight / "checkpoint" / "step-2")
+    torn = tmp_path / "torn" / "step-3"
+    shutil.copytree(step_3, torn)
+    data = next(torn.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    refused(tmp_path / "hf", "step-3.*damaged|sha", state_from=torn)

@@ -1,0 +1,123 @@
+"""The tokenizer of an export: the ids of the training tokenizer, for any text."""
+
+import io
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.tokenizer import Tokenizer
+from canon_pretrain.hf.tokenizer_files import tokenizer_files
+from tests.data.test_tokenizer_exact import FRAGMENTS, LINES, LLAMA, MODELS
+
+# what is matched by a text of its name, where a vocabulary can't write the name otherwise
+NAMES = "0123456789ABCDEFx<>/s"
+UNIGRAM = {
+    "model_type": "unigram",
+    "hard_vocab_limit": False,
+    "character_coverage": 1.0,
+    "vocab_size": 500,
+    "required_chars": NAMES,
+    # two ways to cut a run of spaces can have the same score, but for rounding
+    "allow_whitespace_only_pieces": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    **{name: options for name, (options, _) in MODELS.items() if name != "unigram"},
+    "unigram": UNIGRAM,
+    "unigram that drops spaces": UNIGRAM | {"remove_extra_whitespaces": True},
+}
+REFUSED = {"normalising": "normalises", "spaces as suffixes": "spaces end words"}
+REFUSED |= {"user-defined": "user-defined"}
+EXACT = sorted(KINDS.keys() - REFUSED.keys()) + ["byte-level", "llama as json"]
+texts = st.one_of(
+    st.lists(st.sampled_from(FRAGMENTS), max_size=40).map("".join),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=60),
+)
+
+
+@cache
+def training_tokenizer(name: str) -> Tokenizer:
+    if name == "byte-level":
+        return Tokenizer(byte_level(), name)
+    if name == "llama as json":
+        content = tokenizer_files(training_tokenizer("as ours"), 64)["tokenizer.json"]
+        return Tokenizer(json.dumps(content).encode(), name)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES * 4), model_writer=model, minloglevel=2, **LLAMA | KINDS[name]
+    )
+    return Tokenizer(model.getvalue(), name)
+
+
+def byte_level() -> bytes:
+    """A tokenizer.json as GPT-2's and Llama-3's: it adds BOS, cuts and pads, if one lets it."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.normalizer = normalizers.NFC()
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|begin_of_text|>", "<|end_of_text|>", "<|user|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(LINES, trainer)
+    made.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
+            ),
+        ]
+    )
+    made.enable_truncation(7)
+    made.enable_padding(length=9)
+    return made.to_str().encode()
+
+
+@cache
+def exported(name: str) -> tokenizers.Tokenizer:
+    content = tokenizer_files(training_tokenizer(name), 64)["tokenizer.json"]
+    made = tokenizers.Tokenizer.from_str(json.dumps(content))
+    made.encode_special_tokens = True  # what split_special_tokens does in transformers
+    return made
+
+
+@pytest.mark.parametrize("name", EXACT)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(text=texts)
+def test_ids_and_text_are_those_of_training(name: str, text: str) -> None:
+    training, other = training_tokenizer(name), exported(name)
+    ids = training.encode(text).tolist()
+    assert other.encode(text).ids == ids
+    assert other.decode(ids) == training.decode(ids)
+    assert other.decode([*ids, training.eos_id]) == training.decode([*ids, training.eos_id])
+
+
+def test_a_character_that_is_cut_off_takes_no_line_end_along() -> None:
+    training, other = training_tokenizer("as ours"), exported("as ours")
+    ids = training.encode("the cat\n\U0001f642").tolist()[:-2]  # two bytes of four
+    assert other.decode(ids) == training.decode(ids) == "the cat\n\ufffd\ufffd"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_exact_file_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=REFUSED[name]):
+        tokenizer_files(training_tokenizer(name), 64)
+
+
+def test_a_vocabulary_that_cannot_write_its_own_names_is_refused() -> None:
+    # its text "</s>" can only be bytes or the token, and the package would take the token
+    model = io.BytesIO()
+    options = LLAMA | {"model_type": "unigram", "hard_vocab_limit": False}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES * 4), model_writer=model, minloglevel=2, **options
+    )
+    with pytest.raises(UserError, match="'</s>' is .* in training and would be"):
+        tokenizer_files(Tokenizer(model.getvalue(), "bare"), 64)

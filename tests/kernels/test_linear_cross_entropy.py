@@ -1,0 +1,279 @@
+"""The loss in chunks of tokens, against whole logits that autograd differentiates."""
+
+import functools
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from canon_pretrain.kernels.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
+from canon_pretrain.run.config import Loss
+from canon_pretrain.titan.loss import cross_entropy_and_objective, head_loss
+
+TERMS = [{}, {"z_loss": 0.03}, {"squared_loss": 0.05}]
+every_term = pytest.mark.parametrize("terms", TERMS, ids=str)
+# one chunk, even ones, uneven ones, one token each
+every_chunk = pytest.mark.parametrize("chunk_tokens", [4096, 6, 5, 1])
+
+
+def problem(
+    dtype: torch.dtype, num_tokens: int = 12, dim: int = 7, vocab: int = 19, spread: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h_ND, weight_VD and labels_N, two of them ignored."""
+    generator = torch.Generator().manual_seed(3)
+    h = torch.randn(num_tokens, dim, generator=generator).to(dtype).requires_grad_()
+    weight = (spread * torch.randn(vocab, dim, generator=generator)).to(dtype).requires_grad_()
+    labels = torch.randint(vocab, (num_tokens,), generator=generator)
+    labels[2] = labels[-1] = IGNORE_INDEX
+    return h, weight, labels
+
+
+def whole(h: Tensor, weight: Tensor, labels: Tensor, **terms: float) -> tuple[Tensor, Tensor]:
+    """The reference: all logits at once."""
+    return cross_entropy_and_objective(h @ weight.T, labels, **terms)
+
+
+def grads_of(objective: Tensor, *leaves: Tensor, scale: float = 1.0) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(objective * scale, leaves)
+
+
+@every_term
+@every_chunk
+def test_derivatives_in_float64(terms: dict[str, float], chunk_tokens: int) -> None:
+    h, weight, labels = problem(torch.float64)
+    loss = functools.partial(linear_cross_entropy, chunk_tokens=chunk_tokens, **terms)
+    assert torch.autograd.gradcheck(lambda h, w: loss(h, w, labels)[1], (h, weight))
+    found, expected = loss(h, weight, labels), whole(h, weight, labels, **terms)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float64
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+    assert found[0].tolist()[2] == found[0].tolist()[-1] == 0.0
+    for one, other in zip(
+        grads_of(found[1], h, weight, scale=0.3),
+        grads_of(expected[1], h, weight, scale=0.3),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert not grads_of(loss(h, weight, labels)[1], h)[0][[2, -1]].any()
+
+
+@every_term
+@every_chunk
+def test_float32_is_the_whole_logits_loss_to_rounding(
+    terms: dict[str, float], chunk_tokens: int
+) -> None:
+    h, weight, labels = problem(torch.float32, num_tokens=64, dim=32, vocab=300)
+    found = linear_cross_entropy(h, weight, labels, chunk_tokens=chunk_tokens, **terms)
+    expected = whole(h, weight, labels, **terms)
+    assert not found[0].requires_grad
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(
+        grads_of(found[1], h, weight), grads_of(expected[1], h, weight), rtol=1e-5, atol=1e-5
+    )
+    with torch.no_grad():
+        asked = linear_cross_entropy(h, weight, labels, chunk_tokens=chunk_tokens, **terms)
+    torch.testing.assert_close(asked, expected, rtol=2e-6, atol=2e-6)
+
+
+@every_term
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk_tokens", [4096, 32])
+def test_half_precision_is_no_further_from_the_truth(
+    terms: dict[str, float], dtype: torch.dtype, chunk_tokens: int
+) -> None:
+    """With the factor of a step, which is no power of two: it may cost no rounding of its own."""
+    h, weight, labels = problem(dtype, num_tokens=256, dim=64, vocab=500, spread=0.2)
+    exact = [part.detach().double().requires_grad_() for part in (h, weight)]
+    truth = whole(*exact, labels, **terms)
+    true_grads = grads_of(truth[1], *exact, scale=1 / 48)
+    errors = []
+    for nats, objective in (
+        linear_cross_entropy(h, weight, labels, chunk_tokens=chunk_tokens, **terms),
+        whole(h, weight, labels, **terms),
+    ):
+        grads = grads_of(objective, h, weight, scale=1 / 48)
+        assert nats.dtype == objective.dtype == torch.float32
+        assert [grad.dtype for grad in grads] == [dtype, dtype]
+        pairs = [(nats, truth[0]), *zip(grads, true_grads, strict=True)]
+        errors.append([(a.double() - b).norm().item() for a, b in pairs])
+    for ours, plain in zip(*errors, strict=True):
+        assert ours <= 1.02 * plain
+
+
+@every_chunk
+def test_a_loss_whose_square_overflows_is_still_a_number(chunk_tokens: int) -> None:
+    """Without a term that squares it: a factor of 0 makes no NaN of an infinite square."""
+    h, weight, labels = problem(torch.float32)
+    h = (h.detach() * 1e22).requires_grad_()
+    found = linear_cross_entropy(h, weight, labels, chunk_tokens=chunk_tokens)
+    expected = whole(h, weight, labels)
+    assert expected[1].isfinite()
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        asked = linear_cross_entropy(h, weight, labels, chunk_tokens=chunk_tokens)
+    torch.testing.assert_close(asked, expected)
+    for grad in grads_of(found[1], h, weight):
+        assert grad.isfinite().all()
+
+
+def test_it_is_repeatable_to_the_bit() -> None:
+    h, weight, labels = problem(torch.float32, num_tokens=300, dim=32, vocab=400)
+    runs = []
+    for _ in range(3):
+        nats, objective = linear_cross_entropy(h, weight, labels, chunk_tokens=64, z_loss=0.01)
+        runs.append((nats, objective.detach(), *grads_of(objective, h, weight)))
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
+def test_only_asked_for_gradients_are_computed(needs: tuple[bool, bool]) -> None:
+    h, weight, labels = problem(torch.float32)
+    h.requires_grad_(needs[0])
+    weight.requires_grad_(needs[1])
+    with Products() as products:
+        _, objective = linear_cross_entropy(h, weight, labels, chunk_tokens=6)
+    assert products.count == 2 * (1 + sum(needs))
+    assert objective.requires_grad == any(needs)
+    if any(needs):
+        objective.backward()
+    assert (h.grad is not None, weight.grad is not None) == needs
+
+
+def test_a_second_backward_pass_is_the_same_and_second_derivatives_are_refused() -> None:
+    h, weight, labels = problem(torch.float32)
+    _, objective = linear_cross_entropy(h, weight, labels, chunk_tokens=5)
+    first = torch.autograd.grad(objective, (h, weight), retain_graph=True)
+    factor = torch.ones((), requires_grad=True)
+    again = torch.autograd.grad(objective, (h, weight), factor, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        again[0].sum().backward()
+
+
+def test_a_label_outside_of_the_vocabulary_is_an_error() -> None:
+    h, weight, labels = problem(torch.float32)
+    labels[0] = len(weight)
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context, pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            linear_cross_entropy(h, weight, labels, chunk_tokens=4)
+
+
+@every_term
+def test_the_part_between_the_products_compiles(terms: dict[str, float]) -> None:
+    h, weight, labels = problem(torch.float32, num_tokens=40)
+    torch._dynamo.reset()
+    plain, compiled = (
+        linear_cross_entropy(h, weight, labels, chunk_tokens=10, compile_backend=name, **terms)
+        for name in (None, "aot_eager")
+    )
+    torch.testing.assert_close(compiled, plain)
+    torch.testing.assert_close(grads_of(compiled[1], h, weight), grads_of(plain[1], h, weight))
+
+
+# what torch itself says when it traces an autograd function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("chunk_tokens", [5, 0])
+def test_a_compiled_caller_sees_no_graph_break(chunk_tokens: int) -> None:
+    h, weight, labels = problem(torch.float32)
+    loss = head_loss(Loss(z_loss=0.01, chunk_tokens=chunk_tokens))
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found, expected = compiled(h, weight, labels), loss(h, weight, labels)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grads_of(found[1], h, weight), grads_of(expected[1], h, weight))
+
+
+@pytest.mark.slow
+@every_term
+def test_inductor_computes_the_same(terms: dict[str, float]) -> None:
+    h, weight, labels = problem(torch.bfloat16, num_tokens=40, vocab=100)
+    plain, compiled = (
+        linear_cross_entropy(h, weight, labels, chunk_tokens=20, compile_backend=name, **terms)
+        for name in (None, "inductor")
+    )
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grads_of(compiled[1], h, weight), grads_of(plain[1], h, weight))
+
+
+@pytest.mark.gpu
+@every_term
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("compile_backend", [None, "inductor"])
+def test_on_a_gpu_sums_of_halves_are_float32_too(
+    terms: dict[str, float], dtype: torch.dtype, compile_backend: str | None
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    own = problem(dtype, num_tokens=4096, dim=256, vocab=8192, spread=0.1)
+    h, weight, labels = (part.detach().cuda() for part in own)
+    exact = [part.double().requires_grad_() for part in (h, weight)]
+    true_grads = grads_of(whole(*exact, labels, **terms)[1], *exact, scale=1 / 48)
+    h.requires_grad_()
+    weight.requires_grad_()
+    loss = functools.partial(
+        linear_cross_entropy, chunk_tokens=1024, compile_backend=compile_backend, **terms
+    )
+    runs = [grads_of(loss(h, weight, labels)[1], h, weight, scale=1 / 48) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    plain = grads_of(whole(h, weight, labels, **terms)[1], h, weight, scale=1 / 48)
+    for ours, other, truth in zip(runs[0], plain, true_grads, strict=True):
+        assert ours.dtype == dtype
+        own_error, error = ((grad.double() - truth).norm() for grad in (ours, other))
+        assert own_error <= (2 if dtype == torch.float32 else 1.05) * error
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors made here that live at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
+        before = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for storage in self._made(out, before):
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._drop, storage.nbytes())
+        return out
+
+    @staticmethod
+    def _made(out: object, before: set[int]) -> Iterator[torch.UntypedStorage]:
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in before:
+                yield leaf.untyped_storage()
+
+    def _drop(self, size: int) -> None:
+        self.now -= size
+
+
+def test_logits_stand_for_one_chunk_only() -> None:
+    """At the sizes of a real vocabulary: counted, not timed."""
+    num_tokens, dim, vocab, chunk = 2048, 16, 32_000, 128
+    peaks = []
+    for chunk_tokens in (chunk, 0):
+        h, weight, labels = problem(torch.float32, num_tokens, dim, vocab)
+        with Peak() as peak:
+            _, objective = head_loss(Loss(chunk_tokens=chunk_tokens))(h, weight, labels)
+            objective.backward()
+        peaks.append(peak.most)
+    ends = 4 * 4 * dim * (num_tokens + vocab)  # dh and dW, their products with the factor, theirs
+    assert peaks[0] < 2 * chunk * vocab * 4 + ends + 2**20
+    assert peaks[1] > 2 * num_tokens * vocab * 4

@@ -1,0 +1,359 @@
+"""Attention's three ways: explicit biases and masks, one another, refusals, what a log says."""
+
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import BlockMask
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.model import attend as attend_module
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.attend import Attend
+from canon_pretrain.model.documents import PADDING
+from canon_pretrain.model.transformer import Transformer
+from tests.flash_packages import flash_attn_package, flash_impl
+from tests.variants import BASE, build, random_tokens, variant
+
+# torch on itself: what flex attention costs where it is not compiled
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+CPU = torch.device("cpu")
+NUM_TOKENS = 9
+SEGMENTS = torch.tensor(
+    [[0, 0, 0, 1, 1, 1, 1, 2, 2], [PADDING, PADDING, 5, 5, 5, 5, 5, PADDING, PADDING]],
+    dtype=torch.int32,
+)
+
+
+def _args(position: str, num_heads: int = 4, kv_heads: int = 0) -> ModelArgs:
+    return replace(
+        BASE, position=position, dim=8 * num_heads, num_heads=num_heads, num_kv_heads=kv_heads
+    )
+
+
+def _inputs(args: ModelArgs, num_tokens: int = NUM_TOKENS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(2, num_tokens, heads, 8) for heads in (args.num_heads, *[args.kv_heads] * 2)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def _read(
+    args: ModelArgs, parts: list[torch.Tensor], segments: torch.Tensor | None, backend: str = "sdpa"
+) -> torch.Tensor:
+    attend = Attend(args, backend)
+    num_tokens = parts[0].shape[1]
+    with torch.no_grad():
+        return attend(*parts, attend.mask(num_tokens, segments, num_tokens, CPU))
+
+
+def _weights(args: ModelArgs, segments: torch.Tensor | None = None) -> torch.Tensor:
+    """What each head's weights are where all scores are alike, [B, T, H, S].
+
+    The values are the unit vectors of the keys' places, so what is read are the weights.
+    """
+    q = torch.zeros(2, NUM_TOKENS, args.num_heads, NUM_TOKENS)
+    v = torch.eye(NUM_TOKENS)[None, :, None].expand(2, -1, args.kv_heads, -1)
+    return _read(args, [q, torch.zeros_like(v), v], segments)
+
+
+def test_alibi_takes_a_power_of_two_off_for_every_token_of_distance():
+    for num_heads, exponents in ((4, [2, 4, 6, 8]), (8, [1, 2, 3, 4, 5, 6, 7, 8])):
+        weights = _weights(_args("alibi", num_heads))
+        for head, exponent in enumerate(exponents):
+            for t in range(NUM_TOKENS):
+                terms = [math.exp(-(t - s) / 2**exponent) for s in range(t + 1)]
+                expected = [term / sum(terms) for term in terms] + [0.0] * (NUM_TOKENS - 1 - t)
+                torch.testing.assert_close(weights[0, t, head], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("kv_heads", [0, 2])
+def test_h_alibi_gives_head_h_of_the_first_half_the_nearest_h_tokens(kv_heads):
+    weights = _weights(_args("h_alibi", num_heads=8, kv_heads=kv_heads))
+    for head in range(8):
+        window = head + 1 if head < 4 else NUM_TOKENS
+        for t in range(NUM_TOKENS):
+            seen = min(window, t + 1)
+            expected = torch.zeros(NUM_TOKENS)
+            expected[t - seen + 1 : t + 1] = 1 / seen
+            torch.testing.assert_close(weights[0, t, head], expected)
+
+
+@pytest.mark.parametrize("position", ["nope", "alibi", "h_alibi"])
+def test_nothing_is_read_from_another_segment_and_padding_reads_without_a_nan(position):
+    weights = _weights(_args(position), SEGMENTS)
+    assert torch.isfinite(weights).all()
+    for row, t, s in torch.cartesian_prod(torch.arange(2), *[torch.arange(NUM_TOKENS)] * 2):
+        seen = weights[row, t, :, s] > 0
+        own = s <= t and bool(SEGMENTS[row, t] == SEGMENTS[row, s])
+        # the last head has no window
+        assert bool(seen[-1]) == own and (own or not seen.any())
+
+
+def test_neighbouring_heads_of_q_share_a_head_of_k_and_v():
+    args = _args("nope", num_heads=4, kv_heads=2)
+    q, k, v = _inputs(args)
+    for backend in ("sdpa", "flex"):
+        y = _read(args, [q, k, v], SEGMENTS, backend)
+        for head in range(4):
+            one = [q[:, :, head : head + 1], *(x[:, :, head // 2 : head // 2 + 1] for x in (k, v))]
+            expected = _read(_args("nope", num_heads=1), one, SEGMENTS)
+            torch.testing.assert_close(y[:, :, head : head + 1], expected)
+
+
+@pytest.mark.parametrize("kv_heads", [0, 1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("position", ["nope", "alibi", "h_alibi"])
+def test_flex_reads_what_sdpa_reads(position, masked, kv_heads):
+    args = _args(position, kv_heads=kv_heads)
+    parts, segments = _inputs(args), SEGMENTS if masked else None
+    expected = _read(args, parts, segments)
+    torch.testing.assert_close(_read(args, parts, segments, "flex"), expected)
+    is_flex = isinstance(Attend(args, "flex").mask(9, segments, 9, CPU), BlockMask)
+    assert is_flex == (masked or position != "nope")
+
+
+@pytest.mark.parametrize("name", ["alibi ABCD gqa documents", "h_alibi AC tied documents"])
+def test_a_model_reads_the_same_by_flex_over_more_than_one_block(name):
+    # flex attention cuts a sequence into blocks of 128 tokens
+    args = variant(name)
+    tokens = random_tokens(args, rows=2, num_tokens=150)
+    with torch.no_grad():
+        expected = build(args)(tokens)
+        given = build(args, attention_backend="flex")(tokens)
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "cudnn", "flash", "flex"])
+@pytest.mark.parametrize("position", ["nope", "alibi", "h_alibi"])
+def test_the_last_queries_read_what_they_read_among_all(position, backend):
+    args = _args(position, kv_heads=2)
+    q, k, v = _inputs(args)
+    attend = Attend(args, backend)
+    for segments in (None, SEGMENTS):
+        whole = _read(args, [q, k, v], segments)
+        for last in (1, 2, 8):
+            mask = attend.mask(last, segments, NUM_TOKENS, CPU)
+            given = attend(q[:, -last:], k, v, mask)
+            torch.testing.assert_close(given, whole[:, -last:])
+
+
+@pytest.mark.parametrize("kv_heads", [0, 2])
+def test_alibi_in_bfloat16_keeps_its_distances(kv_heads):
+    # 0.25 a token: past 512 tokens bfloat16 could not tell neighbours apart
+    args = _args("alibi", kv_heads=kv_heads)
+    parts = [part.bfloat16() for part in _inputs(args, num_tokens=700)]
+    given = _read(args, parts, None)
+    assert given.dtype == torch.bfloat16
+    expected = _read(args, [part.float() for part in parts], None)
+    torch.testing.assert_close(given, expected.bfloat16(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.fixture
+def flash_attn():
+    with flash_attn_package():
+        yield
+
+
+@pytest.mark.parametrize("kv_heads", [0, 2])
+@pytest.mark.parametrize("position", ["nope", "alibi"])
+def test_flash_attn_reads_what_sdpa_reads_of_all_and_of_the_last_queries(
+    flash_attn, position, kv_heads
+):
+    args = _args(position, kv_heads=kv_heads)
+    q, k, v = _inputs(args)
+    whole, attend = _read(args, [q, k, v], None), Attend(args, "flash_attn")
+    for last in (NUM_TOKENS, 3, 1):
+        mask = attend.mask(last, None, NUM_TOKENS, CPU)
+        torch.testing.assert_close(attend(q[:, -last:], k, v, mask), whole[:, -last:])
+
+
+def test_a_model_gives_the_same_logits_with_flash_attn(flash_attn):
+    for name in ("rope ABCD gqa", "alibi AC qk_full", "partial_rope_a"):
+        args = variant(name)
+        tokens = random_tokens(args, rows=2, num_tokens=NUM_TOKENS)
+        given = build(args, attention_backend="flash_attn")(tokens)
+        torch.testing.assert_close(given, build(args)(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"document_mask": True}, ['"flash_attn"', "document_mask", '"auto"']),
+        ({"position": "h_alibi"}, ['"flash_attn"', '"h_alibi"', '"auto"']),
+        ({"dim": 1056}, ['"flash_attn"', "264", "256", '"auto"']),
+    ],
+    ids=["document_mask", "h_alibi", "head_dim"],
+)
+def test_flash_attn_refuses_what_it_has_nothing_for(flash_attn, changes, parts):
+    with pytest.raises(UserError) as error:
+        Transformer(replace(BASE, **changes), attention_backend="flash_attn")
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_flash_attn_refuses_padding(flash_attn):
+    model = build(BASE, attention_backend="flash_attn")
+    is_real = torch.tensor([[True, True, False]])
+    with pytest.raises(UserError, match='"flash_attn".*padding.*"auto"'):
+        model(torch.ones(1, 3, dtype=torch.int64), is_real_BT=is_real)
+
+
+def test_flash_attn_that_is_not_installed_is_refused_with_the_command(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match='not installed: pip install .*flash-attn.*"auto"'):
+        Attend(BASE, "flash_attn")
+
+
+def test_the_folder_that_flash_attn_4_leaves_is_not_flash_attn():
+    with flash_attn_package(function=None), pytest.raises(UserError, match="pip install"):
+        Attend(BASE, "flash_attn")
+
+
+PACKAGES = ("fa3", "fa4")
+
+
+def _has_replaced_kernel() -> bool:
+    name = "aten::_scaled_dot_product_flash_attention"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+
+
+@pytest.mark.parametrize("kv_heads", [0, 2])
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_a_package_is_sdpas_flash_kernel_from_the_model_on(backend, kv_heads):
+    args = replace(BASE, num_kv_heads=kv_heads)
+    assert not _has_replaced_kernel()
+    with flash_impl(backend):
+        with torch.device("meta"):
+            attend = Transformer(args, attention_backend=backend).attend
+        assert torch.nn.attention.current_flash_attention_impl() == backend.upper()
+        assert _has_replaced_kernel()
+        Attend(args, backend)  # a second model of this process
+        assert _has_replaced_kernel()
+    assert attend.describe("cuda") == backend
+    assert attend_module._SDPA_ORDERS[backend][0] == SDPBackend.FLASH_ATTENTION
+    assert attend_module._SDPA_ORDERS["auto"][0] == SDPBackend.CUDNN_ATTENTION
+    q, k, v = _inputs(args)
+    padded = attend.mask(NUM_TOKENS, SEGMENTS, NUM_TOKENS, CPU)  # evaluation's batches
+    torch.testing.assert_close(attend(q, k, v, padded), _read(args, [q, k, v], SEGMENTS))
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"document_mask": True}, "document_mask"),
+        ({"position": "alibi"}, '"alibi"'),
+        ({"position": "h_alibi"}, '"h_alibi"'),
+        ({"dim": 1056}, "264"),
+    ],
+    ids=["document_mask", "alibi", "h_alibi", "head_dim"],
+)
+def test_a_package_refuses_what_it_has_nothing_for(backend, changes, part):
+    with pytest.raises(UserError, match=part):
+        attend_module.check_backend_fits(replace(BASE, **changes), backend)
+    attend_module.check_backend_fits(BASE, backend)  # a plan for a machine that has it
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability"), [("fa3", (8, 0)), ("fa3", (10, 0)), ("fa4", (12, 0))]
+)
+def test_a_package_refuses_a_gpu_that_it_has_no_kernels_for(backend, capability):
+    with flash_impl(backend, capability), pytest.raises(UserError, match="sm_90"):
+        Attend(BASE, backend)
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_what_a_package_lacks_is_named_with_the_way_to_get_it(monkeypatch, backend):
+    package = attend_module.FLASH_IMPLS[backend].package
+    with pytest.raises(UserError, match=f'{package} is not installed: pip install .*"auto"'):
+        Attend(BASE, backend)
+    with flash_impl(backend), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(UserError, match='no GPU.*"auto"'):
+            Attend(BASE, backend)
+        patch.undo()
+        patch.setattr(torch.nn.attention, "list_flash_attention_impls", list)
+        with pytest.raises(UserError, match="torch 2.11 or later"):
+            Attend(BASE, backend)
+
+
+def test_a_package_that_torch_can_not_use_is_refused():
+    with flash_impl("fa4") as _, pytest.raises(UserError, match="does not expose"):
+        torch.nn.attention._fa4._fa4_import_module.cache_clear()
+        del sys.modules["flash_attn.cute.interface"]._flash_attn_bwd
+        Attend(BASE, "fa4")
+
+
+@pytest.mark.parametrize("fault", ["values", "gradients", "crash"])
+def test_a_package_whose_kernels_are_wrong_is_refused(monkeypatch, fault):
+    right = torch.nn.functional.scaled_dot_product_attention
+
+    def wrong(q, k, v, **options):
+        y = right(q, k, v, **options)
+        if q.dtype == torch.float32:
+            return y
+        if fault == "crash":
+            raise ValueError("too many values to unpack (expected 2)")
+        return y * 1.1 if fault == "values" else y + 0.2 * (k.detach() - k)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
+    expected = {"values": "its values are", "gradients": "its dk are", "crash": "too many values"}
+    with flash_impl("fa4"), pytest.raises(UserError, match=expected[fault]):
+        Attend(BASE, "fa4")
+
+
+def test_an_unknown_backend_is_refused_with_the_nearest():
+    with pytest.raises(UserError) as error:
+        Attend(BASE, "flash_atn")
+    for part in (
+        'attention_backend = "flash_atn"',
+        "auto, sdpa, cudnn, flash, flex",
+        "Did you mean",
+    ):
+        assert part in str(error.value)
+
+
+def test_the_log_says_where_flex_was_asked_for_and_is_of_no_use():
+    assert Attend(variant("rope"), "flex").describe("cpu") == (
+        "sdpa (flex is for ALiBi, H-ALiBi and documents)"
+    )
+    assert Attend(variant("rope"), "flex").describe("cuda").endswith("documents)")
+    assert Attend(variant("alibi"), "flex").describe("cuda") == "flex"
+    assert Attend(variant("rope"), "auto").describe("cpu") == "sdpa"
+    for backend, order in (
+        ("auto", "cudnn, flash, efficient, math"),
+        ("cudnn", "cudnn, flash, efficient, math"),
+        ("flash", "flash, cudnn, efficient, math"),
+    ):
+        said = Attend(variant("rope"), backend).describe("cuda")
+        assert said == f"sdpa (the first that fits of {order})"
+        for words in ("alibi", "h_alibi", "rope documents"):  # a mask, which some kernels take
+            assert Attend(variant(words), backend).way("cpu", masked=True) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "on_cpu", "on_cuda"),
+    [
+        ("rope", "auto", "sdpa", "sdpa"),
+        ("rope", "flex", "sdpa", "sdpa"),
+        ("alibi", "auto", "sdpa", "flex"),
+        ("alibi", "sdpa", "sdpa", "sdpa"),
+        ("alibi", "flex", "flex", "flex"),
+        ("h_alibi", "auto", "sdpa", "flex"),
+        ("nope documents", "auto", "sdpa", "flex"),
+        ("nope documents", "sdpa", "sdpa", "sdpa"),
+        ("nope documents", "flex", "flex", "flex"),
+        ("rope", "flash_attn", "flash_attn", "flash_attn"),
+        ("alibi", "flash_attn", "flash_attn", "flash_attn"),
+    ],
+)
+def test_the_way_of_a_training_step(flash_attn, name, backend, on_cpu, on_cuda):
+    attend = Attend(variant(name), backend)
+    assert attend.describe("cpu").split()[0] == on_cpu
+    assert attend.describe("cuda").split()[0] == on_cuda
+    if on_cuda == "sdpa":  # which kernel is the library's choice: the log says from what
+        assert "cudnn" in attend.describe("cuda")

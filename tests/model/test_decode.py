@@ -1,0 +1,339 @@
+"""Generation with a cache against whole passes, for every variant and however the rows are put."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.model import decode
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.cache import Cache
+from canon_pretrain.model.decode import generate, sample
+from canon_pretrain.model.transformer import Transformer
+from tests.variants import BASE, VARIANTS, build, every_variant, random_tokens, variant
+
+LENGTHS = (1, 3, 30, 9, 31)
+NEW = 10
+FEW = (
+    "rope ABCD k2 standard gqa",
+    "nope ABCD k2 no_res act standard documents",
+    "alibi BD k2 act qk_full gqa",
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Products this small are slower on several threads: on a busy machine many times."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def prompts_for(args: ModelArgs, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    return [random_tokens(args, 1, n, seed=n)[0].tolist() for n in lengths]
+
+
+@contextmanager
+def recorded(model: Transformer) -> Iterator[list[Tensor]]:
+    """The logits of every pass that `model` makes."""
+    passes: list[Tensor] = []
+    handle = model.register_forward_hook(lambda *given: passes.append(given[2]))
+    yield passes
+    handle.remove()
+
+
+def whole_pass(model: Transformer, prompt: list[int], answer: list[int]) -> Tensor:
+    """The logits that each token of `answer` was chosen from, by one pass without a cache."""
+    with torch.no_grad():
+        return model(torch.tensor([prompt + answer[:-1]]))[0, len(prompt) - 1 :]
+
+
+@every_variant
+def test_tokens_and_logits_are_those_of_whole_passes(args: ModelArgs) -> None:
+    """That all tokens of an answer are the likeliest of a pass over it is greedy decoding."""
+    model, prompts = build(args), prompts_for(args)
+    with recorded(model) as passes:
+        together = generate(model, prompts, max_new_tokens=NEW)
+    assert len(passes) == NEW  # the prompts at once, then a token at a time
+    # no graph is kept; and no inference tensors, which a later training step could trip over
+    assert not any(logits.requires_grad or logits.is_inference() for logits in passes)
+    in_pairs = generate(model, prompts, max_new_tokens=NEW, batch_tokens=2 * (31 + NEW))
+    with recorded(model) as passes_in_parts:  # each for itself, 12 tokens at a time
+        in_parts = generate(model, prompts, max_new_tokens=NEW, batch_tokens=12)
+    assert len(passes_in_parts) == len(prompts) * NEW + 2 + 2
+    assert together == in_pairs == in_parts
+    longest_first = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    for row, i in enumerate(longest_first):
+        expected = whole_pass(model, prompts[i], together[i])
+        assert expected.argmax(-1).tolist() == together[i]
+        found = torch.stack([logits_B1V[row, -1] for logits_B1V in passes])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def cut_answer(free: list[int], limit: int, eos_id: int, stop_id: int) -> tuple[list[int], str]:
+    """The part of an endless answer that is to be kept, and why it ends there."""
+    for place, token in enumerate(free[:limit]):
+        if token == eos_id:
+            return free[:place], "eos"
+        if token == stop_id:
+            return free[: place + 1], "stop"
+    return free[:limit], "limit"
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_rows_end_by_themselves_and_answers_keep_their_order(name: str) -> None:
+    model = build(variant(name))
+    prompts = prompts_for(model.args, (5, 1, 17, 2, 40, 17, 8))
+    free = generate(model, prompts, max_new_tokens=NEW)
+    limits = [NEW, 1, NEW, 7, NEW, 2, NEW]
+    # two ids for which some answers end in each of the three ways
+    for eos_id, stop_id in itertools.permutations(sorted({t for row in free for t in row}), 2):
+        cut = [cut_answer(*given, eos_id, stop_id) for given in zip(free, limits, strict=True)]
+        if {reason for _, reason in cut} == {"eos", "stop", "limit"}:
+            break
+    else:
+        pytest.fail("no such ids")
+    expected = [tokens for tokens, _ in cut]
+    asked: list[tuple[int, list[int]]] = []
+    ended: list[int] = []
+
+    def stop(i: int, tokens: list[int]) -> bool:
+        assert i not in ended
+        asked.append((i, list(tokens)))
+        return tokens[-1] == stop_id
+
+    options = {"max_new_tokens": limits, "eos_id": eos_id, "stop": stop, "ended": ended.append}
+    for batch_tokens in (10_000, 120, 1):
+        asked.clear()
+        ended.clear()
+        assert generate(model, prompts, batch_tokens=batch_tokens, **options) == expected
+        assert sorted(ended) == list(range(len(prompts)))
+        # once a token, with all up to it
+        assert sorted(asked) == [
+            (i, kept[: n + 1]) for i, kept in enumerate(expected) for n in range(len(kept))
+        ]
+
+
+def test_rows_that_ended_are_not_computed() -> None:
+    model = build(BASE)
+    with recorded(model) as passes:
+        generate(model, [[5], [6, 7], [8]], max_new_tokens=[4, 1, 2])
+    assert [len(logits) for logits in passes] == [3, 2, 1, 1]
+
+
+def test_nothing_to_do() -> None:
+    assert generate(build(BASE), [], max_new_tokens=3) == []
+    generator = torch.Generator()
+    assert generate(build(BASE), [], max_new_tokens=[], temperature=1.0, generator=generator) == []
+
+
+@pytest.mark.parametrize("name", ["rope", "h_alibi A k2 act relu2 gqa tied documents"])
+def test_a_long_prompt_and_a_long_answer_fit_though_not_side_by_side(name: str) -> None:
+    model = build(variant(name))
+    longest = model.args.max_seq_len
+    prompts, limits = prompts_for(model.args, (longest - 5, 4, 9)), [6, longest - 3, 3]
+    answers = generate(model, prompts, max_new_tokens=limits)
+    for prompt, answer, limit in zip(prompts, answers, limits, strict=True):
+        assert len(answer) == limit
+        assert whole_pass(model, prompt, answer).argmax(-1).tolist() == answer
+
+
+def test_the_cache_stays_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[Cache] = []
+
+    def cache(*given: int, **options: int) -> Cache:
+        caches.append(Cache(*given, **options))
+        return caches[-1]
+
+    monkeypatch.setattr(decode, "Cache", cache)
+    model = build(variant("rope A k3 cst relu2 qk_per_head documents"))
+    lengths = tuple(1 + 37 * i % 71 for i in range(40))
+    budget, seen = 200, 0
+    with recorded(model) as passes:
+        generate(model, prompts_for(model.args, lengths), max_new_tokens=20, batch_tokens=budget)
+    for held in caches:
+        keys = held.layers[1]._keys
+        assert keys is not None
+        numbers = 2 * keys[:, :, 0].numel() * keys.shape[2]
+        assert numbers == 2 * 4 * 8 * keys.shape[0] * keys.shape[2]  # 2 G K a token and layer
+        assert keys.shape[0] * keys.shape[2] <= budget
+        seen += keys.shape[0]
+    assert seen == len(lengths)
+    # as few batches as that allows for rows of these lengths
+    assert len(caches) <= math.ceil(sum(n + 20 for n in sorted(lengths)) / budget * 1.25)
+    assert all(logits.shape[1] == 1 for logits in passes)  # a prompt's logits would be the largest
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes how many numbers the largest result has that is no view of an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = (0, "")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            inputs = {
+                given.untyped_storage().data_ptr() for given in args if isinstance(given, Tensor)
+            }
+            is_view = result.untyped_storage().data_ptr() in inputs
+            if not is_view or func.__name__.split(".")[0].endswith("_"):
+                self.largest = max(self.largest, (result.numel(), str(func)))
+        return result
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_step_copies_neither_the_cache_nor_the_prompt(name: str) -> None:
+    """Beyond attention itself a step's work does not grow with what was read, but for its mask."""
+    args = variant(name)
+    rows, read = 2, 150
+    model, cache = build(args), Cache(args.num_layers, capacity=read + 2)
+    tokens = random_tokens(args, rows, read)
+    is_real = torch.ones_like(tokens, dtype=torch.bool)
+    is_real[0, :5] = False
+    with torch.no_grad():
+        model(tokens, is_real_BT=is_real, cache=cache)
+        model(tokens[:, :1], cache=cache)  # joins what Canon's sites hold, once
+        with LargestResult() as seen:
+            model(tokens[:, :1], cache=cache)
+    mask = rows * args.num_heads * (read + 2)
+    assert seen.largest[0] <= mask < rows * read * args.kv_heads * args.head_dim / 2, seen.largest
+
+
+@pytest.mark.parametrize("backward_first", [False, True])
+def test_training_goes_on_as_if_nothing_had_been_asked(backward_first: bool) -> None:
+    """Asked between two steps, and between a backward pass and its step; under inference_mode."""
+
+    def train(asks: bool) -> list[Tensor]:
+        model = build(variant("partial_rope_a ABCD k2 no_res act cst relu2"))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        seen = []
+
+        def ask() -> None:
+            if asks:
+                generate(model, [[3, 4], [5]], max_new_tokens=5)
+                with torch.inference_mode():
+                    generate(model, [[3, 4], [5]], max_new_tokens=5)
+
+        for step in range(3):
+            tokens = random_tokens(model.args, 2, 20, seed=step)
+            logits = model(tokens)
+            if backward_first:
+                ask()  # while the graph of a pass is held
+            loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            ask()
+            seen += [
+                loss.detach(),
+                *(p.grad.clone() for p in model.parameters() if p.requires_grad),
+            ]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.training
+        return seen + [p.detach() for p in model.parameters()]
+
+    for with_it, without in zip(train(True), train(False), strict=True):
+        assert torch.equal(with_it, without)
+
+
+def test_draws_depend_on_the_seed_and_on_nothing_else() -> None:
+    model = build(variant("rope AC no_res act standard_relu2 qk_full gqa tied documents"))
+    prompts = prompts_for(model.args, (5, 1, 17, 2, 40))
+
+    def drawn(seed: int, **options: int) -> list[list[int]]:
+        return generate(
+            model,
+            prompts,
+            max_new_tokens=15,
+            temperature=0.9,
+            top_k=30,
+            top_p=0.95,
+            generator=torch.Generator().manual_seed(seed),
+            **options,
+        )
+
+    torch.manual_seed(0)
+    first = drawn(1)
+    torch.manual_seed(7)
+    assert first == drawn(1) == drawn(1, batch_tokens=1) == drawn(1, batch_tokens=90)
+    assert first != drawn(2)
+    greedy = generate(model, prompts, max_new_tokens=15)
+    assert all(a != b for a, b in zip(first, greedy, strict=True))
+    # draws are of the whole passes' distribution: the only likely id is always taken
+    cold = {"temperature": 1e-4, "generator": torch.Generator().manual_seed(3)}
+    assert generate(model, prompts, max_new_tokens=15, **cold) == greedy
+
+
+def expected_probabilities(
+    logits: list[float], temperature: float, top_k: int, top_p: float
+) -> list[float]:
+    """What sampling is, in words: heat, rank, cut to k, cut to the nucleus, share anew."""
+    ranked = sorted(range(len(logits)), key=lambda i: -logits[i])
+    ranked = ranked[: top_k or len(ranked)]
+    weights = {i: math.exp((logits[i] - max(logits)) / temperature) for i in ranked}
+    total, nucleus, reached = sum(weights.values()), {}, 0.0
+    for i in ranked:
+        if reached >= top_p:
+            break
+        nucleus[i] = weights[i] / total
+        reached += nucleus[i]
+    return [nucleus.get(i, 0.0) / sum(nucleus.values()) for i in range(len(logits))]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.6), (1.3, 5, 0.7), (1.0, 0, 1e-9)],
+)
+def test_ids_are_drawn_with_their_probabilities(
+    temperature: float, top_k: int, top_p: float
+) -> None:
+    """Over a fine grid of numbers each id comes as often as its probability says."""
+    logits = torch.randn(11, generator=torch.Generator().manual_seed(0)) * 2
+    num_draws = 20_000
+    draws = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
+    ids = sample(logits.expand(num_draws, -1), draws, temperature, top_k, top_p)
+    found = torch.bincount(ids, minlength=11) / num_draws
+    expected = expected_probabilities(logits.tolist(), temperature, top_k, top_p)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=2 / num_draws)
+    likely = {i for i, probability in enumerate(expected) if probability}
+    edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert set(sample(logits.expand(2, -1), edges, temperature, top_k, top_p).tolist()) <= likely
+
+
+def test_nothing_is_drawn_from_logits_that_are_not_finite() -> None:
+    with pytest.raises(UserError, match="not finite"):
+        sample(torch.tensor([[0.0, math.nan]]), torch.zeros(1, dtype=torch.float64), 1.0, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1, 40]], {}, "prompt 0 has ids from 1 to 40, the model's are 0 to 39"),
+        ([[3], [-1, 2]], {}, "prompt 1 has ids from -1 to 2"),
+        ([[1] * 3, [1] * 152], {}, "prompt 1 of 152 tokens with 10 new .* max_seq_len = 160"),
+        ([[1], [2]], {"max_new_tokens": [1]}, "1 numbers for 2 prompts"),
+        ([[1], [2]], {"max_new_tokens": [1, 0]}, "prompt 1 with 0 new tokens"),
+        ([[1]], {"temperature": 1.0}, "needs a generator"),
+        ([[1]], {"temperature": -1.0}, "temperature -1.0"),
+        ([[1]], {"top_k": 3}, "change nothing at temperature 0"),
+        ([[1]], {"top_p": 0.0}, "top_p 0.0"),
+        ([[1]], {"generator": torch.Generator()}, "change nothing at temperature 0"),
+    ],
+)
+def test_what_can_not_be_done_is_refused_before_anything_is_computed(
+    prompts: list[list[int]], options: dict, message: str
+) -> None:
+    model = build(BASE)
+    with recorded(model) as passes, pytest.raises(UserError, match=message):
+        generate(model, prompts, **{"max_new_tokens": NEW, **options})
+    assert not passes

@@ -1,0 +1,84 @@
+"""The whole model's structure: names, shared parts, what blocks are passed, refusals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.model.args import flavor
+from canon_pretrain.model.transformer import Transformer
+from tests.variants import BASE, build, variant
+
+
+def test_parameter_names_are_the_interop_table():
+    args = replace(BASE, canon_set="ABCD", qk_norm="full", num_layers=1)
+    with torch.device("meta"):
+        names = {name.removesuffix(".weight") for name, _ in Transformer(args).named_parameters()}
+    layer = {"attention_norm", "ffn_norm", "canon_a", "canon_c"}
+    layer |= {f"attention.{n}" for n in ("wq", "wk", "wv", "wo", "q_norm", "k_norm", "canon_b")}
+    layer |= {f"feed_forward.{n}" for n in ("w1", "w2", "w3", "canon_d")}
+    assert names == {"tok_embeddings", "norm", "output"} | {f"layers.0.{n}" for n in layer}
+
+
+def test_standard_mlps_have_no_w3_and_tied_models_no_output():
+    names = {n for n, _ in build(variant("rope ABCD standard")).named_parameters()}
+    assert not any(".w3." in name for name in names) and "output.weight" in names
+    model = build(variant("rope ABCD tied"))
+    assert model.output is None and "output.weight" not in model.state_dict()
+    assert "layers.0.feed_forward.w3.weight" in model.state_dict()
+
+
+def test_a_tied_model_scores_with_its_token_embedding():
+    tied, untied = build(variant("nope A tied")), build(variant("nope A"))
+    weights = tied.state_dict() | {"output.weight": tied.tok_embeddings.weight.detach()}
+    untied.load_state_dict(weights)
+    tokens = torch.arange(12)[None]
+    assert torch.equal(tied(tokens), untied(tokens))
+
+
+@pytest.mark.parametrize("changes", [{}, {"canon_set": "ABCD", "canon_trainable": False}], ids=str)
+def test_state_dict_holds_the_parameters_and_nothing_else(changes):
+    model = build(replace(BASE, **changes))
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
+def test_absent_parts_leave_no_module_and_all_blocks_share_the_tables():
+    block = build(BASE).layers["0"]
+    assert block.canon_a is block.canon_c is block.attention.canon_b is None
+    assert block.attention.q_norm is block.attention.k_norm is block.feed_forward.canon_d is None
+    model = build(BASE)
+    assert all(b.attention.rope is model.rope for b in model.layers.values())
+    assert build(replace(BASE, position="nope")).rope is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"position": "alibi", "document_mask": True}], ids=str)
+def test_blocks_are_passed_no_floats_but_the_hidden_state(changes):
+    # FSDP2's mixed precision would cast any other floating-point argument to bfloat16
+    seen = []
+    model = build(replace(BASE, canon_set="ABCD", **changes))
+    for block in model.layers.values():
+        block.register_forward_pre_hook(
+            lambda _module, args, kwargs: seen.append((args[1:], kwargs)), with_kwargs=True
+        )
+    model(torch.zeros(1, 3, dtype=torch.int64))
+    assert len(seen) == BASE.num_layers
+    for others, kwargs in seen:
+        tensors = [other for other in others if isinstance(other, torch.Tensor)]
+        assert not kwargs and len(tensors) == (2 if changes else 0)
+        assert not any(tensor.is_floating_point() for tensor in tensors)
+
+
+def test_first_loss_is_close_to_uniform():
+    args = flavor("debug")
+    model = Transformer(args)
+    model.init_weights()
+    tokens = torch.arange(100).reshape(2, 50)
+    loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    assert abs(loss.item() - torch.tensor(float(args.vocab_size)).log()) < 0.1
+
+
+def test_too_long_a_sequence_is_refused_with_both_numbers():
+    with pytest.raises(UserError, match="161 tokens.*max_seq_len = 160"):
+        build(BASE)(torch.zeros(1, 161, dtype=torch.int64))
+    assert build(BASE)(torch.zeros(1, 160, dtype=torch.int64)).shape == (1, 160, 40)

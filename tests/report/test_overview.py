@@ -1,0 +1,507 @@
+"""`python -m canon_pretrain.run status` over real run folders, living, dead and damaged ones."""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from canon_pretrain.checkpoint.retention import hold
+from canon_pretrain.core.files import write_json
+from canon_pretrain.run.__main__ import MODULES, main
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.launches import begin_launch
+from canon_pretrain.run.show.glance import Glance, look_at_run, span
+from canon_pretrain.run.show.overview import find_runs, look
+from canon_pretrain.run.status import Status
+from eval.results import Score
+from tests.checkpoint_folders import make_step
+from tests.report_runs import launch, plant_results, plant_run, step
+from tests.support import ROOT, Runs
+
+NOW = datetime(2026, 11, 20, 12, 30, tzinfo=UTC)
+
+
+def plant_status(run: RunFolder, *, age_s: float = 1.0, **values: Any) -> None:
+    """A status.json of a running trainer, so many seconds before NOW."""
+    then = (NOW - timedelta(seconds=age_s)).isoformat()
+    status = Status("running", 20, 500, then, then, phase="training", seconds_per_step=2.0)
+    write_json(run.status_file, asdict(replace(status, **values)))
+
+
+def planted(folder: Path, **values: Any) -> RunFolder:
+    """A run that trains: 20 of 500 steps, one skipped, in its third launch."""
+    events = [launch("start"), *(step(n, 6.0 - n / 10) for n in range(1, 21))]
+    events[-1] |= {"mfu": 0.431, "seconds_per_step": 1.0, "skipped_steps": 1}
+    folder.mkdir(parents=True, exist_ok=True)
+    for _ in range(3):
+        begin_launch(RunFolder(folder))
+    run = plant_run(folder, events)
+    plant_status(run, **values)
+    return run
+
+
+def status_command(*words: str) -> None:
+    """`python -m canon_pretrain.run status`, which must succeed."""
+    with pytest.raises(SystemExit) as left:
+        main(["status", *words])
+    assert left.value.code == 0
+
+
+def glance(run: RunFolder) -> Glance:
+    return look_at_run(run.path, "name", NOW)
+
+
+# ---- the facts
+
+
+def test_a_run_that_trains(tmp_path: Path) -> None:
+    run = planted(tmp_path, job_id="812", nodes="n[1-2]", restart_count=2, world_size=16)
+    make_step(run.path / "checkpoint", 10)
+    make_step(run.path / "checkpoint", 20, "weights")
+    seen = glance(run)
+    assert (seen.state, seen.reason, seen.problems) == ("training", None, [])
+    assert (seen.step, seen.steps, seen.loss) == (20, 500, 4.0)
+    assert (seen.tokens_per_second, seen.mfu, seen.tokens) == (9000.0, 0.431, 20 * 2048)
+    assert seen.eta_s == 480 * 2.0
+    assert (seen.restarts, seen.skipped_steps) == (2, 1)
+    assert seen.checkpoint is not None and seen.checkpoint.step == 10, "20 can't be gone on from"
+    assert seen.checkpoint.age_s == 30 * 60
+    assert (seen.heartbeat_age_s, seen.written_age_s) == (1.0, 1.0)
+    assert (seen.job_id, seen.nodes, seen.restart_count) == ("812", "n[1-2]", 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "state", "reason"),
+    [
+        ({"phase": "saving"}, "saving", None),
+        ({"phase": "validating"}, "validating", None),
+        ({"phase": "starting", "seconds_per_step": None}, "starting", None),
+        ({"age_s": 61}, "dead", "no sign of life for 61 s"),
+        ({"age_s": 3 * 3600, "phase": "saving"}, "dead", "no sign of life for 3.0 h"),
+        (
+            {"heartbeat": (NOW - timedelta(minutes=2)).isoformat()},
+            "hung",
+            "no progress for 2 min (training)",
+        ),
+        (
+            {"heartbeat": (NOW - timedelta(seconds=20)).isoformat()},
+            "slow",
+            "no progress for 20 s (training)",
+        ),
+        ({"state": "stopped", "reason": "SIGTERM", "age_s": 9e5}, "stopped", "SIGTERM"),
+        ({"state": "failed", "reason": "OutOfMemoryError: x"}, "failed", "OutOfMemoryError: x"),
+    ],
+)
+def test_states(tmp_path: Path, values: dict[str, Any], state: str, reason: str | None) -> None:
+    seen = glance(planted(tmp_path, **values))
+    assert (seen.state, seen.reason) == (state, reason)
+    assert (seen.eta_s is None) == (state in ("dead", "stopped", "failed"))
+
+
+def test_a_finished_run_stays_done_whatever_is_tried_on_it(tmp_path: Path) -> None:
+    run = planted(tmp_path, state="failed", reason="UserError: no step 99", step=0, age_s=9e5)
+    run.write_done(500)
+    seen = glance(run)
+    assert (seen.state, seen.step) == ("done", 20)
+    assert seen.reason == "a launch since then failed: UserError: no step 99"
+    # Issue 17, item 13: a status that is not the last launch's
+    plant_status(run, state="running", step=12, age_s=9e5)
+    assert (glance(run).state, glance(run).step) == ("done", 20)
+    plant_status(run, state="done", reason="nothing to do", age_s=9e5)
+    assert (glance(run).state, glance(run).reason) == ("done", None)
+
+
+def test_the_runs_own_heartbeat_says_when_it_is_dead(tmp_path: Path) -> None:
+    run = planted(tmp_path, age_s=100)
+    assert glance(run).state == "dead"
+    run.write_config({"run": {"heartbeat_s": 30.0}}, {})
+    assert glance(run).state == "training"
+
+
+def test_a_process_that_is_gone_is_dead_at_once(tmp_path: Path) -> None:
+    """A real Session, whose process is killed: its lock and its last status stay."""
+    script = (
+        "import os, sys; from pathlib import Path\n"
+        "from canon_pretrain.run.folder import RunFolder\n"
+        "from canon_pretrain.run.session import Session\n"
+        "held = Session(RunFolder(Path(sys.argv[1])), rank=0, world_size=1, steps=9)\n"
+        "held.__enter__(); held.progress(3, 'training', 1.0); held.status.write()\n"
+        "print(flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        living = look_at_run(tmp_path, "n", datetime.now(UTC))
+        process.kill()
+        process.wait()
+    dead = look_at_run(tmp_path, "n", datetime.now(UTC))
+    assert (living.state, living.step, living.steps) == ("training", 3, 9)
+    assert (dead.state, dead.reason, dead.step) == ("dead", "its process is gone", 3)
+    assert dead.holder is not None and f"pid {process.pid}" in dead.holder
+    assert dead.eta_s is None and living.holder == dead.holder
+
+
+def test_runs_of_the_trainer(runs: Runs, tmp_path: Path) -> None:
+    straight, resumed = (look([str(run)]).glances[0] for run in (runs.straight, runs.resumed))
+    assert (straight.state, straight.step, straight.steps) == ("done", 12, 12)
+    assert (straight.restarts, resumed.restarts) == (0, 1)
+    assert straight.checkpoint is not None and straight.checkpoint.step == 12
+    last = [json.loads(line) for line in RunFolder(runs.straight).log_file.read_text().splitlines()]
+    assert straight.loss == [event for event in last if event["event"] == "step"][-1]["loss"]
+    assert straight.loss == resumed.loss
+    assert resumed.state == "done"
+    for seen in (straight, resumed):
+        assert seen.problems == [] and seen.run_id is not None and seen.holder is None
+    assert straight.run_id != resumed.run_id
+    copy = shutil.copytree(runs.straight, tmp_path / "copy")
+    os.truncate(copy / "checkpoint" / "step-12" / "__0_0.distcp", 100)
+    seen = look([str(copy)]).glances[0]
+    assert seen.checkpoint is not None and seen.checkpoint.step == 6
+    assert len(seen.problems) == 1 and "step-12: __0_0.distcp has 100 bytes" in seen.problems[0]
+
+
+def test_evaluations_done_and_pending(tmp_path: Path) -> None:
+    run = planted(tmp_path)
+    for at in (10, 20):
+        plant_results(run, at, "validation", {"a": {"loss": Score(1.0)}})
+    plant_results(run, 20, "validation", {"a": {"loss": Score(1.0)}}, limit=3)
+    hold(run.path, 20, "birth-year")
+    hold(run.path, 30, "birth-year")
+    hold(run.path, 30, "validation")
+    (run.path / "evals" / "step-40" / "validation" / "unfinished").mkdir(parents=True)
+    found = asdict(glance(run).evaluations)
+    assert found == {"done": 3, "done_steps": [10, 20], "pending": 3, "pending_steps": [20, 30]}
+
+
+def test_the_loss_is_of_the_newest_step_that_stands(tmp_path: Path) -> None:
+    run = planted(tmp_path)
+    with run.log_file.open("a") as log:
+        log.write(json.dumps(launch("resume", from_step=15)) + "\n")
+    assert (glance(run).loss, glance(run).step) == (4.5, 20)
+    with run.log_file.open("a") as log:
+        log.write(json.dumps(step(16, "NaN")) + '\n{"event": "step", "step": 17, "lo')
+    seen = glance(run)
+    assert (seen.loss, seen.problems) == ("NaN", []), "a torn line is borne"
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("status.json", b'{"state": "runn', "status.json is damaged"),
+        ("status.json", b"[]", "status.json is damaged"),
+        ("config.json", b"{", "config.json is damaged"),
+        ("config.json", b"[1]", "config.json"),
+        ("config.json", b"\xff\xfe", "config.json"),
+        ("config.json", b'{"config": {"run": 3, "checkpoint": [], "training": null}}', None),
+        ("run.json", b"{}", "run.json is damaged"),
+        ("lock.json", b"nonsense", None),
+        ("log.jsonl", b"\0" * 5000, None),
+        (
+            "log.jsonl",
+            b'{"event": "step", "step": 3, "loss": [1], "tokens_per_second": "x"}\n',
+            None,
+        ),
+        ("checkpoint/step-30/manifest.json", b"{", "step-30: manifest.json is damaged"),
+        ("checkpoint/step-30/manifest.json", b'{"step": 30, "files": 3}', "step-30"),
+        ("checkpoint/step-30/other", b"", "step-30: manifest.json is missing"),
+        ("evals/step-30", b"no folder", None),
+    ],
+)
+def test_damage_is_told_in_its_row_and_hides_no_run(
+    tmp_path: Path, name: str, content: bytes, said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = planted(tmp_path / "damaged"), planted(tmp_path / "sound")
+    for each in (run, other):
+        make_step(each.path / "checkpoint", 20)
+    path = run.path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    table = look([str(tmp_path)])
+    assert [seen.name for seen in table.glances] == ["damaged", "sound"]
+    seen, sound = table.glances
+    assert sound.problems == [] and sound.step == 20
+    if said is None:
+        assert seen.problems == []
+    else:
+        assert [said in problem for problem in seen.problems] == [True]
+        assert str(tmp_path) not in seen.problems[0], "the row says which run it is"
+    assert seen.checkpoint is not None and seen.checkpoint.step == 20
+    status_command(str(tmp_path))
+    assert "sound" in capsys.readouterr().out
+
+
+def test_whatever_happens_in_one_run_the_others_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(tmp_path / "a")
+    planted(tmp_path / "b")
+
+    def broken(path: Path) -> list[dict[str, Any]]:
+        if path.parent.name == "a":
+            raise RuntimeError("what nobody thought of")
+        return []
+
+    monkeypatch.setattr("canon_pretrain.run.show.glance.read_tail", broken)
+    first, second = look([str(tmp_path)]).glances
+    assert (first.state, first.problems) == ("unknown", ["RuntimeError: what nobody thought of"])
+    assert second.step == 20
+
+
+def test_runs_without_a_status(tmp_path: Path) -> None:
+    plant_run(tmp_path / "done", [launch("start"), step(1, 6.0)], done=True)
+    plant_run(tmp_path / "old", [launch("start"), step(1, 6.0)])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text('{"identity": {}, "config": {}}')
+    seen = {each.name: each for each in look([str(tmp_path)]).glances}
+    assert {name: each.state for name, each in seen.items()} == {
+        "done": "done",
+        "old": "unknown",
+        "empty": "unknown",
+    }
+    assert seen["old"].step == 1 and seen["empty"].step is None
+    assert seen["old"].problems == ["no status.json"]
+
+
+# ---- which runs
+
+
+def test_runs_are_found_by_name_by_folder_and_by_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["lr2", "lr10", "deep/er/run", "[bold]x[/bold] y", "archive/old"]
+    for name in names:
+        planted(tmp_path / name)
+    planted(tmp_path / "lr2" / "archive" / "1-before-a-fresh-start")
+    planted(tmp_path / ".hidden")
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.chdir(tmp_path)
+
+    def found(*words: str) -> list[str]:
+        return [str(path) for path in find_runs(words)[0]]
+
+    assert found(".") == ["[bold]x[/bold] y", "archive/old", "deep/er/run", "lr2", "lr10"]
+    assert found("lr*") == ["lr2", "lr10"], "by number"
+    assert found("lr10", "lr2", "lr10", str(tmp_path / "lr2")) == ["lr10", "lr2"], "each once"
+    assert found("[bold]x[/bold] y") == ["[bold]x[/bold] y"], "a name, not a pattern"
+    assert found("deep") == ["deep/er/run"]
+    assert find_runs(["lr2", "notes.txt", "nowhere*"])[1] == ["notes.txt", "nowhere*"]
+
+
+def test_no_run_is_an_error_that_says_what_is_expected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([str(tmp_path)], [str(tmp_path / "gone")]):
+        with pytest.raises(SystemExit) as left:
+            main(["status", *words])
+        assert left.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: no run in {words[0]}: expected a folder")
+    planted(tmp_path / "run")
+    with pytest.raises(SystemExit) as left:
+        main(["status", str(tmp_path), "--json", "--watch"])
+    assert left.value.code == 2 and "choose one" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        main(["status", "--watch", str(tmp_path)])
+    assert left.value.code == 2 and "before --watch" in capsys.readouterr().err
+
+
+# ---- what is printed
+
+
+def test_piped_it_is_plain_lines_one_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "n" * 150
+    planted(tmp_path / "[red]a b[/red]", job_id="812", nodes="n[1-2]", age_s=-1e9)
+    planted(tmp_path / long, age_s=-1e9)
+    status_command(str(tmp_path))
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    lines = out.splitlines()
+    assert lines[0].startswith(f"2 runs in {tmp_path}")
+    assert lines[2].startswith("[red]a b[/red] ") and lines[2].endswith("812 on n[1-2]")
+    assert lines[3].startswith(f"{long}  training  20/500  4.0 %  4.0000     9,000")
+    assert len(lines) == 4
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 240])
+def test_no_line_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
+    for k, name in enumerate(["short", "a-rather-long-name-of-a-run-" * 3 + "end", "\u5e45" * 60]):
+        run = planted(tmp_path / name, reason="r " * 200, state="stopped", job_id="8" * 9)
+        make_step(run.path / "checkpoint", 10 + k)
+    console = Console(width=width, height=100, force_terminal=True, color_system="standard")
+    with console.capture() as capture:
+        console.print(look([str(tmp_path)]))
+    lines = [Text.from_ansi(line).plain for line in capture.get().splitlines()]
+    assert max(map(cell_len, lines)) <= width
+    whole = " ".join(lines)
+    for word in ("short", "20/500", "4.0000", "9,000", "888888888", "end"):
+        assert word in whole
+    # Issue 17, item 3: a name is whole where the window has room for it at all
+    assert ("\N{HORIZONTAL ELLIPSIS}" in whole) == (width < 120)
+    main_lines = [line for line in lines if "20/500" in line]
+    assert len(main_lines) == 3 and len({line.index("20/500") for line in main_lines[::2]}) <= 2
+
+
+def test_json_has_every_fact_under_a_stable_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = planted(tmp_path / "run")
+    make_step(run.path / "checkpoint", 10)
+    (tmp_path / "x").touch()
+    status_command(str(run.path), str(tmp_path / "x"), "--json")
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["time", "runs", "no_run_in"]
+    (record,) = document["runs"]
+    assert list(record) == [each.name for each in fields(Glance)]
+    assert record["checkpoint"]["step"] == 10 and "no hash" in record["checkpoint"]["checked"]
+    assert (record["loss"], record["restarts"]) == (4.0, 2)
+    assert document["no_run_in"] == [str(tmp_path / "x")]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0, "0 s"),
+        (99.4, "99 s"),
+        (100, "2 min"),
+        (5999, "100 min"),
+        (6000, "1.7 h"),
+        (2e5, "2.3 d"),
+    ],
+)
+def test_spans(seconds: float, said: str) -> None:
+    assert span(seconds) == said
+
+
+# ---- speed
+
+
+def test_twenty_runs_with_logs_of_100_mb_take_less_than_a_second(tmp_path: Path) -> None:
+    """Logs with a hole in the middle, which readers see as zeros; begin and end are real lines."""
+    lines = "".join(
+        json.dumps(step(n, 5.0) | {"data_digests": ["0123456789abcdef"] * 10}) + "\n"
+        for n in range(1, 1001)
+    ).encode()
+    for k in range(20):
+        run = planted(tmp_path / f"run-{k}")
+        with open(run.log_file, "wb") as log:
+            log.write(lines)
+            log.truncate(100_000_000)
+            log.seek(0, os.SEEK_END)
+            log.write(b"\n" + lines)
+        make_step(run.path / "checkpoint", 10)
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        table = look([str(tmp_path)])
+        Console(width=80, file=io.StringIO()).print(table)
+        best = min(best, time.perf_counter() - began)
+    assert [seen.step for seen in table.glances] == [1000] * 20
+    assert best < 1.0
+
+
+# ---- the command
+
+
+@contextmanager
+def in_a_terminal(*words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The command in a terminal of 80 x 24; gives the process and the terminal's other end."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "canon_pretrain.run", *words],
+        cwd=ROOT,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment | {"TERM": "xterm-256color"},
+    )
+    os.close(theirs)
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def read_until(terminal: int, found: bytes, seen: bytes = b"", timeout_s: float = 20) -> bytes:
+    """What the terminal showed until `found` came."""
+    deadline = time.monotonic() + timeout_s
+    while found not in seen:
+        assert time.monotonic() < deadline, seen
+        if select.select([terminal], [], [], 0.1)[0]:
+            seen += os.read(terminal, 65536)
+    return seen
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_watch_follows_the_run_and_leaves_the_terminal_as_it_was(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    run = planted(tmp_path / "run")
+    with in_a_terminal("status", str(tmp_path), "--watch", "0.1") as (process, terminal):
+        seen = read_until(terminal, b"4.0000")
+        assert b"\x1b[?1049h" in seen, "a screen of its own"
+        with run.log_file.open("a") as log:
+            log.write(json.dumps(step(21, 3.1415)) + "\n")
+        read_until(terminal, b"3.1415")
+        for k in range(20):
+            planted(tmp_path / f"more-{k}")
+        seen = read_until(terminal, b"make the window taller", read_until(terminal, b"21 runs"))
+        process.send_signal(number)
+        seen = read_until(terminal, b"\x1b[?1049l")  # back on the screen from before
+        seen = read_until(terminal, b"more-19", seen)
+        process.wait(10)
+    assert process.returncode == 0
+    assert b"\x1b[?1049l" in seen and seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    for k in range(30):
+        planted(tmp_path / ("n" * 200 + str(k)))
+    command = f"{sys.executable} -m canon_pretrain.run status {tmp_path} --json | head -c 10"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == '{\n  "time"' and done.stderr == ""
+
+
+def test_every_command_is_there() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "canon_pretrain.run", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(f"    {name} " in done.stdout for name in MODULES)

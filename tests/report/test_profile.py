@@ -1,0 +1,338 @@
+"""Profiles: the traces that a run leaves, and what is read from them.
+
+A GPU's trace is written by hand, with known answers.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.run import trace
+from canon_pretrain.run.show import profile
+from canon_pretrain.run.show.trace_summary import Summary, purpose_of, summarize
+from canon_pretrain.run.trace import read_trace
+from tests.ranks import assert_same_run, launch
+from tests.support import Runs, debug_run
+
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """`python -m canon_pretrain.run profile ...`: what it prints."""
+    parser = argparse.ArgumentParser()
+    profile.add_parser(parser.add_subparsers())
+
+    def run(*words: object) -> str:
+        arguments = parser.parse_args(["profile", *map(str, words)])
+        assert arguments.run(arguments) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def traced(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A debug run of 2 ranks, its fourth step traced."""
+    base = tmp_path_factory.mktemp("traced")
+    ended = launch(
+        *debug_run(data_folder, base / "run"),
+        *("--run.stop_at", 6, "--profiling.enable_profiling", "--profiling.profile_freq", 4),
+        "--profiling.enable_memory_snapshot",
+        ranks=2,
+        output=base / "out",
+    )
+    assert "only a GPU's memory can be recorded" in ended.output
+    assert "Profiler clears events" not in ended.output
+    return base / "run"
+
+
+# ---- a real one, of the CPU
+
+
+def on_main_thread(found: list[dict], tid: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Begins and ends of what ran on a thread, and which of `found` they are of."""
+    kinds = ("cpu_op", "user_annotation")
+    index = [k for k, e in enumerate(found) if e["tid"] == tid and e["cat"] in kinds]
+    begin = np.array([found[k]["ts"] for k in index])
+    return begin, begin + np.array([found[k]["dur"] for k in index]), index
+
+
+@pytest.mark.slow
+def test_profiling_changes_nothing_that_is_computed(
+    traced: Path, runs: Runs, data_folder: Path, tmp_path: Path
+) -> None:
+    launch(*debug_run(data_folder, traced), "--profiling.profile_freq", 4, output=tmp_path)
+    assert_same_run(traced, runs.straight, step=12)
+
+
+def test_a_real_trace_against_a_second_reading_of_it(traced: Path) -> None:
+    (folder,) = (traced / "profile_traces").iterdir()
+    assert folder.name == "iteration_4"
+    assert sorted(os.listdir(folder)) == ["rank0_trace.json", "rank1_trace.json"]
+    path = folder / "rank0_trace.json"
+    found = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+    summary = summarize(read_trace(path))
+    assert summary.steps == [4] and not summary.is_device
+    (step,) = (e for e in found if e["name"].startswith("ProfilerStep#"))
+    assert summary.window_us == pytest.approx(step["dur"], rel=1e-6)
+    # 2 micro-batches through 2 layers of Canon-ABCD
+    scopes = [e for e in found if e["name"] == "canon"]
+    assert len(scopes) == 2 * 2 * 4
+    assert len([e for e in found if e["name"] == "data_wait"]) == 2
+    calls: dict[str, int] = defaultdict(int)
+    for event in found:
+        calls[event["name"]] += event["cat"] == "cpu_op"
+    counted: dict[str, int] = defaultdict(int)
+    for row in summary.rows:
+        counted[row.name] += row.count
+    assert all(counted[name] == count for name, count in calls.items() if count)
+    # own times by another way: what is innermost at 5,000 moments of the main thread
+    begin, end, index = on_main_thread(found, step["tid"])
+    moments = step["ts"] + step["dur"] * (np.arange(5000) + 0.5) / 5000
+    running = (begin <= moments[:, None]) & (end > moments[:, None])
+    length = np.where(running, end - begin, np.inf)
+    innermost = [found[index[k]] for k in length.argmin(1)[running.any(1)]]
+    for name in ("aten::mm", "aten::mul", "c10d::_allgather_base_"):
+        seen = sum(event["name"] == name for event in innermost) / 5000
+        own = sum(row.self_us for row in summary.rows if row.name == name)
+        assert own / summary.window_us == pytest.approx(seen, abs=0.01), name
+    shares = summary.purposes
+    for name in ("canon", "attention", "matmul", "optimizer", "sharding", "communication"):
+        assert 0 < shares[name] < 1, name
+    assert shares["validation"] == 0
+    inside = sum(e["dur"] for e in scopes) / summary.window_us
+    assert shares["canon"] > 0.3 * inside  # and its backward, which is in no scope
+    backward = [row for row in summary.rows if row.purpose == "canon" and "Backward" in row.name]
+    names = " ".join(row.name for row in backward)
+    assert "_CanonBackward" in names and "_CanonGateBackward" in names
+    together = summary.communication_exposed + summary.communication_overlapped
+    assert together <= shares["communication"] + 1e-9
+    assert 0 <= summary.idle_share < 1 and summary.busy_share + summary.idle_share <= 1 + 1e-9
+
+
+def test_the_command_on_a_run(traced: Path, command: Command) -> None:
+    text = command(traced, "--top", 5)
+    assert "step 4:" in text and "CPU busy" in text and "iteration_4/rank0_trace.json" in text
+    assert len(text.strip().splitlines()) == 2 + 1 + 10 + 1 + 1 + 5
+    document = json.loads(command(traced, "--rank", 1, "--json", "--top", 3))
+    assert document["trace"].endswith("rank1_trace.json") and len(document["rows"]) == 3
+    assert document["steps"] == [4] and set(document["purposes"]) == set(profile.PURPOSES)
+    with pytest.raises(UserError, match="no trace of rank 7; it has some of rank 0, 1"):
+        command(traced, "--rank", 7)
+
+
+# ---- a GPU's, with known answers
+
+
+def host(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 7, "tid": tid} | {
+        "args": args
+    }
+
+
+def launched(number: int, ts: float, tid: int = 1) -> dict:
+    return host("cudaLaunchKernel", ts, 1, "cuda_runtime", tid, correlation=number)
+
+
+def kernel(name: str, ts: float, dur: float, number: int, cat: str = "kernel", stream: int = 7):
+    return host(name, ts, dur, cat, stream, correlation=number, device=0, stream=stream)
+
+
+ENGINE = "autograd::engine::evaluate_function"
+
+
+def gpu_events() -> list[dict]:
+    """A step of 1000 us; the GPU is idle for 300 of them (0-100, 700-900)."""
+    return [
+        {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}},
+        host("ProfilerStep#41", 0, 1000, "user_annotation"),
+        host("data_wait", 0, 80, "user_annotation"),
+        # forward: a product, Canon (its scope around a plain multiplication), attention
+        host("aten::mm", 90, 5, **{"Sequence number": 1}),
+        launched(1, 91),
+        host("canon", 100, 10, "user_annotation"),
+        host("aten::mul", 101, 5, **{"Sequence number": 2}),
+        launched(2, 102),
+        host("aten::scaled_dot_product_attention", 112, 9, **{"Sequence number": 3}),
+        launched(3, 113),
+        host("FSDP::all_gather (layers.1)", 122, 9, "user_annotation"),
+        launched(4, 123),
+        host("c10d::_allgather_base_", 125, 5),
+        launched(5, 126),
+        # backward, on autograd's thread: the multiplication's is Canon's
+        host(f"{ENGINE}: MulBackward0", 140, 9, tid=2, **{"Sequence number": 2}),
+        launched(6, 141, tid=2),
+        host(f"{ENGINE}: CompiledFunctionBackward", 150, 9, tid=2, **{"Sequence number": 2}),
+        launched(7, 151, tid=2),
+        launched(8, 152, tid=2),
+        host("Optimizer.step#AdamW.step", 200, 50, "user_annotation"),
+        launched(9, 210),
+        # the device
+        kernel("nvjet_hsh_128x256", 100, 100, 1),
+        kernel("void at::native::elementwise_kernel<MulFunctor>", 200, 50, 2),
+        kernel("pytorch_flash::flash_fwd_kernel", 250, 100, 3),
+        kernel("Memcpy DtoD", 350, 50, 4, cat="gpu_memcpy"),
+        kernel("ncclDevKernel_AllGather_RING_LL", 300, 200, 5, stream=20),  # 100 of it alone
+        kernel("void at::native::elementwise_kernel<MulFunctor>", 500, 50, 6),
+        kernel("triton_poi_fused_add_constant_pad_nd_mul_3", 550, 50, 7),
+        kernel("triton_red_fused_rms_norm_1", 600, 100, 8),
+        kernel("multi_tensor_apply_kernel", 900, 100, 9),
+        {"ph": "s", "id": 5, "pid": 7, "tid": 1, "ts": 126, "cat": "ac2g", "name": "ac2g"},
+        host("Trace", 0, 5000, "Trace"),
+    ]  # fmt: skip
+
+
+def written(path: Path, events: list[dict], indent: int | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}
+    text = json.dumps(head | {"traceEvents": events, "traceName": "x"}, indent=indent)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def assert_gpu_answers(summary: Summary) -> None:
+    assert summary.is_device and summary.steps == [42] and summary.window_us == 1000
+    assert summary.purposes == pytest.approx(
+        {
+            "matmul": 0.1,
+            "attention": 0.1,
+            "canon": 0.15,  # forward, its backward, and a compiled kernel that has its pad
+            "optimizer": 0.1,
+            "sharding": 0.05,
+            "communication": 0.2,
+            "validation": 0.0,
+            "data_wait": 0.08,
+            "other": 0.1,
+        }
+    )
+    assert summary.busy_share == pytest.approx(0.7)
+    assert summary.idle_share == pytest.approx(0.3)
+    assert summary.communication_exposed == pytest.approx(0.1)
+    assert summary.communication_overlapped == pytest.approx(0.1)
+    first = summary.rows[0]
+    assert (first.name, first.count, first.self_us) == ("ncclDevKernel_AllGather_RING_LL", 1, 200)
+    (mul,) = (row for row in summary.rows if "MulFunctor" in row.name)
+    assert (mul.count, mul.self_us, mul.purpose) == (2, 100, "canon")
+    assert sum(row.count for row in summary.rows) == 9
+
+
+@pytest.mark.parametrize("name", ["rank0_trace.json", "rank0_trace.json.gz"])
+@pytest.mark.parametrize("chunk", [1 << 22, 64, 7])
+def test_a_gpu_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
+) -> None:
+    monkeypatch.setattr(trace, "CHUNK", chunk)
+    path = written(tmp_path / name, gpu_events(), indent=1)
+    found = read_trace(path)
+    assert found.is_whole and found.num_events == len(gpu_events())
+    assert_gpu_answers(summarize(found))
+    path.write_text(json.dumps(gpu_events()[::-1]))  # a bare list, in another order
+    assert_gpu_answers(summarize(read_trace(path)))
+
+
+def test_validation_within_a_traced_step_stands_by_itself(tmp_path: Path) -> None:
+    events = [e for e in gpu_events() if e["name"] != "canon"]
+    events.append(host("validation", 85, 50, "user_annotation"))
+    summary = summarize(read_trace(written(tmp_path / "trace.json", events)))
+    # all that it launched, but the gathering of weights
+    assert summary.purposes["validation"] == pytest.approx(0.1 + 0.05 + 0.1 + 0.05)
+    assert summary.purposes["communication"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "purpose"),
+    [
+        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
+        ("triton_tem_fused_flex_attention_2", "attention"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
+        ("_canon_forward_kernel", "canon"),
+        ("void causal_conv1d_channellast_fwd_kernel<...>", "canon"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
+        ("FSDP::post_backward_reduce (layers.3.attention)", "sharding"),
+        ("triton_poi_fused_mul_silu_4", None),
+    ],
+)  # fmt: skip
+def test_names_that_tell(name: str, purpose: str | None) -> None:
+    assert purpose_of(name) == purpose
+
+
+def test_a_long_kernel_name_and_brackets_are_shown_as_they_are(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    events = [*gpu_events(), kernel(f"[red]k[/red]<{'x' * 300}>", 1000, 5000, 99)]
+    path = written(tmp_path / "rank0_trace.json", events)
+    lines = command(path).splitlines()
+    assert max(map(len, lines)) <= 80 or all(len(line) <= 80 for line in lines[1:])
+    (line,) = (line for line in lines if "[red]k[/red]" in line)
+    assert line.split()[-3:] == ["1", "5.000", "83.3%"] and "…" in line
+    assert "0.100" in command(path, "--top", 3)
+
+
+# ---- what can't be read
+
+
+def test_the_newest_trace_is_taken(tmp_path: Path, command: Command) -> None:
+    folder = tmp_path / "run" / "profile_traces"
+    for k, step in enumerate((30, 20, 10)):  # a run that went back
+        path = written(folder / f"iteration_{step}" / "rank0_trace.json", gpu_events())
+        os.utime(path, (time.time() + k, time.time() + k))
+    (folder / "iteration_99").mkdir()
+    (folder / "iteration_99" / ".rank0_trace.json").write_text("{")  # still being written
+    assert "iteration_10/" in command(tmp_path / "run")
+
+
+def test_a_file_that_ends_too_early_is_used_as_far_as_it_goes(
+    tmp_path: Path, command: Command
+) -> None:
+    path = written(tmp_path / "rank0_trace.json", gpu_events())
+    content = path.read_bytes()
+    path.write_bytes(content[: content.index(b'"multi_tensor_apply')])
+    assert "ends too early" in command(path)
+    document = json.loads(command(path, "--json"))
+    assert document["is_whole"] is False and len(document["rows"]) == 7
+    packed = tmp_path / "rank0_trace.json.gz"
+    packed.write_bytes(gzip.compress(content)[:-20])
+    assert not read_trace(packed).is_whole
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no chrome trace"),
+        (b"not json", "is no chrome trace"),
+        (b"\x1f\x8b" + b"nope" * 20, "is no trace"),
+        (b'{"a": 1}', "has no traceEvents"),
+        (b'{"traceEvents": 5}', "are no list"),
+        (b'{"traceEvents": []}', "neither operators nor kernels"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": "x"}]}', "no chrome"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1}]}', "no chrome"),
+    ],
+)
+def test_a_file_that_is_no_trace(
+    tmp_path: Path, command: Command, content: bytes, message: str
+) -> None:
+    path = tmp_path / "rank0_trace.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        command(path)
+
+
+def test_a_run_without_traces_is_told_how_to_make_one(tmp_path: Path, command: Command) -> None:
+    with pytest.raises(UserError, match="holds no trace of rank 0.*--profiling.enable_profiling"):
+        command(tmp_path)
+    with pytest.raises(UserError, match="no such run folder or trace"):
+        command(tmp_path / "nowhere")

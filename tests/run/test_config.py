@@ -1,0 +1,143 @@
+"""Experiment files: `extends`, and errors that name the key and the way out."""
+
+import datetime
+import os
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.run.config import build, merge, read_experiment, suggest, to_toml
+
+
+@dataclass
+class Inner:
+    steps: int = 1
+    lr: float = 0.1
+    name: str | None = None
+    kind: Literal["a", "b"] = "a"
+    parts: list[str] = field(default_factory=list)
+    on: bool = False
+
+
+@dataclass
+class Outer:
+    training: Inner = field(default_factory=Inner)
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_extends_merges_key_by_key_and_the_later_file_wins(tmp_path: Path) -> None:
+    write(tmp_path, "base/size.toml", "[training]\nsteps = 1\nlr = 0.5\n")
+    write(tmp_path, "base/data.toml", "[data]\npath = 'x'\n[training]\nsteps = 2\n")
+    write(tmp_path, "mid.toml", 'extends = ["base/size.toml", "base/data.toml"]\n')
+    top = write(tmp_path, "top.toml", 'extends = "mid.toml"\n[training]\nname = "n"\n')
+    assert read_experiment(top) == {
+        "training": {"steps": 2, "lr": 0.5, "name": "n"},
+        "data": {"path": "x"},
+    }
+
+
+def test_merge_leaves_its_arguments_alone() -> None:
+    base, over = {"a": {"b": 1}}, {"a": {"c": 2}}
+    assert merge(base, over) == {"a": {"b": 1, "c": 2}}
+    assert (base, over) == ({"a": {"b": 1}}, {"a": {"c": 2}})
+
+
+def test_a_circle_of_extends_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "a.toml", 'extends = "b.toml"')
+    write(tmp_path, "b.toml", 'extends = "a.toml"')
+    with pytest.raises(UserError, match=r"circle.*a\.toml -> .*b\.toml -> .*a\.toml"):
+        read_experiment(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('extends = "gone.toml"', r"gone\.toml does not exist \(named by `extends` in .*top\.toml"),
+        ("extends = 3", "`extends` must be a path or a list of paths, not 3"),
+        ("[training\n", r"top\.toml is not valid TOML"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_experiment(write(tmp_path, "top.toml", text))
+
+
+def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist$"):
+        read_experiment(tmp_path / "none.toml")
+    with pytest.raises(UserError, match="is a folder"):
+        read_experiment(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"trainin": {}}, "unknown section 'trainin': did you mean 'training'"),
+        ({"training": {"step": 1}}, r"unknown key 'training\.step': did you mean 'steps'"),
+        ({"training": {"zzz": 1}}, r"'training\.zzz': known are: kind, lr, name, on, parts, steps"),
+        ({"training": 3}, r"'training' is a section, written \[training\]"),
+        ({"training": {"steps": "5"}}, "'training.steps' = '5' is a string; expected a whole"),
+        ({"training": {"steps": 1.5}}, "is a number; expected a whole number"),
+        ({"training": {"steps": True}}, "is true or false; expected a whole number"),
+        ({"training": {"lr": True}}, "expected a number"),
+        ({"training": {"on": 1}}, "expected true or false"),
+        ({"training": {"kind": "c"}}, "expected one of 'a', 'b'"),
+        ({"training": {"parts": "a"}}, "expected a list of a string"),
+        ({"training": {"name": ["a"]}}, "is a list; expected a string"),
+        ({"training": {"name": {}}}, "is a section; expected a string"),
+    ],
+)
+def test_wrong_keys_and_types_are_refused(values: dict, message: str) -> None:
+    with pytest.raises(UserError, match=f"^f.toml: .*{message}"):
+        build(Outer, values, source="f.toml")
+
+
+def test_right_types_are_taken_as_they_are() -> None:
+    values = {"steps": 3, "lr": 2, "name": "x", "kind": "b", "parts": ["p"], "on": True}
+    assert build(Outer, {"training": values}, source="f.toml") == Outer(Inner(**values))
+
+
+def test_suggest_names_the_nearest_or_all() -> None:
+    assert suggest("stepz", ["steps", "lr"]) == "did you mean 'steps'?"
+    assert suggest("qqq", ["steps", "lr"]) == "known are: lr, steps"
+
+
+@pytest.mark.parametrize("kind", ["deep", "dotted", "latin-1", "fifo", "large"])
+def test_an_odd_config_is_one_message(tmp_path: Path, kind: str) -> None:
+    """Issue 17, items 23 and 25: nested-list bombs, other encodings, FIFOs."""
+    path = tmp_path / "odd.toml"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        odd = {"deep": b"a = " + b"[" * 100_000, "latin-1": b'a = "\xe9"', "large": b"#" * 2**21}
+        odd["dotted"] = b"a." * 100_000 + b"a = 1"  # tomllib took gigabytes
+        path.write_bytes(odd[kind])
+    with pytest.raises(UserError, match=r"odd\.toml"):
+        read_experiment(path)
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+VALUES = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(NAMES, VALUES, max_size=4))
+def test_what_was_read_can_be_written(values: dict) -> None:
+    assert tomllib.loads(to_toml(values)) == values
+    assert tomllib.loads(to_toml({"day": (day := datetime.date(2026, 1, 2))})) == {"day": day}

@@ -1,0 +1,570 @@
+"""The run lock, with real processes: refusals, takeovers, races, kill -9, SIGSTOP, a full disk."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.holder import Holder
+from canon_pretrain.run.lock import RunLock, live_holder, read_holder
+from canon_pretrain.run.lock_files import LOCK_BYTES, claim_of, content_of
+from canon_pretrain.run.status import StatusWriter, read_status
+from tests.support import ROOT
+
+BEAT_S = 0.05
+# an expiry of 100 beats: on a busy machine a live holder may miss some
+FAST: dict[str, Any] = {"heartbeat_s": BEAT_S, "settle_s": 0.01, "expiry_s": 5.0}
+ELSEWHERE = "another-boot/pid:[1]/1"
+
+# Acquires as it is told, says how that went, then obeys one word a line. With `slow`, it dawdles at
+# random in every step that another launch may see: longer than the settle time.
+LAUNCH = """
+import json, os, random, sys, time
+from dataclasses import replace
+from pathlib import Path
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.run.holder import Holder
+from canon_pretrain.run.lock import RunLock
+
+def dawdle(call):
+    def slow(*arguments, **options):
+        time.sleep(random.random() * 0.03)
+        done = call(*arguments, **options)
+        time.sleep(random.random() * 0.03)
+        return done
+    return slow
+
+link, replace_file = os.link, os.replace
+
+def tell(**answer):
+    print(json.dumps(answer), flush=True)
+
+for line in sys.stdin:
+    word, *rest = json.loads(line)
+    if word == "acquire":
+        path, begin, slow, boot, options = rest
+        if slow:
+            os.link, os.replace = dawdle(link), dawdle(replace_file)
+        ours = Holder.of_this_process()
+        ours = replace(ours, boot=boot) if boot else ours
+        said = []
+        while time.monotonic() < begin:
+            pass
+        try:
+            lock = RunLock.acquire(Path(path), holder=ours, say=said.append, **options)
+            tell(held=True, id=ours.id, said=said)
+        except UserError as error:
+            tell(held=False, message=str(error), said=said)
+    elif word == "lost":
+        tell(lost=lock.lost, still_ours=lock.still_ours(), said=said)
+    elif word == "may_write":
+        tell(may_write=lock.may_write())
+    elif word == "forget":
+        lock._stop.set()
+        [thread.join() for thread in lock._threads]
+        tell()
+    elif word == "release":
+        if rest:  # seconds between the steps of letting go
+            os.link = lambda *names: (link(*names), time.sleep(rest[0]))
+        lock.release()
+        tell()
+"""
+
+
+class Launch:
+    """A process that holds, or tries to hold, a lock."""
+
+    def __init__(self, **environ: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def send(self, *words: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, *words: object) -> dict[str, Any]:
+        self.send(*words)
+        return self.answer()
+
+    def acquire(self, path: Path, boot: str | None = None, **options: object) -> dict[str, Any]:
+        return self.ask("acquire", str(path), 0, False, boot, FAST | options)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Launch]]:
+    """Starts launches, and ends them when the test does."""
+    launches: list[Launch] = []
+
+    def start(**environ: str) -> Launch:
+        launches.append(Launch(**environ))
+        return launches[-1]
+
+    yield start
+    for each in launches:
+        each.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return RunFolder(tmp_path / "run").lock_file
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never became true"
+        time.sleep(0.01)
+
+
+def beats(path: Path) -> int:
+    holder = read_holder(path)
+    assert holder is not None
+    return holder.beats
+
+
+def stale(path: Path, age_s: float = 0.0, **changes: Any) -> Holder:
+    """Leave the lock of a launch that will never beat again; it is of another machine."""
+    holder = replace(Holder.of_this_process(), host="n9", pid=77, boot=ELSEWHERE, beats=3)
+    holder = replace(holder, **changes)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content_of(holder))
+    os.utime(path, (time.time() - age_s,) * 2)
+    return holder
+
+
+def test_the_second_launch_is_refused_with_both_names(
+    path: Path, launch: Callable[..., Launch]
+) -> None:
+    first, second = launch(SLURM_JOB_ID="41"), launch()
+    assert first.acquire(path)["held"]
+    answer = second.acquire(path)
+    assert not answer["held"]
+    for part in (f"pid {first.pid}", "Slurm job 41 (restart 0)", f"pid {second.pid}"):
+        assert part in answer["message"]
+    for way_out in ("Wait", f"touch {path.parent}/STOP", "--job.dump_folder"):
+        assert way_out in answer["message"]
+    assert f"pid {first.pid}" in answer["said"][0] and "5.0 s at most" in answer["said"][0]
+    live = live_holder(path)
+    assert live is not None and live.pid == first.pid
+    # the first goes on as if nothing had been, and ends when it likes
+    assert first.ask("lost") == {"lost": False, "still_ours": True, "said": []}
+    first.ask("release")
+    assert os.listdir(path.parent) == []
+    assert live_holder(path) is None and read_holder(path) is None
+    assert second.acquire(path)["said"] == []
+
+
+def test_kill_9_on_this_machine_is_seen_at_once(path: Path, launch: Callable[..., Launch]) -> None:
+    first, second = launch(), launch()
+    assert first.acquire(path)["held"]
+    os.kill(first.pid, signal.SIGKILL)
+    # nobody has waited for it: it stays in the process table, as under a hung torchrun
+    wait_until(lambda: live_holder(path) is None)
+    began = time.monotonic()
+    answer = second.acquire(path, heartbeat_s=10.0)
+    assert answer["held"] and "its process is gone" in answer["said"][0]
+    assert time.monotonic() - began < 4.0
+    assert os.listdir(path.parent) == ["lock.json"]
+
+
+def test_a_pid_that_was_given_away_again_is_not_the_holder(path: Path) -> None:
+    ours = Holder.of_this_process()
+    assert ours.boot is not None
+    older = f"{ours.boot.rpartition('/')[0]}/1"
+    stale(path, host=ours.host, pid=os.getpid(), boot=older)
+    assert live_holder(path) is None
+    RunLock.acquire(path, settle_s=0.0, say=lambda message: None).release()
+
+
+def test_a_silent_holder_elsewhere_is_replaced_after_the_expiry_only(
+    path: Path, launch: Callable[..., Launch]
+) -> None:
+    first = launch()
+    assert first.acquire(path, boot=ELSEWHERE)["held"]
+    first.ask("forget")
+    messages: list[str] = []
+    began = time.monotonic()
+    lock = RunLock.acquire(path, **FAST | {"expiry_s": 0.8}, say=messages.append)
+    assert 0.8 <= time.monotonic() - began < 5.0
+    assert "waiting for a sign of life, 0.8 s at most" in messages[0]
+    assert "took over" in messages[1] and "no heartbeat in 0.8 s" in messages[1]
+    assert f"pid {first.pid}" in messages[1]
+    # it learns it when it looks, and leaves what is not its own
+    assert first.ask("lost")["still_ours"] is False
+    first.ask("release")
+    assert read_holder(path) is not None and lock.still_ours()
+    lock.release()
+
+
+def test_a_beating_holder_elsewhere_is_left_alone_whatever_its_clock_says(
+    path: Path, launch: Callable[..., Launch]
+) -> None:
+    first = launch()
+    assert first.acquire(path, boot=ELSEWHERE, heartbeat_s=1.0)["held"]
+    before = beats(path)
+    began = time.monotonic()
+    os.utime(path, (0, 0))  # it seems to have been silent since 1970: a short wait, still a wait
+    with pytest.raises(UserError, match=f"in use by another launch .*pid {first.pid}"):
+        RunLock.acquire(path, heartbeat_s=1.0, say=lambda message: None)
+    assert time.monotonic() - began < 2.0
+    assert beats(path) > before
+    assert first.ask("lost")["lost"] is False
+
+
+def test_what_is_long_silent_by_the_file_servers_clock_is_waited_for_less(path: Path) -> None:
+    stale(path, age_s=3600)
+    assert live_holder(path) is None
+    began = time.monotonic()
+    messages: list[str] = []
+    RunLock.acquire(path, **FAST | {"expiry_s": 60.0}, say=messages.append).release()
+    assert 2 * BEAT_S <= time.monotonic() - began < 5.0
+    assert "silent for 3600" in messages[0] and "0.1 s at most" in messages[0]
+
+
+def test_its_own_dates_never_make_a_holder_stale(path: Path) -> None:
+    """A node whose clock is years behind beats too."""
+    old = "2001-01-01T00:00:00.000+00:00"
+    holder = stale(path, taken=old, heartbeat=old)
+    assert live_holder(path) == holder
+    messages: list[str] = []
+    RunLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=messages.append).release()
+    assert "0.3 s at most" in messages[0]
+
+
+def test_a_requeued_job_takes_over_from_its_former_start_though_that_lives(
+    path: Path, launch: Callable[..., Launch]
+) -> None:
+    first = launch(SLURM_JOB_ID="5", SLURM_RESTART_COUNT="1")
+    second = launch(SLURM_JOB_ID="5", SLURM_RESTART_COUNT="2")
+    # its heartbeat comes after the takeover is long done
+    assert first.acquire(path, boot=ELSEWHERE, heartbeat_s=0.5)["held"]
+    answer = second.acquire(path)
+    assert answer["held"] and "restart 2 of the same Slurm job" in answer["said"][0]
+    wait_until(lambda: first.ask("lost")["lost"])
+    assert "no longer ours" in first.ask("lost")["said"][-1]
+    first.ask("release")
+    before = beats(path)
+    wait_until(lambda: beats(path) > before + 2)
+    holder = read_holder(path)
+    assert holder is not None and holder.id == answer["id"]
+    assert os.listdir(path.parent) == ["lock.json"]
+    assert second.ask("lost")["lost"] is False
+
+
+@pytest.mark.parametrize(
+    ("job", "count"), [("5", "2"), ("5", "1"), ("6", "9")], ids=["equal", "lower", "another job"]
+)
+def test_no_other_start_takes_over_from_a_live_one(
+    path: Path, launch: Callable[..., Launch], job: str, count: str
+) -> None:
+    first = launch(SLURM_JOB_ID="5", SLURM_RESTART_COUNT="2")
+    assert first.acquire(path, boot=ELSEWHERE)["held"]
+    second = launch(SLURM_JOB_ID=job, SLURM_RESTART_COUNT=count)
+    assert "Slurm job 5 (restart 2)" in second.acquire(path)["message"]
+    assert first.ask("lost")["lost"] is False
+
+
+@pytest.mark.parametrize("kind", ["free", "stale", "stale and slow"])
+def test_of_launches_that_race_exactly_one_wins(
+    path: Path, launch: Callable[..., Launch], kind: str
+) -> None:
+    racers = [launch() for _ in range(4)]
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    ours = Holder.of_this_process()
+    for turn in range(20):
+        folder = path.with_name(f"race-{turn}")
+        folder.mkdir(parents=True)
+        lock = folder / "lock.json"
+        if kind != "free":
+            stale(lock, host=ours.host, pid=dead.pid, boot=ours.boot)
+        begin, slow = time.monotonic() + 0.02, kind == "stale and slow"
+        for racer in racers:
+            racer.send("acquire", str(lock), begin, slow, None, FAST)
+        answers = [racer.answer() for racer in racers]
+        (winner,) = (answer for answer in answers if answer["held"])
+        holder = read_holder(lock)
+        assert holder is not None and holder.id == winner["id"]
+        assert os.listdir(folder) == ["lock.json"]
+        for racer, answer in zip(racers, answers, strict=True):
+            if answer["held"]:
+                assert racer.ask("lost")["lost"] is False
+                racer.ask("release")
+
+
+@pytest.mark.parametrize("between_s", [0.0, 0.3])
+def test_a_lock_that_is_let_go_while_another_waits_is_taken(
+    path: Path, launch: Callable[..., Launch], between_s: float
+) -> None:
+    first, second = launch(), launch()
+    assert first.acquire(path, boot=ELSEWHERE, heartbeat_s=60.0)["held"]
+    second.send("acquire", str(path), 0, False, None, FAST | {"expiry_s": 60.0})
+    time.sleep(0.3)
+    first.ask("release", between_s)
+    assert second.answer()["held"]
+    assert second.ask("lost")["still_ours"] is True
+
+
+def test_a_launch_that_was_stopped_while_it_took_over_gives_up(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another may have counted it as dead meanwhile, and have taken over too."""
+    stale(path, age_s=3600)
+    replace_file = os.replace
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.4)
+        replace_file(*arguments)
+
+    monkeypatch.setattr(os, "replace", slow)
+    with pytest.raises(UserError, match="was stopped for .* start it again"):
+        RunLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=lambda message: None)
+
+
+def test_a_launch_killed_while_it_took_over_is_taken_over_from(path: Path) -> None:
+    """Its claim holds the lock, though lock.json still names the one before."""
+    first = stale(path)
+    second = replace(first, id="b" * 32, pid=78)
+    claim_of(path, first.id).write_bytes(content_of(second))
+    assert read_holder(path) == second
+    messages: list[str] = []
+    lock = RunLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=messages.append)
+    assert "pid 78" in messages[0]
+    assert os.listdir(path.parent) == ["lock.json"]
+    assert read_holder(path) is not None and lock.still_ours()
+    lock.release()
+
+
+def test_a_holder_that_was_stopped_never_writes_over_the_next_one(
+    path: Path, launch: Callable[..., Launch]
+) -> None:
+    first = launch()
+    assert first.acquire(path, boot=ELSEWHERE)["held"]
+    os.kill(first.pid, signal.SIGSTOP)
+    lock = RunLock.acquire(path, **FAST | {"expiry_s": 0.5}, say=lambda message: None)
+    os.kill(first.pid, signal.SIGCONT)
+    # the very first thing that it does may be to ask before it saves
+    assert first.ask("lost")["still_ours"] is False
+    wait_until(lambda: first.ask("lost")["lost"])
+    before = beats(path)
+    wait_until(lambda: beats(path) > before + 3)
+    assert not lock.lost and read_holder(path) == replace(
+        lock.holder, beats=beats(path), heartbeat=read_holder(path).heartbeat
+    )
+    lock.release()
+
+
+def test_a_holder_that_slept_until_its_successor_had_ended_has_lost(
+    path: Path, launch: Callable[..., Launch]
+) -> None:
+    """Issue 17, item 13: the successor has released, so that lock.json is missing; the first look
+    after SIGCONT says that it is not ours, and nothing is written from then on."""
+    first = launch()
+    assert first.acquire(path, boot=ELSEWHERE, expiry_s=0.5)["held"]
+    os.kill(first.pid, signal.SIGSTOP)
+    RunLock.acquire(path, **FAST | {"expiry_s": 0.5}, say=lambda message: None).release()
+    assert os.listdir(path.parent) == []
+    first.send("may_write")
+    os.kill(first.pid, signal.SIGCONT)
+    assert first.answer()["may_write"] is False
+    assert first.ask("lost")["lost"]
+    first.ask("release")
+    assert os.listdir(path.parent) == []
+
+
+def test_a_file_that_is_gone_loses_the_lock_at_the_second_beat(path: Path) -> None:
+    messages: list[str] = []
+    lock = RunLock.acquire(path, **FAST, say=messages.append)
+    path.rename(path.with_name("aside"))
+    wait_until(lambda: lock.lost)
+    assert "the file is gone" in messages[0]
+    lock.release()
+    # once is no proof: it may be a mount that comes back
+    path.unlink(missing_ok=True)
+    lock = RunLock.acquire(path, heartbeat_s=60.0, say=messages.append)
+    path.rename(path.with_name("aside"))
+    lock._beat()
+    path.with_name("aside").rename(path)
+    lock._beat()
+    path.rename(path.with_name("aside"))
+    lock._beat()
+    assert not lock.lost and not lock.still_ours(), "missing, it is nobody's"
+    lock._beat()
+    assert lock.lost
+    lock.release()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"id": "x"', b"[]", b"\0" * LOCK_BYTES])
+def test_a_damaged_lock_expires_like_any_other(path: Path, content: bytes) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content)
+    holder = read_holder(path)
+    assert holder is not None and holder.host == "unknown" and live_holder(path) == holder
+    messages: list[str] = []
+    lock = RunLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=messages.append)
+    assert "0.3 s at most" in messages[0] and "host unknown" in messages[1]
+    # damage while we hold it proves nothing against us, and the next beat writes it anew
+    path.write_bytes(content)
+    wait_until(lock.still_ours)
+    assert not lock.lost
+    lock.release()
+
+
+def test_release_twice_or_in_a_child_harms_nobody(path: Path) -> None:
+    first = RunLock.acquire(path, **FAST)
+    first._pid += 1  # as a forked child sees it
+    first.release()
+    assert read_holder(path) is not None
+    first._pid -= 1
+    first.release()
+    assert os.listdir(path.parent) == []
+    second = RunLock.acquire(path, **FAST)
+    first.release()
+    assert second.still_ours() and os.listdir(path.parent) == ["lock.json"]
+    second.release()
+
+
+def test_every_beat_calls_the_hook_until_the_lock_is_lost(path: Path) -> None:
+    calls: list[int] = []
+    lock = RunLock.acquire(path, **FAST, say=lambda m: None, on_beat=lambda: calls.append(1))
+    wait_until(lambda: len(calls) >= 3)
+    stale(path)
+    wait_until(lambda: lock.lost)
+    wait_until(lambda: not any(thread.is_alive() for thread in lock._threads))
+    count = len(calls)
+    time.sleep(3 * BEAT_S)
+    assert len(calls) == count
+    lock.release()
+    assert read_holder(path) is not None
+
+
+def test_a_hook_that_hangs_does_not_cost_the_lock(path: Path) -> None:
+    lock = RunLock.acquire(path, **FAST, on_beat=lambda: time.sleep(1.0))
+    time.sleep(BEAT_S)
+    before = beats(path)
+    wait_until(lambda: beats(path) >= before + 4, seconds=2.0)  # it would be four seconds
+    lock.release()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    with pytest.raises(OSError) as caught, open(folder / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_full_disk_costs_neither_the_lock_nor_the_run(
+    small_disk: Path, launch: Callable[..., Launch]
+) -> None:
+    path, status_file = small_disk / "lock.json", small_disk / "status.json"
+    writer = StatusWriter(status_file, steps=9, world_size=1)
+    results: list[bool] = []
+    lock = RunLock.acquire(path, **FAST, on_beat=lambda: results.append(writer.write()))
+    wait_until(lambda: True in results)
+    fill(small_disk)
+    writer.progress(step=7)
+    results.clear()
+    before = beats(path)
+    wait_until(lambda: beats(path) > before + 3 and False in results)
+    assert lock.failures == 0 and not lock.lost
+    status = read_status(status_file)
+    assert status is not None and status.step == 0, "the old file stays whole"
+    assert not launch().acquire(path)["held"]
+    (small_disk / "filler").unlink()
+    results.clear()
+    wait_until(lambda: True in results)
+    status = read_status(status_file)
+    assert status is not None and status.step == 7
+    fill(small_disk)
+    with pytest.raises(UserError, match="other/lock.json cannot be taken: No space left"):
+        RunLock.acquire(small_disk / "other" / "lock.json", **FAST)
+    lock.release()
+    assert not path.exists() and not claim_of(path, lock.holder.id).exists()
+
+
+def test_where_a_beat_cannot_be_written_the_time_of_the_file_shows_it(path: Path) -> None:
+    """As on a copy-on-write file system that is full. Here: no file may grow beyond 0 bytes."""
+    messages: list[str] = []
+    lock = RunLock.acquire(path, **FAST, say=messages.append)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        wait_until(lambda: lock.failures > 0)
+        before, mtime = beats(path), path.stat().st_mtime_ns
+        wait_until(lambda: lock.failures > 4)
+        assert beats(path) == before and path.stat().st_mtime_ns > mtime
+        seen = len(messages)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert seen == 1 and "File too large" in messages[0], "said once, not at every beat"
+    wait_until(lambda: lock.failures == 0 and beats(path) > before)
+    assert not lock.lost
+    lock.release()
+
+
+def test_without_hard_links_the_lock_holds_as_well(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*arguments: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    lock = RunLock.acquire(path, **FAST)
+    with pytest.raises(UserError, match="in use by another launch"):
+        RunLock.acquire(path, **FAST, say=lambda message: None)
+    lock.release()
+    stale(path, age_s=3600)
+    lock = RunLock.acquire(path, **FAST, say=lambda message: None)
+    assert os.listdir(path.parent) == ["lock.json"]
+    lock.release()
+    assert os.listdir(path.parent) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(UserError, match=r"run/lock\.json cannot be taken"):
+        RunLock.acquire(tmp_path / "run" / "lock.json")

@@ -1,0 +1,380 @@
+"""The run folder and its log: torn lines, resumes, non-finite numbers, readers beside a writer."""
+
+import errno
+import json
+import math
+import multiprocessing
+import os
+import random
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.log import LogFollower, RunLog, number, read_log, read_tail
+
+
+def steps(path: Path) -> list[int]:
+    return [event["step"] for event in read_log(path) if event["event"] == "step"]
+
+
+def test_a_resume_drops_the_steps_that_it_went_back_over(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run" / "log.jsonl")
+    for step in (1, 2, 3, 4):
+        log.write("step", step=step, loss=0.1 * step)
+    log.write("resume", from_step=2)
+    log.write("step", step=3, loss=9.0)
+    log.close()
+    events = read_log(tmp_path / "run" / "log.jsonl")
+    assert [(e["step"], e["loss"]) for e in events if e["event"] == "step"] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 9.0),
+    ]
+
+
+def test_a_second_start_drops_all_steps_of_the_first(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    for event in ("start", "step", "step", "start", "step"):
+        log.write(event, step=len(read_log(tmp_path / "log.jsonl")))
+        assert log.flush()
+    log.close()
+    assert [e["event"] for e in read_log(tmp_path / "log.jsonl")] == ["start", "start", "step"]
+
+
+def test_lines_of_a_launch_that_was_taken_over_are_dropped(tmp_path: Path) -> None:
+    """Issue 17, item 13: launch 1 goes on after launch 2, with other losses, has begun and ended; a
+    restored run.json gives a number again, and that launch has a head of its own."""
+    path, run_file = tmp_path / "log.jsonl", tmp_path / "run.json"
+
+    def launch(number: int) -> RunLog:
+        run_file.write_text(json.dumps({"run_id": "a", "created": "t", "launches": number}))
+        return RunLog(path)
+
+    first = launch(1)
+    first.write("start")
+    for step in (1, 2, 3):
+        first.write("step", step=step, loss=1.0)
+    first.flush()
+    second = launch(2)
+    second.write("quarantine", checkpoint="step-9")
+    second.write("resume", from_step=2)
+    second.write("step", step=3, loss=2.0)
+    second.flush()
+    first.write("step", step=4, loss=1.0)
+    first.write("checkpoint", step=4)
+    first.flush()
+    losses = [(e["step"], e["loss"]) for e in read_log(path) if e["event"] == "step"]
+    assert losses == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    assert read_tail(path)[-1]["segment"] == 2
+    again = launch(1)
+    again.write("resume", from_step=3)
+    again.write("step", step=4, loss=3.0)
+    again.flush()
+    assert steps(path) == [1, 2, 3, 4] and read_log(path)[-1]["loss"] == 3.0
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_torn_last_line_costs_itself_only(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "log.jsonl"
+    log = RunLog(path)
+    log.write("step", step=1)
+    log.write("step", step=2)
+    log.close()
+    os.truncate(path, path.stat().st_size - cut)
+    # one byte less is a whole line without its end: nothing is lost then
+    survivors = [1, 2] if cut == 1 else [1]
+    assert steps(path) == survivors
+    log = RunLog(path)
+    log.write("step", step=3)
+    log.close()
+    assert steps(path) == [*survivors, 3]
+
+
+def test_non_finite_numbers_survive_as_strings(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write("step", step=1, loss=float("nan"), grad_norm=float("inf"), low=float("-inf"))
+    log.close()
+    (event,) = read_log(tmp_path / "log.jsonl")
+    assert (event["loss"], event["grad_norm"], event["low"]) == ("NaN", "Infinity", "-Infinity")
+    assert math.isnan(number(event["loss"]))
+    assert (number(event["grad_norm"]), number(event["low"])) == (math.inf, -math.inf)
+
+
+def test_non_finite_numbers_survive_deep_inside(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write("validation", step=1, sources={"a": {"loss": float("nan")}}, list=[1.5, math.inf])
+    log.close()
+    (event,) = read_log(tmp_path / "log.jsonl")
+    assert math.isnan(number(event["sources"]["a"]["loss"]))
+    assert [number(value) for value in event["list"]] == [1.5, math.inf]
+
+
+@pytest.mark.parametrize("value", [None, True, [1.0], "", "fast", {}])
+def test_what_is_no_number_is_refused(value: object) -> None:
+    with pytest.raises(ValueError):
+        number(value)
+
+
+def _write_many(path: Path, writer: int) -> None:
+    log = RunLog(path)
+    for step in range(300):
+        log.write("step", step=step, writer=writer, filler="x" * 200)
+    log.close()
+
+
+def test_lines_of_two_writers_never_mix(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_many, args=(path, n)) for n in range(2)]
+    for process in writers:
+        process.start()
+    for process in writers:
+        process.join()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted((e["writer"], e["step"]) for e in lines) == [
+        (writer, step) for writer in range(2) for step in range(300)
+    ]
+
+
+def _write_in_pieces(path: Path, count: int) -> None:
+    """Steps 1 to `count`, a line torn into several writes, as a disk that fills up leaves it."""
+    pieces = random.Random(0)
+    with open(path, "ab", buffering=0) as file:
+        for step in range(1, count + 1):
+            line = json.dumps({"event": "step", "step": step, "filler": "x" * 300}).encode() + b"\n"
+            cut = pieces.randrange(len(line)) if step % 3 == 0 else 0
+            file.write(line[:cut])
+            if cut:
+                time.sleep(0.0005)
+            file.write(line[cut:])
+
+
+def test_readers_beside_a_writer_see_whole_lines_in_order(tmp_path: Path) -> None:
+    path, count = tmp_path / "log.jsonl", 900
+    follower = LogFollower(path)
+    assert follower.poll() == []  # there is no file yet
+    path.touch()
+    context = multiprocessing.get_context("fork")
+    writer = context.Process(target=_write_in_pieces, args=(path, count))
+    writer.start()
+    followed: list[int] = []
+    looks = 0
+    while writer.is_alive():
+        followed += [event["step"] for event in follower.poll()]
+        seen = steps(path)
+        assert seen == list(range(1, len(seen) + 1))
+        if seen:
+            last = [event["step"] for event in read_tail(path, 1000)]
+            assert len(last) in (1, 2, 3) and last[-1] >= seen[-1]
+        looks += 0 < len(seen) < count
+    writer.join()
+    followed += [event["step"] for event in follower.poll()]
+    assert followed == list(range(1, count + 1))
+    assert looks > 3, "the readers never met the writer"
+    assert follower.poll() == []
+
+
+def test_a_log_that_is_replaced_is_followed_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    follower = LogFollower(path)
+    path.write_text('{"event": "step", "step": 1}\n{"event": "step", "st')
+    assert [event["step"] for event in follower.poll()] == [1]
+    path.rename(tmp_path / "archived.jsonl")
+    assert follower.poll() == []
+    path.write_text('{"event": "step", "step": 7}\n' * 20)
+    assert [event["step"] for event in follower.poll()] == [7] * 20
+
+
+def _superseded_by_hand(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rule as the specification says it, event by event."""
+    kept: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] in ("start", "resume"):
+            last = event.get("from_step", 0)
+            kept = [
+                e for e in kept if e["event"] not in ("step", "validation") or e["step"] <= last
+            ]
+        kept.append(event)
+    return kept
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_superseded_events_are_dropped_whatever_the_order(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    kinds = ["step"] * 6 + ["validation", "skip", "checkpoint", "resume", "start"]
+    events = []
+    for place in range(200):
+        kind = chance.choice(kinds)
+        field = "from_step" if kind == "resume" else "step"
+        event = {"event": kind, "place": place}
+        if kind != "start":
+            event[field] = chance.randrange(1, 40)
+        events.append(event)
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert read_log(path) == _superseded_by_hand(events)
+    assert read_tail(path, until=None) == _superseded_by_hand(events)
+
+
+def test_the_tail_of_a_huge_log_is_read_at_once(tmp_path: Path) -> None:
+    """1 TiB of a sparse file before the last lines: read as a whole, it would take hours."""
+    path = tmp_path / "log.jsonl"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    log = RunLog(path)
+    for step in range(1, 1001):
+        log.write("step", step=step)
+    log.write("resume", from_step=990)
+    for k in range(2000):
+        log.write("skip", step=k, filler="x" * 100)
+    log.close()
+    begin = time.monotonic()
+    events = read_tail(path)
+    assert time.monotonic() - begin < 2
+    assert events[-1]["step"] == 1999
+    # the last 64 KiB hold no step: more was read, and the resume was obeyed
+    assert max(event["step"] for event in events if event["event"] == "step") == 990
+    assert all(event["event"] != "step" for event in read_tail(path, until=None))
+
+
+def test_a_tail_bears_what_is_no_event(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(
+        b'{"event": "st\n3\n[]\n{"event": "step"}\n\0\0\0\n{"event": "step", "step": 4}\n{"ev'
+    )
+    assert [event["step"] for event in read_tail(path)] == [4]
+    assert [event["step"] for event in read_log(path)] == [4]
+
+
+def test_each_line_names_its_run_and_launch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "log.jsonl"
+
+    def lines() -> list[tuple[object, object]]:
+        return [(event.get("run_id"), event.get("segment")) for event in read_log(path)]
+
+    for run_file in (None, {"run_id": "0a1b2c3d", "launches": 4}, "damaged"):
+        if run_file is not None:
+            (tmp_path / "run.json").write_text(json.dumps(run_file))
+        log = RunLog(path)
+        log.write("start")
+        log.close()
+    assert lines() == [(None, None), ("0a1b2c3d", 4), (None, None)]
+    assert "run.json is damaged" in caplog.text
+
+
+def test_what_is_no_run_folder_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not a run folder: it has no config\.json"):
+        RunFolder(tmp_path).read_config()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        RunFolder(tmp_path).read_config()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EROFS])
+def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write("start", world_size=1)
+    assert log.flush()
+
+    def refuse(descriptor: int, content: bytes) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", refuse)
+        for step in (1, 2):
+            log.write("step", step=step)
+            assert not log.flush()
+    if number == errno.ESTALE:  # the descriptor is of no use any more: the file is opened anew
+        assert os.path.exists(f"/proc/self/fd/{log._descriptor}")
+    log.write("step", step=3)
+    assert log.flush() and steps(log.path) == [1, 2, 3]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", refuse)
+        log.write("step", step=4)
+        log.close()
+    log.close()  # twice does no harm
+    assert steps(log.path) == [1, 2, 3]
+    assert caplog.text.count("wait in memory") == 2
+    assert "the last 1 line(s) could not be written" in caplog.text
+
+
+def test_a_log_that_is_removed_while_it_is_written_loses_no_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue 17, item 21: `rm log.jsonl` beside the trainer; the open file still has the lines."""
+    log = RunLog(tmp_path / "log.jsonl")
+    for step in (1, 2):
+        log.write("step", step=step)
+    log.flush()
+    log.path.unlink()
+    log.write("step", step=3)
+    log.flush()
+    assert steps(log.path) == [1, 2, 3]
+    assert len(caplog.records) == 1 and "removed" in caplog.text
+    log.write("step", step=4)
+    log.close()
+    assert steps(log.path) == [1, 2, 3, 4] and len(caplog.records) == 1
+
+
+def test_a_log_that_is_replaced_while_it_is_written_is_continued(tmp_path: Path) -> None:
+    """Issue 17, item 21: as `sed -i` does it."""
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write("step", step=1)
+    log.flush()
+    log.path.rename(tmp_path / "old")
+    log.path.write_text('{"event": "step", "step": 7}\n{"torn')
+    log.write("step", step=8)
+    log.close()
+    assert steps(log.path) == [7, 8]
+
+
+def test_a_log_that_another_launch_archived_is_not_written_again(tmp_path: Path) -> None:
+    """Issue 17, item 21: a fresh start moved it away with its run.json."""
+    (tmp_path / "run.json").write_text('{"run_id": "11111111", "launches": 1}')
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write("step", step=1)
+    log.flush()
+    log.path.rename(tmp_path / "archived")
+    (tmp_path / "run.json").write_text('{"run_id": "22222222", "launches": 1}')
+    log.write("step", step=2)
+    log.close()
+    assert not log.path.exists()
+    assert steps(tmp_path / "archived") == [1, 2]
+
+
+def test_a_log_with_a_hole_of_5_gb_is_read_from_its_end(tmp_path: Path) -> None:
+    """Issue 17, item 23: `run status` took 5.3 GB and 100 s."""
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write("step", step=1)
+    log.close()
+    os.truncate(log.path, 5 << 30)
+    tracemalloc.start()
+    try:
+        assert read_tail(log.path) == []
+        assert tracemalloc.get_traced_memory()[1] < 1 << 27
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_a_log_that_is_no_regular_file_is_an_error_at_once(tmp_path: Path, kind: str) -> None:
+    """Issue 17, item 23: a FIFO waited for ever."""
+    path = tmp_path / "log.jsonl"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    for use in (RunLog, read_log, read_tail, lambda path: LogFollower(path).poll()):
+        with pytest.raises(UserError, match="log.jsonl"):
+            use(path)

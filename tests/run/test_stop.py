@@ -1,0 +1,113 @@
+"""Requests to stop: signals, the file STOP, a lost lock; what is caught, obeyed and forgotten."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.run.stop import LOST_LOCK, REASONS, SIGNALS, STOP_FILE, StopRequests, describe
+
+
+def asked(requests: StopRequests) -> str:
+    requests.poll()  # whose look the next poll hears of
+    assert requests._looking.wait(10)
+    holds = requests.poll()
+    assert len(holds) == len(REASONS)
+    return describe(holds)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_a_request_and_handlers_come_back(number: signal.Signals) -> None:
+    heard: list[int] = []
+    old = signal.signal(number, lambda caught, frame: heard.append(caught))
+    try:
+        with StopRequests() as requests:
+            assert asked(requests) == ""
+            os.kill(os.getpid(), number)
+            assert asked(requests) == number.name
+            assert asked(requests) == number.name, "it stays"
+        assert heard == []
+        os.kill(os.getpid(), number)
+        assert heard == [number], "the handler from before is back"
+    finally:
+        signal.signal(number, old)
+
+
+def test_only_a_second_ctrl_c_interrupts() -> None:
+    with StopRequests() as requests:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)  # schedulers repeat themselves
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked(requests) == "SIGTERM, SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_handlers_come_back_after_an_exception_too() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises(RuntimeError), StopRequests():
+        raise RuntimeError
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_the_file_is_a_request_until_it_is_obeyed(tmp_path: Path) -> None:
+    file = tmp_path / "STOP"
+    requests = StopRequests(file)
+    assert asked(requests) == ""
+    requests.obeyed()  # nothing to consume is no error
+    file.touch()
+    assert asked(requests) == STOP_FILE
+    requests.obeyed()
+    assert not file.exists()
+    assert asked(requests) == ""
+
+
+def test_a_lost_lock_is_a_request() -> None:
+    lost = [False]
+    requests = StopRequests(lost=lambda: lost[0])
+    assert asked(requests) == ""
+    lost[0] = True
+    assert asked(requests) == LOST_LOCK
+
+
+@pytest.mark.parametrize(("age_s", "left_over"), [(10.0, True), (0.0, False), (-10.0, False)])
+def test_a_file_from_before_the_launch_is_forgotten(
+    tmp_path: Path, age_s: float, left_over: bool
+) -> None:
+    file, probe = tmp_path / "STOP", tmp_path / "probe"
+    probe.touch()
+    file.touch()
+    began = probe.stat().st_mtime
+    os.utime(file, (began - age_s, began - age_s))
+    requests = StopRequests(file)
+    assert requests.forget_leftover(began) is left_over
+    assert file.exists() is not left_over
+    assert asked(requests) == ("" if left_over else STOP_FILE)
+
+
+def test_without_a_file_there_is_nothing_to_forget(tmp_path: Path) -> None:
+    assert not StopRequests(tmp_path / "STOP").forget_leftover(0.0)
+    assert not StopRequests().forget_leftover(0.0)
+    StopRequests().obeyed()
+
+
+def test_a_file_that_cannot_be_removed_is_said(tmp_path: Path) -> None:
+    (tmp_path / "STOP").mkdir()  # somebody's mistake
+    with pytest.raises(UserError, match="the next launch would stop at once; remove it by hand"):
+        StopRequests(tmp_path / "STOP").obeyed()
+
+
+def test_a_signal_that_the_parent_ignored_ends_the_process_when_let_through() -> None:
+    """slurm/lib.sh shields torchrun's agent from SIGTERM, and ignoring is inherited."""
+    old = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with StopRequests() as requests:
+            requests.let_through([signal.SIGTERM])
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            requests.catch([signal.SIGTERM])
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert asked(requests) == "SIGTERM"
+    finally:
+        signal.signal(signal.SIGTERM, old)

@@ -1,0 +1,295 @@
+"""A run folder whose file system blocks every call for a while, as Lustre does in a failover.
+
+Steps go on meanwhile, what they report is on the disk afterwards, and no launch takes over.
+"""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.run import lock as lock_module
+from canon_pretrain.run import log as log_module
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.holder import Holder
+from canon_pretrain.run.lock import RunLock, live_holder
+from canon_pretrain.run.lock_files import content_of
+from canon_pretrain.run.log import RunLog, read_log
+from canon_pretrain.run.stop import STOP_FILE, StopRequests, describe
+from canon_pretrain.titan.logs import _Printer
+from tests.ranks import events, logged_step, status
+from tests.support import ROOT, debug_run
+
+MAX_PAUSE_S = 5.0
+"""Between two steps on a busy machine; the disk blocks for much longer."""
+FIELDS = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests")
+
+
+@pytest.mark.slow
+def test_a_disk_that_blocks_stalls_and_ends_no_step(data_folder: Path, tmp_path: Path) -> None:
+    train_on_a_blocked_disk(data_folder, tmp_path, block_s=25, timeout_s=10)
+
+
+def train_on_a_blocked_disk(data: Path, base: Path, *, block_s: float, timeout_s: int) -> None:
+    """Two ranks under torchrun; for `block_s` all calls on the run folder wait."""
+    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
+        pytest.skip("no C compiler for tests/blocked_disk.c")
+    library, flag, run = base / "blocked_disk.so", base / "blocked", base / "run"
+    source = ROOT / "tests" / "blocked_disk.c"
+    build = [compiler, "-shared", "-fPIC", "-w", "-o", library, source, "-ldl"]
+    subprocess.run(build, check=True)
+    run.mkdir()
+    options = [
+        *("--training.global_batch_size", 24, "--training.local_batch_size", 12),
+        *("--training.steps", 100_000, "--checkpoint.interval", 100_000),
+        *("--run.heartbeat_s", 0.5, "--comm.train_timeout_seconds", timeout_s),
+    ]
+    shim = {"LD_PRELOAD": str(library), "BLOCKED_FOLDER": str(run), "BLOCKED_FLAG": str(flag)}
+    with open(run / "stdout.txt", "w") as output:
+        trainer = start(*debug_run(data, run), *options, output=output, environment=shim)
+    try:
+        wait_for(lambda: logged_step(run) >= 3, trainer)
+        began = datetime.now(UTC)
+        flag.touch()
+        time.sleep(block_s / 2)
+        with open(base / "second.txt", "w") as output:  # a launch that meets the blocked disk
+            second = start(*debug_run(data, run), output=output, environment=shim, ranks=1)
+        time.sleep(block_s / 2)
+        flag.unlink()
+        ended = datetime.now(UTC)
+        assert second.wait(120) == 2, (base / "second.txt").read_text()
+        assert "is in use by another launch" in (base / "second.txt").read_text()
+        here = logged_step(run)
+        wait_for(lambda: logged_step(run) > here, trainer)
+        RunFolder(run).stop_file.touch()
+        assert trainer.wait(60) == 0, (run / "stdout.txt").read_text()
+    finally:
+        flag.unlink(missing_ok=True)
+        trainer.terminate()  # torchrun then ends its workers
+        trainer.wait(60)
+
+    calls = [line.split(maxsplit=3) for line in Path(f"{flag}.calls").read_text().splitlines()]
+    calls = [call for call in calls if int(call[0]) != second.pid]
+    assert {"STOP", "lock.json", "stdout.txt"} <= {Path(call[3]).name for call in calls}
+    # two of the lock, one each for STOP, stdout, and the log, which asks the lock first
+    assert len({call[1] for call in calls}) >= 5
+    assert not [call for call in calls if call[0] == call[1]], "the main thread met the disk"
+    steps = events(run, "step")
+    last = steps[-1]["step"]
+    assert [event["step"] for event in steps] == list(range(1, last + 1))
+    assert not events(run, "lines_dropped")
+    times = [datetime.fromisoformat(event["time"]) for event in steps]
+    times = [began, *(time for time in times if began < time < ended), ended]
+    assert len(times) > block_s / MAX_PAUSE_S
+    pauses = [(b - a).total_seconds() for a, b in zip(times, times[1:], strict=False)]
+    assert max(pauses) < MAX_PAUSE_S, max(pauses)
+    said, stopped = status(run), read_log(RunFolder(run).log_file)[-1]
+    assert (said.state, said.reason, said.step) == ("stopped", STOP_FILE, last)
+    assert (stopped["event"], stopped["reason"], stopped["step"]) == ("stop", STOP_FILE, last)
+    assert [e["step"] for e in events(run, "checkpoint")] == [last]
+
+    undisturbed = base / "undisturbed"
+    with open(base / "undisturbed.txt", "w") as output:
+        more = (*options, "--run.stop_at", last)
+        assert start(*debug_run(data, undisturbed), *more, output=output).wait(600) == 0
+    theirs = events(undisturbed, "step")
+    assert [[e[name] for name in FIELDS] for e in steps] == [
+        [e[name] for name in FIELDS] for e in theirs
+    ]
+    print(
+        f"{len(times) - 2} steps in {block_s} s, longest pause {max(pauses):.2f} s, {last} in all"
+    )
+
+
+def start(
+    *arguments: object, output: IO[str], environment: dict[str, str] | None = None, ranks: int = 2
+) -> subprocess.Popen[bytes]:
+    """The trainer, under torchrun for more than one rank."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    command = [sys.executable, "-m", *launcher * (ranks > 1), "canon_pretrain.train"]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [*command, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | own | (environment or {}),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 120
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# -- the parts, in one process ----------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event: while it is not set, writes, looks at names and prints wait."""
+    is_back = threading.Event()
+    is_back.set()
+
+    def block(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: object, **options: object) -> object:
+            assert is_back.wait(60)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    block(os, "write")
+    block(os.path, "exists")
+    block(lock_module, "look")
+    yield is_back
+    is_back.set()
+
+
+def test_lines_wait_for_the_disk_and_their_writer_does_not(
+    disk: threading.Event, tmp_path: Path
+) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    disk.clear()
+    began = time.monotonic()
+    for step in range(1, 1001):
+        log.write("step", step=step)
+    assert not log.flush(0.1)
+    assert time.monotonic() - began < 5 and not log.path.read_bytes()
+    disk.set()
+    assert log.flush()
+    log.write("step", step=1001)
+    log.close()
+    assert [event["step"] for event in read_log(log.path)] == list(range(1, 1002))
+
+
+def test_what_waits_is_bounded_and_a_gap_is_counted_where_it_is(
+    disk: threading.Event,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(log_module, "MAX_WAITING_BYTES", 1000)
+    log = RunLog(tmp_path / "log.jsonl")
+    disk.clear()
+    for step in range(1, 101):
+        log.write("step", step=step)
+    disk.set()
+    log.flush()
+    for step in (101, 102):
+        log.write("step", step=step)
+    log.close()
+    logged = read_log(log.path)
+    names = [event["event"] for event in logged]
+    gap = names.index("lines_dropped")
+    kept = [event["step"] for event in logged[:gap]]
+    assert kept == list(range(1, gap + 1)) and 5 < gap < 20
+    assert logged[gap]["lines"] == 100 - gap
+    assert [event.get("step") for event in logged[gap + 1 :]] == [101, 102]
+    assert caplog.text.count("lines are lost") == 1
+
+
+def test_a_log_that_cannot_be_finished_is_left_in_time(
+    disk: threading.Event, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    disk.clear()
+    log.write("step", step=1)
+    log.write("step", step=2)
+    began = time.monotonic()
+    log.close(timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - began < 5
+    assert "the last 2 line(s) could not be written" in caplog.text
+
+
+def test_a_log_keeps_its_lines_until_it_may_write(tmp_path: Path) -> None:
+    """A lock that can't be seen just now is no lost lock: what happened meanwhile is logged."""
+    may_write = [False]
+    log = RunLog(tmp_path / "log.jsonl", may_write=lambda: may_write[0])
+    log.write("step", step=1)
+    assert not log.flush() and not log.path.read_bytes()
+    may_write[0] = True
+    log.write("step", step=2)
+    log.close()
+    assert [event["step"] for event in read_log(log.path)] == [1, 2]
+
+
+def test_a_blocked_look_for_stop_holds_up_no_poll(disk: threading.Event, tmp_path: Path) -> None:
+    file = tmp_path / "STOP"
+    with StopRequests(file) as requests:
+        disk.clear()
+        began = time.monotonic()
+        for _ in range(100):
+            assert describe(requests.poll()) == ""
+        assert time.monotonic() - began < 5
+        file.touch()
+        disk.set()
+        assert requests._looking.wait(10)
+        assert describe(requests.poll()) == STOP_FILE
+
+
+def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(
+    disk: threading.Event, tmp_path: Path
+) -> None:
+    """The holder's heartbeat was blocked as well: it has to get its time again."""
+    path, holder = tmp_path / "lock.json", Holder.of_this_process()
+    path.write_bytes(content_of(holder))
+
+    def say(text: str) -> None:
+        """The watch begins: the disk goes away for longer than the expiry; the holder, slower than
+        the watcher, then shows that it lives."""
+        disk.clear()
+        threading.Timer(1.2, disk.set).start()
+        threading.Timer(1.5, lambda: os.utime(path)).start()
+
+    with pytest.raises(UserError, match="in use by another launch"):
+        RunLock.acquire(path, heartbeat_s=0.1, expiry_s=0.6, say=say)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_holder_elsewhere_is_looked_at_again_after_a_block(
+    lives: bool, disk: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.6)
+    path = tmp_path / "lock.json"
+    path.write_bytes(content_of(replace(Holder.of_this_process(), boot="another/pid:[1]/1")))
+    os.utime(path, (0, 0))
+    assert live_holder(path) is None
+    disk.clear()
+    threading.Timer(1.2, disk.set).start()
+    if lives:
+        threading.Timer(1.5, lambda: os.utime(path)).start()
+    assert (live_holder(path) is not None) is lives
+
+
+def test_a_line_that_stdout_does_not_take_holds_up_the_first_caller_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_back = threading.Event()
+    write = sys.stdout.write
+    monkeypatch.setattr(sys.stdout, "write", lambda text: (is_back.wait(60), write(text))[1])
+    printer = _Printer()
+    began = time.monotonic()
+    for number in range(1000):
+        printer.handle(logging.LogRecord("x", logging.INFO, "f", 1, f"{number}", (), None))
+    assert time.monotonic() - began < 5
+    is_back.set()
+    assert printer._printing.wait(10)
+    printer.close()
+    assert capsys.readouterr().out.split() == [str(number) for number in range(1000)]

@@ -1,0 +1,384 @@
+"""Which checkpoint a launch goes on from: of broken runs, after a roll-back, at other world sizes.
+
+Each fault of the table is injected for real, into launches of the trainer's ranks.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.manifest import verify
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.launches import read_run
+from canon_pretrain.run.once import mark_obeyed
+from canon_pretrain.run.session import Session
+from canon_pretrain.titan import trainer as trainer_module
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.launch import leave_folder, prepare_folder
+from canon_pretrain.titan.trainer import CanonTrainer
+from tests.checkpoint_folders import contents, set_manifest, small_disk
+from tests.fault_runs import (
+    EVERY_2,
+    STEPS,
+    assert_refused,
+    checkpoint,
+    copy,
+    flip,
+    missing,
+    quarantine,
+    resumed_from,
+    steps,
+    truncate,
+    unharmed_run,
+)
+from tests.ranks import Launch, assert_same_run, events, launch, status
+from tests.support import debug_run
+
+
+@pytest.fixture(scope="module")
+def base(data_folder: Path) -> Path:
+    return unharmed_run(data_folder)
+
+
+# ---- no whole checkpoint left
+
+
+def test_a_run_never_begins_again_by_itself(base: Path, data_folder: Path, tmp_path: Path) -> None:
+    """All broken; all in quarantine; all purged; and then afresh, because it is asked for."""
+    run = copy(base, tmp_path / "run")
+    command = (*debug_run(data_folder, run), *EVERY_2)
+    log = events(run, "step")
+    for step, fault in zip(steps(run), [flip, missing, truncate] * 2, strict=True):
+        fault(checkpoint(run, step) / "__0_0.distcp")
+
+    def refused(*words: str) -> None:
+        ended = launch(*command, output=tmp_path / "out", check=False)
+        assert_refused(ended)
+        for word in ("holds no whole checkpoint to go on from", "--checkpoint.fresh", *words):
+            assert word in ended.output, ended.output
+        assert events(run, "step") == log
+        found = status(run)
+        assert found.state == "failed" and "holds no whole checkpoint" in found.reason
+
+    names = [f"step-{step}.1" for step in range(2, STEPS + 1, 2)]
+    refused(*names)
+    assert sorted(quarantine(run)) == sorted(names)
+    refused(*names)
+    shutil.rmtree(run / "checkpoint")
+    refused("steps that the log says were saved: 8, 10, 12")
+    ended = launch(*command, "--checkpoint.fresh", output=tmp_path / "out")
+    archive = run / "archive" / "1-before-a-fresh-start"
+    assert f"beginning again: the run so far is in {archive}" in ended.output
+    assert {path.name for path in archive.iterdir()} >= {"log.jsonl", "config.json", "DONE"}
+    assert_same_run(run, base, step=STEPS)
+
+
+def break_later(rank: int, run: Path, damaged: int, at: int) -> None:
+    """Flip a byte of an older checkpoint while the run trains on: before step `at`."""
+    original = CanonTrainer.train_step
+
+    def train_step(self: CanonTrainer, data: Iterator[Any]) -> None:
+        if rank == 0 and self.step == at:
+            flip(checkpoint(run, damaged) / "__0_0.distcp")
+        original(self, data)
+
+    CanonTrainer.train_step = train_step  # type: ignore[method-assign]
+
+
+def test_broken_newer_ones_cost_no_good_one(base: Path, data_folder: Path, tmp_path: Path) -> None:
+    """keep_latest_k = 2 with 12, 10 broken before the launch and 8 during it: 4 and 6 stay."""
+    run = copy(base, tmp_path / "run")
+    for step in (10, 12):
+        flip(checkpoint(run, step) / "__1_0.distcp")
+    launch(
+        *(*debug_run(data_folder, run), *EVERY_2, "--checkpoint.keep_latest_k", 2),
+        *("--run.stop_at", 9),  # the one save of this launch
+        output=tmp_path / "out",
+        before=break_later,
+        before_args=(run, 8, 9),
+    )
+    assert resumed_from(run) == [8]
+    assert steps(run) == [6, 9]
+    assert sorted(quarantine(run)) == ["step-10.1", "step-12.1", "step-8.1"]
+    for step in (6, 9):
+        verify(checkpoint(run, step))
+    assert events(run, "quarantine")[-1]["checkpoint"] == "step-8"
+    assert events(run, "retention")[-1]["deleted"] == [2, 4]
+
+
+# ---- asked for by number
+
+
+def test_rolling_back_leaves_a_branch_that_nothing_comes_back_to(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """Back to step 4 with another learning rate; relaunched and requeued, it stays there."""
+    run = copy(base, tmp_path / "run")
+    (run / "evals").mkdir()
+    for step in (4, 6):
+        (run / "evals" / f"step-{step}.lm.json").write_text("{}")
+    changed = ("--optimizer.lr", 1e-3, "--run.allow_changes", "optimizer.lr")
+    command = (*debug_run(data_folder, run), *EVERY_2, *changed)
+    back = (*command, "--checkpoint.load_step", 4)
+    job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}
+    out = tmp_path / "out"
+    ended = launch(*back, "--run.stop_at", 6, output=out, environment=job)
+    archive = run / "archive" / "1-back-to-step-4"
+    assert f"after step 4 is an abandoned branch, now in {archive}" in ended.output
+    assert events(run, "archive")[-1]["moved_to"] == str(archive)
+    assert {p.name for p in (archive / "checkpoint").iterdir()} == {
+        f"step-{step}" for step in (6, 8, 10, 12)
+    }
+    assert contents(archive / "checkpoint" / "step-6") == contents(checkpoint(base, 6))
+    assert [p.name for p in (archive / "evals").iterdir()] == ["step-6.lm.json"]
+    assert [p.name for p in (run / "evals").iterdir()] == ["step-4.lm.json"]
+    assert steps(run) == [2, 4, 6]
+    # the same command line, from Slurm's requeue: not back to step 4 a second time
+    job["SLURM_RESTART_COUNT"] = "1"
+    ended = launch(*back, "--run.stop_at", 8, output=out, environment=job)
+    assert "this job has gone back to step 4 before" in ended.output
+    launch(*command, output=out)
+    assert resumed_from(run) == [4, 6, 8]
+    rates = [event["lr"] for event in events(run, "step")]
+    old = [event["lr"] for event in events(base, "step")]
+    assert rates[:4] == old[:4] and rates[4:] == pytest.approx([rate / 3 for rate in old[4:]])
+    losses, old = ([e["loss"] for e in events(r, "step")] for r in (run, base))
+    assert losses[:5] == old[:5] and losses[5:] != old[5:]
+    assert steps(run) == list(range(2, STEPS + 1, 2))
+    assert len(list((run / "archive").iterdir())) == 1
+
+
+def test_a_requeued_fresh_start_goes_on(base: Path, data_folder: Path, tmp_path: Path) -> None:
+    run = copy(base, tmp_path / "run")
+    command = (*debug_run(data_folder, run), *EVERY_2, "--checkpoint.fresh")
+    for restarts, stop_at in (("0", 2), ("1", 3)):
+        ended = launch(
+            *(*command, "--run.stop_at", stop_at),
+            output=tmp_path / "out",
+            ranks=1,
+            environment={"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": restarts},
+        )
+    assert "this job has begun the run afresh before: going on with it" in ended.output
+    assert resumed_from(run) == [2] and steps(run) == [2, 3]
+    (archive,) = (run / "archive").iterdir()
+    for step in steps(base):
+        assert contents(checkpoint(archive, step)) == contents(checkpoint(base, step))
+
+
+def test_a_requeued_fresh_start_is_still_the_same_run(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """Its file was edited meanwhile: that is refused as in any launch that goes on."""
+    run = copy(base, tmp_path / "run", last=4)
+    job = {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "0"}
+    mark_obeyed(RunFolder(run).obeyed_file, "checkpoint.fresh", job)
+    ended = launch(
+        *(*debug_run(data_folder, run), "--checkpoint.fresh", "--optimizer.lr", 1e-3),
+        output=tmp_path / "out",
+        ranks=1,
+        check=False,
+        environment=job | {"SLURM_RESTART_COUNT": "1"},
+    )
+    assert ended.codes == [2] and "optimizer.lr: 0.003 -> 0.001" in ended.output
+
+
+def test_a_requeued_roll_back_goes_on_though_its_step_was_deleted_since(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    run = copy(base, tmp_path / "run", last=4)
+    command = (*debug_run(data_folder, run), *EVERY_2, "--checkpoint.keep_latest_k", 2)
+    for restarts, stop_at in (("0", 6), ("1", 7)):
+        launch(
+            *(*command, "--checkpoint.load_step", 2, "--run.stop_at", stop_at),
+            output=tmp_path / "out",
+            ranks=1,
+            environment={"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": restarts},
+        )
+        assert 2 not in steps(run)
+    assert resumed_from(run) == [2, 6]
+
+
+def test_strays_are_named_once(base: Path, data_folder: Path, tmp_path: Path) -> None:
+    run = copy(base, tmp_path / "run")
+    (run / "checkpoint" / "step-100.backup").mkdir()
+    (run / "checkpoint" / "step-7").write_text("a file")
+    ended = launch(*debug_run(data_folder, run), *EVERY_2, output=tmp_path / "out")
+    assert ended.output.count("step-100.backup") == ended.output.count("step-7") == 1
+
+
+def test_strays_are_left_alone(base: Path, data_folder: Path, tmp_path: Path) -> None:
+    run = copy(base, tmp_path / "run", last=4)
+    folder = run / "checkpoint"
+    shutil.copytree(checkpoint(base, 8), folder / "step-100.backup")
+    (folder / "step-7").write_text("a file")
+    launch(
+        *(*debug_run(data_folder, run), *EVERY_2, "--run.stop_at", 6),
+        *("--checkpoint.keep_latest_k", 2),
+        output=tmp_path / "out",
+    )
+    assert resumed_from(run) == [4] and steps(run) == [4, 6]
+    assert contents(folder / "step-100.backup") == contents(checkpoint(base, 8))
+    assert (folder / "step-7").read_text() == "a file"
+
+
+# ---- another run's
+
+
+def test_another_runs_checkpoint_is_refused_and_an_old_one_is_read(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """Issue 17, item 14: a step-12 of another run copied in is not resumed from; both runs are
+    named and nothing moves. A checkpoint that names no run is an older one's."""
+    run = copy(base, tmp_path / "run", last=4)
+    shutil.copytree(checkpoint(base, 12), checkpoint(run, 12))
+    set_manifest(checkpoint(run, 12), run_id="0badcafe")
+    set_manifest(checkpoint(run, 4), run_id=None, launch=None)
+    facts = read_run(RunFolder(run))
+    assert facts is not None
+    before = contents(run / "checkpoint")
+    command = (*debug_run(data_folder, run), *EVERY_2, "--run.stop_at", 5)
+    ended = launch(*command, output=tmp_path / "out", ranks=1, check=False)
+    assert_refused(ended)
+    for word in ("step-12", "0badcafe", facts.run_id, "--checkpoint.initial_load_path"):
+        assert word in ended.output
+    assert contents(run / "checkpoint") == before and read_run(RunFolder(run)) == facts
+    shutil.rmtree(checkpoint(run, 12))
+    ended = launch(*command, output=tmp_path / "out", ranks=1)
+    assert resumed_from(run) == [4] and "names no run" in ended.output
+    manifest = verify(checkpoint(run, 5))
+    assert (manifest.run_id, manifest.launch) == (facts.run_id, 2)
+
+
+def test_two_runs_cannot_share_a_checkpoint_folder(data_folder: Path, tmp_path: Path) -> None:
+    """Issue 17, item 14: the second is refused while the first runs, by the lock of that folder,
+    and afterwards by the run that the checkpoints name."""
+    shared = ("--checkpoint.folder", tmp_path / "shared", "--run.heartbeat_s", 0.2)
+    a, b = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
+    first = Launch(
+        *debug_run(data_folder, a.path),
+        *(*EVERY_2, *shared, "--training.steps", 400),
+        output=tmp_path,
+        ranks=1,
+    )
+    first.wait_for(lambda: bool(CheckpointFolder(tmp_path / "shared").steps()))
+    second = (*debug_run(data_folder, b.path), *EVERY_2, *shared, "--data.data_seed", 1)
+    ended = launch(*second, output=tmp_path / "b-out", ranks=1, check=False)
+    assert_refused(ended)
+    assert f"pid {first.pids[0]}" in ended.output and "--checkpoint.folder" in ended.output
+    a.stop_file.touch()
+    assert first.wait().codes == [0]
+    facts, saved = read_run(a), contents(tmp_path / "shared")
+    assert facts is not None and not (tmp_path / "shared" / "lock.json").exists()
+    for more in ((), ("--checkpoint.fresh",)):
+        with pytest.raises(UserError, match=f"{facts.run_id}, and .* is a new run"):
+            prepare(b.path, *second, *more)
+    assert contents(tmp_path / "shared") == saved and not b.run_file.exists()
+
+
+# ---- what a launch needs is checked before anything moves
+
+
+def prepare(run: Path, *command: object) -> None:
+    """What rank 0 does to the folder before the ranks meet, and after a launch that is refused."""
+    job = parse_job([str(word) for word in command])
+    with Session(RunFolder(run), rank=0, world_size=1, steps=STEPS) as session:
+        leave_folder(session, prepare_folder(job, session, fingerprint="x", arguments=[]))
+
+
+def files_of_run(run: Path) -> set[Path]:
+    return {path for path in run.rglob("*") if path.is_file() and path.name != "status.json"}
+
+
+def test_a_fresh_start_moves_nothing_before_it_can_begin(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """Issue 17, item 18: --checkpoint.fresh with an initial_load_path in the run itself, one that
+    is missing, damaged or of another model, and without room, leaves the run as it was."""
+    run = copy(base, tmp_path / "run")
+    damaged = copy(base, tmp_path / "damaged")
+    flip(checkpoint(damaged, 12) / "__1_0.distcp")
+    initial = "--checkpoint.initial_load_path"
+    command = (*debug_run(data_folder, run), *EVERY_2, "--checkpoint.fresh")
+    ended = launch(
+        *(*command, initial, checkpoint(run, 12)), output=tmp_path / "out", ranks=1, check=False
+    )
+    assert_refused(ended)
+    assert "--job.dump_folder" in ended.output
+    before = files_of_run(base)
+    assert {p.relative_to(run) for p in files_of_run(run)} == {p.relative_to(base) for p in before}
+
+    now = files_of_run(run)
+    for more in (
+        (initial, tmp_path / "none"),
+        (initial, checkpoint(damaged, 12)),
+        (initial, checkpoint(base, 12), "--model.num_layers", 3),
+    ):
+        with pytest.raises(UserError):
+            prepare(run, *command, *more)
+        assert files_of_run(run) == now
+    with small_disk(tmp_path / "small", "size=1m") as small:
+        with pytest.raises(UserError, match="no room in"):
+            prepare(run, *command, "--checkpoint.folder", small)
+    assert files_of_run(run) == now
+    prepare(run, *command, initial, checkpoint(base, 12))
+    assert steps(run) == [] and steps(run / "archive" / "1-before-a-fresh-start")[-1] == 12
+    (run / "log.jsonl").touch()  # as a launch leaves it that is refused from now on
+    prepare(run, *command, initial, checkpoint(base, 12))
+    assert len(list((run / "archive").iterdir())) == 1
+
+
+# ---- other code
+
+
+def other_code(rank: int) -> None:
+    """The loss is another file than that of the launch before."""
+    original = trainer_module.code_hashes
+    trainer_module.code_hashes = lambda: original() | {"titan/loss.py": "0"}
+
+
+def test_a_resume_with_other_code_names_the_files(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """Issue 17, item 26: on the screen and in the log, or refused with run.code = refuse."""
+    run = copy(base, tmp_path / "run", last=4)
+    command = (*debug_run(data_folder, run), *EVERY_2)
+    options: dict[str, Any] = {"output": tmp_path / "out", "ranks": 1, "before": other_code}
+    ended = launch(*command, "--run.code", "refuse", check=False, **options)
+    assert_refused(ended)
+    assert "titan/loss.py" in ended.output and resumed_from(run) == []
+    ended = launch(*command, "--run.stop_at", 5, **options)
+    assert "titan/loss.py" in ended.output
+    assert RunFolder(run).read_config()["code"]["titan/loss.py"] == "0"
+    (event,) = events(run, "changed")
+    assert event["step"] == 4 and event["code"].keys() == {"titan/loss.py"}
+    assert event["run"] == {}
+
+
+# ---- another number of ranks
+
+
+@pytest.mark.slow
+def test_4_ranks_then_2_then_1_see_the_data_of_the_straight_run(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    for ranks, stop_at in ((4, 4), (2, 8), (1, 12)):
+        launch(
+            *(*debug_run(data_folder, run), "--run.stop_at", stop_at),
+            output=tmp_path / "out",
+            ranks=ranks,
+        )
+    assert resumed_from(run) == [4, 8]
+    assert [e["world_size"] for e in events(run, "start") + events(run, "resume")] == [4, 2, 1]
+    mine, straight = events(run, "step"), events(base, "step")
+    for name in ("step", "data_digests", "tokens", "lr"):
+        assert [e[name] for e in mine] == [e[name] for e in straight], name
+    for name in ("loss", "grad_norm"):
+        expected = [e[name] for e in straight]
+        assert [e[name] for e in mine] == pytest.approx(expected, rel=1e-5), name
+    assert status(run).world_size == 1

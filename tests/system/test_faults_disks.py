@@ -1,0 +1,461 @@
+"""Full and slow disks under real launches: training goes on, says so, and saves when it can.
+
+The checkpoints, or the whole run, lie on a small tmpfs; a ballast file takes away its room at the
+steps that a test chooses.
+"""
+
+import ctypes
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.manifest import Manifest, verify
+from canon_pretrain.checkpoint.retention import Retention, hold
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import free_bytes, reserve
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.log import read_log
+from canon_pretrain.titan import trainer as trainer_module
+from canon_pretrain.titan.agree import IO_TIMEOUT
+from canon_pretrain.titan.checkpoint import CanonCheckpointManager, check_room
+from canon_pretrain.titan.staging import Staging
+from canon_pretrain.titan.trainer import CanonTrainer
+from tests.checkpoint_folders import small_disk
+from tests.fault_runs import (
+    EVERY_2,
+    STEPS,
+    assert_refused,
+    checkpoint,
+    copy,
+    resumed_from,
+    steps,
+    unharmed_run,
+)
+from tests.ranks import assert_same_run, differences, events, launch, status, whole_state
+from tests.support import debug_run
+
+NEEDED = 3 << 20
+"""Bytes: about what a checkpoint of the debug model takes."""
+EVERY_STEP = ("--checkpoint.interval", 1, "--checkpoint.async_mode", "disabled")
+KEEP_ALL = ("--checkpoint.keep_latest_k", 0)
+
+
+@pytest.fixture(scope="module")
+def base(data_folder: Path) -> Path:
+    return unharmed_run(data_folder)
+
+
+def fill_up(folder: Path, *, leave: int, name: str = "ballast") -> None:
+    """A file `name` in `folder` that leaves about so many bytes free."""
+    (folder / name).parent.mkdir(exist_ok=True)
+    with open(folder / name, "wb", buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, free_bytes(folder) - leave)
+
+
+def log_lines(run: Path, *names: str) -> list[tuple[str, int]]:
+    """(event, step) of the events of these kinds, in the order of the log."""
+    found = [event for event in read_log(RunFolder(run).log_file) if event["event"] in names]
+    return [(event["event"], event["step"]) for event in found]
+
+
+# ---- full
+
+
+def full_at_steps(rank: int, disk: Path) -> None:
+    """No room before the saves of steps 2 to 4 and 12; taken in the middle of the save of 6."""
+    no_pause = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
+    trainer_module.time = no_pause  # type: ignore[assignment]
+    save, stage = CanonCheckpointManager.save, Staging.copy
+    saving = [0]
+
+    def at_save(self: CanonCheckpointManager, step: int, last_step: bool = False) -> None:
+        saving[0] = step
+        if rank == 0:
+            (disk / "ballast").unlink(missing_ok=True)
+        if rank == 0 and step in (2, 3, 4, 12):
+            fill_up(disk, leave=NEEDED // 3)
+        save(self, step, last_step)
+
+    def at_stage(self: Staging, state: dict[str, Any]) -> dict[str, Any]:
+        """After the preflight, before the first byte is written."""
+        if rank == 0 and saving == [6]:
+            fill_up(disk, leave=NEEDED // 3)
+        return stage(self, state)
+
+    CanonCheckpointManager.save = at_save  # type: ignore[method-assign]
+    Staging.copy = at_stage  # type: ignore[method-assign]
+
+
+def test_a_full_disk_costs_checkpoints_and_not_the_run(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    command = (*debug_run(data_folder, run), *EVERY_STEP, *KEEP_ALL)
+    with small_disk(run / "checkpoint", "size=48m") as disk:
+        ended = launch(
+            *command,
+            output=tmp_path / "out",
+            check=False,
+            before=full_at_steps,
+            before_args=(disk,),
+        )
+        assert steps(run) == [1, 5, 7, 8, 9, 10, 11]
+        for step in steps(run):
+            verify(checkpoint(run, step))
+        assert [event["step"] for event in events(run, "step")] == list(range(1, STEPS + 1))
+        failed = events(run, "checkpoint_failed")
+        # the last one is tried as a save of the interval, and then three times for itself
+        assert [event["step"] for event in failed] == [2, 3, 4, 6, 12, 12, 12, 12]
+        assert [event["in_a_row"] for event in failed] == [1, 2, 3, 1, 1, 2, 3, 4]
+        assert "No space left" in failed[3]["reason"], "not an ENOSPC in the middle of the save"
+        assert all("no room in" in event["reason"] for event in failed[:3] + failed[4:])
+        for words in ("Training goes on", "3 saves in a row have failed", "since step 1 would be"):
+            assert words in ended.output
+        assert {path.name for path in disk.iterdir()} == {
+            "ballast",
+            *(f"step-{step}" for step in steps(run)),
+        }
+        # the last one: the launch has failed, and says so in every way that it can
+        assert_refused(ended)
+        assert "the last checkpoint, of step 12, could not be saved" in ended.output
+        assert "the newest one is of step 11" in ended.output
+        found = status(run)
+        assert found.state == "failed" and "the last checkpoint, of step 12" in found.reason
+        assert (found.checkpoint_step, found.checkpoint_failures) == (11, 4)
+        assert not RunFolder(run).done_file.exists()
+        (disk / "ballast").unlink()
+        launch(*command, output=tmp_path / "out")
+        assert resumed_from(run) == [11]
+        assert status(run).state == "done" and status(run).checkpoint_failures == 0
+        assert_same_run(run, base, step=STEPS)
+
+
+def full_in_the_background(rank: int, disk: Path) -> None:
+    """Take the room of the async save of step 4; it has failed before step 5 is over."""
+    stage, train_step = Staging.copy, CanonTrainer.train_step
+    reached = [0]
+
+    def at_stage(self: Staging, state: dict[str, Any]) -> dict[str, Any]:
+        if rank == 0 and reached == [4]:
+            fill_up(disk, leave=NEEDED // 3)
+        return stage(self, state)
+
+    def at_step(self: CanonTrainer, data: Iterator[Any]) -> None:
+        reached[0] = self.step
+        train_step(self, data)
+        if self.step == 5:
+            assert self.checkpointer._save is not None, "the failure was awaited at the save"
+            self.checkpointer._save.future.exception(timeout=60)
+        if self.step == 6:
+            (disk / "ballast").unlink(missing_ok=True)
+
+    Staging.copy = at_stage  # type: ignore[method-assign]
+    CanonTrainer.train_step = at_step  # type: ignore[method-assign]
+
+
+def test_no_room_before_training_and_a_failed_async_save(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """The start is refused; it works once an interrupted save is all that fills the disk; and
+    what fails in the background is told at the next step, not at the next interval."""
+    run = tmp_path / "run"
+    command = (*debug_run(data_folder, run), "--checkpoint.interval", 4)
+    with small_disk(run / "checkpoint", "size=16m") as disk:
+        fill_up(disk, leave=NEEDED // 3)
+        ended = launch(*command, output=tmp_path / "out", check=False)
+        assert_refused(ended)
+        for words in (f"no room in {disk}: a checkpoint takes", "are free", "--job.dump_folder"):
+            assert words in ended.output
+        assert status(run).state == "failed" and "no room in" in status(run).reason
+        assert events(run, "start") == events(run, "step") == []
+        (disk / "ballast").unlink()
+        fill_up(disk, leave=NEEDED // 3, name=".saving-step-4/__0_0.distcp")
+        ended = launch(
+            *command,
+            output=tmp_path / "out",
+            before=full_in_the_background,
+            before_args=(disk,),
+        )
+        assert ".saving-step-4 is a save that was interrupted" in ended.output
+        assert "of interrupted saves to make room" in ended.output
+        said = log_lines(run, "step", "checkpoint_failed")
+        assert said[4:7] == [("step", 5), ("checkpoint_failed", 4), ("step", 6)]
+        assert "No space left" in events(run, "checkpoint_failed")[0]["reason"]
+        assert len(events(run, "checkpoint_failed")) == 1
+        assert steps(run) == [8, 12] and len(list(disk.glob(".*"))) == 0
+        assert_same_run(run, base, step=STEPS)
+
+
+def nothing_left(rank: int, disk: Path) -> None:
+    """Not one byte is free from step 4 to step 8, neither for a checkpoint nor for the log."""
+    original = CanonTrainer.train_step
+
+    def train_step(self: CanonTrainer, data: Iterator[Any]) -> None:
+        if rank == 0 and self.step == 4:
+            fill_up(disk, leave=0)
+            with pytest.raises(OSError, match="No space left"):
+                (disk / "run" / "more").write_bytes(bytes(1 << 16))
+        if rank == 0 and self.step == 9:
+            (disk / "ballast").unlink()
+        original(self, data)
+
+    CanonTrainer.train_step = train_step  # type: ignore[method-assign]
+
+
+def test_a_disk_that_takes_no_byte_of_the_log_does_not_end_the_run(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", "size=24m") as disk:
+        run = disk / "run"
+        launch(
+            *(*debug_run(data_folder, run), *EVERY_2),
+            output=tmp_path / "out",
+            before=nothing_left,
+            before_args=(disk,),
+        )
+        assert [event["step"] for event in events(run, "checkpoint_failed")] == [4, 6, 8]
+        assert steps(run) == [2, 10, 12]
+        assert status(run).state == "done"
+        assert_same_run(run, base, step=STEPS)
+
+
+def full_for(rank: int, disk: Path, method: str) -> None:
+    """Not one byte is free while `method` of RunFolder writes."""
+    original = getattr(RunFolder, method)
+
+    def write(self: RunFolder, *words: Any) -> None:
+        fill_up(disk, leave=0)
+        try:
+            original(self, *words)
+        finally:
+            (disk / "ballast").unlink()
+
+    setattr(RunFolder, method, write)
+
+
+def test_a_disk_too_full_for_config_or_done(base: Path, data_folder: Path, tmp_path: Path) -> None:
+    """Issue 17, item 25: without config.json no step is trained; without DONE a run is done."""
+    with small_disk(tmp_path / "disk", "size=24m") as disk:
+        run = disk / "run"
+        command = (*debug_run(data_folder, run), "--checkpoint.interval", 12)
+
+        def with_no_room_for(method: str | None, **options: Any) -> Any:
+            before = {"before": full_for, "before_args": (disk, method)} if method else {}
+            return launch(*command, output=tmp_path / "out", **before, **options)
+
+        assert_refused(with_no_room_for("write_config", check=False))
+        assert steps(run) == [] and events(run, "step") == []
+        with_no_room_for("write_done")
+        assert status(run).state == "done" and steps(run) == [STEPS]
+        assert not RunFolder(run).done_file.exists()
+        with_no_room_for(None)
+        assert RunFolder(run).done_file.read_text() == f"{STEPS}\n"
+        assert_same_run(run, base, step=STEPS)
+
+
+# ---- a folder that can't be written
+
+
+def test_an_unusable_checkpoint_folder_is_found_before_the_first_step(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """Issue 17, item 16: RUN/checkpoint is a link to nowhere; no step is taken on any rank."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoint").symlink_to(tmp_path / "nowhere" / "else")
+    ended = launch(*debug_run(data_folder, run), *EVERY_2, output=tmp_path / "out", check=False)
+    assert_refused(ended)
+    assert "a link to nothing" in ended.output and "--checkpoint.folder" in ended.output
+    assert not RunFolder(run).log_file.exists()
+
+
+def no_large_files(rank: int) -> None:
+    """A limit on the size of files for one rank, as on its node alone."""
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
+
+
+def test_each_rank_tries_a_file_of_the_size_that_it_will_write(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """Issue 17, item 16: what another rank than the first can't write is found as early."""
+    run = tmp_path / "run"
+    ended = launch(
+        *(*debug_run(data_folder, run), *EVERY_2),
+        output=tmp_path / "out",
+        check=False,
+        before=no_large_files,
+    )
+    assert_refused(ended)
+    assert "rank 1: File too large" in ended.output and events(run, "step") == []
+    assert list((run / "checkpoint").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "read-only", "full"])
+def test_a_folder_that_takes_no_checkpoint_is_refused(tmp_path: Path, kind: str) -> None:
+    """Issue 17, item 16."""
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        folder = CheckpointFolder(disk / "checkpoint")
+        check_room(folder, 1 << 20)  # it can be made
+        reserve(folder.trial_path / "a", 1 << 20)
+        assert len(folder.recover()) == 1 and list(folder.path.iterdir()) == []
+        if kind == "file":
+            shutil.rmtree(folder.path)
+            folder.path.write_text("")
+        elif kind == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        num_bytes = (64 if kind == "full" else 1) << 20
+        with pytest.raises(UserError, match="--checkpoint.folder"):
+            check_room(folder, num_bytes)
+
+
+def test_reserving_takes_room_and_writes_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 16: also where the file system can't reserve."""
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        reserve(disk / "a", 3 << 20)
+        assert (disk / "a").stat().st_size == 3 << 20 and free_bytes(disk) <= 1 << 20
+        with pytest.raises(OSError, match="No space left"):
+            reserve(disk / "b", 3 << 20)
+    no_fallocate = SimpleNamespace(fallocate=lambda *arguments: -1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: no_fallocate)
+    monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EOPNOTSUPP)
+    reserve(tmp_path / "c", 1 << 34)
+    assert (tmp_path / "c").stat().st_size == 1 << 34
+    assert (tmp_path / "c").stat().st_blocks * 512 <= 2 << 20
+
+
+# ---- slow
+
+
+def slow_write(rank: int, step: int, until: int) -> None:
+    """The background write of `step` takes until the trainer has come to step `until`."""
+    write, train_step = CanonCheckpointManager._write, CanonTrainer.train_step
+    reached = [0]
+
+    def slowly(self: CanonCheckpointManager, staged: Any, writer: Any, copied: Any) -> None:
+        deadline = time.monotonic() + 60
+        while writer.step == step and reached[0] < until:
+            assert time.monotonic() < deadline, "training waits for the disk"
+            time.sleep(0.01)
+        write(self, staged, writer, copied)
+
+    def at_step(self: CanonTrainer, data: Iterator[Any]) -> None:
+        reached[0] = self.step
+        train_step(self, data)
+
+    CanonCheckpointManager._write = slowly  # type: ignore[method-assign]
+    CanonTrainer.train_step = at_step  # type: ignore[method-assign]
+
+
+def test_a_disk_slower_than_the_interval_does_not_hold_up_training(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = launch(
+        *(*debug_run(data_folder, run), "--checkpoint.interval", 2),
+        output=tmp_path / "out",
+        before=slow_write,
+        before_args=(2, 7),
+    )
+    slow = events(run, "checkpoint_slow")
+    assert [(e["step"], e["saving"]) for e in slow[:2]] == [(4, 2), (6, 2)]
+    assert "step 4 is not saved: the checkpoint of step 2 is still being written" in ended.output
+    saved = steps(run)
+    assert saved[0] == 2 and saved[-1] == STEPS and not {4, 6} & set(saved)
+    assert events(run, "checkpoint_failed") == []
+    (first, *_) = events(run, "checkpoint")
+    assert first["step"] == 2 and first["stall_seconds"] < first["seconds"]
+    assert_same_run(run, base, step=STEPS)
+
+
+# ---- what an evaluation waits for
+
+
+def slow_retention(rank: int) -> None:
+    original = Retention.apply
+
+    def apply(self: Retention) -> Any:
+        time.sleep(0.5)
+        return original(self)
+
+    Retention.apply = apply  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def held(base: Path, data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Step 9 was saved with keep_latest_k = 2 while an evaluation waited for step 2; retention was
+    still at work when the launch came to its end."""
+    folder = tmp_path_factory.mktemp("held")
+    run = copy(base, folder / "run", last=8)
+    hold(run, 2, "validation")
+    launch(
+        *(*debug_run(data_folder, run), *EVERY_2, "--checkpoint.keep_latest_k", 2),
+        *("--run.stop_at", 9),
+        output=folder / "out",
+        before=slow_retention,
+    )
+    return run
+
+
+def test_a_held_step_keeps_its_weights_alone(held: Path, base: Path) -> None:
+    assert steps(held) == [2, 8, 9]
+    assert verify(checkpoint(held, 2)).kind == "weights"
+    assert [Manifest.read(checkpoint(held, step)).kind for step in (8, 9)] == ["full"] * 2
+    weights, whole = whole_state(checkpoint(held, 2)), whole_state(checkpoint(base, 2))
+    assert weights and not any(name.startswith("optimizer.") for name in weights)
+    assert differences(weights, {name: whole[name] for name in weights}) == []
+    assert events(held, "retention")[-1]["weights_only"] == [2]
+
+
+def test_status_says_when_the_newest_checkpoint_was_saved(base: Path) -> None:
+    found = status(base)
+    assert found.checkpoint_step == STEPS
+    assert found.checkpoint_saved == Manifest.read(checkpoint(base, STEPS)).saved
+
+
+def test_status_lists_weights_kept_for_an_evaluation(held: Path) -> None:
+    assert status(held).weights_only == [2]
+
+
+# ---- groups
+
+
+def count_groups(rank: int, made: Path) -> None:
+    """A line in `made` for each process group that waits for disks."""
+    original = dist.new_group
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        if options.get("timeout") == IO_TIMEOUT:
+            with open(made, "a") as file:
+                file.write(f"{rank} {options['backend']}\n")
+        return original(*args, **options)
+
+    dist.new_group = new_group
+
+
+def test_one_gloo_group_is_enough_for_saves_in_the_background(
+    base: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """Each takes a socket per other rank: 1,024 open files were passed near 440 ranks by two."""
+    run, made = tmp_path / "run", tmp_path / "made"
+    every_step = ("--checkpoint.interval", 1, "--checkpoint.async_mode", "async")
+    command = (*debug_run(data_folder, run), *every_step)
+    launch(*command, output=tmp_path / "out", before=count_groups, before_args=(made,))
+    assert sorted(made.read_text().splitlines()) == ["0 gloo", "1 gloo"]
+    saved = log_lines(run, "checkpoint", "checkpoint_slow", "checkpoint_failed")
+    assert {step for _, step in saved} == set(range(1, STEPS + 1))
+    assert "checkpoint_failed" not in {name for name, _ in saved}
+    assert_same_run(run, base, step=STEPS)

@@ -1,0 +1,212 @@
+"""Verdicts on steps against plain Python, the latch, what a checkpoint holds, and the readback."""
+
+import math
+import statistics
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from canon_pretrain.run.config import Guards
+from canon_pretrain.titan import guards as titan_guards
+from canon_pretrain.titan.guards import (
+    HALTED,
+    IN_A_ROW,
+    OUTLIERS,
+    SEEN,
+    SKIPPED,
+    Readback,
+    StepGuards,
+)
+
+CPU = torch.device("cpu")
+NAN, INF = math.nan, math.inf
+
+
+def judge(guards: StepGuards, loss: float, norm: float) -> float:
+    verdict = guards.judge(torch.tensor(loss), torch.tensor(norm))
+    assert verdict.dtype == torch.float32
+    assert verdict.shape == ()
+    return verdict.item()
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "skip"),
+    [
+        (1.0, 1.0, 0.0),
+        (NAN, 1.0, 1.0),
+        (INF, 1.0, 1.0),
+        (-INF, 1.0, 1.0),
+        (1.0, NAN, 1.0),
+        (1.0, INF, 1.0),
+        (NAN, NAN, 1.0),
+        (1.0, 1e30, 0.0),  # large, but no outlier unless that is asked for
+    ],
+)
+def test_what_is_not_finite_is_skipped(loss: float, norm: float, skip: float) -> None:
+    guards = StepGuards(Guards(), CPU)
+    assert judge(guards, loss, norm) == skip
+    assert guards.counters.tolist() == [skip, 0, skip, 0, 0]
+    assert judge(guards, 1.0, 1.0) == 0.0
+    assert guards.counters.tolist() == [skip, 0, 0, 0, 0], "the row is broken, the count stays"
+
+
+def test_after_enough_bad_steps_in_a_row_the_verdict_stays() -> None:
+    guards = StepGuards(Guards(max_bad_steps=3), CPU)
+    losses = [1.0, NAN, NAN, 1.0, NAN, INF, NAN, 1.0, 1.0]
+    skips = [judge(guards, loss, 1.0) for loss in losses]
+    assert skips == [0, 1, 1, 0, 1, 1, 1, 1, 1]
+    assert guards.counters[[SKIPPED, IN_A_ROW, HALTED]].tolist() == [5, 3, 1]
+    assert guards.before_the_streak()[[SKIPPED, IN_A_ROW, HALTED]].tolist() == [2, 0, 0]
+    assert guards.counters[HALTED] == 1, "a copy: it changes nothing"
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_the_fused_optimizer_leaves_all_as_it_is(steps_before: int) -> None:
+    """What the verdict is for: weights, moments and their count, bitwise; at a first step too."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(7, 5, generator=generator))
+    optimizer: Any = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.1, fused=True)
+    guards = StepGuards(Guards(), CPU)
+
+    def step(loss: float, gradient: float) -> None:
+        weight.grad = torch.full_like(weight, gradient)
+        optimizer.grad_scale = None
+        optimizer.found_inf = guards.judge(torch.tensor(loss), weight.grad.norm())
+        optimizer.step()
+
+    for _ in range(steps_before):
+        step(1.0, 0.5)
+    before = [weight.detach().clone()]
+    before += [value.clone() for value in optimizer.state[weight].values()]
+    for loss, gradient in ((1.0, NAN), (INF, 0.5)):
+        step(loss, gradient)
+    after = [weight.detach(), *optimizer.state[weight].values()]
+    if not steps_before:  # the optimizer makes its state at its first step
+        before += [torch.zeros_like(value) for value in after[1:]]
+    assert all(map(torch.equal, before, after))
+    step(1.0, 0.5)
+    assert optimizer.state[weight]["step"] == steps_before + 1
+    assert not torch.equal(before[0], weight)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    norms=st.lists(st.one_of(st.integers(1, 20), st.just(NAN), st.just(INF)), max_size=30),
+    sigma=st.sampled_from([None, 0.5, 2.0, 6.0]),
+    window=st.integers(1, 9),
+    max_bad=st.integers(1, 4),
+)
+def test_outliers_are_those_of_a_plain_window(
+    norms: list[float], sigma: float | None, window: int, max_bad: int
+) -> None:
+    """Its ring is as long as the longest window here, so that it wraps."""
+    with patch.object(titan_guards, "MAX_WINDOW", 9):
+        _compare_with_a_plain_window(norms, sigma, window, max_bad)
+
+
+def _compare_with_a_plain_window(
+    norms: list[float], sigma: float | None, window: int, max_bad: int
+) -> None:
+    guards = StepGuards(Guards(max_bad, sigma, window), CPU)
+    last: list[float] = []
+    seen = skipped = outliers = in_a_row = 0
+    for norm in norms:
+        known = last[-window:]
+        bad = not math.isfinite(norm)
+        in_a_row = in_a_row + 1 if bad else 0
+        outlier = False
+        if sigma is not None and not bad and seen >= window / 2:
+            limit = statistics.fmean(known) + sigma * statistics.pstdev(known)
+            assume(norm == limit or abs(norm - limit) > 1e-4 * limit)
+            # where all are equal, float32 knows the mean exactly as well
+            outlier = norm > limit
+        if sigma is not None and not bad:
+            last.append(norm)
+            seen += 1
+        skipped += bad or outlier
+        outliers += outlier
+        assert judge(guards, 1.0, norm) == float(bad or outlier)
+        halted = in_a_row >= max_bad
+        assert guards.counters.tolist() == [skipped, outliers, in_a_row, halted, seen]
+        assert sorted(guards.norms[:seen].tolist()) == sorted(last[-9:])
+        if halted:
+            break
+
+
+def test_a_window_of_another_length_takes_up_what_is_known() -> None:
+    """A run may change it: what a checkpoint holds does not depend on it."""
+    first, other = (StepGuards(Guards(outlier_sigma=1.0, outlier_window=n), CPU) for n in (2, 6))
+    for norm in (50.0, 50.0, 50.0, 50.0, 1.0, 1.0):
+        judge(first, 1.0, norm)
+    other.load_state_dict(first.state_dict())
+    assert judge(other, 1.0, 55.0) == 0, "four of six were 50"
+    assert judge(first, 1.0, 55.0) == 1, "the last two were 1"
+
+
+def test_a_lasting_change_of_scale_is_taken_for_normal_before_long() -> None:
+    guards = StepGuards(Guards(outlier_sigma=3.0, outlier_window=8), CPU)
+    for k in range(8):
+        assert judge(guards, 1.0, 1.0 + 0.01 * k) == 0
+    skips = [judge(guards, 1.0, 100.0) for _ in range(8)]
+    assert skips[0] == 1
+    assert skips[-1] == 0
+    assert guards.counters[OUTLIERS] == guards.counters[SKIPPED] == sum(skips)
+    assert guards.counters[SEEN] == 16
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    before=st.lists(st.tuples(st.sampled_from([1.0, NAN]), st.integers(1, 9)), max_size=12),
+    streak=st.lists(st.sampled_from([(NAN, 1.0), (INF, 2.0), (1.0, NAN)]), min_size=3, max_size=3),
+    after=st.lists(st.sampled_from([(1.0, 3.0), (NAN, NAN)]), max_size=Readback.LAG),
+)
+def test_the_state_from_before_the_streak_is_exactly_that(
+    before: list[tuple[float, float]],
+    streak: list[tuple[float, float]],
+    after: list[tuple[float, float]],
+) -> None:
+    """Also for the steps that follow until the host hears of it."""
+    guards = StepGuards(Guards(3, 6.0, 4), CPU)
+    for loss, norm in [*before, (1.0, 5)]:
+        judge(guards, loss, norm)
+    assume(not guards.counters[HALTED])
+    counters, norms = guards.counters.clone(), guards.norms.clone()
+    for loss, norm in [*streak, *after]:
+        assert judge(guards, loss, norm) == 1
+    assert guards.counters[HALTED] == 1
+    assert torch.equal(guards.before_the_streak(), counters)
+    assert torch.equal(guards.norms, norms)
+
+
+def test_the_state_comes_back_as_it_was() -> None:
+    config = Guards(3, 6.0, 4)
+    guards, other = StepGuards(config, CPU), StepGuards(config, CPU)
+    for k, loss in enumerate([1.0, NAN, 1.0, 1.0, NAN]):
+        judge(guards, loss, float(k))
+    state = {name: value.clone() for name, value in guards.state_dict().items()}
+    other.load_state_dict(state)
+    for loss, norm in ((1.0, 4.0), (NAN, 1.0), (1.0, 1e6)):
+        assert judge(guards, loss, norm) == judge(other, loss, norm)
+        assert torch.equal(guards.counters, other.counters)
+        assert torch.equal(guards.norms, other.norms)
+    assert not torch.equal(state["counters"], other.counters), "loading copies"
+
+
+def test_the_readback_gives_each_step_two_pushes_later_in_order() -> None:
+    readback = Readback(CPU)
+    values = torch.zeros(3, dtype=torch.float64)
+    heard: list[tuple[int, list[float]]] = []
+    for step in range(1, 6):
+        heard += readback.pop()
+        assert [number for number, _ in heard] == list(range(1, step - Readback.LAG + 1))
+        values.fill_(step)  # what was pushed before is not changed by it
+        readback.push(step, values)
+    heard += readback.pop()
+    assert [number for number, _ in heard] == [1, 2, 3, 4]
+    heard += readback.pop(last=True)
+    assert heard == [(step, [float(step)] * 3) for step in range(1, 6)]
+    assert readback.pop(last=True) == []

@@ -1,0 +1,181 @@
+"""What a run is: which changes are refused, by which names, and which are only noted."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import canon_pretrain
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.source_tree import code_hashes
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.identity import check_identity, code_changes, config_changes, run_identity
+from canon_pretrain.titan.job_config import CanonJobConfig
+from tests.support import ROOT
+
+DEBUG = str(ROOT / "train_configs" / "debug.toml")
+
+
+def job(*more: object, config: str = DEBUG) -> CanonJobConfig:
+    return parse_job(["--config", config, *map(str, more)])
+
+
+def recorded(folder: Path, *more: object, config: str = DEBUG) -> RunFolder:
+    """A run folder whose config.json is that of a first launch."""
+    first = job(*more, config=config)
+    run = RunFolder(folder)
+    run.write_config(first.to_dict(), run_identity(first, "shards"))
+    return run
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "train_configs").glob("*.toml")))
+def test_the_same_experiment_again_is_the_same_run(config: Path, tmp_path: Path) -> None:
+    run = recorded(tmp_path, config=str(config))
+    again = job(config=str(config))
+    assert check_identity(run, run_identity(again, "shards"), []) == {}
+    assert config_changes(run, again.to_dict()) == {}
+
+
+def test_code_is_compared_by_its_files(tmp_path: Path) -> None:
+    """Issue 17, item 26: the loss multiplied by 1.7 between two launches, in a copy of the package
+    as an installation makes it, without git."""
+    package = Path(canon_pretrain.__file__).parent
+    copied = tmp_path / "site-packages" / "canon_pretrain"
+    shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    code = code_hashes()
+    assert code_hashes(copied) == code
+    run, first = RunFolder(tmp_path / "run"), job()
+    run.write_config(first.to_dict(), run_identity(first, "shards"))
+    assert code_changes(run, code, refuse=True) == {}, "older than the record"
+    run.write_config(first.to_dict(), run_identity(first, "shards"), code)
+    assert code_changes(run, code, refuse=True) == {}
+    loss = copied / "titan" / "loss.py"
+    loss.write_text(loss.read_text() + "\nSCALE = 1.7\n")
+    (copied / "titan" / "more.py").touch()
+    (copied / "run" / "show" / "plot.py").unlink()  # training does not use it
+    changed = code_changes(run, code_hashes(copied), refuse=False)
+    assert changed.keys() == {"titan/loss.py", "titan/more.py"}
+    assert changed["titan/more.py"][0] is None
+    with pytest.raises(UserError, match=r"titan/loss\.py.*--run\.allow_changes code"):
+        code_changes(run, code_hashes(copied), refuse=True)
+
+
+def test_the_code_that_is_hashed_is_what_the_trainer_imports() -> None:
+    """Issue 17, item 26."""
+    words = "from canon_pretrain.titan.device import prepare_device as prepare; prepare(); "
+    words += "import sys, canon_pretrain.train, canon_pretrain.titan.trainer; "
+    words += "print(*(module.__file__ for name, module in sys.modules.items() "
+    words += "if name.startswith('canon_pretrain.')))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    output = subprocess.check_output([sys.executable, "-c", words], env=environment, text=True)
+    package = Path(canon_pretrain.__file__).parent
+    files = {Path(name).relative_to(package).as_posix() for name in output.split()}
+    assert "model/transformer.py" in files
+    assert {name for name in files if not name.endswith("__init__.py")} <= code_hashes().keys()
+
+
+CHANGES = [
+    ("data.data_seed", 0, 1),
+    ("lr_scheduler.decay_type", "cosine", "linear"),
+    ("lr_scheduler.warmup_steps", 4, 2),
+    ("model.canon_set", "ABCD", "A"),
+    ("model.init_seed", 0, 3),
+    ("optimizer.beta2", 0.98, 0.95),
+    ("optimizer.lr", 0.003, 0.001),
+    ("training.global_batch_size", 12, 8),
+    ("training.max_norm", 1.0, 0.5),
+    ("training.mixed_precision_param", "float32", "bfloat16"),
+    ("training.steps", 12, 50),
+    ("guards.outlier_sigma", None, 6.0),
+    ("guards.outlier_window", 128, 16),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new"), CHANGES)
+def test_what_would_change_the_run_is_refused_until_it_is_named(
+    name: str, old: Any, new: Any, tmp_path: Path
+) -> None:
+    run = recorded(tmp_path)
+    identity = run_identity(job(f"--{name}", new), "shards")
+    with pytest.raises(UserError) as refused:
+        check_identity(run, identity, [])
+    assert f"{name}: {old!r} -> {new!r}" in str(refused.value)
+    assert f"--run.allow_changes {name}" in str(refused.value)
+    with pytest.raises(UserError):
+        check_identity(run, identity, ["model.dim"])  # to allow another change does not help
+    assert check_identity(run, identity, [name]) == {name: [old, new]}
+
+
+def test_other_data_and_another_flavor_are_another_run(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    with pytest.raises(UserError, match="data_fingerprint: 'shards' -> 'others'"):
+        check_identity(run, run_identity(job(), "others"), [])
+    larger = job("--model.flavor", "162M", "--model.vocab_size", 512)
+    with pytest.raises(UserError, match="model.dim: 64 -> "):
+        check_identity(run, run_identity(larger, "shards"), [])
+
+
+def test_of_two_changes_both_must_be_named(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    identity = run_identity(job("--optimizer.lr", 1e-3, "--data.data_seed", 1), "shards")
+    with pytest.raises(UserError) as refused:
+        check_identity(run, identity, ["optimizer.lr"])
+    assert "data.data_seed: 0 -> 1" in str(refused.value)
+    assert "optimizer.lr: " not in str(refused.value)
+    # the way out holds what was named already as well
+    assert "optimizer.lr" in str(refused.value).partition("--run.allow_changes")[2]
+    changes = check_identity(run, identity, ["optimizer.lr", "data.data_seed"])
+    assert changes == {"optimizer.lr": [0.003, 0.001], "data.data_seed": [0, 1]}
+
+
+def test_a_name_that_no_run_has_is_refused_even_in_a_new_folder(tmp_path: Path) -> None:
+    identity = run_identity(job(), "shards")
+    run = RunFolder(tmp_path / "new")
+    assert check_identity(run, identity, ["optimizer.lr"]) == {}
+    for name in ("optimizer.rate", "metrics.log_freq", "checkpoint.interval"):
+        with pytest.raises(UserError, match=f"names {name}, which is no part"):
+            check_identity(run, identity, [name])
+
+
+def test_what_an_older_version_did_not_record_counts_as_a_change(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    record = run.read_config()
+    del record["identity"]["guards.outlier_sigma"], record["identity"]["optimizer.eps"]
+    run.write_config(record["config"], record["identity"])
+    with pytest.raises(UserError, match="optimizer.eps: None -> 1e-06"):
+        check_identity(run, run_identity(job(), "shards"), [])
+
+
+def test_all_else_is_only_noted(tmp_path: Path) -> None:
+    run = recorded(tmp_path, "--run.stop_at", 5)
+    now = job("--metrics.log_freq", 3, "--checkpoint.interval", 2, "--checkpoint.fresh")
+    assert check_identity(run, run_identity(now, "shards"), []) == {}
+    assert config_changes(run, now.to_dict()) == {
+        "checkpoint.interval": [6, 2],
+        "metrics.log_freq": [1, 3],
+    }
+
+
+def test_a_key_that_an_earlier_version_did_not_have_was_at_its_default(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    stored = run.read_config()
+    del stored["identity"]["model.ffn"], stored["config"]["validation"]["windows"]
+    run.write_config(stored["config"], stored["identity"])
+    same, other = job(), job("--model.ffn", "standard", "--validation.windows", 8)
+    assert check_identity(run, run_identity(same, "shards"), []) == {}
+    assert config_changes(run, same.to_dict()) == {}
+    with pytest.raises(UserError, match="model.ffn: 'gated' -> 'standard'"):
+        check_identity(run, run_identity(other, "shards"), [])
+    assert config_changes(run, other.to_dict())["validation.windows"] == [None, 8]
+
+
+def test_a_damaged_config_is_named(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    run.config_file.write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is damaged"):
+        check_identity(run, run_identity(job(), "shards"), [])

@@ -1,0 +1,358 @@
+"""Sharding: a seed's weights and a batch's gradients, the same on any number of ranks."""
+
+import contextlib
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.distributed import ParallelDims
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.config import Loss
+from canon_pretrain.titan import parallelize as parallelize_module
+from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.parallelize import compile_blocks, shard
+from tests.flash_packages import flash_attn_package, flash_impl
+from tests.sharded import Steps, assert_equal_steps, on_ranks, sharded_steps, whole_steps
+from tests.variants import variant
+
+WORLD_SIZES = (1, 2, 3, 4)
+LAYOUTS = ((2, 2), (4, 1))
+"""Replicas and the ranks of each, of 4."""
+# widths that 2, 3 and 4 ranks cannot share evenly, and a norm with fewer rows than ranks would like
+UNEVEN = ModelArgs(
+    vocab_size=37,
+    num_layers=2,
+    dim=24,
+    num_heads=2,
+    ffn_dim=40,
+    max_seq_len=24,
+    position="partial_rope_a",
+    canon_set="ABCD",
+    qk_norm="full",
+)
+ARGS = [
+    UNEVEN,
+    replace(UNEVEN, init="lingua", init_seed=5, tie_embeddings=True, canon_trainable=False),
+]
+TIED = replace(
+    UNEVEN, init="lingua", tie_embeddings=True, document_mask=True, num_kv_heads=2, position="alibi"
+)
+Z_LOSS = Loss(z_loss=0.01, chunk_tokens=20)
+# how torchtitan's options treat the same model
+PLANS: dict[str, dict[str, dict[str, object]]] = {
+    "plain": {},
+    "never": {"parallelism": {"fsdp_reshard_after_forward": "never"}},
+    "always": {"parallelism": {"fsdp_reshard_after_forward": "always"}},
+    "full": {"activation_checkpoint": {"mode": "full"}},
+    "selective": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
+    "every second": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}},
+    "compiled, full": {
+        "compile": {"enable": True, "backend": "aot_eager"},
+        "activation_checkpoint": {"mode": "full"},
+    },
+    "compiled, selective": {
+        "compile": {"enable": True, "backend": "aot_eager"},
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
+    },
+    "compiled, memory budget": {  # which the partitioner keeps
+        "compile": {"enable": True, "backend": "aot_eager_decomp_partition"},
+        "activation_checkpoint": {"mode": "memory_budget", "memory_budget": 0.3},
+    },
+}
+PLANNED = variant("h_alibi ABCD tied cst documents")
+TRAINED = replace(PLANNED, canon_trainable=True)
+
+
+def _planned(plan: str) -> ModelArgs:
+    """What is trained by it: under torch.compile Canon's weights as well."""
+    return TRAINED if "compile" in PLANS[plan] else PLANNED
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts matrix products, those of backward too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def _job(sections: dict[str, dict[str, object]]) -> CanonJobConfig:
+    job = CanonJobConfig()
+    job.training.mixed_precision_param = "float32"
+    for section, keys in sections.items():
+        for key, value in keys.items():
+            setattr(getattr(job, section), key, value)
+    return job
+
+
+def _on_rank(rank: int, folder: Path) -> None:
+    """Initialise and train over the first n of 4 ranks; each saves what it has of it."""
+    from canon_pretrain.titan.parallelize import (
+        clip_gradients,
+        fsdp_mesh,
+        parallelize,
+        shard,
+        write_shard,
+    )
+
+    def fresh(args: ModelArgs) -> Transformer:
+        with torch.device("meta"):
+            return Transformer(args)
+
+    def fill(model: Transformer) -> None:
+        model.to_empty(device="cpu")
+        model.init_weights(write=write_shard)
+
+    for n in WORLD_SIZES:
+        mesh = DeviceMesh("cpu", torch.arange(n), mesh_dim_names=("fsdp",))
+        if rank >= n:
+            continue
+        for k, args in enumerate(ARGS):
+            model = fresh(args)
+            shard(model, mesh)
+            fill(model)
+            whole = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+            local = {name: p.to_local().numel() for name, p in model.named_parameters()}
+            if rank == 0:
+                torch.save((whole, local, dict(model.named_buffers())), folder / f"{n}-{k}.pt")
+        if n <= 3:
+            model = fresh(TIED)
+            shard(model, mesh)
+            fill(model)
+            steps = sharded_steps(model, TIED, Z_LOSS, rank, n, rounds=2 if n < 3 else 1)
+            torch.save(steps, folder / f"tied-{n}-{rank}.pt")
+    for replicas, shards in LAYOUTS:
+        mesh = fsdp_mesh(ParallelDims(replicas, shards, 1, 1, 1, 1, 1, world_size=4))
+        model = fresh(TIED)
+        shard(model, mesh)
+        fill(model)
+        initial = {n: p.detach().to_local().clone() for n, p in model.named_parameters()}
+        steps = sharded_steps(model, TIED, Z_LOSS, rank, 4, rounds=1)
+        if rank == 3:  # as bad memory on one GPU: the other replicas do not have it
+            next(p.grad for p in model.parameters()).to_local().view(-1)[0] = torch.nan
+        broken = clip_gradients(list(model.parameters()), 1.0).item()
+        torch.save((initial, steps, broken), folder / f"hsdp-{replicas}-{rank}.pt")
+    if rank < 2:
+        mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("fsdp",))
+        found, matmuls = {}, {}
+        for name, sections in PLANS.items():
+            dims = ParallelDims(1, 2, 1, 1, 1, 1, 1, world_size=2)
+            dims._meshes = {"fsdp": mesh}  # of two ranks in a world of four
+            model = fresh(_planned(name))
+            parallelize(model, dims, _job(sections))
+            fill(model)
+            counted = Matmuls() if "compile" not in sections else contextlib.nullcontext()
+            with counted as matmuls[name]:
+                found[name] = sharded_steps(model, _planned(name), Loss(), rank, 2, rounds=1)
+        torch.save(found, folder / f"plans-{rank}.pt")
+        counts = {name: mode.count for name, mode in matmuls.items() if mode is not None}
+        if rank == 0:
+            (folder / "matmuls.json").write_text(json.dumps(counts))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    on_ranks(_on_rank, 4, folder)
+    return folder
+
+
+@pytest.mark.parametrize("n", WORLD_SIZES)
+@pytest.mark.parametrize("k", range(len(ARGS)))
+def test_initial_weights_are_the_same_at_every_world_size(results: Path, n: int, k: int) -> None:
+    whole, local, buffers = torch.load(results / f"{n}-{k}.pt")
+    alone = Transformer(ARGS[k])
+    alone.init_weights()
+    expected = dict(alone.named_parameters())
+    assert whole.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert torch.equal(whole[name], parameter), name
+        if n > 1:  # it was sharded at all
+            assert local[name] < parameter.numel()
+    for name, buffer in alone.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_tied_embedding_gets_both_of_its_gradients(results: Path, n: int) -> None:
+    parts = [torch.load(results / f"tied-{n}-{rank}.pt", weights_only=False) for rank in range(n)]
+    whole = whole_steps(TIED, Z_LOSS)
+    assert_equal_steps(parts, whole)
+    # neither its use as an input nor that as an output would be enough
+    untied = whole_steps(replace(TIED, tie_embeddings=False), Z_LOSS)
+    tied = whole.first_gradients["tok_embeddings.weight"]
+    for name in ("tok_embeddings.weight", "output.weight"):
+        assert not torch.allclose(tied, untied.first_gradients[name], rtol=0.1, atol=1e-3)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), LAYOUTS)
+def test_replicas_are_equal_and_take_the_steps_of_one_process(
+    results: Path, replicas: int, shards: int
+) -> None:
+    """Rank r holds shard r % shards of its replica: neighbors share the weights."""
+    parts = [torch.load(results / f"hsdp-{replicas}-{r}.pt", weights_only=False) for r in range(4)]
+    alone, whole = Transformer(TIED), whole_steps(TIED, Z_LOSS)
+    alone.init_weights()
+    for name, value in alone.named_parameters():
+        joined = torch.cat([initial[name] for initial, *_ in parts[:shards]])
+        assert torch.equal(joined, value), name
+    for rank, (initial, steps, broken) in enumerate(parts):
+        assert math.isnan(broken)
+        first_initial, first, _ = parts[rank % shards]
+        assert steps.norms == first.norms
+        for name, value in steps.weights.items():
+            assert torch.equal(initial[name], first_initial[name]), (rank, name)
+            assert torch.equal(value, first.weights[name]), (rank, name)
+    # a replica has seen a part of the batch alone, and holds the gradient of all of it
+    for step, losses in enumerate(whole.losses):
+        for k, loss in enumerate(losses):
+            total = sum(steps.losses[step][k] for _, steps, _ in parts)
+            assert abs(total - loss) < 2e-5 * abs(loss)
+    one = [replace(steps, losses=whole.losses) for _, steps, _ in parts[:shards]]
+    for steps in one[1:]:
+        steps.losses = [(0.0, 0.0)] * len(whole.losses)
+    assert_equal_steps(one, whole)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_how_memory_is_saved_changes_no_number(results: Path, plan: str) -> None:
+    parts: list[Steps] = [
+        torch.load(results / f"plans-{rank}.pt", weights_only=False)[plan] for rank in range(2)
+    ]
+    assert_equal_steps(parts, whole_steps(_planned(plan), Loss()))
+
+
+def test_activation_checkpointing_computes_again_what_it_says(results: Path) -> None:
+    """q, k, v, wo, w1, w3, w2 a block and twice as many for backward; "full" takes each block's
+    once more, "2" every second block's, "op" keeps every second product."""
+    counts = json.loads((results / "matmuls.json").read_text())
+    steps, blocks = 2, PLANNED.num_layers * 7
+    plain = steps * 3 * (blocks + 1)  # the last product of a block is no input of its backward
+    assert counts["plain"] == counts["never"] == counts["always"] == plain
+    assert plain < counts["every second"] < counts["full"] <= plain + steps * blocks
+    assert plain < counts["selective"] < counts["full"]
+
+
+def test_cst_canon_stays_and_is_not_optimized(results: Path) -> None:
+    parts = [torch.load(results / f"plans-{rank}.pt", weights_only=False) for rank in range(2)]
+    initial = Transformer(PLANNED)
+    initial.init_weights()
+    canon = {n: p for n, p in initial.named_parameters() if "canon_" in n}
+    rest = {n: p for n, p in initial.named_parameters() if "canon_" not in n}
+    assert len(canon) == 4 * PLANNED.num_layers
+    for plan in PLANS:
+        if _planned(plan).canon_trainable:
+            continue
+        both = [part[plan] for part in parts]
+        assert {part.optimized for part in both} == {len(rest)}
+        for name, value in canon.items():
+            assert torch.equal(torch.cat([part.weights[name] for part in both]), value), name
+        for name, value in rest.items():
+            assert not torch.equal(torch.cat([part.weights[name] for part in both]), value), name
+
+
+def test_an_attention_without_a_training_step_is_refused() -> None:
+    from canon_pretrain.titan.parallelize import check_attention
+
+    def check(words: str, name: str, device: str, dtype: str = "bfloat16") -> None:
+        job = CanonJobConfig()
+        job.model.attention_backend, job.training.mixed_precision_param = name, dtype  # type: ignore
+        with torch.device("meta"):
+            model = Transformer(variant(words), attention_backend=name)
+        check_attention(model, job, device)
+
+    for words in ("alibi", "h_alibi", "rope documents"):
+        with pytest.raises(UserError, match='"flex" takes flex here, which can\'t be trained on a'):
+            check(words, "flex", "cpu")
+        check(words, "flex", "cuda")
+        check(words, "auto", "cpu")
+    check("rope", "flex", "cpu")  # SDPA takes what has no mask
+    for name, package in (("flash_attn", flash_attn_package()), ("fa3", flash_impl("fa3"))):
+        with package:
+            check("rope", name, "cuda")
+            for device, dtype in (("cpu", "bfloat16"), ("cuda", "float32")):
+                with pytest.raises(UserError, match=f'"{name}" takes {name} here, which'):
+                    check("rope", name, device, dtype)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    from canon_pretrain.titan.parallelize import shard
+
+    mesh = object()
+    with pytest.raises(UserError, match='"sometimes" is not known; expected one of default'):
+        shard(Transformer(UNEVEN), mesh, policy="sometimes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_added_up_by_a_plain_sum(reduce_dtype: torch.dtype) -> None:
+    """FSDP2's own choice for a GPU, with our factor of 1.0: the sum of products with 1.0, which
+    are what is multiplied, bit for bit. NCCL's switches know SUM and not that."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=8)
+    try:
+        model = Transformer(UNEVEN)
+        shard(model, init_device_mesh("cpu", (8,)), reduce_dtype=reduce_dtype)
+        states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+        groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
+        assert len(set(groups)) == UNEVEN.num_layers + 2
+        for group in groups:
+            factor = group.gradient_divide_factor
+            assert (factor, group.force_sum_reduction_for_comms) == (1.0, True)
+            world = group._reduce_scatter_process_group
+            before, after, scatter, reduce = _get_gradient_divide_factors(
+                world, None, reduce_dtype, "cuda", factor, True
+            )
+            assert (scatter, reduce) == (ReduceOp.SUM, ReduceOp.SUM)
+            # no division, neither before nor after
+            assert before in (None, 1) and after == 1
+            own = _get_gradient_divide_factors(world, None, reduce_dtype, "cuda", factor, False)
+            if reduce_dtype != torch.float16:
+                assert own[2].__getstate__() == ReduceOp.PREMUL_SUM(1.0).__getstate__()
+    finally:
+        torch.distributed.destroy_process_group()
+    bits = torch.randint(-(2**15), 2**15, (10_000,), dtype=torch.int16)
+    values = bits.view(torch.bfloat16).to(reduce_dtype)
+    values = values[~values.isnan()]
+    assert torch.equal(values * 1.0, values)
+
+
+@pytest.mark.parametrize(
+    ("device", "canon", "compiler", "expected"),
+    [
+        ("cuda", "compiled", "inductor", True),
+        ("cuda", "triton", "inductor", False),
+        ("cuda", "compiled", "aot_eager", False),
+        ("cpu", "compiled", "inductor", False),
+    ],
+)
+def test_only_compiled_canon_on_a_gpu_changes_inductors_limits(
+    monkeypatch, device, canon, compiler, expected
+):
+    given = []
+    compile_whole = torch.compile
+
+    def noting(block, **options):
+        given.append(options["options"])
+        return compile_whole(block, **options)  # raises at an option that inductor doesn't know
+
+    monkeypatch.setattr(torch, "compile", noting)
+    monkeypatch.setattr(parallelize_module, "device_type", device)
+    job = CanonJobConfig()
+    job.compile.backend = compiler
+    model = Transformer(UNEVEN)
+    model.canon_backend = canon
+    compile_blocks(model, job)
+    assert [bool(options) for options in given] == [expected] * UNEVEN.num_layers

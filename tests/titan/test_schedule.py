@@ -1,0 +1,192 @@
+"""The learning rate, step by step, against formulas written here; and what is refused."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer import OptimizersContainer
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.run.config import build
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.job_checks import check_job
+from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.schedule import build_schedule, learning_rate_factor
+from tests.support import ROOT
+
+STEPS, WARMUP, FLOOR = 20, 3, 0.1
+
+
+def job_of(**schedule: object) -> CanonJobConfig:
+    """A job of 20 steps at lr 1 with this [lr_scheduler] in its file, checked."""
+    values = {
+        "training": {"steps": STEPS, "global_batch_size": 1},
+        "optimizer": {"lr": 1.0},
+        "lr_scheduler": {"min_lr_factor": FLOOR, "warmup_steps": WARMUP} | schedule,
+    }
+    job = build(CanonJobConfig, values, source="test")
+    check_job(job)
+    return job
+
+
+def schedule_of(job: CanonJobConfig) -> tuple[OptimizersContainer, LRSchedulersContainer]:
+    model = torch.nn.Linear(2, 2)
+    optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": job.optimizer.lr})
+    return optimizers, build_schedule(optimizers, job.lr_scheduler, job.training.steps)
+
+
+def rates(job: CanonJobConfig, count: int = STEPS) -> list[float]:
+    """The rate of each of the first `count` steps."""
+    optimizers, schedule = schedule_of(job)
+    return _take(optimizers, schedule, count)
+
+
+def _take(
+    optimizers: OptimizersContainer, schedule: LRSchedulersContainer, count: int
+) -> list[float]:
+    out = []
+    for _ in range(count):
+        out.append(schedule.schedulers[0].get_last_lr()[0])
+        optimizers.step()
+        schedule.step()
+    return out
+
+
+def line(progress: float) -> float:
+    return 1 - progress
+
+
+def cosine(progress: float) -> float:
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
+def one_minus_sqrt(progress: float) -> float:
+    return 1 - progress**0.5
+
+
+def expected(
+    begin: int, length: int, shape: Callable[[float], float], floor: float = FLOOR
+) -> list[float]:
+    """Warm-up over 3 steps, 1 up to step `begin` (from 0), then down within `length` steps."""
+    out = []
+    for step in range(STEPS):
+        progress = min(max(0, step - begin) / length, 1)
+        rate = floor + (1 - floor) * shape(progress)
+        out.append((step + 1) / WARMUP if step < WARMUP else rate)
+    return out
+
+
+SHAPES = {"linear": line, "cosine": cosine, "sqrt": one_minus_sqrt}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_decay_begins_after_the_warm_up_and_ends_with_the_run(name: str) -> None:
+    found = rates(job_of(decay_type=name))
+    assert found == pytest.approx(expected(WARMUP, STEPS - WARMUP, SHAPES[name]))
+    assert found[WARMUP - 1] == found[WARMUP] == 1
+    assert min(found[WARMUP:]) == found[-1] > FLOOR  # the step after the last would be at the floor
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_wsd_stays_and_then_decays_over_its_share_of_the_run(name: str) -> None:
+    found = rates(job_of(decay_type=name, decay_ratio=0.2))
+    assert found == pytest.approx(expected(STEPS - 4, 4, SHAPES[name]))
+    assert found[WARMUP : STEPS - 3] == [1.0] * (STEPS - 3 - WARMUP)
+    assert found[-1] < 1
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_decay_of_its_own_length_then_stays_at_its_floor(name: str) -> None:
+    found = rates(job_of(decay_type=name, decay_steps=8))
+    assert found == pytest.approx(expected(WARMUP, 8, SHAPES[name]))
+    assert found[WARMUP + 8 :] == pytest.approx([FLOOR] * 9)
+
+
+def test_without_warm_up_a_line_to_zero() -> None:
+    """The paper's synthetic task Lano."""
+    found = rates(job_of(warmup_steps=0, decay_type="linear", min_lr_factor=0))
+    assert found == pytest.approx([1 - step / STEPS for step in range(STEPS)])
+
+
+def test_a_rate_that_stays() -> None:
+    assert rates(job_of(min_lr_factor=1.0))[WARMUP:] == pytest.approx([1.0] * (STEPS - WARMUP))
+
+
+def test_infinite_lr_of_seed_000() -> None:
+    """Warm-up 500, cosine over 50,000 steps from 1e-3 towards 1e-4, and no further."""
+    job = parse_job(["--config", str(ROOT / "train_configs/tiny/llama.toml")])
+    config = job.lr_scheduler
+
+    def rate(step: int) -> float:
+        return job.optimizer.lr * learning_rate_factor(
+            step,
+            warmup_steps=config.warmup_steps,
+            decay_steps=config.decay_steps or 0,
+            decay_type=config.decay_type,
+            min_lr_factor=config.min_lr_factor,
+        )
+
+    assert rates(job, 2) == pytest.approx([rate(0), rate(1)])
+    assert rate(0) == pytest.approx(1e-3 / 500)
+    assert rate(499) == rate(500) == pytest.approx(1e-3)
+    assert rate(25_500) == pytest.approx((1e-3 + 1e-4) / 2)
+    quarter = 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 4))
+    assert rate(500 + 12_500) == pytest.approx(quarter)
+    assert rate(50_500) == rate(10**6) == pytest.approx(1e-4)
+
+
+def test_a_run_prolonged_while_its_rate_is_stable_is_the_longer_run() -> None:
+    """WSD and InfiniteLR know nothing of the run's length there; a cosine over the run does."""
+
+    def prolonged(steps: int, taken: int, **schedule: object) -> tuple[list[float], list[float]]:
+        """`taken` steps of a run of 20, then on to `steps`; and the run of `steps` by itself."""
+        optimizers, begun = schedule_of(job_of(**schedule))
+        found = _take(optimizers, begun, taken)
+        long = job_of(**schedule)
+        long.training.steps = steps
+        optimizers, goes_on = schedule_of(long)
+        goes_on.load_state_dict(begun.state_dict())
+        optimizers.optimizers[0].param_groups[0]["lr"] = begun.schedulers[0].get_last_lr()[0]
+        return found + _take(optimizers, goes_on, steps - taken), rates(long, steps)
+
+    for schedule in ({"decay_ratio": 0.25}, {"decay_steps": 8}):
+        joined, straight = prolonged(40, 12, **schedule)
+        assert joined == straight
+    joined, straight = prolonged(40, 12)
+    assert joined != straight
+    # a decay from a stable step: the same run, made shorter
+    joined, straight = prolonged(16, 12, decay_ratio=0.25)
+    assert joined == straight
+    assert straight[12:] == pytest.approx(
+        [1.0, *(FLOOR + (1 - FLOOR) * cosine(k / 4) for k in (1, 2, 3))]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"decay_steps": 5, "decay_ratio": 0.1}, "unset decay_ratio"),
+        ({"decay_steps": 5, "total_steps": 30}, "unset decay_ratio and total_steps"),
+        ({"decay_steps": 0}, "decay_steps = 0: expected >= 1"),
+        ({"warmup_steps": 21}, "warmup_steps = 21 is more than training.steps = 20"),
+        ({"warmup_steps": 31, "total_steps": 30}, "warmup_steps = 31 is more than total_steps"),
+        ({"total_steps": 19}, "total_steps = 19 is less than training.steps = 20"),
+        ({"decay_ratio": 0}, "decay_ratio = 0: expected .* more than 0 and at most 1"),
+        ({"decay_ratio": 1.01}, "decay_ratio = 1.01: expected"),
+        ({"decay_ratio": math.nan}, "decay_ratio = nan: expected"),
+        ({"decay_ratio": 0.9}, r"warm-up of 3 steps and a decay of 18 .* training.steps = 20"),
+        ({"decay_ratio": 0.95, "total_steps": 40}, "warm-up of 3 steps and a decay of 38"),
+    ],
+)
+def test_what_would_be_cut_short_or_run_past_its_end_is_refused(
+    words: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        job_of(**words)
+
+
+def test_the_longest_decay_that_fits_is_taken() -> None:
+    assert rates(job_of(decay_ratio=0.85)) == rates(job_of())  # 3 + 17
+    assert rates(job_of(total_steps=40))[-1] > rates(job_of())[-1]

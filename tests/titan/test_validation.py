@@ -1,0 +1,449 @@
+"""Held-out loss while training: right, the same at any world size, cheap, and without a trace in
+the training that it watches."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.held_out import allot, count_windows, windows
+from canon_pretrain.data.mixture import Mixture, exact_weight
+from canon_pretrain.data.shard_writer import write_shards
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.config import Data, build, read_experiment
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.log import RunLog
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes
+from canon_pretrain.titan.validation import (
+    CanonValidator,
+    num_windows,
+    settle_validation,
+    stands_in_log,
+)
+from eval.model.lm import CanonLM
+from eval.model.load import load_model
+from eval.validation import model_loss
+from tests.fault_runs import flip
+from tests.ranks import assert_failed, assert_same_run, events, launch
+from tests.support import EOS_ID, ROOT, VOCAB_SIZE, Runs, debug_run, token_documents
+
+CONFIGS = sorted(p for p in (ROOT / "train_configs").rglob("*.toml") if p.parent.name != "base")
+
+
+def debug_job(**data: Any) -> CanonJobConfig:
+    job = parse_job(["--config", str(ROOT / "train_configs" / "debug.toml")])
+    job.data = Data(**data)
+    return job
+
+
+def forget_validation(run: Path) -> None:
+    """Take the validations out of a run's log, as if they had never been."""
+    log = RunFolder(run).log_file
+    lines = [line for line in log.read_text().splitlines() if '"validation"' not in line]
+    log.write_text("\n".join(lines) + "\n")
+
+
+def eval_loss(run: Path, data: Path, *, step: int, limit: int | None) -> tuple[float, float, int]:
+    """What `python -m eval run --suite validation` would say of a checkpoint."""
+    model = load_model(run / "checkpoint" / f"step-{step}", torch.device("cpu"))
+    lm = CanonLM(model, None, max_length=64)
+    with TokenShards.open(data / "validation") as shards:
+        loss, _ = model_loss(lm, shards, seq_len=64, limit=limit)
+    return loss.nats_per_token, loss.bits_per_byte, loss.num_tokens
+
+
+# ---- what is scored
+
+
+def test_fewer_windows_are_spread_over_the_text() -> None:
+    assert [offset for offset, _ in windows(101, 10)] == list(range(0, 100, 10))
+    assert [offset for offset, _ in windows(101, 10, 3)] == [0, 30, 60]
+    assert list(windows(101, 10, 99)) == list(windows(101, 10))
+    assert list(windows(95, 10))[-1] == (90, 5)
+    assert [count_windows(tokens, 10) for tokens in (0, 1, 2, 11, 12)] == [0, 0, 1, 1, 2]
+
+
+def test_a_mixtures_windows_are_given_out_by_share() -> None:
+    shares = [exact_weight(weight) for weight in (0.7, 0.25, 0.05)]
+    assert allot(20, shares, [99, 99, 99]) == [14, 5, 1]
+    assert allot(10, shares, [99, 99, 99]) == [7, 3, 1]  # 7, 2.5, 0.5, and one at least
+    assert allot(2, shares, [99, 99, 99]) == [1, 1, 1]
+    assert allot(20, shares, [99, 3, 99]) == [14, 3, 1]
+
+
+# ---- what it costs
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_experiment_validates_for_under_one_percent(path: Path) -> None:
+    """By rows that go through the model: forward is a third of forward and backward.
+
+    At every world size up to 48, with what fills up the last pass, and the last step's validation.
+    """
+    job = build(CanonJobConfig, read_experiment(path), source=path.name)
+    training, count = job.training, num_windows(job)
+    assert count is not None and count * training.seq_len <= 1 << 21
+    times = len({*range(job.validation.freq, training.steps + 1, job.validation.freq)})
+    times += bool(training.steps % job.validation.freq)
+    asked = training.local_batch_size
+    for world_size in valid_world_sizes(training.global_batch_size):
+        if world_size > 48 or path.stem == "debug" and world_size > 3:
+            continue
+        job.training.local_batch_size = asked
+        rows = micro_batch_size(job, world_size)
+        if not job.compile.enable:
+            rows = min(rows, math.ceil(count / world_size))
+        passes = math.ceil(count / (rows * world_size))
+        cost = times * passes * rows * world_size / 3
+        assert cost < 0.01 * training.steps * training.global_batch_size, world_size
+
+
+def test_the_default_follows_freq_and_the_batch_alone() -> None:
+    job = debug_job()
+    job.training.global_batch_size, job.training.seq_len = 48, 4096
+    job.training.steps, job.validation.freq = 510_000, 1000
+    assert num_windows(job) == 480
+    job.validation.freq = 100_000
+    assert num_windows(job) == 480  # 2**21 tokens
+    job.validation.freq = 199
+    assert num_windows(job) == 48
+    job.training.steps = 50  # one validation, of half a batch
+    assert num_windows(job) == 24
+    job.validation.windows = -1
+    assert num_windows(job) is None
+
+
+# ---- that it is right
+
+
+@pytest.mark.parametrize("limit", [None, 7])
+def test_equal_at_any_world_size_and_to_eval(
+    data_folder: Path, runs: Runs, tmp_path: Path, limit: int | None
+) -> None:
+    """One checkpoint, scored by launches that find nothing else to do: 26 windows, or 7, so that
+    the last pass is not full."""
+    found = []
+    for ranks in (1, 2, 3) if limit is None else (3,):
+        run = tmp_path / f"run-{ranks}"
+        shutil.copytree(runs.straight, run)
+        forget_validation(run)
+        more = ("--validation.windows", -1 if limit is None else limit)
+        launch(*debug_run(data_folder, run), *more, ranks=ranks, output=tmp_path / "out")
+        (event,) = events(run, "validation")
+        assert event["step"] == 12 and event["tokens"] == 12 * 12 * 64
+        found.append((event["loss"], event["bits_per_byte"], event["tokens_scored"]))
+        (source,) = event["sources"].values()
+        assert (source["loss"], source["bits_per_byte"], source["tokens"]) == found[-1]
+    expected = eval_loss(runs.straight, data_folder, step=12, limit=limit)
+    for values in found:
+        assert values == pytest.approx(expected, rel=1e-6)
+    assert all(values == pytest.approx(found[0], rel=1e-9) for values in found)
+
+
+def test_a_mixture_by_source_against_float64(
+    data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks' sums added by hand; each source's loss, and the whole by its tokens and bytes."""
+    other = tmp_path / "other"
+    for name, seed in (("train", 5), ("validation", 6)):
+        documents = token_documents(seed, 4, length=90)
+        write_shards(
+            other / name,
+            documents,
+            vocab_size=VOCAB_SIZE,
+            eos_id=EOS_ID,
+            num_bytes=[5 * len(ids) for ids in documents],
+        )
+    job = debug_job(paths=[str(data_folder), str(other)], weights=[3.0, 1.0])
+    job.validation.windows, job.training.local_batch_size = 8, 3
+    notices, held_out = settle_validation(job)
+    assert notices == [] and job.validation.enable is True
+    with TokenShards.open(data_folder / "validation") as own:
+        with TokenShards.open(other / "validation") as others:
+            both = f"{own.fingerprint}+{others.fingerprint}"
+    assert held_out == {"held_out_fingerprint": both}
+    model = Transformer(job.model_args)
+    model.init_weights()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    validators = [CanonValidator(job, rank=rank, world_size=2) for rank in (0, 1)]
+    assert {v.num_passes for v in validators} == {2}  # 8 windows in passes of 2 x 3
+    shares = [validator.measure(model) for validator in validators]
+    sums = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(*shares, strict=True)]
+    expected = []
+    for folder, limit in ((data_folder, 6), (other, 2)):
+        nats, count = 0.0, 0
+        with TokenShards.open(folder / "validation") as shards, torch.no_grad():
+            for offset, size in windows(shards.num_tokens, 64, limit):
+                ids = torch.from_numpy(shards.read(offset, size))
+                logits = model(ids[None, :-1])[0].double()
+                nats -= logits.log_softmax(-1).gather(1, ids[1:, None]).sum().item()
+                count += size - 1
+        expected.append((nats, count))
+    assert [count for _, count in sums] == [count for _, count in expected]
+    for (nats, _), (wanted, _) in zip(sums, expected, strict=True):
+        assert nats == pytest.approx(wanted, rel=1e-6)
+    whole = validators[0].loss(sums)
+    (nats_a, count_a), (nats_b, count_b) = expected
+    assert whole.nats_per_token == pytest.approx((nats_a + nats_b) / (count_a + count_b), rel=1e-6)
+    num_bytes = 3 * count_a + 5 * count_b
+    assert whole.bits_per_byte == pytest.approx((nats_a + nats_b) / math.log(2) / num_bytes)
+    assert validators[0].names == [data_folder.name, "other"]
+    turns = iter(validators[0]._sources)
+    model.norm.register_forward_hook(  # not finite for the second source alone
+        lambda _, given, h_BTD: h_BTD.masked_fill((next(turns) == 1)[:, None, None], math.nan)
+    )
+    good, bad = validators[0].measure(model)
+    assert good == shares[0][0] and math.isnan(bad[0]), "one source's NaN is in another's loss"
+
+
+def test_weights_that_are_not_finite_are_reported(
+    data_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = debug_job(path=str(data_folder))
+    model = Transformer(job.model_args)
+    model.init_weights()
+    with torch.no_grad():
+        model.tok_embeddings.weight.fill_(math.nan)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    fields = CanonValidator(job, rank=0, world_size=1).validate([model], 12)
+    assert math.isnan(fields["loss"])
+    json.dumps(fields["sources"], allow_nan=False)
+    assert next(iter(fields["sources"].values()))["loss"] == "NaN"
+
+
+# ---- that training does not see it
+
+
+@pytest.mark.slow
+def test_training_is_bitwise_the_same_whatever_is_validated_and_stopped(
+    data_folder: Path, runs: Runs, tmp_path: Path
+) -> None:
+    """Beside a run that is validated after its last step alone. Stopped where a validation is due,
+    its line lost, gone on with, and launched once more: each step is scored once, and in time."""
+    run = tmp_path / "run"
+    words = [*debug_run(data_folder, run), "--validation.freq", 2, "--validation.windows", 9]
+    ended = launch(*words, "--run.stop_at", 6, ranks=2, output=tmp_path / "out")
+    assert "validation at step 4: loss" in ended.output
+    first = events(run, "validation")
+    assert [event["step"] for event in first] == [2, 4, 6]
+    forget_validation(run)
+    launch(*words, ranks=2, output=tmp_path / "out")
+    launch(*words, ranks=2, output=tmp_path / "out")
+    found = events(run, "validation")
+    assert [event["step"] for event in found] == [6, 8, 10, 12]
+    again = {"time", "segment", "seconds"}
+    assert {k: v for k, v in found[0].items() if k not in again} == {
+        k: v for k, v in first[-1].items() if k not in again
+    }
+    assert first[0]["loss"] > found[-1]["loss"]
+    assert_same_run(run, runs.straight, step=12)
+    (at_the_end,) = events(runs.straight, "validation")
+    assert at_the_end["step"] == 12
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_blocks_are_compiled_for_one_shape_and_once_more(
+    data_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for training and once without gradients; not for a last pass that is not full."""
+    job = debug_job(path=str(data_folder))
+    job.compile.enable, job.training.local_batch_size, job.validation.windows = True, 4, 5
+    model = Transformer(job.model_args)
+    model.init_weights()
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    for name, block in model.layers.named_children():
+        model.layers.register_module(name, torch.compile(block, backend=counter, fullgraph=True))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    validator = CanonValidator(job, rank=0, world_size=1)
+    assert validator.num_passes == 2
+    tokens = torch.zeros((4, 64), dtype=torch.int64)
+    model(tokens).sum().backward()
+    before = counter.frame_count
+    validator.measure(model)
+    after = counter.frame_count
+    assert after <= 2 * before
+    model(tokens).sum().backward()
+    validator.measure(model)
+    assert counter.frame_count == after
+    torch._dynamo.reset()
+
+
+# ---- what can't be
+
+
+def without_held_out(base: Path) -> Path:
+    folder = base / "bare"
+    documents = token_documents(1, 20, length=200)
+    write_shards(
+        folder / "train",
+        documents,
+        vocab_size=VOCAB_SIZE,
+        eos_id=EOS_ID,
+        num_bytes=[3 * len(ids) for ids in documents],
+    )
+    return folder
+
+
+def test_data_without_a_held_out_part(data_folder: Path, tmp_path: Path) -> None:
+    bare = without_held_out(tmp_path)
+    words = [*debug_run(bare, tmp_path / "run"), "--run.stop_at", 1]
+    ended = launch(*words, ranks=1, output=tmp_path / "out")
+    assert ended.output.count("has no held-out part") == 1
+    assert RunFolder(tmp_path / "run").read_config()["identity"]["held_out_fingerprint"] is None
+    assert events(tmp_path / "run", "validation") == []
+    job = debug_job(path=str(bare))
+    job.validation.enable = True
+    with pytest.raises(UserError, match="has no held-out part.*--holdout.*validation.path"):
+        settle_validation(job)
+    job = debug_job(paths=[str(bare), str(data_folder)], weights=[1.0, 1.0])
+    (notice,), held_out = settle_validation(job)
+    assert held_out["held_out_fingerprint"].startswith("none+")
+    assert job.validation.enable and str(bare) in notice and str(data_folder) not in notice
+    assert CanonValidator(job, rank=0, world_size=1).names == [data_folder.name]
+
+
+def test_a_damaged_held_out_part_is_refused_before_anything_is_built(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(data_folder, data)
+    (part,) = (data / "validation").glob("*.bin")
+    flip(part)
+    job = debug_job(path=str(data))
+    job.validation.windows = -1
+    settle_validation(job)
+    with pytest.raises(UserError, match="part-00000-0"):
+        CanonValidator(job, rank=0, world_size=1)
+    part.unlink()
+    with pytest.raises(UserError, match="is missing.*--validation.enable False turns it off"):
+        settle_validation(debug_job(path=str(data)))
+    job.validation.enable = False
+    assert settle_validation(job) == ([], {})
+
+
+def test_validation_path_keeps_a_held_out_loss_of_the_whole_stream(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """Issue 17, item 4: data built with --holdout 0, scored on another build's text, all of it or
+    its held-out part; refused where it is the training text or of another tokenizer."""
+    bare = without_held_out(tmp_path)
+    apart = {"part": data_folder, "all": without_held_out(tmp_path / "more")}
+    shutil.rmtree(apart["all"] / "train")
+    write_more(apart["all"] / "train", seed=9)
+    for folder, split in zip(apart.values(), ("validation", "train"), strict=True):
+        job = debug_job(path=str(bare))
+        job.validation = dataclasses.replace(job.validation, path=str(folder))
+        with Mixture.open([bare]) as training, TokenShards.open(folder / split) as text:
+            notices, held_out = settle_validation(job, training)
+            assert notices == [] and job.validation.enable is True
+            assert held_out == {"held_out_fingerprint": text.fingerprint}
+            validator = CanonValidator(job, rank=0, world_size=1)
+            assert validator.names == [folder.name]
+            job.validation.path = str(bare)
+            with pytest.raises(UserError, match="text that is trained on"):
+                settle_validation(job, training)
+    write_more(tmp_path / "foreign" / "train", seed=9, tokenizer_sha256="f" * 64)
+    job.validation.path = str(tmp_path / "foreign")
+    with Mixture.open([bare]) as training, pytest.raises(UserError, match="another tokenizer"):
+        settle_validation(job, training)
+
+
+def write_more(folder: Path, *, seed: int, tokenizer_sha256: str = "") -> None:
+    documents = token_documents(seed, 8, length=200)
+    write_shards(
+        folder,
+        documents,
+        vocab_size=VOCAB_SIZE,
+        eos_id=EOS_ID,
+        num_bytes=[3 * len(ids) for ids in documents],
+        tokenizer_sha256=tokenizer_sha256,
+    )
+
+
+def test_another_held_out_text_is_another_run(data_folder: Path, tmp_path: Path) -> None:
+    """Issue 17, item 17: replaced by another build's, same tokenizer; in the order of a user:
+    refused, allowed by name, and each loss says which text it is of."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(data_folder, data)
+    words = [*debug_run(data, run), "--validation.freq", 4]
+    launch(*words, "--run.stop_at", 4, ranks=1, output=tmp_path / "out")
+    before = RunFolder(run).read_config()["identity"]["held_out_fingerprint"]
+    (start,) = events(run, "start")
+    assert start["held_out_fingerprint"] == before
+    shutil.rmtree(data / "validation")
+    write_more(data / "validation", seed=9)
+    ended = launch(*words, ranks=1, output=tmp_path / "out", check=False)
+    assert_failed(ended, 2)
+    assert "held_out_fingerprint" in ended.output
+    # turned off, a launch says nothing of it, and keeps what is known
+    launch(
+        *words, "--validation.enable", False, "--run.stop_at", 5, ranks=1, output=tmp_path / "out"
+    )
+    assert RunFolder(run).read_config()["identity"]["held_out_fingerprint"] == before
+    launch(*words, "--run.allow_changes", "held_out_fingerprint", ranks=1, output=tmp_path / "out")
+    after = RunFolder(run).read_config()["identity"]["held_out_fingerprint"]
+    with TokenShards.open(data / "validation") as shards:
+        assert after == shards.fingerprint != before
+    found = {e["step"]: e["held_out_fingerprint"] for e in events(run, "validation")}
+    assert found == {4: before, 8: after, 12: after}
+
+
+def test_a_run_without_the_record_is_read_and_noted(data_folder: Path, tmp_path: Path) -> None:
+    """Issue 17, item 17: a run of an earlier version goes on, and records its held-out text."""
+    run = tmp_path / "run"
+    words = debug_run(data_folder, run)
+    launch(*words, "--run.stop_at", 2, ranks=1, output=tmp_path / "out")
+    stored = RunFolder(run).read_config()
+    known = stored["identity"].pop("held_out_fingerprint")
+    RunFolder(run).write_config(stored["config"], stored["identity"])
+    ended = launch(*words, "--run.stop_at", 3, ranks=1, output=tmp_path / "out")
+    assert ended.output.count("held_out_fingerprint: not recorded -> ") == 1
+    assert RunFolder(run).read_config()["identity"]["held_out_fingerprint"] == known
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--validation.windows 0", "validation.windows = 0"),
+        ("--validation.freq 0", "validation.freq = 0"),
+        ("--validation.steps 5", "validation.steps = 5: set validation.windows"),
+        ("--profiling.enable_profiling --profiling.profile_freq 3", "profile_freq = 3"),
+    ],
+)
+def test_what_cannot_be_asked(words: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_job(["--config", str(ROOT / "train_configs" / "debug.toml"), *words.split()])
+
+
+def test_a_validation_that_was_undone_is_taken_again(tmp_path: Path) -> None:
+    """Killed between its save and its score, a launch leaves the score of an earlier branch."""
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write("start")
+    for step in (50, 100):
+        log.write("validation", step=step, loss=1.0)
+    log.flush()
+    assert stands_in_log(log.path, 100)
+    log.write("resume", from_step=80)
+    log.write("step", step=100, loss=1.0)
+    log.write("resume", from_step=100)
+    log.flush()
+    assert not stands_in_log(log.path, 100) and stands_in_log(log.path, 50)
+    with open(log.path, "ab") as file:  # a damaged line must not keep the run from going on
+        file.write(b'{"event": "validation", "step": \x00\x00}\n{"event": "validation"}\n')
+    log.write("validation", step=100, loss=1.0)
+    log.close()
+    assert stands_in_log(log.path, 100)
+    assert not stands_in_log(tmp_path / "none.jsonl", 100)
