@@ -29,9 +29,15 @@ OWN_FOLDERS = ("data_prep", "eval")
 
 
 TRAINING_CODE = (
-    *("cli.py", "config.py", "errors.py", "files.py", "hardware.py", "terminal.py"),
-    "train.py",
-    *("checkpoint/[!_]*.py", "data/*.py", "kernels/**/*.py", "model/*.py", "run/[!_]*.py"),
+    *(
+        "train.py",
+        "core/*.py",
+        "checkpoint/[!_]*.py",
+        "data/*.py",
+        "kernels/**/*.py",
+        "model/*.py",
+        "run/[!_]*.py",
+    ),
     "titan/*.py",
 )
 """What a training run imports of canon_pretrain."""
