@@ -6,7 +6,7 @@
     python -m canon_pretrain.run export wandb|tensorboard RUN
     python -m canon_pretrain.run profile RUN
 
-Each command is a module of `show/` with `add_parser(subparsers)`, which sets `run`, a function
+Each command is a module of `report/` with `add_parser(subparsers)`, which sets `run`, a function
 of the parsed arguments that gives the exit code. Bad input is one message and exit code 2.
 """
 
@@ -44,7 +44,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     )
     named = [argv[0]] if argv and argv[0] in MODULES else list(MODULES)
     for name in named:
-        importlib.import_module(f"canon_pretrain.run.show.{MODULES[name]}").add_parser(commands)
+        importlib.import_module(f"canon_pretrain.report.{MODULES[name]}").add_parser(commands)
     return parser
 
 

@@ -17,10 +17,10 @@ from rich.text import Text
 from canon_pretrain.core.files import UnreadableFile, read_json
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import printable
+from canon_pretrain.report.glance import look_at_run
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number, read_tail
 from canon_pretrain.run.names import is_run
-from canon_pretrain.run.show.glance import look_at_run
 from canon_pretrain.sweep.grid import Sweep, run_name
 
 WAITING = "waiting"

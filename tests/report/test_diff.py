@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from canon_pretrain.run.__main__ import main
-from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.show.compare import (
+from canon_pretrain.report.compare import (
     compare,
     compare_digests,
     compare_losses,
@@ -20,7 +18,9 @@ from canon_pretrain.run.show.compare import (
     flat,
     read_recorded,
 )
-from canon_pretrain.run.show.diff import RTOL, show
+from canon_pretrain.report.diff import RTOL, show
+from canon_pretrain.run.__main__ import main
+from canon_pretrain.run.folder import RunFolder
 from tests.report_runs import FINGERPRINT, launch, plant_run, step
 from tests.support import Runs
 

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.report.export import Export
+from canon_pretrain.report.export_rows import about, row_of
+from canon_pretrain.report.export_tensorboard import TensorBoardTarget
 from canon_pretrain.run import live_export
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.live_export import LiveExports
 from canon_pretrain.run.lock import RunLock
 from canon_pretrain.run.log import RunLog, number, read_log
-from canon_pretrain.run.show.export import Export
-from canon_pretrain.run.show.export_rows import about, row_of
-from canon_pretrain.run.show.export_tensorboard import TensorBoardTarget
 from eval.results import Score
 from tests.ranks import events, launch
 from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run

@@ -27,11 +27,11 @@ from rich.text import Text
 
 from canon_pretrain.checkpoint.retention import hold
 from canon_pretrain.core.files import write_json
+from canon_pretrain.report.glance import Glance, look_at_run, span
+from canon_pretrain.report.overview import find_runs, look
 from canon_pretrain.run.__main__ import MODULES, main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import begin_launch
-from canon_pretrain.run.show.glance import Glance, look_at_run, span
-from canon_pretrain.run.show.overview import find_runs, look
 from canon_pretrain.run.status import Status
 from eval.results import Score
 from tests.checkpoint_folders import make_step
@@ -270,7 +270,7 @@ def test_whatever_happens_in_one_run_the_others_are_shown(
             raise RuntimeError("what nobody thought of")
         return []
 
-    monkeypatch.setattr("canon_pretrain.run.show.glance.read_tail", broken)
+    monkeypatch.setattr("canon_pretrain.report.glance.read_tail", broken)
     first, second = look([str(tmp_path)]).glances
     assert (first.state, first.problems) == ("unknown", ["RuntimeError: what nobody thought of"])
     assert second.step == 20

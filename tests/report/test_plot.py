@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.report import charts, curves
+from canon_pretrain.report.charts import page_content
+from canon_pretrain.report.curves import Summary, band, gaps, join_seeds, line, stretches, thin
+from canon_pretrain.report.history import Clock, Curve, History, read_history
+from canon_pretrain.report.plot import html_page, plot
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.show import charts, curves
-from canon_pretrain.run.show.charts import page_content
-from canon_pretrain.run.show.curves import Summary, band, gaps, join_seeds, line, stretches, thin
-from canon_pretrain.run.show.history import Clock, Curve, History, read_history
-from canon_pretrain.run.show.plot import html_page, plot
 from eval.results import Score
 from tests.browser import Browser, chromium
 from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run

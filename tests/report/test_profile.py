@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.report import profile
+from canon_pretrain.report.trace_summary import Summary, purpose_of, summarize
 from canon_pretrain.run import trace
-from canon_pretrain.run.show import profile
-from canon_pretrain.run.show.trace_summary import Summary, purpose_of, summarize
 from canon_pretrain.run.trace import read_trace
 from tests.ranks import assert_same_run, launch
 from tests.support import Runs, debug_run

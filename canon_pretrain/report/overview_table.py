@@ -15,7 +15,7 @@ from rich.console import ConsoleOptions, RenderResult
 from rich.text import Text
 
 from canon_pretrain.core.text import printable
-from canon_pretrain.run.show.glance import ALIVE, CHECKED, Glance, span
+from canon_pretrain.report.glance import ALIVE, CHECKED, Glance, span
 
 _GAP = "  "
 _COLOURS = {

@@ -15,7 +15,7 @@ from rich.text import Text
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import printable
-from canon_pretrain.run.show.compare import SECTIONS, compare, read_recorded
+from canon_pretrain.report.compare import SECTIONS, compare, read_recorded
 
 RTOL = 1e-4
 """Relative: how far losses of one experiment are apart on two machines, by rounding alone."""

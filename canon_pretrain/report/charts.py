@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.run.log import json_value
-from canon_pretrain.run.show.curves import (
+from canon_pretrain.report.curves import (
     MAX_MARKS,
     MAX_STRETCHES,
     Entry,
@@ -19,7 +18,8 @@ from canon_pretrain.run.show.curves import (
     join_seeds,
     line,
 )
-from canon_pretrain.run.show.history import Curve, Evaluation, History
+from canon_pretrain.report.history import Curve, Evaluation, History
+from canon_pretrain.run.log import json_value
 
 TOTAL_STRETCHES = 16_000
 """Shared by the runs of a page, so that one of many runs stays a few MB too."""

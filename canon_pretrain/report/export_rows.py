@@ -12,9 +12,9 @@ from datetime import datetime
 from typing import Any
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.report.history import SEEDS, Evaluation
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number
-from canon_pretrain.run.show.history import SEEDS, Evaluation
 
 GROUPS = {
     "train": ("loss", "max_loss", "grad_norm", "lr", "skipped_steps", "restarts"),

@@ -24,9 +24,9 @@ from canon_pretrain.core.cli import stdout_failure
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import printable
+from canon_pretrain.report.glance import CHECKED, look_at_run
+from canon_pretrain.report.overview_table import Table
 from canon_pretrain.run.names import natural, runs_below
-from canon_pretrain.run.show.glance import CHECKED, look_at_run
-from canon_pretrain.run.show.overview_table import Table
 
 WATCH_S = 5.0
 _PIPED_WIDTH = 100_000  # no line of a table is as long: nothing is cut or folded

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from canon_pretrain.report.history import SEEDS, Curve, History
 from canon_pretrain.run.log import json_value
-from canon_pretrain.run.show.history import SEEDS, Curve, History
 
 MAX_STRETCHES = 2000
 MAX_KNOTS = 1000

@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.report.export import MODES
+from canon_pretrain.report.export_rows import About, Row
 from canon_pretrain.run.provenance import allowed_environment
-from canon_pretrain.run.show.export import MODES
-from canon_pretrain.run.show.export_rows import About, Row
 
 INIT_S = 60.0
 FINISH_S = 40.0

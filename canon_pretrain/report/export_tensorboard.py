@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import fsync_folder
-from canon_pretrain.run.show.export_rows import About, Row
+from canon_pretrain.report.export_rows import About, Row
 
 ENDING = ".canon"
 """Marks the files that a new copy of the run may remove; others in the folder are left alone."""

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
+from canon_pretrain.report.trace_summary import COMMUNICATION, PURPOSES, Summary, summarize
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.show.trace_summary import COMMUNICATION, PURPOSES, Summary, summarize
 from canon_pretrain.run.trace import DATA, read_trace
 
 TRACES = "profile_traces"

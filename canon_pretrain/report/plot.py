@@ -10,9 +10,9 @@ from typing import Any
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
+from canon_pretrain.report.charts import page_content
+from canon_pretrain.report.history import read_history
 from canon_pretrain.run.names import named_runs, unique_labels
-from canon_pretrain.run.show.charts import page_content
-from canon_pretrain.run.show.history import read_history
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_ENDINGS = (".html", ".htm")

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.report.export_rows import About, Row, about, row_of, rows_of, with_evaluations
+from canon_pretrain.report.history import read_evaluations
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.lock import live_holder
 from canon_pretrain.run.log import LogFollower, drop_superseded
-from canon_pretrain.run.show.export_rows import About, Row, about, row_of, rows_of, with_evaluations
-from canon_pretrain.run.show.history import read_evaluations
 
 POLL_S = 1.0
 FINISH_S = 60.0
@@ -171,10 +171,10 @@ def open_target(arguments: argparse.Namespace, facts: About) -> Target:
     """The target that the command line names. Raises UserError where its package is missing."""
     out = arguments.out or arguments.folder
     if arguments.target == "tensorboard":
-        from canon_pretrain.run.show.export_tensorboard import TensorBoardTarget
+        from canon_pretrain.report.export_tensorboard import TensorBoardTarget
 
         return TensorBoardTarget(out / arguments.tb_folder, facts, live=arguments.follow)
-    from canon_pretrain.run.show.export_wandb import WandbTarget, settings_of
+    from canon_pretrain.report.export_wandb import WandbTarget, settings_of
 
     return WandbTarget(out, facts, settings_of(arguments, os.environ))
 
