@@ -19,9 +19,10 @@ from pathlib import Path
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes
 from canon_pretrain.core.lock import remove_locks
+from canon_pretrain.data.hub import COMMIT
 from canon_pretrain.data.shard_writer import drop_changed_marks, unit_marks
 from canon_pretrain.data.shards import MANIFEST, dtype_for
-from data_prep import hub, sources
+from data_prep import sources
 from data_prep.disk import disk_errors
 from data_prep.finish import LOCK, add_limits, say_finished, settling, write_manifests
 from data_prep.parts import available_cores
@@ -212,7 +213,7 @@ def _planned_commit(out: Path, source: str) -> str | None:
     if not (out / PLAN).exists():
         return None
     plan = load_plan(out)
-    is_commit = hub.COMMIT.fullmatch(plan.source_version)
+    is_commit = COMMIT.fullmatch(plan.source_version)
     same = source in sources.HUB_SOURCES and plan.source == source
     return plan.source_version if same and is_commit else None
 

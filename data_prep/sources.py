@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canon_pretrain.core.errors import UserError, nearest
-from data_prep import hub, stdlib
+from canon_pretrain.data import hub
+from data_prep import stdlib
 from data_prep.files import find_files, match_tails, name_some, natural_key, to_inputs
 from data_prep.plan import MAX_LINE_BYTES, Input
 from data_prep.progress import say
@@ -30,6 +31,10 @@ STDLIB = "stdlib"
 LOCAL = "local"
 UNIT_BYTES = 2_000_000
 TEXT_FIELD = "text"
+WAYS_OUT = hub.WaysOut(
+    revision="give --revision a commit, tag or branch that has it",
+    without_hub="or give a copy of the files with --files FOLDER",
+)
 # the version of inputs whose commit nothing tells
 ON_DISK = "files"
 
@@ -203,10 +208,13 @@ def _select_local(files: Sequence[Path], text_field: str) -> Selection:
 def _list_hub(
     source: str, hub_source: HubSource, revision: str | None
 ) -> tuple[str, Path, tuple[Input, ...]]:
-    commit = hub.resolve(hub_source.repo, revision or hub_source.commit)
+    commit = revision or hub_source.commit
+    if not hub.COMMIT.fullmatch(commit):
+        commit = hub.find_commit(hub_source.repo, commit, WAYS_OUT)
     root = hub.snapshot(hub_source.repo, commit)
     listed = {
-        known.path: known for known in hub.list_files(hub_source.repo, commit, hub_source.folder)
+        known.path: Input(known.path, known.size, known.sha256)
+        for known in hub.list_files(hub_source.repo, commit, hub_source.folder, WAYS_OUT)
     }
     # below the root of the repository, as a mirror's files are below theirs
     matched = match_tails((root / path for path in listed), hub_source.tail)
@@ -288,7 +296,8 @@ def fetch(
     hub_source = HUB_SOURCES.get(source)
     if hub_source is None or not hub.is_snapshot(root, hub_source.repo, version):
         raise UserError(f"{root / missing[0].path}: is missing; every input is needed")
-    hub.fetch(hub_source.repo, version, root, missing, advance)
+    files = [hub.HubFile(known.path, known.size, known.sha256) for known in missing]
+    hub.fetch(hub_source.repo, version, root, files, WAYS_OUT, advance)
 
 
 def open_input(

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,9 @@ def dataset_files(splits: dict[tuple[str, str], datasets.Dataset]) -> Files:
 class FakeHub(ThreadingHTTPServer):
     """`repos` maps a path to its commits (the last one is main), a commit to its files.
 
-    `stalled` holds what ends a file's name: it comes only when `released` is set.
+    `stalled` is the end of a file's name: it comes only when `released` is set. `faults` maps a
+    file's name to "wrong bytes" or "broken once"; `refusals` part of a path to a status. Parquet
+    files are of LFS, as on the real hub, and a listing has `page_files` entries a page.
     """
 
     daemon_threads = True
@@ -58,6 +60,9 @@ class FakeHub(ThreadingHTTPServer):
         self.repos = repos
         self.asked: list[str] = []
         self.status = 0
+        self.refusals: dict[str, int] = {}
+        self.faults: dict[str, str] = {}
+        self.page_files = 1000
         self.stalled = ""
         self.waiting, self.released = threading.Event(), threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -69,9 +74,9 @@ class FakeHub(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def take_asked(self) -> list[str]:
-        """The files asked for since the last call."""
-        taken = [line for line in self.asked if line.startswith("GET") and "/resolve/" in line]
+    def take_asked(self, kind: str = "/resolve/") -> list[str]:
+        """The GET requests since the last call whose line contains `kind`."""
+        taken = [line for line in self.asked if line.startswith("GET") and kind in line]
         self.asked.clear()
         return taken
 
@@ -94,9 +99,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, sent: str = "") -> None:
         server, path = self.server, unquote(self.path.partition("?")[0])
-        server.asked.append(f"{self.command} {path}")
+        server.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
         if server.status:
             return self.reply(b"{}", server.status)
+        for part, status in server.refusals.items():
+            if part in path:
+                code = {401: "RepoNotFound", 403: "GatedRepo"}.get(status, "")
+                return self.reply(b"{}", status, {"X-Error-Code": code})
         for repo, commits in server.repos.items():
             main = list(commits)[-1]
             prefix = f"/api/datasets/{repo}"
@@ -108,11 +117,14 @@ class _Handler(BaseHTTPRequestHandler):
                     return self.about(repo, commit)
                 return self.missing("RevisionNotFound")
             if match := re.fullmatch(f"{prefix}/(tree|paths-info)/([0-9a-f]+)/?(.*)", path):
-                if match[1] == "tree":
-                    wanted = _children(commits[match[2]], match[3])
-                else:
+                files = commits[match[2]]
+                if match[1] == "paths-info":
                     wanted = parse_qs(sent).get("paths") or json.loads(sent)["paths"]
-                return self.listing(commits[match[2]], wanted)
+                elif "recursive=true" in self.path.lower():
+                    wanted = [name for name in files if name.startswith(f"{match[3]}/")]
+                else:
+                    wanted = _children(files, match[3])
+                return self.listing(files, wanted)
             if match := re.fullmatch(f"/datasets/{repo}/resolve/([^/]+)/(.*)", path):
                 commit = main if match[1] == "main" else match[1]
                 if match[2] in commits.get(commit, {}):
@@ -124,34 +136,65 @@ class _Handler(BaseHTTPRequestHandler):
         info = {"id": repo, "sha": commit, "siblings": [], "tags": []}
         self.reply(json.dumps(info).encode())
 
-    def listing(self, files: Files, names: Iterable[str]) -> None:
+    def listing(self, files: Files, names: Sequence[str]) -> None:
         entries: list[dict[str, Any]] = []
-        for name in names:
+        query = parse_qs(self.path.partition("?")[2])
+        first = int(query.get("cursor", ["0"])[0])
+        end = first + self.server.page_files
+        for name in names[first:end]:
             if name in files:
                 content = files[name]
-                size = {"size": len(content), "oid": _sha1(content)}
-                entries.append({"type": "file", "path": name, **size})
+                entry = {"type": "file", "path": name, "size": len(content), "oid": _sha1(content)}
+                if name.endswith(".parquet"):
+                    sha256 = hashlib.sha256(content).hexdigest()
+                    entry["lfs"] = {"oid": sha256, "size": len(content), "pointerSize": 130}
+                entries.append(entry)
             elif any(known.startswith(f"{name}/") for known in files):
                 entries.append({"type": "directory", "path": name, "size": 0, "oid": "d" * 40})
-        self.reply(json.dumps(entries).encode())
+        page = self.path.partition("&cursor=")[0]
+        link = {"Link": f'<{self.server.url}{page}&cursor={end}>; rel="next"'}
+        self.reply(json.dumps(entries).encode(), 200, link if end < len(names) else {})
 
     def file(self, commit: str, name: str, content: bytes) -> None:
-        if self.command == "GET" and self.server.stalled and name.endswith(self.server.stalled):
-            self.server.waiting.set()
-            self.server.released.wait(60)
-        self.reply(content, 200, {"X-Repo-Commit": commit, "ETag": f'"{_sha1(content)}"'})
+        server = self.server
+        if self.command == "GET" and server.stalled and name.endswith(server.stalled):
+            server.waiting.set()
+            server.released.wait(60)
+        etag = hashlib.sha256(content).hexdigest() if name.endswith(".parquet") else _sha1(content)
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
+        fault = server.faults.get(name)
+        if fault == "wrong bytes":
+            content = content[:-1] + b"?"
+        first, _, last = (self.headers.get("Range") or "bytes=0-")[6:].partition("-")
+        end = min(int(last or len(content)) + 1, len(content))
+        status = 200
+        if "Range" in self.headers:
+            status = 206
+            headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
+        body = content[int(first) : end]
+        if fault == "broken once" and self.command == "GET" and not int(first):
+            server.faults.clear()
+            self.close_connection = True
+            return self.reply(body, status, headers, stop=len(body) // 2)
+        self.reply(body, status, headers)
 
     def missing(self, code: str) -> None:
         self.reply(b"{}", 404, {"X-Error-Code": code})
 
-    def reply(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def reply(
+        self,
+        body: bytes,
+        status: int = 200,
+        headers: dict[str, str] | None = None,
+        stop: int | None = None,
+    ) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[:stop])
 
 
 def _children(files: Files, folder: str) -> list[str]:

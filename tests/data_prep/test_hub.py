@@ -5,140 +5,37 @@ imported. The hub counts what it is asked, so the tests see what went over the n
 """
 
 import hashlib
-import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote
 
 import pytest
 
-from data_prep import hub
 from data_prep.sources import HUB_SOURCES, select
+from tests.fake_hub import FakeHub, Files
+from tests.support import ROOT
 
 FINEWEB = HUB_SOURCES["fineweb-edu"]
 COMMIT = FINEWEB.commit
 MOVED = "9" * 40
 FOLDER = "sample/100BT"
-
-
-class FakeHub(ThreadingHTTPServer):
-    """One dataset at two commits; `faults` maps a path's end to what goes wrong there."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files = {
-            f"{FOLDER}/{i:03d}_{j:05d}.parquet": f"file {i} {j} ".encode() * 4000
-            for i in (10, 2)
-            for j in (0, 1)
-        }
-        self.files[f"{FOLDER}/README.md"] = b"not of the pattern"
-        self.faults: dict[str, str] = {}
-        self.refusals: dict[str, int] = {}
-        self.asked: list[str] = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def take_asked(self, kind: str) -> list[str]:
-        """The requests since the last call whose line contains `kind`."""
-        taken = [line for line in self.asked if kind in line]
-        self.asked.clear()
-        return taken
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: FakeHub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def answer(self, body: bool) -> None:
-        server = self.server
-        path = unquote(self.path.partition("?")[0])
-        server.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
-        for commit, status in server.refusals.items():
-            if commit in path:
-                code = {401: "RepoNotFound", 403: "GatedRepo"}.get(status, "")
-                return self.reply(status, b"{}", {"X-Error-Code": code}, body)
-        api = f"/api/datasets/{FINEWEB.repo}"
-        if match := re.fullmatch(f"{api}/revision/(.*)", path):
-            commits = {"main": MOVED, COMMIT: COMMIT}
-            if match[1] not in commits:
-                return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, body)
-            info = {"id": FINEWEB.repo, "sha": commits[match[1]], "siblings": [], "tags": []}
-            return self.reply(200, json.dumps(info).encode(), {}, body)
-        if re.fullmatch(f"{api}/tree/[0-9a-f]{{40}}/{FOLDER}", path):
-            return self.tree(body)
-        if match := re.fullmatch(f"/datasets/{FINEWEB.repo}/resolve/([0-9a-f]+)/(.*)", path):
-            return self.file(match[1], match[2], body)
-        return self.reply(404, b"{}", {"X-Error-Code": "EntryNotFound"}, body)
-
-    def tree(self, body: bool) -> None:
-        """Two pages, as the real hub sends 1,000 files a page."""
-        names = list(self.server.files)
-        second = "cursor=2" in self.path
-        entries = [
-            self.entry(name, self.server.files[name])
-            for name in (names[3:] if second else names[:3])
-        ]
-        link = f'<{self.server.url}{self.path}&cursor=2>; rel="next"'
-        self.reply(200, json.dumps(entries).encode(), {} if second else {"Link": link}, body)
-
-    def entry(self, name: str, content: bytes) -> dict[str, Any]:
-        sha256 = hashlib.sha256(content).hexdigest()
-        entry = {"type": "file", "path": name, "size": len(content), "oid": "c" * 40}
-        if name.endswith(".parquet"):
-            entry["lfs"] = {"oid": sha256, "size": len(content), "pointerSize": 130}
-        return entry
-
-    def file(self, commit: str, name: str, body: bool) -> None:
-        content = self.server.files[name]
-        fault = self.server.faults.get(name, "")
-        etag = hashlib.sha256(content).hexdigest()
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
-        if fault == "wrong bytes":
-            content = content[:-1] + b"?"
-        first = int((self.headers.get("Range") or "bytes=0-")[6:].rstrip("-"))
-        if first:
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        if fault == "broken once" and body and not first:
-            self.server.faults.clear()
-            self.reply(200, content, headers, body, stop=len(content) // 2)
-            self.close_connection = True
-            return
-        self.reply(206 if first else 200, content[first:], headers, body)
-
-    def reply(
-        self, status: int, content: bytes, headers: dict[str, str], body: bool, stop: int = -1
-    ) -> None:
-        self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(content[:stop] if stop >= 0 else content)
-            self.wfile.flush()
+NAMES = [f"{FOLDER}/{stem}.parquet" for stem in ("002_00000", "002_00001", "010_00000")]
 
 
 @pytest.fixture
-def fake_hub() -> Iterator[FakeHub]:
-    with FakeHub() as server:
+def files() -> Files:
+    """Of both commits, not in the stream's order."""
+    files = {name: f"content of {name} ".encode() * 4000 for name in reversed(NAMES)}
+    return files | {f"{FOLDER}/README.md": b"not of the pattern", "x.parquet": b"elsewhere"}
+
+
+@pytest.fixture
+def hub(files: Files) -> Iterator[FakeHub]:
+    with FakeHub({FINEWEB.repo: {COMMIT: files, MOVED: files}}) as server:
+        server.page_files = 3
         yield server
         server.shutdown()
 
@@ -152,7 +49,7 @@ for step in sys.argv[1:]:
     try:
         exec(step)
     except UserError as error:
-        print("error:", error)
+        print(type(error).__name__, error)
 """
 SELECT = "s = select('fineweb-edu'{}); print(s.version, len(s.inputs), s.root)"
 FETCH = "fetch(s.source, s.version, s.root, s.inputs[{}], counts.append)"
@@ -160,8 +57,8 @@ SUM = "print(sum(counts))"
 READ = "list(open_input(s.root, s.inputs[0], s.text_field, s.group_field).rows())"
 
 
-def run(home: Path, endpoint: str, *steps: str, **more: str) -> str:
-    """What the steps print, in a process with that hub and that cache."""
+def run(home: Path, endpoint: str, *steps: str, **more: str) -> list[str]:
+    """The lines that the steps print, in a process with that hub and that cache."""
     result = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", SCRIPT, *steps],
         env={
@@ -175,119 +72,96 @@ def run(home: Path, endpoint: str, *steps: str, **more: str) -> str:
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
     )
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
-    return result.stdout
+    return result.stdout.splitlines()
 
 
-def test_listing_and_download(fake_hub: FakeHub, tmp_path: Path) -> None:
-    out = run(tmp_path, fake_hub.url, SELECT.format(""), "print(*s.inputs, sep='\\n')")
+def test_listing_and_download(hub: FakeHub, files: Files, tmp_path: Path) -> None:
+    listing = [SELECT.format(""), "print(*s.inputs, sep='\\n')"]
+    first = run(tmp_path, hub.url, *listing)
     root = tmp_path / f"hub/datasets--HuggingFaceFW--fineweb-edu/snapshots/{COMMIT}"
-    assert f"{COMMIT} 4 {root}" in out
-    assert "4 files, the whole dataset has 140" in out and "fetched when they are needed" in out
-    names = [f"{FOLDER}/{name}" for name in ("002_00000", "002_00001", "010_00000", "010_00001")]
-    listed = out.splitlines()[-4:]
-    for name, line in zip(names, listed, strict=True):
-        content = fake_hub.files[f"{name}.parquet"]
-        sha256 = hashlib.sha256(content).hexdigest()
-        assert line == f"Input(path='{name}.parquet', size={len(content)}, sha256='{sha256}')"
-    assert len(fake_hub.take_asked("/tree/")) == 2
+    assert f"{COMMIT} 3 {root}" in first
+    listed = first[-3:]
+    for name, line in zip(NAMES, listed, strict=True):
+        sha256 = hashlib.sha256(files[name]).hexdigest()
+        assert line == f"Input(path='{name}', size={len(files[name])}, sha256='{sha256}')"
+    assert len(hub.take_asked("/tree/")) == 2  # pages
     assert not list(root.glob("**/*.parquet"))
 
     # the listing is kept, and of two files asked for, two come
-    out = run(tmp_path, fake_hub.url, SELECT.format(""), FETCH.format("1:3"), SUM)
-    size = sum(len(fake_hub.files[f"{name}.parquet"]) for name in names[1:3])
-    assert out.splitlines()[-1] == str(size)
-    asked = fake_hub.take_asked("")
-    assert not any("/tree/" in line or "/revision/" in line for line in asked)
-    assert sum(line.startswith("GET") for line in asked) == 2
-    for name in names[1:3]:
-        assert (root / f"{name}.parquet").read_bytes() == fake_hub.files[f"{name}.parquet"]
+    out = run(tmp_path, hub.url, SELECT.format(""), FETCH.format("1:3"), SUM)
+    assert out[-1] == str(sum(len(files[name]) for name in NAMES[1:3]))
+    asked = hub.take_asked("")
+    assert len(asked) == 2 and all("/resolve/" in line for line in asked)
+    for name in NAMES[1:3]:
+        assert (root / name).read_bytes() == files[name]
 
     # without a network, what is there is enough; what is missing is an error
     steps = [SELECT.format(""), FETCH.format("1:3"), SUM, FETCH.format(":")]
     out = run(tmp_path, "http://127.0.0.1:1", *steps, HF_HUB_OFFLINE="1")
-    assert out.splitlines()[-2] == "0"
-    assert "error: HuggingFaceFW/fineweb-edu@87f09149ef47 sample/100BT/002_00000.parquet: " in out
-    assert "the hub cannot be reached" in out and "--files FOLDER" in out
+    assert out[-2] == "0"
+    assert out[-1].startswith(f"HubUnavailable {FINEWEB.repo}@{COMMIT[:12]} {NAMES[0]}: ")
+    assert "HF_HUB_OFFLINE" in out[-1] and "--files FOLDER" in out[-1]
     # a cache that is named as a mirror gives the same inputs
     mirror = select("fineweb-edu", [root])
     assert (mirror.version, mirror.root) == (COMMIT, root)
     assert [f"{known}" for known in mirror.inputs] == listed[1:3]
 
+    # a damaged listing is made again
+    (kept,) = tmp_path.glob("hub/datasets--*/listing-*.json")
+    for damaged in (b"", b'{"version": 1, "files": [[1]]}', b'{"version": 2, "files": []}'):
+        kept.write_bytes(damaged)
+        assert run(tmp_path, hub.url, *listing) == first
+        assert len(hub.take_asked("/tree/")) == 2
 
-def test_a_connection_that_breaks_is_continued(fake_hub: FakeHub, tmp_path: Path) -> None:
-    name = f"{FOLDER}/002_00000.parquet"
+
+def test_a_connection_that_breaks_is_continued(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     # huggingface_hub writes 10 MB at a time: two of them arrive before the break
-    fake_hub.files[name] = os.urandom(1000) * 42_000
-    fake_hub.faults[name] = "broken once"
-    out = run(tmp_path, fake_hub.url, SELECT.format(""), FETCH.format(":1"), SUM)
-    content = fake_hub.files[name]
-    assert out.splitlines()[-1] == str(len(content))
-    assert (Path(out.splitlines()[-2].split()[2]) / name).read_bytes() == content
-    ranges = [line for line in fake_hub.take_asked("GET /datasets/") if "bytes=" in line]
+    files[NAMES[0]] = content = os.urandom(1000) * 42_000
+    hub.faults[NAMES[0]] = "broken once"
+    out = run(tmp_path, hub.url, SELECT.format(""), FETCH.format(":1"), SUM)
+    assert out[-1] == str(len(content))
+    assert (Path(out[-2].split()[2]) / NAMES[0]).read_bytes() == content
+    ranges = [line for line in hub.take_asked() if "bytes=" in line]
     assert len(ranges) == 1 and 0 < int(ranges[0].split("bytes=")[1].rstrip("-")) < len(content)
 
 
-def test_bytes_that_are_not_the_hubs_are_seen_when_read(fake_hub: FakeHub, tmp_path: Path) -> None:
-    fake_hub.faults[f"{FOLDER}/002_00000.parquet"] = "wrong bytes"
-    out = run(tmp_path, fake_hub.url, SELECT.format(""), FETCH.format(":1"), READ)
-    assert re.search(r"error: .*002_00000\.parquet: sha256 .*, expected .*fetch it again", out)
+def test_bytes_that_are_not_the_hubs_are_seen_when_read(hub: FakeHub, tmp_path: Path) -> None:
+    hub.faults[NAMES[0]] = "wrong bytes"
+    out = run(tmp_path, hub.url, SELECT.format(""), FETCH.format(":1"), READ)
+    assert re.search(r"UserError .*002_00000\.parquet: sha256 .*, expected ", out[-1])
 
 
-def test_branches_are_resolved_once(fake_hub: FakeHub, tmp_path: Path) -> None:
-    steps = [SELECT.format(", revision='main'"), SELECT.format(", revision='typo'")]
-    out = run(tmp_path, fake_hub.url, *steps)
-    assert f"{MOVED} 4 {tmp_path}" in out
-    assert [line for line in fake_hub.take_asked("/tree/") if MOVED in line]
-    assert "error: HuggingFaceFW/fineweb-edu@typo: no such revision; give --revision" in out
+def test_refusals(hub: FakeHub, files: Files, tmp_path: Path) -> None:
+    expected = {"HF_TOKEN": 401, "accept its terms": 403, "answered 418": 418}
+    hub.refusals = {str(status)[-1] * 40: status for status in expected.values()}
+    revisions = [*hub.refusals, "main", "typo"]
+    steps = [SELECT.format(f", revision='{revision}'") for revision in revisions]
+    scarce = "from canon_pretrain.data import hub; hub.free_bytes = lambda path: 9"
+    out = run(tmp_path, hub.url, *steps, SELECT.format(""), scarce, FETCH.format(":1"))
+    for revision, words, line in zip(hub.refusals, expected, out[:3], strict=True):
+        assert line.startswith(f"UserError {FINEWEB.repo}@{revision[:12]}: ") and words in line
+    # a branch is resolved once
+    assert any(line.startswith(f"{MOVED} 3 {tmp_path}") for line in out)
+    assert any(line.startswith(f"UserError {FINEWEB.repo}@typo: ") for line in out)
+    # too little room is said before anything is asked for
+    assert out[-1].startswith("HubUnavailable ") and "HF_HOME" in out[-1]
+    assert not hub.take_asked()
+
+    for name in NAMES:
+        del files[name]
+    (out_line,) = run(tmp_path / "other", hub.url, SELECT.format(""))
+    assert out_line.startswith("UserError ") and "--revision" in out_line
 
 
-def test_refusals(fake_hub: FakeHub, tmp_path: Path) -> None:
-    expected = {
-        401: "the hub has no such dataset, or not for you: log in (HF_TOKEN), or give a copy",
-        403: "access must be granted first: accept its terms on the hub and log in (HF_TOKEN)",
-        418: "the hub answered 418; try again later, or give a copy of the files with --files",
-    }
-    fake_hub.refusals = {str(status)[-1] * 40: status for status in expected}
-    steps = [SELECT.format(f", revision='{commit}'") for commit in fake_hub.refusals]
-    lines = run(tmp_path, fake_hub.url, *steps).splitlines()
-    for commit, message, line in zip(fake_hub.refusals, expected.values(), lines, strict=True):
-        assert line.startswith(f"error: HuggingFaceFW/fineweb-edu@{commit[:12]}: {message}")
-
-
-def test_no_network(tmp_path: Path) -> None:
-    # a listing is tried for 25 s, a branch once
-    cases = [("", {"HF_HUB_OFFLINE": "1"}, "87f09149ef47"), (", revision='main'", {}, "main")]
-    for arguments, more, revision in cases:
-        out = run(tmp_path, "http://127.0.0.1:1", SELECT.format(arguments), **more)
-        assert out.startswith(f"error: HuggingFaceFW/fineweb-edu@{revision}: the hub cannot be ")
-        assert "or give a copy of the files with --files FOLDER" in out
-
-
-def test_a_commit_without_the_files(fake_hub: FakeHub, tmp_path: Path) -> None:
-    fake_hub.files = {f"{FOLDER}/README.md": b"x"}
-    out = run(tmp_path, fake_hub.url, SELECT.format(""))
-    assert "no files sample/100BT/[0-9]{3}_[0-9]{5}\\.parquet in it; give the --revision" in out
-
-
-def test_a_damaged_listing_is_made_again(fake_hub: FakeHub, tmp_path: Path) -> None:
-    first = run(tmp_path, fake_hub.url, SELECT.format(""))
-    (kept,) = tmp_path.glob("hub/datasets--*/listing-*.json")
-    good = kept.read_bytes()
-    for damaged in [b"", b"[1]", b'{"version": 1, "files": [[1]]}', b'{"version": 2}', good[:99]]:
-        kept.write_bytes(damaged)
-        assert hub._load_listing(kept) is None
-    fake_hub.take_asked("")
-    assert run(tmp_path, fake_hub.url, SELECT.format("")) == first
-    assert len(fake_hub.take_asked("/tree/")) == 2
-    assert kept.read_bytes() == good
-
-
-def test_too_little_room_is_said_before(fake_hub: FakeHub, tmp_path: Path) -> None:
-    scarce = "from data_prep import hub; hub.free_bytes = lambda path: 9"
-    out = run(tmp_path, fake_hub.url, scarce, SELECT.format(""), FETCH.format(":1"))
-    assert "0.0 GB are free" in out and "HF_HOME" in out
-    assert not [line for line in fake_hub.take_asked("GET") if "/resolve/" in line]
+@pytest.mark.parametrize(
+    ("arguments", "more", "revision"),
+    [("", {"HF_HUB_OFFLINE": "1"}, COMMIT[:12]), (", revision='main'", {}, "main")],
+)
+def test_no_network(tmp_path: Path, arguments: str, more: dict[str, str], revision: str) -> None:
+    (line,) = run(tmp_path, "http://127.0.0.1:1", SELECT.format(arguments), **more)
+    assert line.startswith(f"HubUnavailable {FINEWEB.repo}@{revision}: ")
+    assert "--files FOLDER" in line

@@ -1,0 +1,274 @@
+"""Datasets of the Hugging Face hub at one commit: their files, downloads and errors.
+
+Used by data_prep and `eval stage`. huggingface_hub brings login (HF_TOKEN), mirrors (HF_ENDPOINT),
+retries and the cache (HF_HOME): a finished file is never fetched again, an interrupted one
+continues. A listing is kept beside the cache's snapshot, so that other jobs need no network.
+"""
+
+import errno
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
+from canon_pretrain.core.text import size
+
+COMMIT = re.compile("[0-9a-f]{40}")
+SHA256 = re.compile("[0-9a-f]{64}")
+TIMEOUT_S = 30.0
+
+
+class HubUnavailable(UserError):
+    """No hub or no room: any other download would fail as well."""
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository: its path, size and, if the hub has it, SHA-256 ("" otherwise)."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class WaysOut:
+    """The ends of a command's messages: how to name another revision, and work without the hub."""
+
+    revision: str
+    without_hub: str
+
+
+def find_commit(repo: str, revision: str | None, ways_out: WaysOut) -> str:
+    """Return the commit of `revision` (None: the main branch), asking the hub in every case."""
+    from huggingface_hub import HfApi
+
+    with hub_errors(repo, revision or "main", ways_out):
+        found = HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_S).sha
+    if not found or not COMMIT.fullmatch(found):
+        raise UserError(f"{repo}@{revision}: the hub names no commit; {ways_out.revision}")
+    if revision and COMMIT.fullmatch(revision) and found != revision:
+        raise UserError(f"{repo}: asked for commit {revision}, the hub (HF_ENDPOINT) has {found}")
+    return found
+
+
+def snapshot(repo: str, commit: str) -> Path:
+    """Return the folder in huggingface_hub's cache that holds the commit's files."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE).expanduser().resolve()
+    return cache.joinpath(*_snapshot_tail(repo, commit))
+
+
+def is_snapshot(root: Path, repo: str, commit: str) -> bool:
+    """Whether `root` is the commit's folder in a cache: this one, or where HF_HOME was before."""
+    return root.parts[-3:] == _snapshot_tail(repo, commit)
+
+
+def _snapshot_tail(repo: str, commit: str) -> tuple[str, str, str]:
+    return f"datasets--{repo.replace('/', '--')}", "snapshots", commit
+
+
+@dataclass(frozen=True)
+class _Listing:
+    version: Literal[1]
+    files: tuple[tuple[str, int, str], ...]
+
+
+def list_files(repo: str, commit: str, folder: str, ways_out: WaysOut) -> list[HubFile]:
+    """Return all files below `folder`, unsorted. Raises UserError without network or access."""
+    kept = snapshot(repo, commit).parents[1] / f"listing-{commit}-{folder.replace('/', '--')}.json"
+    try:
+        return [HubFile(*entry) for entry in read_record(kept, _Listing).files]
+    except UnreadableFile:
+        pass  # listing again is all that it costs
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    # page by page: dataset_info(files_metadata=True) sends SlimPajama's 59,166 in one answer
+    with hub_errors(repo, commit, ways_out):
+        entries = HfApi().list_repo_tree(
+            repo, folder, recursive=True, revision=commit, repo_type="dataset"
+        )
+        listing = tuple(
+            (entry.path, entry.size, entry.lfs.sha256 if entry.lfs else "")
+            for entry in entries
+            if isinstance(entry, RepoFile)
+        )
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_json(kept, asdict(_Listing(1, listing)))
+    return [HubFile(*entry) for entry in listing]
+
+
+def fetch(
+    repo: str,
+    commit: str,
+    root: Path,
+    files: Sequence[HubFile],
+    ways_out: WaysOut,
+    advance: Callable[[int], None] | None = None,
+) -> None:
+    """Make sure that `files` are in `root`, the commit's snapshot folder, with their sizes.
+
+    `advance` receives the bytes that arrived, repeatedly and in all at least the files' sizes.
+    Processes may fetch at once. Raises UserError.
+    """
+    for known in files:
+        path = root / known.path
+        if not path.exists():
+            free = free_bytes(root)
+            if free < known.size:
+                raise HubUnavailable(
+                    f"{root}: {size(free)} are free, {known.path} needs {size(known.size)}; make "
+                    f"room, or set HF_HOME to a folder on another disk and run the same command "
+                    f"again"
+                )
+            with hub_errors(repo, commit, ways_out, known.path):
+                _download(repo, commit, root, known, advance or (lambda num_bytes: None))
+        found = path.stat().st_size
+        if found != known.size:
+            raise UserError(
+                f"{path}: {found:,} bytes, the hub has {known.size:,}; delete it and its target in "
+                f"blobs/, and run the same command again"
+            )
+
+
+def _download(
+    repo: str, commit: str, root: Path, known: HubFile, advance: Callable[[int], None]
+) -> None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import tqdm
+
+    arrived = 0
+
+    class Counter(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal arrived
+            arrived += int(n or 0)
+            advance(int(n or 0))
+
+    # its first releases draw a bar of their own
+    has_bar = "tqdm_class" in inspect.signature(hf_hub_download).parameters
+    bar: dict[str, Any] = {"tqdm_class": Counter} if has_bar else {}
+    hf_hub_download(
+        repo,
+        known.path,
+        repo_type="dataset",
+        revision=commit,
+        cache_dir=root.parents[2],
+        **bar,
+    )
+    if arrived < known.size:  # what was there already, or was not counted
+        advance(known.size - arrived)
+
+
+def known_hashes(root: Path, paths: dict[str, Path]) -> tuple[str, dict[str, str]]:
+    """Return (commit, {path: sha256}) that huggingface_hub left beside files it fetched.
+
+    Its cache links each file to a blob named by its hash; `hf download --local-dir` writes commit
+    and hash into .cache/huggingface. The commit is "" if there is none, or there are several.
+    """
+    commits = set()
+    hashes = {}
+    for path, file in paths.items():
+        commit = sha256 = ""
+        if file.is_symlink() and root.parent.name == "snapshots":
+            blob = Path(os.readlink(file))
+            if blob.parent.name == "blobs":
+                commit, sha256 = root.name, blob.name
+        if not COMMIT.fullmatch(commit):
+            metadata = root / ".cache" / "huggingface" / "download" / f"{path}.metadata"
+            with suppress(OSError, ValueError):
+                commit, sha256 = metadata.read_text().split("\n")[:2]
+        is_known = COMMIT.fullmatch(commit) is not None
+        commits.add(commit if is_known else "")
+        if is_known and SHA256.fullmatch(sha256):
+            hashes[path] = sha256
+    return (commits.pop() if len(commits) == 1 else ""), hashes
+
+
+@contextmanager
+def hub_errors(
+    repo: str,
+    revision: str,
+    ways_out: WaysOut,
+    path: str = "",
+    *,
+    unexpected: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
+    """Raise UserError for what the hub, the network or the disk does within the block.
+
+    HubUnavailable if no other download would succeed either. Exceptions of the types `unexpected`
+    mean that the data is not what was expected, unless one of the others caused them.
+    """
+    from huggingface_hub import constants, errors
+
+    # the transport changes with the releases (requests, httpx): its root is above their own error
+    ours = (Exception, BaseException, object, OSError)
+    transport: Any = [base for base in errors.HfHubHTTPError.__mro__ if base not in ours][-1]
+    try:
+        yield
+    except (transport, OSError, *unexpected) as error:
+        causes = _causes(error)
+
+        def is_any(kind: type[Exception]) -> bool:
+            return any(isinstance(cause, kind) for cause in causes)
+
+        kind: type[UserError] = UserError
+        is_offline = is_any(errors.LocalEntryNotFoundError)
+        if any(_is_full(cause) for cause in causes):
+            kind = HubUnavailable
+            problem = (
+                "the disk is full, here or under huggingface_hub's cache; make room or set "
+                "HF_HOME, and run the same command again"
+            )
+        elif is_any(errors.GatedRepoError):
+            problem = f"accept its terms on the hub and log in (HF_TOKEN), {ways_out.without_hub}"
+        elif is_any(errors.RevisionNotFoundError):
+            problem = f"no such revision; {ways_out.revision}"
+        elif is_any(errors.RepositoryNotFoundError):
+            problem = f"no such dataset, or log in to see it (HF_TOKEN), {ways_out.without_hub}"
+        elif is_any(errors.EntryNotFoundError) and not is_offline:
+            problem = f"not in this revision; {ways_out.revision}"
+        elif isinstance(error, unexpected) and not is_offline:
+            problem = f"not the expected data; {ways_out.revision}"
+        elif isinstance(error, errors.HfHubHTTPError) and error.response is not None:
+            status = error.response.status_code
+            problem = f"the hub answered {status}; run the same command again later"
+        elif isinstance(error, OSError) and error.filename:
+            problem = f"{error.filename}: {error.strerror}; set HF_HOME to a folder of yours"
+        else:
+            kind = HubUnavailable
+            why = (
+                ": HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
+                if constants.HF_HUB_OFFLINE
+                else ""
+            )
+            problem = f"the hub cannot be reached{why}; {ways_out.without_hub}"
+        what = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
+        detail = f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        raise kind(f"{what}: {problem} {detail}") from None
+
+
+def _is_full(error: BaseException) -> bool:
+    # `datasets` checks beforehand and raises a bare OSError
+    is_checked = isinstance(error, OSError) and str(error).startswith("Not enough disk space")
+    return is_checked or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """Return the error and what it was raised from: `datasets` wraps what happens to it."""
+    causes: list[BaseException] = []
+    while error is not None and error not in causes:
+        causes.append(error)
+        error = error.__cause__ or error.__context__
+    return causes
