@@ -25,11 +25,10 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, parsing, read_json, write_atomic, write_json
+from canon_pretrain.core.holder import Holder, process_lives, read_count
+from canon_pretrain.core.link_lock import live_holder, look
 from canon_pretrain.run.config import read_experiment, to_toml
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
-from canon_pretrain.run.holder import Holder, process_lives, read_count
-from canon_pretrain.run.lock import live_holder
-from canon_pretrain.run.lock_files import look
 from canon_pretrain.run.snapshot import (
     check_snapshot,
     differences,

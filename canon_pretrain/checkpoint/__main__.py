@@ -273,7 +273,7 @@ def _plan(run: Path, folder: CheckpointFolder, arguments: argparse.Namespace) ->
 
 def _prune(run: Path, folder: CheckpointFolder, arguments: argparse.Namespace) -> None:
     """Delete for real; exit with code 1 where something could not be done."""
-    from canon_pretrain.run.lock import live_holder
+    from canon_pretrain.core.link_lock import live_holder
 
     retention = _retention(run, folder, arguments.keep)
     holder = live_holder(RunFolder(run).lock_file) or live_holder(RunFolder(folder.path).lock_file)

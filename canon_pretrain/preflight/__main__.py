@@ -19,6 +19,7 @@ from pathlib import Path
 
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.files import write_json
+from canon_pretrain.core.holder import host_name
 from canon_pretrain.preflight.job import plan_job, scontrol, words_on_waits
 from canon_pretrain.preflight.reports import report_node, report_ranks
 from canon_pretrain.preflight.verdict import (
@@ -28,7 +29,6 @@ from canon_pretrain.preflight.verdict import (
     read_reports,
 )
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.holder import host_name
 
 EXIT_BROKEN_NODES = 3
 """Exit code of `verdict` where leaving out the nodes that it names may help; 1 where not."""

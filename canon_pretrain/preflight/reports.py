@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes
+from canon_pretrain.core.holder import host_name
 from canon_pretrain.kernels.hardware import check_cuda, copy_bandwidth, matmul_flops
-from canon_pretrain.run.holder import host_name
 
 if TYPE_CHECKING:
     import torch

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.link_lock import live_holder
 from canon_pretrain.report.export_rows import About, Row, about, row_of, rows_of, with_evaluations
 from canon_pretrain.report.history import read_evaluations
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.lock import live_holder
 from canon_pretrain.run.log import LogFollower, drop_superseded
 
 POLL_S = 1.0

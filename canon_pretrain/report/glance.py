@@ -16,10 +16,10 @@ from typing import Any
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, parsing, read_json
+from canon_pretrain.core.holder import Holder, process_lives
+from canon_pretrain.core.link_lock import EXPIRY_BEATS, HEARTBEAT_S, read_holder
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
-from canon_pretrain.run.holder import Holder, process_lives
 from canon_pretrain.run.launches import read_run
-from canon_pretrain.run.lock import EXPIRY_BEATS, HEARTBEAT_S, read_holder
 from canon_pretrain.run.log import json_value, number, read_tail
 from canon_pretrain.run.status import Status, health, read_status
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.core.files import UnreadableFile, parsing, read_json, read_lines, write_json
+from canon_pretrain.core.holder import utc_now
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.holder import utc_now
 from canon_pretrain.run.log import read_tail
 
 OWN_TO_A_LAUNCH = (

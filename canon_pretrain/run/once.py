@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.core.files import UnreadableFile, read_json, write_json
-from canon_pretrain.run.holder import boot_of, read_count
+from canon_pretrain.core.holder import boot_of, read_count
 
 FRESH = "checkpoint.fresh"
 

@@ -29,8 +29,8 @@ from typing import Any
 
 import canon_pretrain
 from canon_pretrain.core.files import create_file, fsync_folder, write_atomic
+from canon_pretrain.core.holder import Holder, utc_now
 from canon_pretrain.run.folder import RunFolder, config_record
-from canon_pretrain.run.holder import Holder, utc_now
 from canon_pretrain.run.launches import RunFacts, take_back
 from canon_pretrain.run.readme import IS_OURS, command_again, readme
 from canon_pretrain.run.source_tree import SourceTree, look_at_source

@@ -15,8 +15,8 @@ from typing import Any
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import remove_leftovers
+from canon_pretrain.core.link_lock import LinkLock
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.lock import RunLock
 from canon_pretrain.run.status import States, StatusWriter
 from canon_pretrain.run.stop import LOST_LOCK, StopRequests
 
@@ -46,7 +46,7 @@ class Session:
         self._heartbeat_s = heartbeat_s
         self._say = say
         self._checkpoints = checkpoints
-        self._locks: list[RunLock] = []
+        self._locks: list[LinkLock] = []
         self.status: StatusWriter | None = None
         self.stop = StopRequests()
 
@@ -80,11 +80,17 @@ class Session:
                 "with --job.dump_folder, or make room"
             ) from None
         options: dict[str, Any] = {"heartbeat_s": self._heartbeat_s, "say": self._say}
-        self._locks.append(RunLock.acquire(self.folder.lock_file, on_beat=self._beat, **options))
+        way_out = "choose another folder with --job.dump_folder"
+        lock_file, stop = self.folder.lock_file, f"stop it with `touch {self.folder.stop_file}`"
+        self._locks.append(
+            LinkLock.acquire(
+                lock_file, way_out=f"{stop}, or {way_out}", on_beat=self._beat, **options
+            )
+        )
         if self._checkpoints is not None:
             lock_file = RunFolder(self._checkpoints).lock_file
-            option = "--checkpoint.folder"
-            self._locks.append(RunLock.acquire(lock_file, option=option, **options))
+            way_out = "choose another folder with --checkpoint.folder"
+            self._locks.append(LinkLock.acquire(lock_file, way_out=way_out, **options))
         for written in (self.folder.run_file, self.folder.config_file, self.folder.status_file):
             remove_leftovers(path, written.name)
         self.status = StatusWriter(

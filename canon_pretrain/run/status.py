@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, parsing, read_json, write_json
-from canon_pretrain.run.holder import Holder, utc_now
+from canon_pretrain.core.holder import Holder, utc_now
 
 States = Literal["running", "stopped", "done", "failed"]
 Phases = Literal["starting", "loading", "training", "validating", "saving", "ended"]

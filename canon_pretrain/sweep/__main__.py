@@ -21,7 +21,7 @@ from pathlib import Path
 
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run.holder import read_count
+from canon_pretrain.core.holder import read_count
 from canon_pretrain.sweep.grid import (
     SEED_KEYS,
     SeedOf,

@@ -11,8 +11,8 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.holder import read_count
 from canon_pretrain.kernels.hardware import near_cores
-from canon_pretrain.run.holder import read_count
 from canon_pretrain.titan.device import device_count, has_accelerator
 
 MAX_COMPILE_THREADS = 32

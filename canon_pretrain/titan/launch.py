@@ -17,9 +17,9 @@ from torchtitan.tools.logging import logger
 
 from canon_pretrain.checkpoint.folder import ARCHIVE, CheckpointFolder, remove_tree
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.holder import host_name
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.holder import host_name
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, begin_launch, known_run, newest_launch
 from canon_pretrain.run.once import FRESH, mark_obeyed, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord, config_hash

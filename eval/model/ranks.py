@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run.holder import read_count
+from canon_pretrain.core.holder import read_count
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

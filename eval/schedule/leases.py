@@ -25,8 +25,7 @@ from typing import Any
 from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import EVALS, entries
 from canon_pretrain.core.files import UnreadableFile, parsing, read_json
-from canon_pretrain.run.holder import Holder, process_lives
-from canon_pretrain.run.lock_files import link, remove
+from canon_pretrain.core.holder import Holder, link, process_lives, remove
 from eval.suite_names import suite_name
 
 LEASES = "leases"

@@ -18,9 +18,9 @@ from typing import Any
 from canon_pretrain.checkpoint.folder import EVALS
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, fsync_folder, parsing, read_json
+from canon_pretrain.core.holder import link, remove
 from canon_pretrain.data.held_out import open_apart
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.lock_files import link, remove
 from eval.run_command import add_how
 from eval.suite_names import SUITES, asked_how, is_file, suite_name
 

@@ -18,8 +18,8 @@ from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.checkpoint.retention import hold
 from canon_pretrain.checkpoint.weights import read_weights, tensor_shapes
 from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.core.link_lock import LinkLock
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.lock import RunLock
 from tests.checkpoint_folders import flip_byte, make_step, set_manifest, write_manifest
 from tests.support import ROOT
 
@@ -307,7 +307,7 @@ def test_prune_empties_quarantine_and_archive_when_asked(run: Path, capsys: Outp
 
 
 def test_prune_is_refused_beside_a_launch(run: Path, capsys: Output) -> None:
-    lock = RunLock.acquire(RunFolder(run).lock_file)
+    lock = LinkLock.acquire(RunFolder(run).lock_file)
     try:
         before = sorted((run / "checkpoint").rglob("*"))
         _, error = failure_of(capsys, 2, "prune", run, "--keep", 1, "--quarantine")

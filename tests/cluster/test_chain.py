@@ -12,9 +12,9 @@ import pytest
 from canon_pretrain.chain import Asked, Next, begin, end, main, restarts_file
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
+from canon_pretrain.core.holder import Holder
+from canon_pretrain.core.link_lock import LinkLock
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.holder import Holder
-from canon_pretrain.run.lock import RunLock
 from canon_pretrain.run.status import Status, read_status
 
 TIME = "2026-01-01T00:00:00+00:00"
@@ -178,7 +178,7 @@ def test_a_second_job_on_the_folder_leaves_the_first_ones_chain_alone(run: RunFo
     """Submitted twice by mistake: the second ends, and the first is requeued at its limit."""
     begin(run, "7")
     before = restarts_file(run).read_bytes()
-    first = RunLock.acquire(
+    first = LinkLock.acquire(
         run.lock_file, heartbeat_s=0.1, holder=replace(Holder.of_this_process(), job_id="7")
     )
     try:
@@ -193,7 +193,7 @@ def test_a_second_job_on_the_folder_leaves_the_first_ones_chain_alone(run: RunFo
 
 def test_a_job_waits_for_one_that_was_cancelled_and_still_saves(run: RunFolder) -> None:
     begin(run, "7")
-    first = RunLock.acquire(
+    first = LinkLock.acquire(
         run.lock_file, heartbeat_s=0.1, holder=replace(Holder.of_this_process(), job_id="7")
     )
     timer = threading.Timer(0.5, first.release)
@@ -207,7 +207,7 @@ def test_another_jobs_lock_of_another_node_counts_while_it_beats(
     run: RunFolder, beats: bool
 ) -> None:
     elsewhere = replace(Holder.of_this_process(), job_id="7", host="elsewhere")
-    lock = RunLock.acquire(run.lock_file, heartbeat_s=0.1 if beats else 60, holder=elsewhere)
+    lock = LinkLock.acquire(run.lock_file, heartbeat_s=0.1 if beats else 60, holder=elsewhere)
     try:
         decision = begin(run, "8", wait_s=1.0)
         assert (decision is not None) == beats
@@ -218,7 +218,7 @@ def test_another_jobs_lock_of_another_node_counts_while_it_beats(
 def test_of_two_jobs_that_begin_at_once_the_one_with_the_lock_goes_on(run: RunFolder) -> None:
     begin(run, "7")
     begin(run, "8")  # neither has the lock so far; then 7 gets it
-    lock = RunLock.acquire(
+    lock = LinkLock.acquire(
         run.lock_file, heartbeat_s=0.1, holder=replace(Holder.of_this_process(), job_id="7")
     )
     launch(run, "running", 3)

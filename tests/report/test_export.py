@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.link_lock import LinkLock
 from canon_pretrain.report.export import Export
 from canon_pretrain.report.export_rows import about, row_of
 from canon_pretrain.report.export_tensorboard import TensorBoardTarget
@@ -23,7 +24,6 @@ from canon_pretrain.run import live_export
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.live_export import LiveExports
-from canon_pretrain.run.lock import RunLock
 from canon_pretrain.run.log import RunLog, number, read_log
 from eval.results import Score
 from tests.ranks import events, launch
@@ -357,7 +357,7 @@ def test_a_damaged_number_is_named(tmp_path: Path) -> None:
 def test_a_run_that_is_being_trained_is_not_copied_over_its_live_copy(
     killed_twice: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lock = RunLock.acquire(RunFolder(killed_twice).lock_file, heartbeat_s=60.0, say=print)
+    lock = LinkLock.acquire(RunFolder(killed_twice).lock_file, heartbeat_s=60.0, say=print)
     try:
         with pytest.raises(SystemExit) as left:
             main(["export", "tensorboard", str(killed_twice)])

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.holder import Holder, content_of
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.holder import Holder
-from canon_pretrain.run.lock_files import content_of
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.status import StatusWriter
 from tests.ranks import status

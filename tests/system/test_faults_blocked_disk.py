@@ -18,13 +18,12 @@ from typing import IO
 
 import pytest
 
+from canon_pretrain.core import link_lock as lock_module
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run import lock as lock_module
+from canon_pretrain.core.holder import Holder, content_of
+from canon_pretrain.core.link_lock import LinkLock, live_holder
 from canon_pretrain.run import log as log_module
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.holder import Holder
-from canon_pretrain.run.lock import RunLock, live_holder
-from canon_pretrain.run.lock_files import content_of
 from canon_pretrain.run.log import RunLog, read_log
 from canon_pretrain.run.stop import STOP_FILE, StopRequests, describe
 from canon_pretrain.titan.logs import _Printer
@@ -259,7 +258,7 @@ def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(
         threading.Timer(1.5, lambda: os.utime(path)).start()
 
     with pytest.raises(UserError, match="in use by another launch"):
-        RunLock.acquire(path, heartbeat_s=0.1, expiry_s=0.6, say=say)
+        LinkLock.acquire(path, heartbeat_s=0.1, expiry_s=0.6, say=say)
 
 
 @pytest.mark.parametrize("lives", [True, False])

@@ -24,10 +24,9 @@ import torch.distributed as dist
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
+from canon_pretrain.core.holder import Holder, content_of
 from canon_pretrain.run import status as run_status
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.holder import Holder
-from canon_pretrain.run.lock_files import content_of
 from canon_pretrain.run.log import RunLog, read_log
 from canon_pretrain.run.status import StatusWriter, health
 from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
@@ -117,7 +116,7 @@ def slow_write(rank: int) -> None:
 def keep_a_journal(rank: int, journal: Path, seconds: float) -> None:
     """Slow steps, and a line in `journal` for the loss of the lock and each write to the run."""
     from canon_pretrain.checkpoint.writer import VerifiedWriter
-    from canon_pretrain.run.lock import RunLock
+    from canon_pretrain.core.link_lock import LinkLock
 
     slow_steps(rank, seconds)
 
@@ -132,7 +131,7 @@ def keep_a_journal(rank: int, journal: Path, seconds: float) -> None:
         setattr(owner, name, wrapper)
 
     if rank == 0:
-        noted(RunLock, "_lose")
+        noted(LinkLock, "_lose")
         noted(RunLog, "_follow_path")  # what its thread does before it writes
         noted(StatusWriter, "write")
         noted(VerifiedWriter, "__init__")
@@ -374,8 +373,8 @@ def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(takeover: Take
 
 def test_what_has_lost_its_lock_writes_nothing_any_more(takeover: Takeover) -> None:
     names = [tuple(entry[:2]) for entry in takeover.journal]
-    after = names[names.index(("RunLock", "_lose")) :]
-    assert set(after) == {("RunLock", "_lose")}, takeover.journal
+    after = names[names.index(("LinkLock", "_lose")) :]
+    assert set(after) == {("LinkLock", "_lose")}, takeover.journal
 
 
 def commit_after_sleep(rank: int, step: int) -> None:

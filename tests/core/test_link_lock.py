@@ -16,16 +16,19 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.holder import Holder
-from canon_pretrain.run.lock import RunLock, live_holder, read_holder
-from canon_pretrain.run.lock_files import LOCK_BYTES, claim_of, content_of
+from canon_pretrain.core.holder import LOCK_BYTES, Holder, content_of
+from canon_pretrain.core.link_lock import LinkLock, claim_of, live_holder, read_holder
 from canon_pretrain.run.status import StatusWriter, read_status
 from tests.support import ROOT
 
 BEAT_S = 0.05
 # an expiry of 100 beats: on a busy machine a live holder may miss some
-FAST: dict[str, Any] = {"heartbeat_s": BEAT_S, "settle_s": 0.01, "expiry_s": 5.0}
+FAST: dict[str, Any] = {
+    "heartbeat_s": BEAT_S,
+    "settle_s": 0.01,
+    "expiry_s": 5.0,
+    "way_out": "the way out",
+}
 ELSEWHERE = "another-boot/pid:[1]/1"
 
 # Acquires as it is told, says how that went, then obeys one word a line. With `slow`, it dawdles at
@@ -35,8 +38,8 @@ import json, os, random, sys, time
 from dataclasses import replace
 from pathlib import Path
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run.holder import Holder
-from canon_pretrain.run.lock import RunLock
+from canon_pretrain.core.holder import Holder
+from canon_pretrain.core.link_lock import LinkLock
 
 def dawdle(call):
     def slow(*arguments, **options):
@@ -63,7 +66,7 @@ for line in sys.stdin:
         while time.monotonic() < begin:
             pass
         try:
-            lock = RunLock.acquire(Path(path), holder=ours, say=said.append, **options)
+            lock = LinkLock.acquire(Path(path), holder=ours, say=said.append, **options)
             tell(held=True, id=ours.id, said=said)
         except UserError as error:
             tell(held=False, message=str(error), said=said)
@@ -136,7 +139,7 @@ def launch() -> Iterator[Callable[..., Launch]]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return RunFolder(tmp_path / "run").lock_file
+    return tmp_path / "run" / "lock.json"
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -169,10 +172,8 @@ def test_the_second_launch_is_refused_with_both_names(
     assert first.acquire(path)["held"]
     answer = second.acquire(path)
     assert not answer["held"]
-    for part in (f"pid {first.pid}", "Slurm job 41 (restart 0)", f"pid {second.pid}"):
+    for part in (f"pid {first.pid}", "Slurm job 41 (restart 0)", f"pid {second.pid}", "way out"):
         assert part in answer["message"]
-    for way_out in ("Wait", f"touch {path.parent}/STOP", "--job.dump_folder"):
-        assert way_out in answer["message"]
     assert f"pid {first.pid}" in answer["said"][0] and "5.0 s at most" in answer["said"][0]
     live = live_holder(path)
     assert live is not None and live.pid == first.pid
@@ -203,7 +204,7 @@ def test_a_pid_that_was_given_away_again_is_not_the_holder(path: Path) -> None:
     older = f"{ours.boot.rpartition('/')[0]}/1"
     stale(path, host=ours.host, pid=os.getpid(), boot=older)
     assert live_holder(path) is None
-    RunLock.acquire(path, settle_s=0.0, say=lambda message: None).release()
+    LinkLock.acquire(path, settle_s=0.0, say=lambda message: None).release()
 
 
 def test_a_silent_holder_elsewhere_is_replaced_after_the_expiry_only(
@@ -214,7 +215,7 @@ def test_a_silent_holder_elsewhere_is_replaced_after_the_expiry_only(
     first.ask("forget")
     messages: list[str] = []
     began = time.monotonic()
-    lock = RunLock.acquire(path, **FAST | {"expiry_s": 0.8}, say=messages.append)
+    lock = LinkLock.acquire(path, **FAST | {"expiry_s": 0.8}, say=messages.append)
     assert 0.8 <= time.monotonic() - began < 5.0
     assert "waiting for a sign of life, 0.8 s at most" in messages[0]
     assert "took over" in messages[1] and "no heartbeat in 0.8 s" in messages[1]
@@ -235,7 +236,7 @@ def test_a_beating_holder_elsewhere_is_left_alone_whatever_its_clock_says(
     began = time.monotonic()
     os.utime(path, (0, 0))  # it seems to have been silent since 1970: a short wait, still a wait
     with pytest.raises(UserError, match=f"in use by another launch .*pid {first.pid}"):
-        RunLock.acquire(path, heartbeat_s=1.0, say=lambda message: None)
+        LinkLock.acquire(path, heartbeat_s=1.0, say=lambda message: None)
     assert time.monotonic() - began < 2.0
     assert beats(path) > before
     assert first.ask("lost")["lost"] is False
@@ -246,7 +247,7 @@ def test_what_is_long_silent_by_the_file_servers_clock_is_waited_for_less(path: 
     assert live_holder(path) is None
     began = time.monotonic()
     messages: list[str] = []
-    RunLock.acquire(path, **FAST | {"expiry_s": 60.0}, say=messages.append).release()
+    LinkLock.acquire(path, **FAST | {"expiry_s": 60.0}, say=messages.append).release()
     assert 2 * BEAT_S <= time.monotonic() - began < 5.0
     assert "silent for 3600" in messages[0] and "0.1 s at most" in messages[0]
 
@@ -257,7 +258,7 @@ def test_its_own_dates_never_make_a_holder_stale(path: Path) -> None:
     holder = stale(path, taken=old, heartbeat=old)
     assert live_holder(path) == holder
     messages: list[str] = []
-    RunLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=messages.append).release()
+    LinkLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=messages.append).release()
     assert "0.3 s at most" in messages[0]
 
 
@@ -348,7 +349,7 @@ def test_a_launch_that_was_stopped_while_it_took_over_gives_up(
 
     monkeypatch.setattr(os, "replace", slow)
     with pytest.raises(UserError, match="was stopped for .* start it again"):
-        RunLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=lambda message: None)
+        LinkLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=lambda message: None)
 
 
 def test_a_launch_killed_while_it_took_over_is_taken_over_from(path: Path) -> None:
@@ -358,7 +359,7 @@ def test_a_launch_killed_while_it_took_over_is_taken_over_from(path: Path) -> No
     claim_of(path, first.id).write_bytes(content_of(second))
     assert read_holder(path) == second
     messages: list[str] = []
-    lock = RunLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=messages.append)
+    lock = LinkLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=messages.append)
     assert "pid 78" in messages[0]
     assert os.listdir(path.parent) == ["lock.json"]
     assert read_holder(path) is not None and lock.still_ours()
@@ -371,7 +372,7 @@ def test_a_holder_that_was_stopped_never_writes_over_the_next_one(
     first = launch()
     assert first.acquire(path, boot=ELSEWHERE)["held"]
     os.kill(first.pid, signal.SIGSTOP)
-    lock = RunLock.acquire(path, **FAST | {"expiry_s": 0.5}, say=lambda message: None)
+    lock = LinkLock.acquire(path, **FAST | {"expiry_s": 0.5}, say=lambda message: None)
     os.kill(first.pid, signal.SIGCONT)
     # the very first thing that it does may be to ask before it saves
     assert first.ask("lost")["still_ours"] is False
@@ -392,7 +393,7 @@ def test_a_holder_that_slept_until_its_successor_had_ended_has_lost(
     first = launch()
     assert first.acquire(path, boot=ELSEWHERE, expiry_s=0.5)["held"]
     os.kill(first.pid, signal.SIGSTOP)
-    RunLock.acquire(path, **FAST | {"expiry_s": 0.5}, say=lambda message: None).release()
+    LinkLock.acquire(path, **FAST | {"expiry_s": 0.5}, say=lambda message: None).release()
     assert os.listdir(path.parent) == []
     first.send("may_write")
     os.kill(first.pid, signal.SIGCONT)
@@ -404,14 +405,14 @@ def test_a_holder_that_slept_until_its_successor_had_ended_has_lost(
 
 def test_a_file_that_is_gone_loses_the_lock_at_the_second_beat(path: Path) -> None:
     messages: list[str] = []
-    lock = RunLock.acquire(path, **FAST, say=messages.append)
+    lock = LinkLock.acquire(path, **FAST, say=messages.append)
     path.rename(path.with_name("aside"))
     wait_until(lambda: lock.lost)
     assert "the file is gone" in messages[0]
     lock.release()
     # once is no proof: it may be a mount that comes back
     path.unlink(missing_ok=True)
-    lock = RunLock.acquire(path, heartbeat_s=60.0, say=messages.append)
+    lock = LinkLock.acquire(path, heartbeat_s=60.0, say=messages.append)
     path.rename(path.with_name("aside"))
     lock._beat()
     path.with_name("aside").rename(path)
@@ -431,7 +432,7 @@ def test_a_damaged_lock_expires_like_any_other(path: Path, content: bytes) -> No
     holder = read_holder(path)
     assert holder is not None and holder.host == "unknown" and live_holder(path) == holder
     messages: list[str] = []
-    lock = RunLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=messages.append)
+    lock = LinkLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=messages.append)
     assert "0.3 s at most" in messages[0] and "host unknown" in messages[1]
     # damage while we hold it proves nothing against us, and the next beat writes it anew
     path.write_bytes(content)
@@ -441,14 +442,14 @@ def test_a_damaged_lock_expires_like_any_other(path: Path, content: bytes) -> No
 
 
 def test_release_twice_or_in_a_child_harms_nobody(path: Path) -> None:
-    first = RunLock.acquire(path, **FAST)
+    first = LinkLock.acquire(path, **FAST)
     first._pid += 1  # as a forked child sees it
     first.release()
     assert read_holder(path) is not None
     first._pid -= 1
     first.release()
     assert os.listdir(path.parent) == []
-    second = RunLock.acquire(path, **FAST)
+    second = LinkLock.acquire(path, **FAST)
     first.release()
     assert second.still_ours() and os.listdir(path.parent) == ["lock.json"]
     second.release()
@@ -456,7 +457,7 @@ def test_release_twice_or_in_a_child_harms_nobody(path: Path) -> None:
 
 def test_every_beat_calls_the_hook_until_the_lock_is_lost(path: Path) -> None:
     calls: list[int] = []
-    lock = RunLock.acquire(path, **FAST, say=lambda m: None, on_beat=lambda: calls.append(1))
+    lock = LinkLock.acquire(path, **FAST, say=lambda m: None, on_beat=lambda: calls.append(1))
     wait_until(lambda: len(calls) >= 3)
     stale(path)
     wait_until(lambda: lock.lost)
@@ -469,7 +470,7 @@ def test_every_beat_calls_the_hook_until_the_lock_is_lost(path: Path) -> None:
 
 
 def test_a_hook_that_hangs_does_not_cost_the_lock(path: Path) -> None:
-    lock = RunLock.acquire(path, **FAST, on_beat=lambda: time.sleep(1.0))
+    lock = LinkLock.acquire(path, **FAST, on_beat=lambda: time.sleep(1.0))
     time.sleep(BEAT_S)
     before = beats(path)
     wait_until(lambda: beats(path) >= before + 4, seconds=2.0)  # it would be four seconds
@@ -503,7 +504,7 @@ def test_a_full_disk_costs_neither_the_lock_nor_the_run(
     path, status_file = small_disk / "lock.json", small_disk / "status.json"
     writer = StatusWriter(status_file, steps=9, world_size=1)
     results: list[bool] = []
-    lock = RunLock.acquire(path, **FAST, on_beat=lambda: results.append(writer.write()))
+    lock = LinkLock.acquire(path, **FAST, on_beat=lambda: results.append(writer.write()))
     wait_until(lambda: True in results)
     fill(small_disk)
     writer.progress(step=7)
@@ -521,7 +522,7 @@ def test_a_full_disk_costs_neither_the_lock_nor_the_run(
     assert status is not None and status.step == 7
     fill(small_disk)
     with pytest.raises(UserError, match="other/lock.json cannot be taken: No space left"):
-        RunLock.acquire(small_disk / "other" / "lock.json", **FAST)
+        LinkLock.acquire(small_disk / "other" / "lock.json", **FAST)
     lock.release()
     assert not path.exists() and not claim_of(path, lock.holder.id).exists()
 
@@ -529,7 +530,7 @@ def test_a_full_disk_costs_neither_the_lock_nor_the_run(
 def test_where_a_beat_cannot_be_written_the_time_of_the_file_shows_it(path: Path) -> None:
     """As on a copy-on-write file system that is full. Here: no file may grow beyond 0 bytes."""
     messages: list[str] = []
-    lock = RunLock.acquire(path, **FAST, say=messages.append)
+    lock = LinkLock.acquire(path, **FAST, say=messages.append)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -553,12 +554,12 @@ def test_without_hard_links_the_lock_holds_as_well(
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
-    lock = RunLock.acquire(path, **FAST)
+    lock = LinkLock.acquire(path, **FAST)
     with pytest.raises(UserError, match="in use by another launch"):
-        RunLock.acquire(path, **FAST, say=lambda message: None)
+        LinkLock.acquire(path, **FAST, say=lambda message: None)
     lock.release()
     stale(path, age_s=3600)
-    lock = RunLock.acquire(path, **FAST, say=lambda message: None)
+    lock = LinkLock.acquire(path, **FAST, say=lambda message: None)
     assert os.listdir(path.parent) == ["lock.json"]
     lock.release()
     assert os.listdir(path.parent) == []
@@ -567,4 +568,4 @@ def test_without_hard_links_the_lock_holds_as_well(
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UserError, match=r"run/lock\.json cannot be taken"):
-        RunLock.acquire(tmp_path / "run" / "lock.json")
+        LinkLock.acquire(tmp_path / "run" / "lock.json")

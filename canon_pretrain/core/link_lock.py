@@ -1,18 +1,18 @@
-"""A run folder's lock: at most one launch writes the folder, on any shared file system.
+"""A lock that relies on link() and rename() alone: at most one holder, on any shared file system.
 
-    lock.json               the holder; it rewrites `beats` every few seconds, in place
-    lock.json.after-ID      for an instant: who takes over from the holder with that id
+    NAME                the holder; it rewrites `beats` every few seconds, in place
+    NAME.after-ID       for an instant: who takes over from the holder with that id
 
-Only what NFS and Lustre keep atomic is relied on, so no flock: a name is made once (link), and a
-rename replaces it. A launch takes over by making the one name `after-ID`; whoever stands at the end
-of the chain lock.json -> after-ID -> ... holds the lock, also while lock.json is not yet replaced,
-so of two that race only one can win. A file is written by its holder alone and never gets a second
-one: a holder that slept through a takeover writes into a file that no longer has a name.
+Only what NFS and Lustre keep atomic is used, so no flock: a name is made once (link), and a rename
+replaces it. A process takes over by making the one name `after-ID`; whoever is at the end of the
+chain NAME -> after-ID -> ... holds the lock, also while NAME is not yet replaced, so of two that
+race only one can win. A file is written by its holder alone and never gets a second one: a holder
+that slept through a takeover writes into a file that no longer has a name.
 
-Only a lock.json with a launch's own id is its lock. A missing one is not: a launch that slept may
-have been taken over by one that has ended since.
+Only a NAME with a process's own id is its lock. A missing one is not: a process that slept may have
+been taken over by one that has ended since.
 
-The trainer's global rank 0 holds it; `prune` and status ask `live_holder`. No torch here.
+A run folder's lock.json is one (run/session.py); `locked` (core/lock.py) uses one without flock.
 """
 
 import errno
@@ -21,25 +21,24 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.holder import Holder, process_lives, utc_now
-from canon_pretrain.run.lock_files import (
+from canon_pretrain.core.holder import (
     DAMAGED,
     LOCK_BYTES,
-    Sight,
-    age_s,
-    claim_of,
+    Holder,
     content_of,
     link,
-    look,
     parse,
+    process_lives,
     read,
     remove,
     temporary_file,
+    utc_now,
 )
 
 HEARTBEAT_S = 10.0
@@ -47,34 +46,74 @@ EXPIRY_BEATS = 6
 PROOF_BEATS = 2
 """Heartbeats for which a look at the lock proves that it is ours."""
 SETTLE_S = 0.5
-"""From replacing lock.json to the last look at it: a client may show an old name for a moment."""
+"""From replacing the file to the last look at it: a client may show an old name for a moment."""
 SLOW_LOOK_S = 1.0
 """A look that takes longer was blocked: the holder's heartbeat may be late for the same reason."""
 JOIN_S = 5.0
 """How long `release` waits for a thread that hangs in a file operation."""
-TURNS = 10
-RUN_FOLDER = "--job.dump_folder"
+MAX_LOST_RACES = 10
+WAY_OUT = "choose another folder"
 
-# runs on while the process is stopped and, where the system has such a clock, the machine suspended
+# advances while the process is stopped and, if the system has such a clock, while it is suspended
 _clock = functools.partial(
     time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 )
 
 
-def read_holder(path: Path) -> Holder | None:
-    """Who holds the lock at `path`; None without one.
+@dataclass(frozen=True)
+class Sight:
+    """What one look at the lock shows; two equal ones mean no sign of life between them."""
 
-    Damaged content is a holder whose id begins with DAMAGED, that no process can be.
+    holder: Holder
+    mtime_ns: int
+    chain: tuple[str, ...]
+    """Ids from the lock file to the holder."""
+
+
+def look(path: Path) -> Sight | None:
+    """Return the end of the chain that begins at `path`; None if that does not exist."""
+    sight, chain, name = None, [], path
+    while (found := read(name)) is not None and found[0].id not in chain:
+        chain.append(found[0].id)
+        sight = Sight(*found, tuple(chain))
+        name = claim_of(path, found[0].id)
+    return sight
+
+
+def claim_of(path: Path, holder_id: str) -> Path:
+    return path.with_name(f"{path.name}.after-{holder_id}")
+
+
+def age_s(path: Path, sight: Sight) -> float:
+    """Seconds since the holder's last sign of life, by the clock that stamps files in its folder.
+
+    That is the file server's, or near it, so the clocks of two nodes need not agree.
+    """
+    probe = path.with_name(f"{path.name}.{Holder.of_this_process().id}.tmp")
+    try:
+        probe.touch()
+        now_ns = probe.stat().st_mtime_ns
+    except OSError:
+        now_ns = time.time_ns()  # we may not write there
+    finally:
+        remove(probe)
+    return max(0.0, (now_ns - sight.mtime_ns) / 1e9)
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Return the holder of the lock at `path`; None without one.
+
+    Of a damaged lock the holder's id begins with DAMAGED.
     """
     sight = look(path)
     return None if sight is None else sight.holder
 
 
 def live_holder(path: Path, expiry_s: float = EXPIRY_BEATS * HEARTBEAT_S) -> Holder | None:
-    """The holder, if a launch may still write the folder; answers at once, as the disk does.
+    """Return the holder if it may still live, without waiting for a sign of life.
 
-    In doubt it is live: on this machine while its process exists, elsewhere until its heartbeat,
-    by the file server's clock, is older than `expiry_s`.
+    In doubt it lives: on this machine while its process exists, elsewhere until its heartbeat, by
+    the file server's clock, is older than `expiry_s`.
     """
     began = _clock()
     sight = look(path)
@@ -89,81 +128,102 @@ def live_holder(path: Path, expiry_s: float = EXPIRY_BEATS * HEARTBEAT_S) -> Hol
     return sight.holder if lives else None
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """One launch's attempt to get the lock."""
+class Taking:
+    """An attempt to take the lock at `path`; `turn` is called until it returns the lock.
 
-    path: Path
-    ours: Holder
-    heartbeat_s: float
-    expiry_s: float
-    settle_s: float
-    option: str
-    say: Callable[[str], None]
+    A holder on another machine is replaced when it shows no sign of life for `expiry_s` of our own
+    clock: a heartbeat that is old by its own date may come from a node whose clock is wrong, so it
+    only shortens the wait.
+    """
 
-    def obtain(self) -> None:
-        """Return as the holder, or raise UserError."""
-        before: Sight | None = None
-        for turn in range(TURNS):
-            sight = look(self.path)
-            if sight is None:
-                with temporary_file(self.path, self.ours) as temporary:
-                    if link(temporary, self.path):
-                        return
-            else:
-                reason = self._reason_at_once(sight.holder)
-                if reason is None and turn and (before is None or before.chain != sight.chain):
-                    raise self._refusal(sight)  # it came while we looked: it lives
-                if reason is None:
-                    reason = self._watch(sight)
-                if reason is not None and self._take_over(sight):
-                    self.say(f"{self.path.parent}: took over from {sight.holder}: {reason}")
-                    return
-            before = sight
-        raise UserError(
-            f"{self.path} could not be taken in {TURNS} attempts: it comes and goes. Expected a "
-            "file that one launch writes; look who uses this folder, or choose another with "
-            f"{self.option}"
+    def __init__(
+        self,
+        path: Path,
+        *,
+        holder: Holder | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+        expiry_s: float | None = None,
+        settle_s: float = SETTLE_S,
+        say: Callable[[str], None] = print,
+        on_beat: Callable[[], None] | None = None,
+    ) -> None:
+        self.path = path
+        self.ours = holder or Holder.of_this_process()
+        self.rival: Sight | None = None
+        """A holder that has shown life since the first turn."""
+        self.lost_races = 0
+        """Turns in which another process made the file first."""
+        self.heartbeat_s, self._settle_s = heartbeat_s, settle_s
+        self._expiry_s = EXPIRY_BEATS * heartbeat_s if expiry_s is None else expiry_s
+        self._say, self._on_beat = say, on_beat
+        self._is_first = True
+        self._seen: Sight | None = None
+        self._watched_s, self._wait_s = 0.0, self._expiry_s
+        self._looked_at = time.monotonic()
+
+    def turn(self) -> "LinkLock | None":
+        """Take the lock if it is free or its holder is dead; else return None.
+
+        Raises OSError, and UserError if this process was stopped meanwhile.
+        """
+        sight = look(self.path)
+        before, was_first, self._seen, self._is_first = self._seen, self._is_first, sight, False
+        now = time.monotonic()
+        # while a look was blocked by the disk, so was the holder's heartbeat
+        passed_s = min(now - self._looked_at, self.heartbeat_s)
+        self._looked_at = now
+        if sight is None:
+            with temporary_file(self.path, self.ours) as temporary:
+                if link(temporary, self.path):
+                    return self._lock()
+            self.lost_races += 1
+            return None
+        reason = self._reason_at_once(sight.holder)
+        if reason is None:
+            is_heir = before is not None and sight.holder.is_heir_of(before.holder)
+            if was_first or (sight != before and not is_heir):
+                self.rival = None if was_first else sight
+                self._watch(sight)
+            else:  # an heir's holder is releasing the lock
+                self._watched_s += passed_s
+            if self._watched_s < self._wait_s:
+                return None
+            reason = f"no heartbeat in {self._wait_s:.1f} s"
+        if not self._take_over(sight):
+            return None
+        self._say(f"{self.path.parent}: took over from {sight.holder}: {reason}")
+        return self._lock()
+
+    def _lock(self) -> "LinkLock":
+        return LinkLock(
+            *(self.path, self.ours),
+            heartbeat_s=self.heartbeat_s,
+            expiry_s=self._expiry_s,
+            say=self._say,
+            on_beat=self._on_beat,
         )
 
     def _reason_at_once(self, holder: Holder) -> str | None:
-        """Why the holder can be replaced without waiting; None where it cannot."""
+        """Why the holder can be replaced without waiting; None if it cannot."""
         ours = self.ours
         if ours.job_id is not None and ours.job_id == holder.job_id:
             if ours.restart_count > holder.restart_count:
                 return f"this is restart {ours.restart_count} of the same Slurm job"
-        if process_lives(holder) is False:
-            return "its process is gone"
-        return None
+        return "its process is gone" if process_lives(holder) is False else None
 
-    def _watch(self, sight: Sight) -> str | None:
-        """Wait for a sign of life. Why the holder is dead; None where it let go of the lock.
-
-        Raises UserError when it lives. The time is ours, from now on: a heartbeat that is old by
-        its own date may come from a node whose clock is wrong, so it only shortens the wait.
-        """
-        silent_s, wait_s = age_s(self.path, sight), self.expiry_s
-        if silent_s > self.expiry_s:
-            wait_s = min(wait_s, 2 * self.heartbeat_s)
-        self.say(
-            f"{self.path.parent} is held by another launch ({sight.holder}), silent for "
-            f"{silent_s:.1f} s; waiting for a sign of life, {wait_s:.1f} s at most"
-        )
-        pause_s, watched_s = min(1.0, self.heartbeat_s / 4), 0.0
-        while watched_s < wait_s:
-            began = time.monotonic()
-            time.sleep(pause_s)
-            now = look(self.path)
-            if now is None:
-                return None
-            if now != sight and not now.holder.is_heir_of(sight.holder):
-                raise self._refusal(now)  # an heir: the holder is letting go
-            # while a look was blocked by the disk, so was the holder's heartbeat
-            watched_s += min(time.monotonic() - began, self.heartbeat_s)
-        return f"no heartbeat in {wait_s:.1f} s"
+    def _watch(self, sight: Sight) -> None:
+        """Start to wait for a sign of life."""
+        silent_s, self._watched_s, self._wait_s = age_s(self.path, sight), 0.0, self._expiry_s
+        if silent_s > self._expiry_s:
+            self._wait_s = min(self._expiry_s, 2 * self.heartbeat_s)
+        if self.rival is None:
+            self._say(
+                f"{self.path.parent} is held by another process ({sight.holder}), silent for "
+                f"{silent_s:.1f} s; waiting for a sign of life, {self._wait_s:.1f} s at most"
+            )
 
     def _take_over(self, sight: Sight) -> bool:
-        """Replace the holder seen in `sight`; False where it has changed or another was faster."""
+        """Replace the holder seen in `sight`; False if it has changed or another was faster."""
         if look(self.path) != sight:
             return False
         began = time.monotonic()
@@ -181,40 +241,28 @@ class _Launch:
             self._check_not_stopped(began)
             os.replace(temporary, self.path)
         self._check_not_stopped(began)
-        time.sleep(self.settle_s)
+        time.sleep(self._settle_s)
         now = look(self.path)
         if now is None or now.holder.id != self.ours.id:
-            raise self._refusal(now)
+            return False
         for holder_id in sight.chain:
             remove(claim_of(self.path, holder_id))
         return True
 
     def _check_not_stopped(self, began: float) -> None:
         """Give up if so much time went by since `began` that another may count us as dead."""
-        if (passed := time.monotonic() - began) > self.expiry_s:
+        if (passed := time.monotonic() - began) > self._expiry_s:
             raise UserError(
-                f"this launch was stopped for {passed:.0f} s while it took {self.path}, more than "
-                f"the {self.expiry_s:.0f} s after which another may take it; start it again"
+                f"this process was stopped for {passed:.0f} s while it took {self.path}, more than "
+                f"the {self._expiry_s:.0f} s after which another may take it; start it again"
             )
 
-    def _refusal(self, sight: Sight | None) -> UserError:
-        folder = self.path.parent
-        who = "it took the lock while we did"
-        if sight is not None:
-            silent_s = age_s(self.path, sight)
-            who = f"{sight.holder}, last heartbeat {silent_s:.1f} s ago"
-        stop = f" stop it with `touch {RunFolder(folder).stop_file}`,"
-        return UserError(
-            f"{folder} is in use by another launch ({who}), and this one ({self.ours}) would write "
-            f"into it too. Wait for the other to end,{stop if self.option == RUN_FOLDER else ''} "
-            f"or choose another folder with {self.option}"
-        )
 
+class LinkLock:
+    """The lock at `path`, held by this process until `release`.
 
-class RunLock:
-    """The lock of a run folder, held by this process until `release`.
-
-    All launches of a folder must use the same `heartbeat_s`. `on_beat` may be set later as well.
+    All processes must use the same `heartbeat_s` for one path. `on_beat` is called every
+    `heartbeat_s` from a thread of its own while the lock is ours.
     """
 
     def __init__(
@@ -227,8 +275,8 @@ class RunLock:
         say: Callable[[str], None],
         on_beat: Callable[[], None] | None,
     ) -> None:
-        """Begin to beat for a lock that `acquire` got."""
-        self.path, self.holder, self.on_beat = path, holder, on_beat
+        """Start the heartbeat of a lock that `Taking` got."""
+        self.path, self.holder = path, holder
         self.failures = 0
         """Heartbeats in a row that could not be written."""
         self._lost = self._released = False
@@ -242,48 +290,48 @@ class RunLock:
         # two threads: a status file that hangs on a busy disk must not cost us the lock
         self._threads = [
             threading.Thread(target=self._repeat, args=(heartbeat_s, action), daemon=True)
-            for action in (self._beat, self._call_on_beat)
+            for action in (self._beat, on_beat)
+            if action is not None
         ]
         for thread in self._threads:
             thread.start()
 
     @classmethod
-    def acquire(
-        cls,
-        path: Path,
-        *,
-        heartbeat_s: float = HEARTBEAT_S,
-        expiry_s: float | None = None,
-        settle_s: float = SETTLE_S,
-        option: str = RUN_FOLDER,
-        say: Callable[[str], None] = print,
-        holder: Holder | None = None,
-        on_beat: Callable[[], None] | None = None,
-    ) -> "RunLock":
+    def acquire(cls, path: Path, *, way_out: str = WAY_OUT, **options: Any) -> "LinkLock":
         """Take the lock at `path`; its folder is made if need be.
 
         Free, or held by a process of this machine that is gone, or by an earlier start of the same
-        Slurm job: at once. Else the holder is watched for `expiry_s` (default: 6 heartbeats), after
-        one line through `say`. Raises UserError naming the holder when it shows any sign of life.
-        `option` is how a user chooses another folder.
-
-        `on_beat` is called every `heartbeat_s` from a thread of its own while the lock is ours.
+        Slurm job: at once. Else the holder is watched until its expiry (see Taking, which documents
+        the options), after one line through `say`. Raises UserError naming the holder, and what a
+        user can do (`way_out`), when it shows any sign of life.
         """
-        ours = holder or Holder.of_this_process()
-        expiry_s = EXPIRY_BEATS * heartbeat_s if expiry_s is None else expiry_s
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _Launch(path, ours, heartbeat_s, expiry_s, settle_s, option, say).obtain()
-            return cls(
-                path, ours, heartbeat_s=heartbeat_s, expiry_s=expiry_s, say=say, on_beat=on_beat
-            )
+            taking = Taking(path, **options)
+            while (lock := taking.turn()) is None:
+                if taking.rival is not None:
+                    who = f"{taking.rival.holder}, last heartbeat "
+                    who += f"{age_s(path, taking.rival):.1f} s ago"
+                    raise UserError(
+                        f"{path.parent} is in use by another launch ({who}), and this one "
+                        f"({taking.ours}) would write into it too. Wait for the other to end, or "
+                        f"{way_out}"
+                    )
+                if taking.lost_races == MAX_LOST_RACES:
+                    raise UserError(
+                        f"{path} could not be taken in {MAX_LOST_RACES} attempts: it comes and "
+                        "goes. Expected a file that one launch writes; look who uses this folder, "
+                        f"or {way_out}"
+                    )
+                time.sleep(min(1.0, taking.heartbeat_s / 4))
         except OSError as error:
             no_folder = isinstance(error, FileExistsError)  # of mkdir
             why = "its folder is a file, or a link to nothing" if no_folder else error.strerror
             raise UserError(
                 f"the lock {path} cannot be taken: {why}. Expected a folder that this "
-                f"user may write, with some space left; or choose another with {option}"
+                f"user may write, with some space left; or {way_out}"
             ) from error
+        return lock
 
     @property
     def lost(self) -> bool:
@@ -360,10 +408,6 @@ class RunLock:
         while not self._stop.wait(period_s) and not self._lost:
             action()
 
-    def _call_on_beat(self) -> None:
-        if self.on_beat is not None:
-            self.on_beat()
-
     def _beat(self) -> None:
         """Show that we live; an error is counted and costs neither the lock nor the run."""
         try:
@@ -416,8 +460,6 @@ class RunLock:
             self._tell(f"{self.path} is no longer ours: {why}; this launch must end")
 
     def _tell(self, message: str) -> None:
-        """Say it, unless nobody reads stdout any more: that must not end the heartbeat."""
-        try:
+        """Report it, unless stdout is closed: that must not end the heartbeat."""
+        with suppress(OSError, ValueError):
             self._say(message)
-        except (OSError, ValueError):
-            pass

@@ -1,0 +1,208 @@
+"""Who holds a link lock (core/link_lock.py): its process and job, and the file that names it.
+
+A lock file is JSON of one size, padded. It is made whole under a name that did not exist, read by
+any process, and changed by its holder alone, in place.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import open_at_once, parse_record
+
+LOCK_BYTES = 1024
+"""Size of every lock file: a heartbeat overwrites in place and so needs no space on the disk."""
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+DAMAGED = "damaged-"
+"""Prefix of a holder's id that no process has."""
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def host_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Slurm's name of this node, which is the one to ask Slurm about, or the machine's own."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def read_count(environ: Mapping[str, str], name: str) -> int:
+    """Return the number in a launcher's variable, 0 if unset. Raises UserError for other values."""
+    value = environ.get(name) or "0"
+    if not (value.isascii() and value.isdigit()):
+        raise UserError(f"{name} = {value!r} in the environment: expected a number; unset it")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds a lock, or wants to."""
+
+    id: Annotated[str, Field(pattern="^[^/]*$")]
+    host: str
+    pid: Annotated[int, Field(gt=0)]
+    boot: str | None
+    """BOOT/NAMESPACE/START of the process (see `boot_of`); None if /proc does not show them."""
+    job_id: str | None
+    restart_count: int
+    taken: str
+    heartbeat: str
+    beats: int = 0
+
+    @classmethod
+    def of_this_process(cls, environ: Mapping[str, str] = os.environ) -> "Holder":
+        """This process under a new id; Slurm's variables in `environ` name its job."""
+        now = utc_now()
+        return cls(
+            id=uuid.uuid4().hex,
+            host=host_name(environ),
+            pid=os.getpid(),
+            boot=boot_of(os.getpid()),
+            job_id=environ.get("SLURM_JOB_ID"),
+            restart_count=read_count(environ, "SLURM_RESTART_COUNT"),
+            taken=now,
+            heartbeat=now,
+        )
+
+    def heir(self) -> "Holder":
+        """This process under a new id: the next holder while it releases the lock."""
+        return replace(self, id=uuid.uuid4().hex)
+
+    def is_heir_of(self, other: "Holder") -> bool:
+        """Whether this is the same process as `other` under another id."""
+        processes = [(h.host, h.pid, h.boot, h.taken) for h in (self, other)]
+        return self.id != other.id and processes[0] == processes[1]
+
+    def __str__(self) -> str:
+        job = f", Slurm job {self.job_id} (restart {self.restart_count})" if self.job_id else ""
+        return f"host {self.host}, pid {self.pid}{job}, since {self.taken}"
+
+
+def boot_of(pid: int) -> str | None:
+    """Return the kernel's boot id, our pid namespace and the start time of process `pid`.
+
+    A pid is not unique on another machine, in another container or after its reuse; this string
+    is. None if /proc does not show them.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+        # the name, in brackets, may hold anything; the 22nd field is the start time
+        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+    return f"{boot}/{namespace}/{start}"
+
+
+def process_lives(holder: Holder) -> bool | None:
+    """Whether the holder's process exists; None if that is unknown: it is on another machine."""
+    ours = boot_of(os.getpid())
+    if ours is None or holder.boot is None or holder.host != host_name():
+        return None
+    if ours.rpartition("/")[0] != holder.boot.rpartition("/")[0]:
+        return None
+    try:
+        os.kill(holder.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it exists and is another user's
+    start = boot_of(holder.pid)
+    if start is None:
+        return True  # it exists, and /proc hides it
+    return start == holder.boot and not _is_zombie(holder.pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether the process was killed, to its last thread, and only waits for its parent."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in "ZX" and len(os.listdir(f"/proc/{pid}/task")) <= 1
+    except FileNotFoundError:
+        return True
+
+
+# -- lock files ---------------------------------------------------------------------------------
+
+
+def content_of(holder: Holder) -> bytes:
+    return json.dumps(asdict(holder), indent=2).encode().ljust(LOCK_BYTES - 1) + b"\n"
+
+
+def parse(content: bytes) -> Holder | None:
+    """Return the holder that `content` names; None if it is damaged."""
+    with suppress(ValueError):
+        return parse_record(content, Holder)
+    return None
+
+
+def read(path: Path) -> tuple[Holder, int] | None:
+    """Return the holder in one file and the file's time of change; None if there is no such file.
+
+    Of anything but a lock, such as a FIFO, the holder's id begins with DAMAGED.
+    """
+    for attempt in range(3):
+        try:
+            with open(path, "rb", opener=open_at_once) as file:
+                content, status = file.read(2 * LOCK_BYTES) or b"", os.fstat(file.fileno())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.ESTALE or attempt == 2:  # NFS: replaced during the read
+                raise
+            continue
+        if (holder := parse(content)) is not None:
+            return holder, status.st_mtime_ns
+        time.sleep(0.01)  # the holder may be writing
+    changed = datetime.fromtimestamp(status.st_mtime, UTC).isoformat(timespec="milliseconds")
+    name = DAMAGED + hashlib.sha256(content).hexdigest()[:32]
+    return Holder(name, "unknown", 0, None, None, 0, changed, changed), status.st_mtime_ns
+
+
+@contextmanager
+def temporary_file(path: Path, holder: Holder) -> Iterator[Path]:
+    """A whole lock file beside `path`; what is left of it at the end is removed."""
+    temporary = path.with_name(f"{path.name}.{holder.id}.tmp")
+    try:
+        temporary.write_bytes(content_of(holder))
+        yield temporary
+    finally:
+        remove(temporary)
+
+
+def link(temporary: Path, name: Path) -> bool:
+    """Make `name` with the content of `temporary` in one step; False if it exists."""
+    try:
+        os.link(temporary, name)
+        return True
+    except FileExistsError:
+        # NFS: the server made it, its answer was lost, and the second try met the first
+        return temporary.stat().st_nlink > 1
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+    try:
+        with open(name, "xb") as file:
+            file.write(temporary.read_bytes())
+    except FileExistsError:
+        return False
+    return True
+
+
+def remove(path: Path) -> None:
+    """Remove a file that does no harm if it stays."""
+    with suppress(OSError):
+        path.unlink()
