@@ -30,8 +30,14 @@ COMMANDS = {
         "eval.schedule.submit",
         "evaluate checkpoints as they come, by Slurm jobs or here",
     ),
-    "report": ("eval.report.command", "curves, scores and verdicts of runs as one HTML page"),
-    "compare": ("eval.compare", "what differs between two runs, beyond noise"),
+    "report": (
+        "canon_pretrain.report.eval_report_command",
+        "curves, scores and verdicts of runs as one HTML page",
+    ),
+    "compare": (
+        "canon_pretrain.report.eval_compare",
+        "what differs between two runs, beyond noise",
+    ),
     "bench": ("eval.bench.command", "our runner beside lm_eval's own, on the same export"),
 }
 """Name -> the module that adds its arguments and carries it out, and what it does.

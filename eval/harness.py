@@ -24,8 +24,8 @@ from lm_eval.evaluator import evaluate
 from lm_eval.utils import env as TEMPLATES
 from lm_eval.utils import handle_non_serializable
 
-from eval.results import Answers, Score, source_of_record, wilson_bound
-from eval.stats.items import Clusters, mean_variance
+from canon_pretrain.report.noise import Clusters, mean_variance
+from canon_pretrain.run.results import Answers, Score, source_of_record, wilson_bound
 
 # those of lm_eval's simple_evaluate, for tasks that draw
 PYTHON_SEED, OTHER_SEED = 0, 1234

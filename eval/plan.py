@@ -16,8 +16,7 @@ import torch
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
-from eval.model.subject import Subject
-from eval.results import (
+from canon_pretrain.run.results import (
     RESULTS,
     Answers,
     Results,
@@ -28,6 +27,7 @@ from eval.results import (
     read_samples,
     results_folder,
 )
+from eval.model.subject import Subject
 from eval.staging.staged import staged_folder
 from eval.suite_names import (
     ALL,

@@ -11,8 +11,9 @@ goes through the same tasks, and the batches of each are shared out (ranks.py).
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.held_out import HeldOutLoss, windows
 from canon_pretrain.kernels.hardware import check_cuda
+from canon_pretrain.run.results import RESULTS, Answers, Results, Score, write_results
 from eval.harness import ask
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
@@ -28,7 +30,6 @@ from eval.model.ranks import Ranks
 from eval.model.subject import Subject, locate
 from eval.plan import Plan, check_options, known_results, merged, open_plans, writing
 from eval.progress import Work
-from eval.results import RESULTS, Answers, Results, Score, write_results
 from eval.show_results import print_results
 from eval.suite_names import VALIDATION
 from eval.validation import baseline_losses, model_loss
@@ -99,15 +100,12 @@ def _run(arguments: argparse.Namespace, ranks: Ranks) -> None:
 @contextmanager
 def _alone(console: Console, plan: Plan, ranks: Ranks) -> Iterator[None]:
     """The first rank holds the question, for all; see Unfinished.hold."""
-    held = None
-    if ranks.rank == 0:
-        with writing(plan.folder):
-            held = plan.unfinished.hold(lambda line: console.print(line, soft_wrap=True))
-    try:
+    with ExitStack() as held:
+        if ranks.rank == 0:
+            with writing(plan.folder):
+                log = partial(console.print, soft_wrap=True)
+                held.enter_context(plan.unfinished.hold(log))
         yield
-    finally:
-        if held is not None:
-            held.close()
 
 
 def _ask(

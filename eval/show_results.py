@@ -4,7 +4,7 @@ from rich.table import Table
 from rich.text import Text
 
 from canon_pretrain.core.terminal import Console
-from eval.results import Results, bound_words
+from canon_pretrain.run.results import Results, bound_words
 from eval.suite_names import VALIDATION
 
 

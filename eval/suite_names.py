@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 
 from canon_pretrain.core.errors import UserError, nearest
 from canon_pretrain.core.files import sha256_file
+from canon_pretrain.run.results import SUITES, VALIDATION
 
-DISCRIMINATIVE, JRT, BABILONG = "discriminative", "jrt", "babilong"
-BIRTH_YEAR, VALIDATION = "birth-year", "validation"
-SUITES = (VALIDATION, DISCRIMINATIVE, JRT, BABILONG, BIRTH_YEAR)
-"""The held-out loss, and those of the paper (Figures 17 and 25)."""
+DISCRIMINATIVE, JRT, BABILONG, BIRTH_YEAR = "discriminative", "jrt", "babilong", "birth-year"
 ALL = "all"
 LEAST_LENGTHS = {"babilong": 8192, "birth_year": 8192}
 """Tokens that a model is given to read at least, unless the user says otherwise, by task folder:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from canon_pretrain.run.folder import RunFolder
-from eval.results import Results, Score, results_folder, write_results
+from canon_pretrain.run.results import Results, Score, results_folder, write_results
 from tests.report_runs import launch, plant_run, step
 
 EVENTS = [launch("start"), step(10, 7.25), step(20, 6.125)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.run.folder import RunFolder
-from eval.results import Results, Score, results_folder, write_results
+from canon_pretrain.run.results import Results, Score, results_folder, write_results
 
 TOKENS_A_STEP = 2048
 FINGERPRINT = "3ae1b18e23821c84" * 4

@@ -133,13 +133,13 @@ def read_json(
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
-def parse_record(content: bytes | str, kind: type[T]) -> T:
+def parse_record(content: bytes | str, kind: type[T], *, finite: bool = True) -> T:
     """Return JSON `content` as `kind`, a dataclass whose annotations and constraints are checked.
 
     Types are not converted, except for lists to tuples and strings to paths and times; unknown keys
-    are ignored. Raises ValueError naming the field and its value.
+    are ignored. Raises ValueError naming the field and its value; see parse_json for `finite`.
     """
-    parse_json(content)  # refuses what is not finite or nested too deeply
+    parse_json(content, finite=finite)  # refuses what is nested too deeply, too
     try:
         return _adapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
@@ -149,11 +149,13 @@ def parse_record(content: bytes | str, kind: type[T]) -> T:
         raise ValueError(f"{field}: {first['msg']}{given}") from None
 
 
-def read_record(path: Path, kind: type[T], *, max_bytes: int = MAX_JSON_BYTES) -> T:
+def read_record(
+    path: Path, kind: type[T], *, finite: bool = True, max_bytes: int = MAX_JSON_BYTES
+) -> T:
     """Return the JSON file `path` as `kind` (see parse_record). Raises UnreadableFile."""
     content = read_bytes(path, max_bytes)
     with parsing(path):
-        return parse_record(content, kind)
+        return parse_record(content, kind, finite=finite)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -37,6 +37,7 @@ from canon_pretrain.core.files import UnreadableFile, read_json, write_atomic, w
 from canon_pretrain.run.log import read_log
 
 CHECKPOINTS = "checkpoint"
+EVALS = "evals"
 
 
 def config_record(

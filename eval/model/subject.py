@@ -160,8 +160,8 @@ class Subject:
     def identity(self) -> dict[str, Any]:
         """What tells this model, and what it is asked about, from others; JSON values.
 
-        See WHOSE in eval/results.py. `content` is a hash of the weights. `tokenizer_sha256` is that
-        of training if it is known; of a foreign folder its file's.
+        See WHOSE in run/results.py. `content` is a hash of the weights. `tokenizer_sha256` is
+        that of training if it is known; of a foreign folder its file's.
         """
         sha256 = None if self.train is None else self.train.tokenizer_sha256
         if self.folder is not None:

@@ -189,7 +189,7 @@ def _restarts(leases: Leases) -> Mapping[str, Any]:
 
 
 def _num_answered(suites: Path) -> int:
-    """Tasks that earlier starts have answered (eval/results.py), of suites `a,b`."""
+    """Tasks that earlier starts have answered (canon_pretrain/run/results.py), of suites `a,b`."""
     patterns = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
     folders = [suites.parent / name for name in suites.name.split(",")]
     return sum(1 for folder in folders for pattern in patterns for _ in folder.glob(pattern))

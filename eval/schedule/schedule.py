@@ -18,8 +18,9 @@ from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder, entries
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
 from canon_pretrain.checkpoint.retention import held_steps, hold, release
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.report.evaluations import is_outdated
 from canon_pretrain.run.folder import RunFolder
-from eval.results import RESULTS, is_outdated, read_results
+from canon_pretrain.run.results import RESULTS, read_results
 from eval.schedule.cluster import Verdict
 from eval.schedule.leases import LOCAL, Lease, Leases, leases_of, new_lease
 from eval.schedule.request import Request, answers

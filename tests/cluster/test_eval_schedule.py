@@ -22,8 +22,8 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.results import Results, Score, write_results
 from eval.__main__ import main
-from eval.results import Results, Score, write_results
 from eval.run_command import add_how
 from eval.schedule.cluster import NoAnswer, NoQueue, Slurm
 from eval.schedule.leases import LOCAL, Leases, begin, leases_of, new_lease

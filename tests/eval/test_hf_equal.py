@@ -22,9 +22,9 @@ from lm_eval.models.huggingface import HFLM
 from canon_pretrain.data.tokenizer import load_tokenizer
 from canon_pretrain.hf.export import export
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.results import read_samples
 from eval.model.lm import CanonLM
 from eval.model.load import load_model
-from eval.results import read_samples
 from tests.data_folders import plant_data, sentence
 from tests.eval_fixtures import stage_fixtures
 from tests.hf_exports import hub_environment, plant_run

@@ -1,7 +1,5 @@
 """Results on disk: what is kept while a suite runs, and what damage does to it."""
 
-import errno
-import fcntl
 import json
 import threading
 import time
@@ -10,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval.results import Answers, Results, Score, Unfinished, read_samples, write_results
+from canon_pretrain.run.results import (
+    Answers,
+    Results,
+    Score,
+    Unfinished,
+    read_samples,
+    write_results,
+)
 
 ASKED = {"checkpoint": "c", "step": 3, "suite": "s", "limit": None, "train_fingerprint": "f"}
 ANSWERS = Answers({"acc": Score(0.5, 0.1)}, 2, [{"doc_id": 0, "acc": 1}, {"doc_id": 1, "acc": 0}])
@@ -31,34 +36,26 @@ def test_a_run_that_was_moved_goes_on(tmp_path: Path) -> None:
     assert list(moved.read()) == ["first", "second"]
 
 
-def test_who_comes_second_waits_and_says_so(tmp_path: Path) -> None:
+def test_a_second_process_waits_for_the_first(tmp_path: Path) -> None:
     kept, said = Unfinished(tmp_path, ASKED), []
-    first = kept.hold(said.append)
 
     def second() -> None:
         with kept.hold(said.append):
             said.append("second")
 
-    thread = threading.Thread(target=second)
-    thread.start()
-    while not said:
-        time.sleep(0.01)
-    assert said == [f"waits: another process asks the same question, in {tmp_path}"]
-    time.sleep(0.05)
-    said.append("first")
-    first.close()
+    with kept.hold(said.append):
+        thread = threading.Thread(target=second)
+        thread.start()
+        while not said:
+            time.sleep(0.01)
+        assert len(said) == 1 and str(tmp_path) in said[0]
+        time.sleep(0.05)
+        write_results(tmp_path, Results(ASKED, {}, {}), {})
+        said.append("first")
     thread.join()
-    assert said[1:] == ["first", "second"]
-
-
-def test_without_locks_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    said: list[str] = []
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    Unfinished(tmp_path, ASKED).hold(said.append).close()
-    assert "can't be locked here (Function not implemented); going on" in said[0]
+    assert said[1:] == ["first", "second"] and [x.name for x in tmp_path.iterdir()] == [
+        "results.json"
+    ]
 
 
 def test_answers_to_another_question_are_thrown_away(tmp_path: Path) -> None:

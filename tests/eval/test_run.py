@@ -29,14 +29,14 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.results import Results, read_results, write_results
 from data_prep.train_tokenizer import train_tokenizer
 from eval import harness
 from eval.__main__ import main
 from eval.model.lm import CanonLM
 from eval.model.load import load_model
-from eval.report.runs import read_runs
-from eval.results import Results, read_results, write_results
 from eval.run_command import add_how
 from eval.schedule.request import Request, to_words
 from eval.schedule.schedule import Schedule

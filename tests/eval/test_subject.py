@@ -15,9 +15,9 @@ from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.results import question_of
 from eval.model.lm import CanonLM
 from eval.model.subject import Subject
-from eval.results import question_of
 from eval.validation import model_loss
 from tests.data_folders import plant_data, sentence
 from tests.hf_exports import identity_of

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from canon_pretrain.run.results import RESULTS, Results, Unfinished, read_results, read_samples
 from eval.__main__ import main
-from eval.results import RESULTS, Results, Unfinished, read_results, read_samples
 from eval.suite_names import SUITES
 from tests.checkpoint_folders import small_disk
 from tests.eval.test_run import write_run

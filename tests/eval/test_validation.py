@@ -14,10 +14,10 @@ import torch
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.model.args import FLAVORS
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.results import read_samples
 from eval.__main__ import main
 from eval.model.lm import CanonLM
 from eval.model.load import load_model
-from eval.results import read_samples
 from eval.validation import CountModels, baseline_losses, model_loss, windows
 from tests.support import Runs
 

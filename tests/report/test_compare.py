@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval.compare import add_arguments, execute
-from eval.report.write import report
+from canon_pretrain.report.eval_compare import add_arguments, execute
+from canon_pretrain.report.eval_report import report
 from tests.eval_simulation import evaluated, plant_answers, planted_run, records, right_or_wrong
 
 ACC = {"boolq": {"primary": ["acc"], "higher_is_better": {"acc": True}, "chance": 0.5}}

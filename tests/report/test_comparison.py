@@ -11,13 +11,13 @@ from lm_eval.api import metrics
 from scipy import stats
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.report.architectures import architectures, choose
+from canon_pretrain.report.comparison import comparison_content
+from canon_pretrain.report.evaluations import read_runs
+from canon_pretrain.report.items import Records, Scale, _values
+from canon_pretrain.report.over_steps import score_curves
 from canon_pretrain.run.folder import RunFolder
-from eval.comparison.architectures import architectures, choose
-from eval.comparison.content import comparison_content
-from eval.comparison.records import Records, Scale, _values
-from eval.report.over_steps import score_curves
-from eval.report.runs import read_runs
-from eval.results import Score
+from canon_pretrain.run.results import Score
 from tests.eval_simulation import (
     evaluated,
     plant_answers,

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.comparison.content import comparison_content
-from eval.report.runs import read_runs
-from eval.report.verdicts import verdict_summary
-from eval.report.write import report
-from eval.stats import simulate
+from canon_pretrain.report.comparison import comparison_content
+from canon_pretrain.report.eval_report import report
+from canon_pretrain.report.evaluations import read_runs
+from canon_pretrain.report.verdict_summary import verdict_summary
+from tests import simulate_statistics as simulate
 from tests.eval_simulation import plant_answers, planted_run, records, right_or_wrong, validations
 from tests.report_pages import Page
 from tests.report_runs import plant_run

@@ -25,7 +25,7 @@ from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.live_export import LiveExports
 from canon_pretrain.run.log import RunLog, number, read_log
-from eval.results import Score
+from canon_pretrain.run.results import Score
 from tests.ranks import events, launch
 from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run
 from tests.support import ROOT, debug_run

@@ -32,8 +32,8 @@ from canon_pretrain.report.overview import find_runs, look
 from canon_pretrain.run.__main__ import MODULES, main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import begin_launch
+from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import Status
-from eval.results import Score
 from tests.checkpoint_folders import make_step
 from tests.report_runs import launch, plant_results, plant_run, step
 from tests.support import ROOT, Runs

@@ -20,7 +20,7 @@ from canon_pretrain.report.history import Clock, Curve, History, read_history
 from canon_pretrain.report.plot import html_page, plot
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
-from eval.results import Score
+from canon_pretrain.run.results import Score
 from tests.browser import Browser, chromium
 from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run
 

@@ -17,15 +17,15 @@ from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.model.args import ModelArgs, num_parameters
+from canon_pretrain.report.eval_report import report
+from canon_pretrain.report.evaluations import read_runs
+from canon_pretrain.report.page import escape_markdown
+from canon_pretrain.report.training_curves import CURVES, line, thin
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import unique_labels
+from canon_pretrain.run.results import Score, read_results
 from canon_pretrain.run.status import StatusWriter
 from eval.__main__ import main
-from eval.report.curves import CURVES, line, thin
-from eval.report.page import escape_markdown
-from eval.report.runs import read_runs
-from eval.report.write import report
-from eval.results import Score, read_results
 from eval.show_results import print_results
 from tests.checkpoint_folders import make_step
 from tests.report_pages import Page, content, markdown
@@ -512,7 +512,7 @@ def test_refuses_results_without_what_was_asked(run: RunFolder) -> None:
     stored = json.loads(path.read_text())
     del stored["asked"]["limit"]
     path.write_text(json.dumps(stored))
-    assert f"{path} is damaged: no 'limit'" in refused([run.path])
+    assert f"{path} is damaged: asked: Value error, no limit" in refused([run.path])
 
 
 def test_refuses_an_out_that_is_a_file(run: RunFolder, tmp_path: Path) -> None:
@@ -523,5 +523,6 @@ def test_refuses_an_out_that_is_a_file(run: RunFolder, tmp_path: Path) -> None:
 
 
 def test_reaches_no_torch() -> None:
-    code = "import sys, eval.report.write; assert not {'torch', 'torchtitan'} & sys.modules.keys()"
+    made = "canon_pretrain.report.eval_report"
+    code = f"import sys, {made}; assert not {{'torch', 'torchtitan'}} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

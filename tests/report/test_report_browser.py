@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from eval.report.write import report
-from eval.results import Score
+from canon_pretrain.report.eval_report import report
+from canon_pretrain.run.results import Score
 from tests.browser import Browser, chromium
 from tests.report_runs import TOKENS_A_STEP, launch, plant_results, plant_run, step
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
+from canon_pretrain.report.comparison import comparison_content
+from canon_pretrain.report.content import report_content
+from canon_pretrain.report.eval_report import report
+from canon_pretrain.report.evaluations import primary_metrics, read_runs, suite_order
+from canon_pretrain.report.page import html_page
+from canon_pretrain.report.published import PUBLISHED, anchors
+from canon_pretrain.report.training_curves import ALL_POINTS, CURVES, points_a_line
+from canon_pretrain.report.verdict_summary import MAX_REAL, verdict_summary
+from canon_pretrain.report.words import figure, interval, p_value, signed
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.results import Results, Score
 from eval.__main__ import main
-from eval.comparison.content import comparison_content
-from eval.report.anchors import PUBLISHED, anchors
-from eval.report.content import report_content
-from eval.report.curves import ALL_POINTS, CURVES, points_a_line
-from eval.report.page import html_page
-from eval.report.runs import primary_metrics, read_runs, suite_order
-from eval.report.verdicts import MAX_REAL, verdict_summary
-from eval.report.words import figure, interval, p_value, signed
-from eval.report.write import report
-from eval.results import Results, Score
 from tests.eval_simulation import evaluated
 from tests.report_pages import Page, content, markdown
 from tests.report_runs import TOKENS_A_STEP, launch, plant_items, plant_results, plant_run, step

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.report.words import signed
-from eval.report.write import report
-from eval.results import Score
+from canon_pretrain.report.eval_report import report
+from canon_pretrain.report.words import signed
+from canon_pretrain.run.results import Score
 from tests.browser import Browser, chromium
 from tests.report_pages import content
 from tests.report_runs import TOKENS_A_STEP, launch, plant_items, plant_results, plant_run, step

@@ -11,9 +11,11 @@ from scipy import stats
 from statsmodels.regression.linear_model import WLS
 from statsmodels.stats.multitest import multipletests
 
-from eval.stats import decide, items, pair, seeds, simulate
-from eval.stats.items import Clusters
-from eval.stats.seeds import SeedNoise
+from canon_pretrain.report import decide, pair, seeds
+from canon_pretrain.report import noise as items
+from canon_pretrain.report.noise import Clusters
+from canon_pretrain.report.seeds import SeedNoise
+from tests import simulate_statistics as simulate
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.results import Unfinished, read_results
+from canon_pretrain.run.results import Unfinished, read_results
 from eval.schedule.leases import leases_of
 from tests.eval_text_runs import TRAIN, text_run, write_text_data
 from tests.ranks import launch

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 if "RANK" in os.environ and "TEST_EVAL_GATE" in os.environ:
-    from eval.results import Unfinished
+    from canon_pretrain.run.results import Unfinished
 
     _gate, _add = Path(os.environ["TEST_EVAL_GATE"]), Unfinished.add
 

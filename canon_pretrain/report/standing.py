@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.report.runs import Run, chance_of, described, primary_metrics, text_of
-from eval.results import OWN_TO_A_CHECKPOINT, Results
+from canon_pretrain.report.evaluations import Run, chance_of, described, primary_metrics, text_of
+from canon_pretrain.run.results import OWN_TO_A_CHECKPOINT, Results
 
 VALIDATION = "validation"
 LOWER_IS_BETTER = ("perplexity", "bits_per", "nats_per", "loss")

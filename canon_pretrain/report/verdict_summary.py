@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.comparison.standing import VALIDATION
-from eval.report.lengths import Entry
+from canon_pretrain.report.lengths import Entry
+from canon_pretrain.report.standing import VALIDATION
 
 VERDICTS = ("better", "worse", "within noise", "not judged", "uninformative")
 

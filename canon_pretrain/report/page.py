@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.core import page
-from eval.report import words
-from eval.report.words import number
-from eval.results import bound_words
+from canon_pretrain.report import words
+from canon_pretrain.report.words import number
+from canon_pretrain.run.results import bound_words
 
 WORDS = (
     "aligned",
@@ -43,7 +43,7 @@ SHORT_ROWS = 8
 DIGITS = 7
 """Significant digits of a value that the page's script draws."""
 
-TEMPLATES = Path(__file__).parents[1] / "templates"
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 def html_page(content: dict[str, Any]) -> str:

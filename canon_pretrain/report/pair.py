@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval.stats import items
-from eval.stats.items import Clusters
-from eval.stats.seeds import SeedNoise
+from canon_pretrain.report import noise as items
+from canon_pretrain.report.noise import Clusters
+from canon_pretrain.report.seeds import SeedNoise
 
 FEW_CLUSTERS = 20
 """Degrees of freedom of the items from which what is in both noises is counted once."""

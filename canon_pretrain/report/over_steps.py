@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from canon_pretrain.core.text import printable
+from canon_pretrain.report.architectures import Scored, logged_losses, suite_losses
+from canon_pretrain.report.evaluations import Run, described, primary_metrics, suite_order, text_of
+from canon_pretrain.report.lengths import Entry
 from canon_pretrain.run.log import json_value
-from eval.comparison.architectures import Scored, logged_losses, suite_losses
-from eval.report.lengths import Entry
-from eval.report.runs import Run, described, primary_metrics, suite_order, text_of
-from eval.results import Results
+from canon_pretrain.run.results import Results
 
 
 def score_curves(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from canon_pretrain.core.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from eval.report.runs import Run
+    from canon_pretrain.report.evaluations import Run
 
 
 ROOMY, WIDE = 60, 80
@@ -63,11 +63,11 @@ def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Print the comparison. Raises UserError where the two sides cannot be compared."""
     # scipy and statsmodels take a second, which --help need not wait for
-    from eval.comparison.content import check_seed_sigma, family, finite
-    from eval.comparison.measure import Measure, Options, Side
-    from eval.comparison.standing import VALIDATION
-    from eval.comparison.verdicts import held_out_words, verdicts
-    from eval.report.runs import suite_order
+    from canon_pretrain.report.comparison import check_seed_sigma, family, finite
+    from canon_pretrain.report.evaluations import suite_order
+    from canon_pretrain.report.measure import Measure, Options, Side
+    from canon_pretrain.report.standing import VALIDATION
+    from canon_pretrain.report.verdicts import held_out_words, verdicts
 
     first, second = _sides(arguments)
     runs = _read([*first, *second])
@@ -133,7 +133,7 @@ def _runs_in(paths: Sequence[Path]) -> list[Path]:
 
 def _two_architectures(runs: "Sequence[Run]") -> "tuple[list[Run], list[Run]]":
     """The runs of a sweep as the two sides of a comparison, in its order."""
-    from eval.comparison.architectures import architectures
+    from canon_pretrain.report.architectures import architectures
 
     found = architectures(runs)
     if len(found) != 2:
@@ -148,10 +148,10 @@ def _two_architectures(runs: "Sequence[Run]") -> "tuple[list[Run], list[Run]]":
 
 def _read(paths: Sequence[Path]) -> "list[Run]":
     """The runs; a results.json is a run with that one evaluation."""
+    from canon_pretrain.report.evaluations import Run, read_runs
     from canon_pretrain.run.folder import RunFolder
     from canon_pretrain.run.names import unique_labels
-    from eval.report.runs import Run, read_runs
-    from eval.results import read_results
+    from canon_pretrain.run.results import read_results
 
     labels = unique_labels(paths)
     found = []
@@ -171,7 +171,7 @@ def _read(paths: Sequence[Path]) -> "list[Run]":
 
 def _recipes(a: "Sequence[Run]", b: "Sequence[Run]") -> tuple[list[Any], list[str]]:
     """Each side as one recipe, as the user says that it is; and what speaks against that."""
-    from eval.comparison.architectures import recipe_of
+    from canon_pretrain.report.architectures import recipe_of
 
     recipes = [recipe_of(side) for side in (a, b)]
     notes = []
@@ -185,7 +185,7 @@ def _recipes(a: "Sequence[Run]", b: "Sequence[Run]") -> tuple[list[Any], list[st
 
 
 def _same_but_seed(runs: "Sequence[Run]") -> list[Any]:
-    from eval.comparison.architectures import architectures
+    from canon_pretrain.report.architectures import architectures
 
     return [recipe for each in architectures(runs) for recipe in each.recipes]
 
@@ -271,7 +271,7 @@ def _table(rows: Sequence[dict[str, Any]], width: int) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    from eval.comparison.verdicts import UNINFORMATIVE
+    from canon_pretrain.report.verdicts import UNINFORMATIVE
 
     steps = f"step {rows[0]['step']}"
     if rows[0]["baseline_step"] != rows[0]["step"]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from eval.comparison.architectures import logged_losses
-from eval.comparison.measure import Measure, Measured, Refused, Side
-from eval.comparison.standing import VALIDATION, Standing, questions, side_by_side, suites_of
-from eval.report.lengths import BABILONG
-from eval.stats import decide
-from eval.stats.pair import Paired
+from canon_pretrain.report import decide
+from canon_pretrain.report.architectures import logged_losses
+from canon_pretrain.report.lengths import BABILONG
+from canon_pretrain.report.measure import Measure, Measured, Refused, Side
+from canon_pretrain.report.pair import Paired
+from canon_pretrain.report.standing import VALIDATION, Standing, questions, side_by_side, suites_of
 
 BETTER, WORSE, WITHIN, NOT_JUDGED = "better", "worse", "within noise", "not judged"
 UNINFORMATIVE = "uninformative"

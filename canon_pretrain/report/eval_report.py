@@ -15,12 +15,19 @@ from rich.text import Text
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
+from canon_pretrain.report.comparison import comparison_content
+from canon_pretrain.report.content import report_content
+from canon_pretrain.report.evaluations import read_runs
+from canon_pretrain.report.page import (
+    failures,
+    html_page,
+    limit_words,
+    markdown_page,
+    score,
+    state_words,
+)
+from canon_pretrain.report.words import number, other_step, tally
 from canon_pretrain.run.names import named_runs
-from eval.comparison.content import comparison_content
-from eval.report.content import report_content
-from eval.report.page import failures, html_page, limit_words, markdown_page, score, state_words
-from eval.report.runs import read_runs
-from eval.report.words import number, other_step, tally
 
 PAGE = "index.html"
 
@@ -39,7 +46,7 @@ def report(
     """Write the report of the runs that `runs` name into `out` and return the page's path.
 
     `out` None: RUN/report for one run or sweep, ./report for several. `baseline`, `seed_sigma` and
-    `own_noise_only` are those of eval.comparison.content.comparison_content. Raises UserError for
+    `own_noise_only` are those of comparison.comparison_content. Raises UserError for
     what is no run, a run without a log, results of another run, a `baseline` or a task of
     `seed_sigma` that is not there, and an `out` that can't be a folder.
     """

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from canon_pretrain.core.errors import UserError, nearest
-from eval.comparison.architectures import Architecture, Choice, architectures, choose
-from eval.comparison.measure import Measure, Options, Side
-from eval.comparison.standing import steps_shown, suites_of
-from eval.comparison.tables import (
+from canon_pretrain.report.architectures import Architecture, Choice, architectures, choose
+from canon_pretrain.report.decide import ALPHA, POWER
+from canon_pretrain.report.evaluations import Run
+from canon_pretrain.report.measure import Measure, Options, Side
+from canon_pretrain.report.score_tables import (
     BEST_OF_WORDS,
     best_of,
     chosen,
@@ -21,9 +22,8 @@ from eval.comparison.tables import (
     every_run,
     suite_step,
 )
-from eval.comparison.verdicts import held_out_words, verdicts
-from eval.report.runs import Run
-from eval.stats.decide import ALPHA, POWER
+from canon_pretrain.report.standing import steps_shown, suites_of
+from canon_pretrain.report.verdicts import held_out_words, verdicts
 
 VERSION = 1
 

@@ -1,6 +1,6 @@
 """The items of one evaluation, as arrays that can be set beside those of another.
 
-Reads samples-TASK.jsonl (eval/results.py). Items are known by their document and their prompt, so
+Reads samples-TASK.jsonl (run/results.py). Items are known by their document and their prompt, so
 that two runs are compared on an item only if they were asked exactly the same. No torch.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.results import read_samples, source_of_record
+from canon_pretrain.run.results import read_samples, source_of_record
 
 TOLERANCE = 1e-6
 """By how much a score and the mean over its items may differ, relatively."""

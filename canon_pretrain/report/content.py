@@ -10,14 +10,14 @@ from typing import Any
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.text import printable
 from canon_pretrain.model.args import ModelArgs, num_parameters
-from eval.comparison.tables import suite_step
-from eval.report.anchors import anchors
-from eval.report.curves import CURVES, late_loss, line, points_a_line
-from eval.report.lengths import length_figures
-from eval.report.over_steps import held_out_curves, score_curves, tokens_at
-from eval.report.runs import Run, suite_order
-from eval.report.suites import suites_content
-from eval.report.verdicts import entries, verdict_summary
+from canon_pretrain.report.evaluations import Run, suite_order
+from canon_pretrain.report.lengths import length_figures
+from canon_pretrain.report.over_steps import held_out_curves, score_curves, tokens_at
+from canon_pretrain.report.published import anchors
+from canon_pretrain.report.score_tables import suite_step
+from canon_pretrain.report.suite_tables import suites_content
+from canon_pretrain.report.training_curves import CURVES, late_loss, line, points_a_line
+from canon_pretrain.report.verdict_summary import entries, verdict_summary
 
 VERSION = 2
 
@@ -25,7 +25,7 @@ VERSION = 2
 def report_content(runs: Sequence[Run], comparison: dict[str, Any]) -> dict[str, Any]:
     """Everything that the report shows of `runs`, JSON values only.
 
-    `comparison` is the value of `eval.comparison.content.comparison_content`.
+    `comparison` is the value of `canon_pretrain.report.comparison.comparison_content`.
     """
     comparison = {name: _in_order(value) for name, value in comparison.items()}
     most = points_a_line(len(runs) * len(CURVES))

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from canon_pretrain.core.text import printable
+from canon_pretrain.report.evaluations import Run, is_outdated, suite_order
 from canon_pretrain.run.log import json_value
-from eval.report.runs import Run, suite_order
-from eval.results import OWN_TO_A_CHECKPOINT, Results, is_outdated
+from canon_pretrain.run.results import OWN_TO_A_CHECKPOINT, Results
 
 OWN_TO_A_RUN = (*OWN_TO_A_CHECKPOINT, "suite", "limit")
 """What `asked` may differ in while two runs were still asked the same question."""

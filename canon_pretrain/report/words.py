@@ -6,8 +6,8 @@ Pure functions of the report's content (content.py): they round and phrase, noth
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.comparison.verdicts import UNINFORMATIVE, at_level
-from eval.report.suites import named
+from canon_pretrain.report.suite_tables import named
+from canon_pretrain.report.verdicts import UNINFORMATIVE, at_level
 
 NONE = "–"
 

@@ -7,7 +7,7 @@ take a while.
 import argparse
 from pathlib import Path
 
-from eval.compare import add_noise_arguments, seed_sigmas
+from canon_pretrain.report.eval_compare import add_noise_arguments, seed_sigmas
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Write the report of `arguments.runs`."""
-    from eval.report.write import report
+    from canon_pretrain.report.eval_report import report
 
     report(
         arguments.runs,

@@ -1,6 +1,6 @@
 """How often the verdicts are wrong, on simulated evaluations where the truth is known.
 
-    python -m eval.stats.simulate [--experiments 1000]
+    python -m tests.simulate_statistics [--experiments 1000]
 
 An experiment is the paper's: 15 tasks of two suites, runs with the paper's seed noise, items that
 come in groups of a common source and on which architectures differ without being better. It goes
@@ -22,10 +22,10 @@ from rich.table import Table
 from scipy import stats
 
 from canon_pretrain.core.terminal import Console
-from eval.stats.decide import ALPHA, detectable, holm, two_sided_p
-from eval.stats.items import mean_variance
-from eval.stats.pair import Answers, Paired, paired
-from eval.stats.seeds import (
+from canon_pretrain.report.decide import ALPHA, detectable, holm, two_sided_p
+from canon_pretrain.report.noise import mean_variance
+from canon_pretrain.report.pair import Answers, Paired, paired
+from canon_pretrain.report.seeds import (
     OTHER_DISCRIMINATIVE,
     OTHER_GENERATIVE,
     PUBLISHED_SPREADS,
@@ -337,7 +337,7 @@ def best_of_bias(count: int, generator: np.random.Generator, draws: int = 200_00
 
 def main(argv: list[str] | None = None) -> None:
     """Print the figures as tables."""
-    parser = argparse.ArgumentParser(prog="python -m eval.stats.simulate")
+    parser = argparse.ArgumentParser(prog="python -m tests.simulate_statistics")
     parser.add_argument("--experiments", type=int, default=1000, help="of each kind (%(default)s)")
     arguments = parser.parse_args(argv)
     generator = np.random.default_rng(0)

@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from eval.comparison.architectures import Architecture, Choice
-from eval.comparison.measure import Measure
-from eval.comparison.records import Scale
-from eval.comparison.standing import (
+from canon_pretrain.report.architectures import Architecture, Choice
+from canon_pretrain.report.evaluations import Run
+from canon_pretrain.report.items import Scale
+from canon_pretrain.report.measure import Measure
+from canon_pretrain.report.seeds import SeedNoise, expected_maximum
+from canon_pretrain.report.standing import (
     VALIDATION,
     Question,
     Standing,
@@ -23,8 +25,6 @@ from eval.comparison.standing import (
     score_of,
     suites_of,
 )
-from eval.report.runs import Run
-from eval.stats.seeds import SeedNoise, expected_maximum
 
 BEST_OF_WORDS = (
     "As in the paper: the best run of each architecture, over learning rates and seeds, task by "

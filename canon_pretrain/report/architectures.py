@@ -13,8 +13,8 @@ from typing import Any
 
 from canon_pretrain.core.text import printable
 from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.report.evaluations import Run, text_of
 from canon_pretrain.run.log import number
-from eval.report.runs import Run, text_of
 
 LEARNING_RATE = "optimizer.lr"
 SEEDS = ("model.init_seed", "data.data_seed")

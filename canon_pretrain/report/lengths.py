@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.report.runs import Run, chance_of
-from eval.results import Results, Score
+from canon_pretrain.report.evaluations import Run, chance_of
+from canon_pretrain.run.results import Results, Score
 
 PROBES = re.compile(r"(1-hop|1-hop-random|2-hop)-(\d+)")
 BABILONG = re.compile(r"babilong_(qa[1-5])_(\d+)k")

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.checkpoint.folder import EVALS
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.text import printable
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.names import unique_labels
+from canon_pretrain.run.results import RESULTS, SUITES, Results, read_results
 from canon_pretrain.run.status import read_status
-from eval.results import RESULTS, Results, is_outdated, read_results
-from eval.suite_names import SUITES
 
 
 def suite_order(name: str) -> tuple[int, str]:
@@ -57,6 +57,16 @@ class Run:
     def launches(self) -> list[dict[str, Any]]:
         """The `start` and `resume` events, in order."""
         return [event for event in self.events if event["event"] in ("start", "resume")]
+
+
+def is_outdated(folder: RunFolder, results: Results) -> bool:
+    """Return whether the run's checkpoint of that step is there and is not the evaluated one."""
+    evaluated = results.asked.get("content")
+    try:
+        checkpoint = CheckpointFolder.of_run(folder).step_path(results.asked["step"])
+        return evaluated is not None and Manifest.read(checkpoint).content != evaluated
+    except (UserError, OSError):
+        return False
 
 
 def text_of(results: Results) -> str:

@@ -11,9 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from eval.comparison.architectures import Recipe
-from eval.comparison.records import Items, Records, Scale, agrees
-from eval.comparison.standing import (
+from canon_pretrain.report import decide
+from canon_pretrain.report.architectures import Recipe
+from canon_pretrain.report.evaluations import Run
+from canon_pretrain.report.items import Items, Records, Scale, agrees
+from canon_pretrain.report.noise import Clusters, bootstrap_interval, mcnemar_test
+from canon_pretrain.report.pair import Answers, Paired, one_side, paired
+from canon_pretrain.report.seeds import SeedNoise, published_spread, seed_noise
+from canon_pretrain.report.standing import (
     Question,
     Standing,
     by_step,
@@ -23,11 +28,6 @@ from eval.comparison.standing import (
     is_loss,
     score_of,
 )
-from eval.report.runs import Run
-from eval.stats import decide
-from eval.stats.items import Clusters, bootstrap_interval, mcnemar_test
-from eval.stats.pair import Answers, Paired, one_side, paired
-from eval.stats.seeds import SeedNoise, published_spread, seed_noise
 
 NO_NOISE = SeedNoise(0.0, math.inf, "none", "none known")
 

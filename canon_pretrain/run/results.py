@@ -1,0 +1,290 @@
+"""Results on disk: the question of one evaluation, its scores, and each item's record.
+
+    RUN/evals/step-N/SUITE/QUESTION/results.json         the question and the scores
+    RUN/evals/step-N/SUITE/QUESTION/samples-TASK.jsonl   one line per item
+    RUN/evals/step-N/SUITE/QUESTION/unfinished/          finished tasks, until all are
+
+QUESTION is a hash of all that was asked, so that a trial with --limit never replaces a result.
+`eval run` writes them, `eval report` and `eval compare` read them. No torch.
+"""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import (
+    UnreadableFile,
+    parse_json,
+    parse_record,
+    parsing,
+    read_bytes,
+    read_json,
+    read_lines,
+    read_record,
+    write_atomic,
+    write_json,
+)
+from canon_pretrain.core.lock import locked
+from canon_pretrain.run.folder import EVALS, RunFolder
+
+VERSION = 1
+RESULTS = "results.json"
+SAMPLES = "samples-{}.jsonl"
+MAX_TASK_BYTES = 1 << 30
+MAX_SAMPLE_BYTES = 1 << 26
+
+VALIDATION = "validation"
+SUITES = (VALIDATION, "discriminative", "jrt", "babilong", "birth-year")
+"""The held-out loss, and the paper's suites (Figures 17 and 25), in the order of a report."""
+
+Z_95 = 1.959964
+"""The normal distribution's 97.5 % quantile."""
+
+ASKED = {
+    "checkpoint": str,
+    "step": int | None,  # an export need not know its step
+    "suite": str,
+    "limit": int | None,
+    "train_fingerprint": object,
+}
+"""What every question names, with its type."""
+
+WHOSE = ("checkpoint", "run_id")
+"""What `asked` holds of the run and its place. Not part of the question: `content` identifies what
+was evaluated, and is the same in a copy."""
+
+OWN_TO_A_CHECKPOINT = (*WHOSE, "content", "written_ns", "step", "train_fingerprint")
+"""What `asked` may differ in if two checkpoints were asked the same question. Older results have
+the time `written_ns` instead of `content`."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric of one task and its noise over the items.
+
+    `stderr`: the standard error over the sources of the items; None if the value is not a mean over
+    items, or all items are right or all wrong. `bound`: then, the other end of Wilson's 95 %
+    interval (0 to `bound`, or `bound` to 1).
+    """
+
+    value: float
+    stderr: float | None = None
+    bound: float | None = None
+
+
+def _checked(asked: dict[str, Any]) -> dict[str, Any]:
+    for name, kind in ASKED.items():
+        if name not in asked:
+            raise ValueError(f"no {name}")
+        if not isinstance(asked[name], kind):
+            raise ValueError(f"{name} is {str(asked[name])[:40]}")
+    return asked
+
+
+@dataclass(frozen=True)
+class Results:
+    """One evaluation of one checkpoint on one suite.
+
+    `asked` holds all that the scores depend on (question_of) and whose they are, as JSON values: at
+    least ASKED. `scores[task][metric]`; `num_samples[task]`, for a loss the predicted tokens.
+    `truncated[task]`: items whose context was longer than max_length and lost its beginning.
+    `written`: UTC, ISO 8601. The last two are empty in older results.
+    """
+
+    asked: Annotated[dict[str, Any], AfterValidator(_checked)]
+    scores: dict[str, dict[str, Score]]
+    num_samples: dict[str, int]
+    truncated: dict[str, int] = field(default_factory=dict)
+    written: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The scores of one task by metric, its number of items, and a record per item."""
+
+    scores: dict[str, Score]
+    num_samples: int
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    truncated: int = 0
+
+
+@dataclass(frozen=True)
+class _KeptAnswers(Answers):
+    task: str = field(kw_only=True)
+
+
+def wilson_bound(value: float, count: int) -> float:
+    """Return `Score.bound` of a share of `count` draws that is 0 or 1."""
+    end = Z_95**2 / (count + Z_95**2)
+    return end if value == 0 else 1 - end
+
+
+def bound_words(value: float, bound: float) -> str:
+    """Return `Score.bound` as a table shows it beside its value 0 or 1."""
+    return f"{'≤' if value == 0 else '≥'} {bound:.4f}"
+
+
+def source_of_record(record: Mapping[str, Any]) -> str:
+    """Return the source of an item: items with equal sources are one draw."""
+    return str(record.get("source", f"item {record['doc_hash']} {record['prompt_hash']}"))
+
+
+def question_of(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all of `asked` that the scores depend on."""
+    return {name: value for name, value in asked.items() if name not in WHOSE}
+
+
+def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
+    """Return the default folder of the results of `asked`."""
+    question = json.dumps(question_of(asked), sort_keys=True)
+    digest = hashlib.sha256(question.encode()).hexdigest()
+    return run.path / EVALS / f"step-{asked['step']}" / asked["suite"] / digest[:12]
+
+
+class Unfinished:
+    """The finished tasks of one question, in `folder`/unfinished.
+
+    A suite takes hours and may be killed: each task is kept as it ends. Answers to another
+    question, or about another checkpoint, are discarded.
+    """
+
+    def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
+        self._folder = folder / "unfinished"
+        self._question = self._folder / "question.json"
+        self._asked = json.loads(json.dumps(asked))
+
+    @contextmanager
+    def hold(self, log: Callable[[str], None]) -> Iterator[None]:
+        """Hold the question for this process within the block, waiting for another with one line.
+
+        Raises OSError if the folder cannot be written.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        results = self._folder.parent / RESULTS
+        waits = f"waits: another process asks the same question, in {results.parent}"
+        with locked(
+            self._folder / "lock",
+            f"{results.parent}",
+            patience_s=math.inf,
+            on_wait=lambda: log(waits),
+        ):
+            yield
+            if results.exists():
+                self.remove()
+
+    def read(self) -> dict[str, Answers]:
+        """Return the answers by task, without unreadable ones, which are asked again."""
+        found: dict[str, Answers] = {}
+        for path in sorted(self._folder.glob("*.task.json")) if self._is_ours() else ():
+            try:
+                kept = read_record(path, _KeptAnswers, finite=False, max_bytes=MAX_TASK_BYTES)
+            except UnreadableFile:
+                continue
+            found[kept.task] = Answers(kept.scores, kept.num_samples, kept.samples, kept.truncated)
+        return found
+
+    def add(self, task: str, answers: Answers) -> None:
+        """Keep the answers to `task`. Raises OSError if they cannot be written."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._is_ours():
+            for left in self._folder.glob("*.task.json"):
+                left.unlink()
+            write_json(self._question, self._asked)
+        content = json.dumps({"task": task, **asdict(answers)}, ensure_ascii=False)
+        write_atomic(self._folder / f"{_file_name(task)}.task.json", content.encode())
+
+    def _is_ours(self) -> bool:
+        """Return whether the kept answers are to this question."""
+        try:
+            kept = read_json(self._question, finite=False)
+            return question_of(kept) == question_of(self._asked)
+        except UnreadableFile:
+            return False
+
+    def remove(self) -> None:
+        """Remove them; results.json replaces them."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def write_results(
+    folder: Path, results: Results, samples: Mapping[str, Iterable[Mapping[str, Any]]]
+) -> None:
+    """Write each task's samples, then results.json, which commits the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RESULTS).unlink(missing_ok=True)
+    for left in folder.glob(SAMPLES.format("*")):
+        left.unlink()
+    for task, items in samples.items():
+        lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
+        write_atomic(folder / SAMPLES.format(_file_name(task)), lines.encode())
+    written = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(folder / RESULTS, {"version": VERSION, **asdict(results), "written": written})
+
+
+def _file_name(task: str) -> str:
+    """A task may be named like a path."""
+    return task.replace("/", "%2F")
+
+
+def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the item records beside a results.json, by task (fields: `eval/harness.py`).
+
+    Raises UserError for a damaged file.
+    """
+    start, end = SAMPLES.split("{}")
+    found = {}
+    for path in sorted(folder.glob(SAMPLES.format("*"))):
+        task = path.name.removeprefix(start).removesuffix(end).replace("%2F", "/")
+        try:
+            with parsing(path):
+                lines = read_lines(path, MAX_SAMPLE_BYTES)
+                found[task] = [parse_json(line, finite=False) for line in lines]
+                if not all(isinstance(item, dict) for item in found[task]):
+                    raise ValueError("a line is no JSON object")
+        except UnreadableFile as error:
+            raise UserError(f"{error}; `python -m eval run` asks that suite again") from None
+    return found
+
+
+@dataclass(frozen=True)
+class _Versioned:
+    version: Any
+
+
+def read_results(path: Path) -> Results:
+    """Read one results.json. Raises UserError if it is missing, damaged or of another version."""
+    try:
+        content = read_bytes(path)
+        with parsing(path):
+            version = parse_record(content, _Versioned, finite=False).version
+            if version != VERSION:
+                raise UserError(f"{path}: version {version!r}, this program reads {VERSION}")
+            stored = parse_record(content, Results, finite=False)
+    except UnreadableFile as error:
+        if error.is_missing:
+            raise UserError(f"{path}: no results here; `python -m eval run` writes them") from None
+        if error.errno is not None:
+            raise
+        raise UserError(f"{error}; evaluate again") from None
+    scores = {
+        task: {m: _with_bound(score, stored.num_samples.get(task)) for m, score in metrics.items()}
+        for task, metrics in stored.scores.items()
+    }
+    return replace(stored, scores=scores)
+
+
+def _with_bound(score: Score, count: int | None) -> Score:
+    """Earlier versions wrote a standard error of 0 if all items are alike."""
+    if score.stderr == 0 and score.value in (0, 1) and count:
+        return Score(score.value, bound=wilson_bound(score.value, count))
+    return score
