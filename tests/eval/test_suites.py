@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,8 @@ def test_two_at_once_do_the_work_once(base: Path, tmp_path: Path) -> None:
     """The second waits, and answers from what the first has written."""
     first, both = tmp_path / "first", tmp_path / "both"
     main(command(base, "jrt_fda", first))
-    held = Unfinished(both, {}).hold(print)
+    held = ExitStack()
+    held.enter_context(Unfinished(both, {}).hold(print))
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "eval", *command(base, "jrt_fda", both)],
         cwd=ROOT.parent,
