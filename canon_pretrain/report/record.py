@@ -1,0 +1,391 @@
+"""RunRecord: what a run folder holds, for every view of finished and running runs.
+
+`run status | plot | diff | export` and `eval report | compare` are views of it. A part is read when
+it is first used, and once; a missing or damaged one raises UserError there. No torch.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.manifest import Manifest
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, parsing, read_bytes, read_json, sha256_file
+from canon_pretrain.core.text import printable
+from canon_pretrain.run.folder import EVALS, RunFolder
+from canon_pretrain.run.launches import launch_numbers, read_run
+from canon_pretrain.run.log import number
+from canon_pretrain.run.names import unique_labels
+from canon_pretrain.run.results import RESULTS, Results, read_results
+from canon_pretrain.run.status import Status, read_status
+
+SEEDS = ("model.init_seed", "data.data_seed")
+HELD_OUT = "held_out_fingerprint"
+
+
+class Curve(NamedTuple):
+    """int64 [n] steps in order, and their float64 [n] values, also NaN and infinities."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, float]]) -> "Curve | None":
+        """Return the curve of (step, value), the last of each step; None without any."""
+        rows = sorted(dict(pairs).items())
+        steps, values = [step for step, _ in rows], [value for _, value in rows]
+        return cls(np.array(steps, np.int64), np.array(values, np.float64)) if rows else None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A `start` or `resume`: where it continues, and when, in hours (see `Clock`)."""
+
+    from_step: int
+    time: str | None
+    world_size: int | None
+    training_hours: float | None
+    wall_hours: float | None
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When each logged step was done. Hours are None if the log's times cannot be read.
+
+    Training hours join the launches: each counts from its first event, without the time between
+    launches and without work that a restart repeated. Wall hours count from the log's first event.
+    """
+
+    steps: np.ndarray
+    """int64 [n], as the next; the first is step 0."""
+    tokens: np.ndarray
+    training_hours: np.ndarray | None
+    """float64 [n], as the next."""
+    wall_hours: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """RUN/launches/NNN; a file that an older version did not write is None."""
+
+    facts: dict[str, Any] | None
+    packages: dict[str, str] | None
+    environment: dict[str, Any] | None
+    patch: str
+    """A short hash of source.patch; empty without changes."""
+
+    @property
+    def code(self) -> tuple[Any, str]:
+        """The commit, and the hash of the patch."""
+        return ((self.facts or {}).get("git") or {}).get("commit"), self.patch
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What RUN/evals holds: results with their folders, and what is left out and why."""
+
+    results: list[tuple[Results, Path]]
+    left_out: list[str]
+    damaged: list[UserError]
+
+
+class RunRecord:
+    """One run folder; `label` is its name beside other runs."""
+
+    def __init__(self, path: Path, label: str = "") -> None:
+        self.folder = RunFolder(path)
+        self.label = label or path.name
+
+    @classmethod
+    def of_all(cls, paths: Sequence[Path]) -> "list[RunRecord]":
+        """Return the runs with distinct labels. Raises UserError if one is given twice."""
+        return [cls(path, label) for path, label in zip(paths, unique_labels(paths), strict=True)]
+
+    # -- config.json
+
+    @cached_property
+    def _stored(self) -> dict[str, Any]:
+        stored = self.folder.read_config()
+        for name in ("identity", "config"):
+            if not isinstance(stored.get(name), dict):
+                raise UserError(f"{self.folder.config_file} is damaged: it has no `{name}`")
+        return stored
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes the run what it is, by dotted names (run/folder.py)."""
+        return self._stored["identity"]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved job, by sections."""
+        return self._stored["config"]
+
+    @property
+    def seeds(self) -> tuple[Any, ...]:
+        return tuple(self.identity.get(name) for name in SEEDS)
+
+    @property
+    def recipe(self) -> str:
+        """The identity without the seeds, as text: equal for repeats with other seeds."""
+        rest = {name: value for name, value in self.identity.items() if name not in SEEDS}
+        return json.dumps(rest, sort_keys=True)
+
+    # -- status.json, DONE
+
+    @cached_property
+    def status(self) -> Status | None:
+        return read_status(self.folder.status_file)
+
+    @property
+    def is_done(self) -> bool:
+        return self.folder.done_file.exists()
+
+    @property
+    def failure(self) -> tuple[int, str] | None:
+        """The step and the reason of the last launch's failure; None if it did not fail."""
+        try:
+            status = self.status
+        except UserError:  # a damaged status hides neither log nor results
+            return None
+        if status is None or status.state != "failed" or self.is_done:
+            return None
+        return status.step, printable(status.reason)
+
+    # -- log.jsonl
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """All events without superseded ones: repeated steps are there as they were done last."""
+        return self.folder.read_log()
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """The `step` events."""
+        found = [event for event in self.events if event["event"] == "step"]
+        if any("tokens" not in event for event in found):
+            raise UserError(f"{self.folder.log_file} is damaged: it has a step without tokens")
+        return found
+
+    @cached_property
+    def heads(self) -> list[dict[str, Any]]:
+        """The `start` and `resume` events."""
+        return [event for event in self.events if event["event"] in ("start", "resume")]
+
+    def curve(self, field: str) -> Curve | None:
+        """Return a field of the `step` events; None if no event has it."""
+        with parsing(self.folder.log_file):
+            return Curve.of(
+                (event["step"], number(event[field]))
+                for event in self.steps
+                if event.get(field) is not None
+            )
+
+    @cached_property
+    def own_validations(self) -> list[dict[str, Any]]:
+        """The `validation` events on the run's own held-out text."""
+        own = self.identity.get(HELD_OUT)
+        scored = (event for event in self.events if event["event"] == "validation")
+        return [event for event in scored if event.get(HELD_OUT, own) == own]
+
+    @cached_property
+    def validation(self) -> dict[str, Curve]:
+        """Bits per byte on the held-out part, by source; "" is the whole."""
+        pairs: dict[str, list[tuple[int, float]]] = {}
+        with parsing(self.folder.log_file):
+            for event in self.own_validations:
+                for name, measured in ({"": event} | (event.get("sources") or {})).items():
+                    if measured.get("bits_per_byte") is not None:
+                        value = number(measured["bits_per_byte"])
+                        pairs.setdefault(printable(name), []).append((event["step"], value))
+        return {name: curve for name, rows in pairs.items() if (curve := Curve.of(rows))}
+
+    @cached_property
+    def skips(self) -> list[dict[str, Any]]:
+        """The `skip` events of steps that no later launch repeated."""
+        kept: list[dict[str, Any]] = []
+        for event in self.events:
+            if event["event"] in ("start", "resume"):
+                kept = [each for each in kept if each["step"] <= event.get("from_step", 0)]
+            elif event["event"] == "skip":
+                kept.append(event)
+        return kept
+
+    @property
+    def clock(self) -> Clock:
+        return self._timeline[0]
+
+    @property
+    def launches(self) -> list[Launch]:
+        return self._timeline[1]
+
+    @cached_property
+    def _timeline(self) -> tuple[Clock, list[Launch]]:
+        steps, tokens, training, wall = [0], [0], [0.0], [0.0]
+        launches: list[Launch] = []
+        events = [e for e in self.events if e["event"] in ("step", "start", "resume")]
+        times = [_hours(event.get("time")) for event in events]
+        began, base = times[0] if times else 0.0, 0.0  # of the launch
+        known = all(map(math.isfinite, times))
+        for event, now in zip(events, times, strict=True):
+            if event["event"] != "step":
+                began, base = now, training[-1]
+                hours = (base, now - times[0]) if known else (None, None)
+                facts = event.get("time"), event.get("world_size")
+                launches.append(Launch(int(event.get("from_step", 0)), *facts, *hours))
+            elif event["step"] > steps[-1]:
+                steps.append(event["step"])
+                tokens.append(event.get("tokens", 0))
+                # a clock that was set back moves no curve back
+                training.append(max(training[-1], base + now - began))
+                wall.append(max(wall[-1], now - times[0]))
+        hours_N = [np.array(x) if known and wall[-1] > 0 else None for x in (training, wall)]
+        return Clock(np.array(steps), np.array(tokens), *hours_N), launches
+
+    # -- launches/
+
+    @cached_property
+    def launch_records(self) -> list[LaunchRecord]:
+        """The records of the launches, the newest last; none in an older run."""
+        found = []
+        for path in map(self.folder.launch_path, launch_numbers(self.folder)):
+            facts, environment = (
+                _optional(path / name, lambda path: read_json(path, finite=False))
+                for name in ("launch.json", "environment.json")
+            )
+            packages = _optional(path / "packages.txt", _packages)
+            try:
+                patch = sha256_file(path / "source.patch")[:12]
+            except OSError:
+                patch = ""
+            found.append(LaunchRecord(facts, packages, environment, patch))
+        return found
+
+    # -- evals/
+
+    @property
+    def evaluations(self) -> list[Results]:
+        """The results under RUN/evals, as `python -m eval run` writes them.
+
+        Sorted by suite, trials first, by step, and by what counts at one step: results of the run's
+        own checkpoint, then of its own held-out text, then the newest, are last.
+        """
+        return [results for results, _ in self._found.results]
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folder of each of `evaluations`, with its samples."""
+        return [folder for _, folder in self._found.results]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Sentences on results that are another run's."""
+        return self._found.left_out
+
+    @property
+    def damaged(self) -> list[UserError]:
+        """Why results could not be read."""
+        return self._found.damaged
+
+    @property
+    def latest(self) -> dict[tuple[str, int], Results]:
+        """The result that counts, by suite and step: a whole one before a trial."""
+        return {(each.asked["suite"], each.asked["step"]): each for each in self.evaluations}
+
+    @cached_property
+    def _found(self) -> _Found:
+        found, left_out, damaged = [], [], []
+        own_texts = str(self.identity.get(HELD_OUT)).split("+")
+        for path in sorted((self.folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
+            try:
+                results = read_results(path)
+            except UserError as error:
+                damaged.append(error)
+                continue
+            if whose := self._other_run(results):
+                left_out.append(f"{path} is left out: it is of {whose}.")
+                continue
+            asked = results.asked
+            is_own_text = asked["suite"] == "validation" and str(asked.get(HELD_OUT)) in own_texts
+            order = (
+                *(asked["suite"], asked["limit"] is None, asked["step"]),
+                *(not is_outdated(self.folder, results), is_own_text),
+                *(results.written, path.stat().st_mtime_ns),
+            )
+            found.append((order, (results, path.parent)))
+        found.sort(key=lambda entry: entry[0])
+        return _Found([each for _, each in found], left_out, damaged)
+
+    @property
+    def notices(self) -> list[str]:
+        """Sentences on what is left out of the curves and the evaluations."""
+        said = [*self.left_out, *(f"{error}; it is left out" for error in self.damaged)]
+        validations = sum(event["event"] == "validation" for event in self.events)
+        if others := validations - len(self.own_validations):
+            said.append(f"{others} validation(s) are of another held-out text and left out")
+        return said
+
+    def _other_run(self, results: Results) -> str | None:
+        """Return whose results these are, if not this run's: they belong to a run's id."""
+        asked, facts = results.asked, read_run(self.folder)
+        if facts is not None and asked.get("run_id") not in (None, facts.run_id):
+            other = f"run {asked['run_id']} ({asked['checkpoint']})"
+            return f"{other}, and {self.folder.path} is run {facts.run_id}"
+        data, own = asked["train_fingerprint"], self.identity.get("data_fingerprint")
+        if data != own:
+            return f"a model trained on data {data}, and {self.folder.path} was trained on {own}"
+        return None
+
+
+def is_outdated(folder: RunFolder, results: Results) -> bool:
+    """Return whether the run's checkpoint of that step exists and is not the evaluated one."""
+    evaluated = results.asked.get("content")
+    try:
+        checkpoint = CheckpointFolder.of_run(folder).step_path(results.asked["step"])
+        return evaluated is not None and Manifest.read(checkpoint).content != evaluated
+    except (UserError, OSError):
+        return False
+
+
+def differing(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return the fields of the identity in which `runs` differ, with each run's value."""
+    names = dict.fromkeys(name for run in runs for name in run.identity)
+    rows = [{"setting": name, "values": [run.identity.get(name) for run in runs]} for name in names]
+    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+
+
+def in_turn(values: Iterable[Any]) -> list[Any]:
+    """Return `values` without None and without repeats of the one before."""
+    known = [value for value in values if value is not None]
+    return [value for k, value in enumerate(known) if k == 0 or value != known[k - 1]]
+
+
+def _hours(time: Any) -> float:
+    """Return an ISO time in hours; NaN if it is none."""
+    try:
+        return datetime.fromisoformat(time).timestamp() / 3600
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _optional(path: Path, read: Any) -> Any:
+    """Return what `read` finds in a file; None if there is no such file."""
+    try:
+        return read(path)
+    except UnreadableFile as error:
+        if error.is_missing:
+            return None
+        raise UserError(f"{error}; without it the rest can be read") from None
+
+
+def _packages(path: Path) -> dict[str, str]:
+    lines = read_bytes(path).decode(errors="replace").split()
+    return dict(line.split("==", 1) for line in lines if "==" in line)
