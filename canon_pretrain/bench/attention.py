@@ -26,8 +26,15 @@ from torch.nn.attention import (
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from canon_pretrain.bench import variants
-from canon_pretrain.bench.machine import Machine, heading, peaks_line
-from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lines
+from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.tables import (
+    heading,
+    make_table,
+    peaks_line,
+    print_lines,
+    ratio_cells,
+    unavailable_lines,
+)
 from canon_pretrain.bench.timing import compare_steps
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console
@@ -105,11 +112,10 @@ def measure(
     return {
         "bench": "attention",
         **machine.facts(),
-        "model": variants.describe(args),
+        **variants.model_facts(args, dtype),
         "heads": [args.num_heads, args.kv_heads, args.head_dim],
         "micro_batch": batch,
         "num_tokens": num_tokens,
-        "dtype": str(dtype).removeprefix("torch."),
         "peaks": machine.peaks(dtype),
         "base": base,
         "unavailable": missing,
@@ -249,9 +255,9 @@ def causal_flops(args: ModelArgs, batch: int, num_tokens: int) -> int:
 def print_result(result: dict[str, Any], console: Console) -> None:
     """The table that a person reads."""
     heads, kv_heads, head_dim = result["heads"]
-    print_lines(console, heading(result))
     print_lines(
         console,
+        heading(result),
         f"{result['micro_batch']} x {result['num_tokens']:,} tokens, {heads} heads (k and v: "
         f"{kv_heads}) of {head_dim}, {result['dtype']}, causal",
     )
@@ -264,8 +270,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
             row["way"],
             row["direction"],
             f"{1000 * row['other_s']:.3f}",
-            f"{row['ratio']:.2f}x",
-            f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}",
+            *ratio_cells(row),
             f"{row['flops_per_second'] / 1e12:,.2f}",
             f"{row['of_matmul']:.0%}",
             f"{row['max_error']:.0e}",
@@ -275,5 +280,5 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         console,
         f"{peaks_line(result['peaks'])}; FLOPs of the half of the scores that causality leaves, "
         f"backward 2.5 times forward's. The fastest for both passes: {result['fastest']}",
+        *unavailable_lines(result["unavailable"]),
     )
-    print_lines(console, *unavailable_lines(result["unavailable"]))

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from canon_pretrain.bench import variants
-from canon_pretrain.bench.machine import Machine, heading, peaks_line
-from canon_pretrain.bench.step import many_compilations
-from canon_pretrain.bench.tables import make_table, print_lines, unavailable_lines
+from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.tables import (
+    heading,
+    make_table,
+    peaks_line,
+    print_lines,
+    ratio_cells,
+    unavailable_lines,
+)
 from canon_pretrain.bench.timing import Step, compare_steps
-from canon_pretrain.bench.tune import print_sweep, sweep
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import OPTIONAL, compile_options
 from canon_pretrain.model.canon_check import WrongCanon, compare, make_inputs, make_module
@@ -37,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, metavar="T", help="(default: 4096 on a GPU, 1024 on a CPU)")
     add("--micro-batch", type=int, metavar="B", help="(default: 16 on a GPU, 4 on a CPU)")
     add("--backends", nargs="+", metavar="B", help="(default: all that can be had here)")
-    add("--tune", action="store_true", help="try other cuts of the Triton kernels' work too")
     variants.add_timing_arguments(parser, pairs=11, block_s=0.05)
 
 
@@ -54,13 +57,10 @@ def measure(
     args = variants.model_args(arguments, on_gpu=machine.on_gpu, num_tokens=num_tokens)
     dtype = variants.dtype_of(arguments, on_gpu=machine.on_gpu)
     backends, missing = variants.available(arguments.backends, machine.device, dtype)
-    if arguments.tune and "triton" not in backends:
-        raise UserError(f"--tune is about triton, which {missing.get('triton', 'was left out')}")
     peaks = machine.peaks(dtype)
     rows: list[dict[str, Any]] = []
-    tuned: list[dict[str, Any]] = []
     with ExitStack() as patches:
-        patches.enter_context(many_compilations())
+        patches.enter_context(variants.many_compilations())
         # a backward pass is timed again and again on what one forward pass has kept
         patches.enter_context(torch._functorch.config.patch(donated_buffer=False))
         for form in forms(args):
@@ -79,28 +79,16 @@ def measure(
                     missing[f"{form.name} by {backend}"] = variants.failure(why)
                     continue
                 say(f"{form.name}, {backend}: {rows[-2]['ratio']:.2f}, {rows[-1]['ratio']:.2f}")
-                if arguments.tune and backend == "triton":
-                    tuned += tune_form(form, timed, arguments)
     return {
         "bench": "canon",
         **machine.facts(),
-        "model": variants.describe(args),
-        "args": dataclasses.asdict(args),
+        **variants.model_facts(args, dtype),
         "micro_batch": batch,
         "num_tokens": num_tokens,
-        "dtype": str(dtype).removeprefix("torch."),
         "peaks": peaks,
         "unavailable": missing,
         "rows": rows,
-        "tune": tuned,
     }
-
-
-def tune_form(form: Form, timed: "Timed", arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Other cuts of the Triton kernel of `form`."""
-    passes = {"forward": timed.forward, "backward": timed.backward}
-    rows = sweep(passes, pairs=arguments.pairs, block_s=arguments.block_seconds)
-    return [{"form": form.name, **row} for row in rows]
 
 
 def measure_form(
@@ -162,9 +150,9 @@ class Timed:
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """The table that a person reads."""
-    print_lines(console, heading(result))
     print_lines(
         console,
+        heading(result),
         f"widths of {result['model']}, {result['micro_batch']} x {result['num_tokens']:,} tokens, "
         f"{result['dtype']}, each compiled",
     )
@@ -178,19 +166,16 @@ def print_result(result: dict[str, Any], console: Console) -> None:
             row["backend"],
             row["direction"],
             f"{1000 * row['other_s']:.3f}",
-            f"{row['ratio']:.2f}x",
-            f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}",
+            *ratio_cells(row),
             f"{row['least_bytes'] / 1e6:,.2f}",
             f"{row['bandwidth'] / 1e9:,.1f}",
             f"{row['of_copy']:.0%}",
             f"{row['max_error']:.0e}",
         )
     console.print(table)
-    if result["tune"]:
-        print_sweep(result["tune"], console)
     print_lines(
         console,
         f"{peaks_line(result['peaks'])}; the limit is that every operand is read or written once, "
         "at the copy bandwidth: 100 % of copy",
+        *unavailable_lines(result["unavailable"]),
     )
-    print_lines(console, *unavailable_lines(result["unavailable"]))

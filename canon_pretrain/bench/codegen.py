@@ -22,8 +22,8 @@ from torch import Tensor
 from canon_pretrain import kernels
 from canon_pretrain.bench.fake_gpu import ATTENTION, NAME, OpaqueAttend, fake_gpu, lower
 from canon_pretrain.bench.limits import RATES, block_traffic, step_seconds
-from canon_pretrain.bench.machine import Machine, heading
-from canon_pretrain.bench.tables import make_table, print_lines
+from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.tables import heading, make_table, print_lines
 from canon_pretrain.bench.variants import check_at_least, with_canon
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import write_atomic

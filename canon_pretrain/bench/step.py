@@ -1,52 +1,55 @@
 """Canon's price in a training step: each set and backend beside the same model without Canon.
 
 `--unit block` is forward and backward of one compiled block. `--unit model` is on a CPU the whole
-step (bare.py: forward, loss, backward, clipping, fused AdamW, blocks compiled as the trainer does,
-FSDP2 at one rank), and on a GPU the model's forward and backward, of which MFU is a share; what
-FSDP2 and AdamW take on top is measured apart, of the model without Canon.
+step (titan/bare_step.py: forward, loss, backward, clipping, fused AdamW, blocks compiled as the
+trainer does, FSDP2 at one rank), and on a GPU the model's forward and backward, of which MFU is a
+share; what FSDP2 and AdamW take on top is measured apart, of the model without Canon.
 
 On a CPU the two models of a comparison take turns. A GPU holds one at a time, with all of its
 memory, as in a run: each is built, measured and freed, the one without Canon first and last.
 """
 
 import argparse
+import bisect
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from canon_pretrain.bench import targets, variants
-from canon_pretrain.bench.bare import BareStep, job_of, one_rank
-from canon_pretrain.bench.limits import block_flops_per_token, fused, one_kernel_a_site
+from canon_pretrain.bench import tables, variants
+from canon_pretrain.bench.limits import block_flops_per_token, least_extra
 from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.memory_plan import fitting_micro_batch
-from canon_pretrain.bench.step_table import print_result as print_result
+from canon_pretrain.bench.tables import print_lines
 from canon_pretrain.bench.timing import (
     STEP,
-    Comparison,
     Step,
-    around,
+    Subject,
     block_of,
-    compare_steps,
+    compare_subjects,
     seconds_of,
     steps_for,
 )
 from canon_pretrain.bench.variants import NONE, Variant
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.kernels.backends import OPTIONAL, compile_options
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.kernels.backends import OPTIONAL
 from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token
 from canon_pretrain.model.attend import BACKENDS as ATTENTION
 from canon_pretrain.model.attend import Attend
-from canon_pretrain.model.positions import Rope
-from canon_pretrain.model.transformer import TransformerBlock
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.titan.bare_step import BareStep, job_of, one_rank
+from canon_pretrain.titan.dry_run import GIB
+from canon_pretrain.titan.memory import memory_by_part
 
 UNITS = ("block", "model")
 CPU_TOKENS, CPU_MICRO_BATCH = 1024, 2
-MANY_COMPILATIONS = 256
-"""All variants of a block share the code that torch.compile counts recompilations of."""
+ROOM = 0.92
+"""The share of a GPU's memory that is planned with; fragments and workspaces take the rest."""
+MICRO_BATCH = 6
+"""Of the 1.3B runs (train_configs/base/1b3.toml), in sequences of 4,096 tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,43 +61,22 @@ class Setting:
     num_tokens: int
     micro_batch: int
     dtype: torch.dtype
-    attention_backend: str
+    attention: str
     alone: bool
     """One model in memory at a time."""
+    pairs: int
+    block_s: float
 
     @property
     def tokens_per_step(self) -> int:
         return self.micro_batch * self.num_tokens
 
-    def facts(self, machine: Machine) -> dict[str, Any]:
-        """All of it, for the JSON."""
-        attend = Attend(self.args, self.attention_backend)
-        return {
-            "unit": self.unit,
-            "timed": "forward and backward" if self.is_plain else "step",
-            "model": variants.describe(self.args),
-            "args": dataclasses.asdict(self.args),
-            "num_tokens": self.num_tokens,
-            "micro_batch": self.micro_batch,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "attention": attend.describe(machine.device.type),
-        }
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether what is compared is forward and backward, without FSDP2 and AdamW."""
-        return self.alone or self.unit == "block"
-
     def args_of(self, variant: Variant) -> ModelArgs:
         return variants.with_canon(self.args, variant.canon_set)
 
-    def flops_per_token(self, variant: Variant) -> int:
-        count = block_flops_per_token if self.unit == "block" else flops_per_token
-        return count(self.args_of(variant), self.num_tokens)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `step`."""
+    """Add the options of `step`."""
     add = parser.add_argument
     variants.add_model_arguments(parser)
     add("--unit", choices=UNITS, help="(default: model on a GPU, block on a CPU)")
@@ -108,157 +90,128 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The figures of one run, as JSON can hold them; seconds, bytes, FLOPs. Raises UserError."""
+    """Return the figures as JSON can hold them; seconds, bytes, FLOPs. Raises UserError."""
     setting = _setting(arguments, machine)
     backends, missing = variants.available(arguments.backends, machine.device, setting.dtype)
     chosen = variants.variants(arguments.sets, arguments.backends, backends)
     peaks = machine.peaks(setting.dtype)
-    context = one_rank() if setting.unit == "model" else nullcontext()
-    with context, many_compilations():
-        in_turn = measure_alone if setting.alone else measure_in_turns
-        base, rows = in_turn(setting, chosen, missing, arguments, machine, say)
-        whole = None
-        if setting.alone and setting.unit == "model" and rows:
-            whole = measure_whole(setting, machine, arguments)
-    if not rows:
+    whole = None
+    with one_rank() if setting.unit == "model" else nullcontext(), variants.many_compilations():
+
+        def make(variant: Variant) -> Callable[[], Subject | str]:
+            def made() -> Subject | str:
+                say(f"{variant.name} ...")
+                return _subject(setting, variant, machine)
+
+            return made
+
+        found = compare_subjects(
+            make(NONE),
+            {variant.name: make(variant) for variant in chosen},
+            pairs=setting.pairs,
+            alone=setting.alone,
+            free=machine.free_memory,
+        )
+        if isinstance(found, str):
+            raise UserError(f"{found}: give a smaller --micro-batch, or fewer --layers")
+        if setting.alone and setting.unit == "model":
+            whole = measure_whole(setting, machine)
+    if not found.parts:
         raise UserError("no variant could be measured: give a smaller --micro-batch")
+    rows = []
+    for variant in chosen:
+        if variant.name not in found.parts:
+            continue
+        beside = found.parts[variant.name][STEP]
+        per_byte = setting.tokens_per_step / machine.copy_bandwidth / beside.base_s
+        per_byte *= setting.args.num_layers if setting.unit == "model" else 1
+        rows.append(
+            {
+                "variant": variant.name,
+                **dataclasses.asdict(variant),
+                **found.facts[variant.name],
+                **dataclasses.asdict(beside),
+                **speed(setting, variant, beside.other_s, peaks),
+                "least": least_extra(setting.args_of(variant), setting.dtype.itemsize) * per_byte,
+            }
+        )
     base_s = statistics.median(row["base_s"] for row in rows)
+    base = {"variant": NONE.name, **found.base_facts, "s": base_s, "drift": found.drift}
     return {
         "bench": "step",
         **machine.facts(),
-        **setting.facts(machine),
+        **variants.model_facts(setting.args, setting.dtype),
+        "unit": setting.unit,
+        "timed": "forward and backward" if setting.alone or setting.unit == "block" else "step",
+        "num_tokens": setting.num_tokens,
+        "micro_batch": setting.micro_batch,
+        "attention": Attend(setting.args, setting.attention).describe(machine.device.type),
         "flops_formula": FLOPS_FORMULA,
         "peaks": peaks,
-        "unavailable": missing,
-        "base": {
-            "variant": NONE.name,
-            **base,
-            "s": base_s,
-            **speed(setting, NONE, base_s, peaks),
-        },
+        "unavailable": missing | found.failed,
+        "base": {**base, **speed(setting, NONE, base_s, peaks)},
         "whole": whole,
         "rows": rows,
-        "targets": asked_of(setting, machine),
     }
 
 
-Found = tuple[dict[str, Any], list[dict[str, Any]]]
-"""Facts of the model without Canon, and the rows of the others."""
+def _setting(arguments: argparse.Namespace, machine: Machine) -> Setting:
+    """Return the options as what they mean on this machine."""
+    variants.check_at_least(
+        1, tokens=arguments.tokens, micro_batch=arguments.micro_batch, pairs=arguments.pairs
+    )
+    variants.check_at_least(0, block_seconds=arguments.block_seconds)
+    num_tokens = arguments.tokens or (4096 if machine.on_gpu else CPU_TOKENS)
+    args = variants.model_args(arguments, on_gpu=machine.on_gpu, num_tokens=num_tokens)
+    dtype = variants.dtype_of(arguments, on_gpu=machine.on_gpu)
+    micro_batch = arguments.micro_batch or CPU_MICRO_BATCH
+    if machine.on_gpu and not arguments.micro_batch:
+        micro_batch = fitting_micro_batch(args, num_tokens, dtype, torch.cuda.mem_get_info()[0])
+    return Setting(
+        args=args,
+        unit=arguments.unit or ("model" if machine.on_gpu else "block"),
+        num_tokens=num_tokens,
+        micro_batch=micro_batch,
+        dtype=dtype,
+        attention=arguments.attention,
+        alone=machine.on_gpu,
+        pairs=arguments.pairs,
+        block_s=arguments.block_seconds,
+    )
 
 
-def measure_in_turns(
-    setting: Setting,
-    chosen: Sequence[Variant],
-    missing: dict[str, str],
-    arguments: argparse.Namespace,
-    machine: Machine,
-    say: Callable[[str], None],
-) -> Found:
-    """The model without Canon stays in memory, beside one other; blocks in turn."""
-    rows = []
-    base = _built(setting, NONE, machine)
-    if isinstance(base, str):
-        raise UserError(f"{base}: give a smaller --micro-batch, or fewer --layers")
-    for variant in chosen:
-        other = _built(setting, variant, machine)
-        if isinstance(other, str):
-            missing[variant.name] = other
-            continue
-        found = compare_steps(
-            base.step, other.step, pairs=arguments.pairs, block_s=arguments.block_seconds
+def fitting_micro_batch(args: ModelArgs, num_tokens: int, dtype: torch.dtype, room: float) -> int:
+    """Return the most sequences that fit in `room` bytes with Canon ABCD, from 1 to MICRO_BATCH.
+
+    States by titan/memory.py. A compiled block keeps about 8 D + 3 F values per token: the inputs
+    of its norms, q, k, v, attention and its output, the feed-forward's input, gate, up and product.
+    """
+    args = dataclasses.replace(args, canon_set="ABCD", max_seq_len=num_tokens)
+    saved = dtype.itemsize * (8 * args.dim + 3 * args.ffn_dim)
+    saved += round(tables.SAVED_BYTES.must) * sum(args.canon_channels.values())
+    with torch.device("meta"):
+        model = Transformer(args)
+
+    def overflows(size: int) -> bool:
+        parts = memory_by_part(
+            args,
+            model,
+            num_shards=1,
+            micro_batch=size,
+            dtype=torch.float32,
+            param_dtype=dtype,
         )
-        rows.append(_row(setting, variant, found, other.facts, machine))
-        say(f"{variant.name}: {found.extra:+.1%}")
-    return base.facts, rows
+        parts["activations"] = args.num_layers * saved * size * num_tokens
+        return sum(parts.values()) > ROOM * room
+
+    return max(1, bisect.bisect_left(range(1, MICRO_BATCH + 1), True, key=overflows))
 
 
-def measure_alone(
-    setting: Setting,
-    chosen: Sequence[Variant],
-    missing: dict[str, str],
-    arguments: argparse.Namespace,
-    machine: Machine,
-    say: Callable[[str], None],
-) -> Found:
-    """One model in memory at a time: none, each variant, and none again."""
-    timed = {}
-    before = _alone(setting, NONE, arguments, machine)
-    if isinstance(before, str):
-        raise UserError(f"{before}: give a smaller --micro-batch, or fewer --layers")
-    for variant in chosen:
-        found = _alone(setting, variant, arguments, machine)
-        if isinstance(found, str):
-            missing[variant.name] = found
-            continue
-        timed[variant] = found
-        say(f"{variant.name}: {1000 * statistics.median(found.seconds):.2f} ms")
-    after = _alone(setting, NONE, arguments, machine)
-    if isinstance(after, str):  # memory in fragments, say
-        missing["no Canon, once more"] = after
-        after = before
-    rows, drift = [], 1.0
-    for variant, found in timed.items():
-        beside, drift = around(before.seconds, found.seconds, after.seconds)
-        rows.append(_row(setting, variant, beside, found.facts, machine))
-    return {**before.facts, "drift": drift}, rows
-
-
-@dataclasses.dataclass(frozen=True)
-class Alone:
-    """Seconds of a step in each of some blocks; its model is gone."""
-
-    facts: dict[str, Any]
-    seconds: list[float]
-
-
-def _alone(
-    setting: Setting, variant: Variant, arguments: argparse.Namespace, machine: Machine
-) -> Alone | str:
-    built = _built(setting, variant, machine)
-    if isinstance(built, str):
-        return built
-    block = block_of(built.step, steps_for(built.step, arguments.block_seconds))
-    return Alone(built.facts, [block()[STEP] for _ in range(arguments.pairs)])
-
-
-def measure_whole(
-    setting: Setting, machine: Machine, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """The step without Canon in its parts: forward and backward under FSDP2, and the update."""
-    built = _built(dataclasses.replace(setting, alone=False), NONE, machine)
-    if isinstance(built, str):
-        return {"error": built}
-    step = built.step
-    assert isinstance(step, BareStep)
-    parts = {"forward_backward_s": step.forward_backward, "update_s": step.update}
-    counts = {name: steps_for(part, arguments.block_seconds) for name, part in parts.items()}
-    blocks = {
-        name: [seconds_of(part, counts[name]) / counts[name] for _ in range(arguments.pairs)]
-        for name, part in parts.items()
-    }
-    return {**built.facts, **{name: statistics.median(each) for name, each in blocks.items()}}
-
-
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """A step of one variant, the seconds of its first one, and its peak of a GPU's memory."""
-
-    step: Step
-    compile_s: float
-    peak_bytes: int | None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"compile_s": self.compile_s, "peak_bytes": self.peak_bytes}
-
-
-def _built(setting: Setting, variant: Variant, machine: Machine) -> Built | str:
-    """`variant` after its first step, most of which is compilation; or why it can't be."""
-    machine.free_memory()  # of the variant before this one
-    before = 0
+def _subject(setting: Setting, variant: Variant, machine: Machine) -> Subject | str:
+    """Return `variant` after its first step, most of which is compilation; or why it failed."""
     if machine.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated() if machine.on_gpu else 0
     try:
         step = build(setting, variant, machine.device)
         compile_s = seconds_of(step)
@@ -269,77 +222,18 @@ def _built(setting: Setting, variant: Variant, machine: Machine) -> Built | str:
             raise
         return variants.failure(why)
     peak = torch.cuda.max_memory_allocated() - before if machine.on_gpu else None
-    return Built(step, compile_s, peak)
-
-
-def _row(
-    setting: Setting, variant: Variant, found: Comparison, facts: dict[str, Any], machine: Machine
-) -> dict[str, Any]:
-    """What is known of `variant` beside the model without Canon."""
-    return {
-        "variant": variant.name,
-        "canon_set": variant.canon_set,
-        "backend": variant.backend,
-        **facts,
-        **dataclasses.asdict(found),
-        **speed(setting, variant, found.other_s, machine.peaks(setting.dtype)),
-        "limits": limits(setting, variant, found.base_s, machine),
-    }
-
-
-def _setting(arguments: argparse.Namespace, machine: Machine) -> Setting:
-    """The options as what they mean on this machine."""
-    variants.check_at_least(
-        1, tokens=arguments.tokens, micro_batch=arguments.micro_batch, pairs=arguments.pairs
-    )
-    variants.check_at_least(0, block_seconds=arguments.block_seconds)
-    num_tokens = arguments.tokens or (4096 if machine.on_gpu else CPU_TOKENS)
-    setting = Setting(
-        args=variants.model_args(arguments, on_gpu=machine.on_gpu, num_tokens=num_tokens),
-        unit=arguments.unit or ("model" if machine.on_gpu else "block"),
-        num_tokens=num_tokens,
-        micro_batch=arguments.micro_batch or CPU_MICRO_BATCH,
-        dtype=variants.dtype_of(arguments, on_gpu=machine.on_gpu),
-        attention_backend=arguments.attention,
-        alone=machine.on_gpu,
-    )
-    if machine.on_gpu and not arguments.micro_batch:
-        size = fitting_micro_batch(
-            variants.with_canon(setting.args, "ABCD"),
-            num_tokens,
-            setting.dtype,
-            room=torch.cuda.mem_get_info()[0],
-        )
-        setting = dataclasses.replace(setting, micro_batch=size)
-    return setting
+    block = block_of(step, steps_for(step, setting.block_s))
+    return Subject(block, {"compile_s": compile_s, "peak_bytes": peak})
 
 
 def build(setting: Setting, variant: Variant, device: torch.device) -> Step:
-    """A step of `variant`, whose first call compiles it."""
-    args = setting.args_of(variant)
-    if setting.unit == "block":
-        return block_step(setting, args, variant.backend, device)
-    job = job_of(
-        args,
-        num_tokens=setting.num_tokens,
-        micro_batch=setting.micro_batch,
-        dtype=setting.dtype,
-        canon_backend=variant.backend,
-        attention_backend=setting.attention_backend,
+    """Return a step of `variant`, whose first call compiles it."""
+    if setting.unit == "model":
+        return _whole_step(setting, variant, device, plain=setting.alone)
+    block, compiled = variants.compiled_block(
+        setting.args, variant, setting.attention, device, setting.dtype
     )
-    return BareStep(job, device, plain=setting.alone)
-
-
-def block_step(setting: Setting, args: ModelArgs, backend: str, device: torch.device) -> Step:
-    """Forward and backward of one compiled block, from and to the residual stream."""
-    rope = Rope(args) if args.rope_dim else None
-    block = TransformerBlock(args, rope, Attend(args, setting.attention_backend), backend)
-    block.to(device, setting.dtype)
-    if rope is not None:
-        rope.reset(device)
-    options = compile_options(device.type, backend)
-    compiled = torch.compile(block, fullgraph=True, options=options)
-    shape = (setting.micro_batch, setting.num_tokens, args.dim)
+    shape = (setting.micro_batch, setting.num_tokens, setting.args.dim)
     h_BTD = torch.randn(shape, device=device).to(setting.dtype).requires_grad_()
     grad_BTD = torch.randn_like(h_BTD)
 
@@ -351,12 +245,39 @@ def block_step(setting: Setting, args: ModelArgs, backend: str, device: torch.de
     return step
 
 
+def _whole_step(
+    setting: Setting, variant: Variant, device: torch.device, *, plain: bool
+) -> BareStep:
+    job = job_of(
+        setting.args_of(variant),
+        num_tokens=setting.num_tokens,
+        micro_batch=setting.micro_batch,
+        dtype=setting.dtype,
+        canon_backend=variant.backend,
+        attention_backend=setting.attention,
+    )
+    return BareStep(job, device, plain=plain)
+
+
+def measure_whole(setting: Setting, machine: Machine) -> dict[str, float]:
+    """Return seconds of the step without Canon: forward and backward under FSDP2, the update."""
+    machine.free_memory()
+    step = _whole_step(setting, NONE, machine.device, plain=False)
+    step()
+    found = {}
+    for name, part in (("forward_backward_s", step.forward_backward), ("update_s", step.update)):
+        block = block_of(part, steps_for(part, setting.block_s))
+        found[name] = statistics.median(block()[STEP] for _ in range(setting.pairs))
+    return found
+
+
 def speed(
-    setting: Setting, variant: Variant, seconds: float, peaks: dict[str, float | None]
+    setting: Setting, variant: Variant, seconds: float, peaks: Mapping[str, float | None]
 ) -> dict[str, float | None]:
-    """Tokens a second, and the share of both peaks that their FLOPs are."""
+    """Return tokens per second, and the share of both peaks that their FLOPs are."""
     per_second = setting.tokens_per_step / seconds
-    flops = setting.flops_per_token(variant) * per_second
+    count = block_flops_per_token if setting.unit == "block" else flops_per_token
+    flops = count(setting.args_of(variant), setting.num_tokens) * per_second
     measured, stated = peaks["matmul_flops"], peaks["stated_flops"]
     return {
         "tokens_per_second": per_second,
@@ -365,32 +286,73 @@ def speed(
     }
 
 
-def limits(setting: Setting, variant: Variant, base_s: float, machine: Machine) -> dict[str, float]:
-    """What Canon's bytes alone would add at the copy bandwidth, as a share of the base."""
-    args = setting.args_of(variant)
-    layers = args.num_layers if setting.unit == "model" else 1
-    per_byte = layers * setting.tokens_per_step / machine.copy_bandwidth / base_s
-    forms = {"one_kernel_a_site": one_kernel_a_site, "fused": fused}
-    return {
-        name: count(args, setting.dtype.itemsize).total * per_byte for name, count in forms.items()
-    }
-
-
-def asked_of(setting: Setting, machine: Machine) -> dict[str, dict[str, Any]]:
-    """The targets that speak of this setting, by Canon set."""
-    args = setting.args
-    known: Mapping[str, targets.Target] = {}
-    if machine.on_gpu and setting.unit == "model" and args.dim == 2048:
-        known = targets.STEP
-    elif not machine.on_gpu and setting.unit == "block" and setting.dtype == torch.float32:
-        known = targets.CPU_BLOCK if (args.dim, args.ffn_dim) == (512, 1368) else {}
-    return {canon_set: dataclasses.asdict(target) for canon_set, target in known.items()}
-
-
-@contextmanager
-def many_compilations() -> Iterator[None]:
-    """Let the variants of a block be compiled side by side, each for its own shapes."""
-    with torch._dynamo.config.patch(
-        recompile_limit=MANY_COMPILATIONS, accumulated_recompile_limit=MANY_COMPILATIONS
+def print_result(result: dict[str, Any], console: Console) -> None:
+    """Print the table, and below it what bounds the figures."""
+    base, rows, args = result["base"], result["rows"], result["args"]
+    print_lines(
+        console,
+        tables.heading(result),
+        f"{result['timed']} of the {result['unit']} of {result['model']}, "
+        f"{result['micro_batch']} x {result['num_tokens']:,} tokens, {result['dtype']}; attention "
+        f"by {result['attention']}",
+    )
+    has_stated = base["mfu_of_stated"] is not None
+    columns = ["Canon", "backend", "ms", "tokens/s", "of matmul", *(["MFU"] if has_stated else [])]
+    table = tables.make_table(*columns, "over none", "spread", "least", "target")
+    targets = {}
+    if "gpu" in result and result["gpu"] and result["unit"] == "model" and args["dim"] == 2048:
+        targets = tables.STEP
+    elif (result["unit"], result["dtype"], args["dim"], args["ffn_dim"]) == (
+        *("block", "float32"),
+        *(512, 1368),
     ):
-        yield
+        targets = tables.CPU_BLOCK
+    table.add_row("none", "", *_speed_cells(base, base["s"], has_stated))
+    for row in rows:
+        table.add_row(
+            row["canon_set"],
+            row["backend"],
+            *_speed_cells(row, row["other_s"], has_stated),
+            *tables.extra_cells(row),
+            f"{row['least']:+.1%}",
+            tables.verdict(targets, row["canon_set"], row["ratio"] - 1),
+        )
+    console.print(table)
+    print_lines(console, *tables.unavailable_lines(result["unavailable"]))
+    how = f"medians of {rows[0]['pairs']} pairs of neighboring blocks"
+    if base["drift"] is not None:
+        how = (
+            f"medians of {rows[0]['pairs']} blocks of each model by itself, beside none's before "
+            f"and after ({base['drift'] - 1:+.1%})"
+        )
+    print_lines(
+        console,
+        f"{how}; spread: 10th to 90th percentile",
+        tables.peaks_line(result["peaks"]),
+        f"limits: the products alone take {1000 * base['mfu_of_measured'] * base['s']:.2f} ms of "
+        f"none's {1000 * base['s']:.2f} at the measured matmul peak ({result['flops_formula']}); "
+        "least: Canon's own bytes, one kernel per site, at the copy bandwidth",
+    )
+    if result["whole"] is not None:
+        fsdp_s = result["whole"]["forward_backward_s"] - base["s"]
+        print_lines(
+            console,
+            f"apart, without Canon: FSDP2 at one rank {1000 * fsdp_s:+.2f} ms on forward and "
+            f"backward; clipping and AdamW of all parameters "
+            f"{1000 * result['whole']['update_s']:.2f} ms",
+        )
+    if base["peak_bytes"] is not None:
+        peaks = [f"{row['variant']} {row['peak_bytes'] / GIB:.1f}" for row in (base, *rows)]
+        print_lines(console, f"peak memory of each by itself in GiB: {', '.join(peaks)}")
+    is_1b3 = result["unit"] == "model" and (args["num_layers"], args["dim"]) == (24, 2048)
+    if is_1b3 and args["position"] == "nope" and "H200" in result["device"]:
+        best = min(rows, key=lambda row: (row["canon_set"] != "ABCD", row["ratio"]))
+        share = best["mfu_of_stated"]
+        target = tables.MFU.verdict(share)
+        print_lines(console, f"MFU of {best['variant']}: {share:.1%}; target {target}")
+
+
+def _speed_cells(row: Mapping[str, Any], seconds: float, has_stated: bool) -> list[str]:
+    cells = [f"{1000 * seconds:.2f}", f"{row['tokens_per_second']:,.0f}"]
+    cells.append(f"{row['mfu_of_measured']:.1%}")
+    return [*cells, f"{row['mfu_of_stated']:.1%}"] if has_stated else cells

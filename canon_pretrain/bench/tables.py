@@ -1,6 +1,8 @@
-"""How the benches print: narrow tables, and lines that no terminal breaks."""
+"""How the benches print: narrow tables, lines that no terminal breaks, targets and verdicts."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -10,14 +12,54 @@ from canon_pretrain.core.terminal import Console
 NO_TERMINAL_WIDTH = 140
 
 
+@dataclass(frozen=True)
+class Target:
+    """Three bounds, the easiest first: upper ones, or lower ones if more is better."""
+
+    must: float
+    goal: float
+    stretch: float
+    more_is_better: bool = False
+    unit: str = "%"
+
+    def verdict(self, value: float) -> str:
+        """Return the bounds and the hardest one that `value` meets, if any."""
+        scale = 100 if self.unit == "%" else 1
+        bounds = "/".join(f"{scale * b:g}" for b in (self.must, self.goal, self.stretch))
+        for name in ("stretch", "goal", "must"):
+            bound = getattr(self, name)
+            if value >= bound if self.more_is_better else value <= bound:
+                return f"{bounds} {self.unit}: {name} met"
+        return f"{bounds} {self.unit}: MISSED"
+
+
+STEP = {"ABCD": Target(0.08, 0.05, 0.03), "AC": Target(0.025, 0.015, 0.01)}
+"""Forward and backward of the 1.3B model over the same without Canon, on a GPU, by Canon set."""
+CPU_BLOCK = {"ABCD": Target(0.15, 0.10, 0.05)}
+"""Compiled block of 8L512D, forward and backward, float32, on a CPU."""
+GENERATION = {"ABCD": Target(0.10, 0.05, 0.03)}
+"""Decoding over the same without Canon."""
+MFU = Target(0.50, 0.55, 0.60, more_is_better=True)
+"""1.3B NoPE with ABCD on one H200."""
+SAVED_BYTES = Target(4.0, 2.0, 2.0, unit="B")
+"""Kept for backward by ABCD, per token, site and channel, in bfloat16."""
+TRAINER = Target(0.03, 0.03, 0.03)
+"""The trainer's step beyond a bare loop's."""
+
+
+def verdict(targets: Mapping[str, Target], canon_set: str, value: float) -> str:
+    """Return a table's cell: the target of this Canon set and its verdict; empty without one."""
+    return targets[canon_set].verdict(value) if canon_set in targets else ""
+
+
 def make_console() -> Console:
-    """Standard output; wide enough for a table where it is a file."""
+    """Return standard output; wide enough for a table if it is a file."""
     console = Console()
     return console if console.is_terminal else Console(width=NO_TERMINAL_WIDTH)
 
 
 def make_table(*columns: str, title: str | None = None) -> Table:
-    """A table whose cells stay on one line."""
+    """Return a table whose cells stay on one line."""
     table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0), title=title)
     for column in table.columns:
         column.no_wrap = True
@@ -31,5 +73,43 @@ def print_lines(console: Console, *lines: str) -> None:
 
 
 def unavailable_lines(missing: Mapping[str, str]) -> list[str]:
-    """What was not measured, and why."""
+    """Return a line for each thing that was not measured, with the reason."""
     return [f"not measured: {name}: {why}" for name, why in missing.items()]
+
+
+def extra_cells(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the cells of a comparison: the extra over the base, and its spread."""
+    low, high = row["ratio_low"] - 1, row["ratio_high"] - 1
+    return f"{row['ratio'] - 1:+.1%}", f"{low:+.1%} to {high:+.1%}"
+
+
+def ratio_cells(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the cells of a comparison as a factor, and its spread."""
+    return f"{row['ratio']:.2f}x", f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
+
+
+def heading(result: Mapping[str, Any]) -> str:
+    """Return the lines that say where, with what and when a result was measured."""
+    with_what = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)
+    line = f"{result['device']}; {with_what}; {result['time']}; {result['seconds_are']} time"
+    gpu = result["gpu"]
+    if gpu is None:
+        return line
+    figures = {
+        name: "?" if value is None else f"{value:,.0f}"
+        for name, value in gpu.items()
+        if name not in ("driver", "throttled_by")
+    }
+    return (
+        f"{line}\ndriver {gpu['driver']}; {figures['sm_mhz']} of {figures['max_sm_mhz']} MHz, "
+        f"memory {figures['memory_mhz']} MHz, {figures['power_w']} of {figures['power_limit_w']} "
+        f"W, {figures['celsius']} C; throttled by: {', '.join(gpu['throttled_by']) or 'nothing'}"
+    )
+
+
+def peaks_line(peaks: Mapping[str, float | None]) -> str:
+    """Return both speeds of the machine in words."""
+    copy, matmul = peaks["copy_bandwidth"] or 0.0, peaks["matmul_flops"] or 0.0
+    stated = peaks["stated_flops"]
+    line = f"measured: copy {copy / 1e9:,.1f} GB/s, matmul sustained {matmul / 1e12:,.3g} TFLOP/s"
+    return line + (f" (stated: {stated / 1e12:,.0f})" if stated else "")

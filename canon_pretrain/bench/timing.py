@@ -1,11 +1,11 @@
-"""Seconds of two things that take turns: the paired blocks under every bench of this folder.
+"""Seconds of two things that take turns: the paired blocks under every bench.
 
 A block is some steps in a row, begun and ended with an idle device. A pair is a block of each of
-the two side by side, so that whatever else the machine does meets both; the order changes from pair
-to pair. What is reported is the median over the pairs of the ratio of the two.
+the two side by side, so that load of the machine meets both; the order changes from pair to pair.
+Reported is the median over the pairs of the ratio of the two.
 
-Time is CPU time of the process where one CPU thread computes (OMP_NUM_THREADS=1), which a busy
-machine hardly changes, and else the clock's.
+Time is CPU time of the process if one CPU thread computes (OMP_NUM_THREADS=1), which a busy machine
+hardly changes, and otherwise the clock's.
 """
 
 import gc
@@ -14,14 +14,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 Step = Callable[[], Any]
 Block = Callable[[], Mapping[str, float]]
-"""Does its work once and gives the seconds of each of its parts."""
+"""Does its work once and returns the seconds of each of its parts."""
 
 STEP = "step"
 MAX_STEPS = 10_000
@@ -45,14 +45,9 @@ class Comparison:
         """What the other takes beyond the base, as a share of the base."""
         return self.ratio - 1
 
-    @property
-    def spread(self) -> str:
-        """In words, as shares beyond the base."""
-        return f"{self.ratio_low - 1:+.1%} to {self.ratio_high - 1:+.1%}"
-
 
 def summarise(base_s: Sequence[float], other_s: Sequence[float]) -> Comparison:
-    """The comparison of two lists of seconds whose places are pairs."""
+    """Compare two lists of seconds whose places are pairs."""
     ratios = sorted(other / base for base, other in zip(base_s, other_s, strict=True))
     outer = len(ratios) // 10
     return Comparison(
@@ -66,7 +61,7 @@ def summarise(base_s: Sequence[float], other_s: Sequence[float]) -> Comparison:
 
 
 def paired(base: Block, other: Block, pairs: int) -> dict[str, Comparison]:
-    """Blocks of the two in turn, `pairs` times; a comparison for each part that they give."""
+    """Run blocks of the two in turn, `pairs` times; return a comparison per part."""
     base_times: list[Mapping[str, float]] = []
     other_times: list[Mapping[str, float]] = []
     for number in range(pairs):
@@ -83,7 +78,7 @@ def paired(base: Block, other: Block, pairs: int) -> dict[str, Comparison]:
 def around(
     before: Sequence[float], other: Sequence[float], after: Sequence[float]
 ) -> tuple[Comparison, float]:
-    """The comparison of blocks that could not take turns, with those of the base around them.
+    """Compare blocks that could not take turns with those of the base around them.
 
     A block's partner is the mean of the base's two of the same number: a drift of the clocks falls
     on both. The drift is the ratio of the base's medians.
@@ -92,17 +87,98 @@ def around(
     return summarise(base_s, other), statistics.median(after) / statistics.median(before)
 
 
+@dataclass(frozen=True)
+class Subject:
+    """One of the things compared, ready to be timed."""
+
+    block: Block
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+Make = Callable[[], Subject | str]
+"""Builds a subject, or returns the reason why it can't be built."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Subjects beside the base: comparisons by name and part, facts, and what failed and why."""
+
+    parts: dict[str, dict[str, Comparison]]
+    facts: dict[str, dict[str, Any]]
+    base_facts: dict[str, Any]
+    failed: dict[str, str]
+    drift: float | None
+    """The base's speed after the others over that before them; None if blocks took turns."""
+
+
+def compare_subjects(
+    base: Make, others: Mapping[str, Make], *, pairs: int, alone: bool, free: Callable[[], None]
+) -> Compared | str:
+    """Compare each of `others` with the base; return the reason if the base can't be built.
+
+    Blocks take turns, with the base and one other in memory. `alone` (on a GPU): one subject in
+    memory at a time, the base first and last. `free` returns memory that no object holds.
+    """
+    if not alone:
+        return _in_turns(base, others, pairs, free)
+    first = _times(base, pairs, free)
+    if isinstance(first, str):
+        return first
+    timed = {name: _times(make, pairs, free) for name, make in others.items()}
+    last = _times(base, pairs, free)
+    failed = {name: found for name, found in timed.items() if isinstance(found, str)}
+    if isinstance(last, str):  # fragmented memory, for example
+        failed["the base, once more"], last = last, first
+    parts: dict[str, dict[str, Comparison]] = {}
+    drift = 1.0
+    for name, found in timed.items():
+        if isinstance(found, str):
+            continue
+        parts[name] = {}
+        for part in found[0][0]:
+            sides = [[t[part] for t in times] for times, _ in (first, found, last)]
+            parts[name][part], drift = around(*sides)
+    facts = {name: found[1] for name, found in timed.items() if not isinstance(found, str)}
+    return Compared(parts, facts, first[1], failed, drift)
+
+
+def _in_turns(
+    base: Make, others: Mapping[str, Make], pairs: int, free: Callable[[], None]
+) -> Compared | str:
+    free()
+    first = base()
+    if isinstance(first, str):
+        return first
+    found = Compared({}, {}, first.facts, {}, None)
+    for name, make in others.items():
+        free()
+        other = make()
+        if isinstance(other, str):
+            found.failed[name] = other
+        else:
+            found.parts[name] = paired(first.block, other.block, pairs)
+            found.facts[name] = other.facts
+        del other
+    return found
+
+
+def _times(
+    make: Make, pairs: int, free: Callable[[], None]
+) -> tuple[list[Mapping[str, float]], dict[str, Any]] | str:
+    free()
+    subject = make()
+    if isinstance(subject, str):
+        return subject
+    return [subject.block() for _ in range(pairs)], subject.facts
+
+
 def block_of(step: Step, count: int) -> Block:
-    """A block of `count` steps; its one part, STEP, is the seconds of one."""
-
-    def block() -> Mapping[str, float]:
-        return {STEP: seconds_of(step, count) / count}
-
-    return block
+    """Return a block of `count` steps; its one part, STEP, is the seconds of one."""
+    return lambda: {STEP: seconds_of(step, count) / count}
 
 
 def seconds_of(step: Step, count: int = 1) -> float:
-    """Seconds of `count` steps, begun and ended with an idle device."""
+    """Return the seconds of `count` steps, begun and ended with an idle device."""
     with no_garbage():
         synchronize()
         begin = now()
@@ -114,7 +190,7 @@ def seconds_of(step: Step, count: int = 1) -> float:
 
 @contextmanager
 def no_garbage() -> Iterator[None]:
-    """No collection of garbage inside: it would fall on one of the two."""
+    """Turn the collection of garbage off inside: it would fall on one of the two."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -125,28 +201,28 @@ def no_garbage() -> Iterator[None]:
 
 
 def steps_for(step: Step, block_s: float, *, warm_up: int = 4) -> int:
-    """How many steps make a block of about `block_s` seconds: by the fastest of `warm_up`."""
+    """Return the steps of a block of about `block_s` seconds, by the fastest of `warm_up`."""
     fastest = min(seconds_of(step) for _ in range(warm_up))
     return min(MAX_STEPS, max(1, math.ceil(block_s / max(fastest, 1e-9))))
 
 
 def compare_steps(base: Step, other: Step, *, pairs: int, block_s: float) -> Comparison:
-    """Warm both up, and compare them in blocks of about `block_s` seconds each."""
+    """Warm both up and compare them in blocks of about `block_s` seconds each."""
     own, others = (block_of(step, steps_for(step, block_s)) for step in (base, other))
     return paired(own, others, pairs)[STEP]
 
 
 def clock_name() -> str:
-    """ "CPU" where seconds are those that this process computed, else "clock"."""
+    """ "CPU" if seconds are those that this process computed, otherwise "clock"."""
     return "clock" if torch.cuda.is_available() or torch.get_num_threads() > 1 else "CPU"
 
 
 def now() -> float:
-    """Seconds, by the clock that `clock_name` names."""
+    """Return seconds by the clock that `clock_name` names."""
     return time.perf_counter() if clock_name() == "clock" else time.process_time()
 
 
 def synchronize() -> None:
-    """Wait until the device has done what it was asked for."""
+    """Wait until the device is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 """The trainer's step against a bare PyTorch loop, and what a save costs the step.
 
-The bare loop (bare.py) has the same model, sharded and compiled alike, the same loss, fused AdamW
-and clipping. The two take turns in blocks; on a GPU, which they would share, the loop is measured
-before the trainer and after it, each alone in memory.
+The bare loop (titan/bare_step.py) has the same model, sharded and compiled alike, the same loss,
+fused AdamW and clipping. The two take turns in blocks; on a GPU, which they would share, the loop
+is measured before the trainer and after it, each alone in memory.
 """
 
 import argparse
@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.bench.bare import BareStep, one_rank
-from canon_pretrain.bench.machine import Machine, heading
-from canon_pretrain.bench.tables import make_table
-from canon_pretrain.bench.targets import TRAINER
+from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.tables import TRAINER, extra_cells, heading, make_table, print_lines
 from canon_pretrain.bench.timing import (
     STEP,
     Comparison,
@@ -39,6 +37,7 @@ from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.run.config import Data
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
+from canon_pretrain.titan.bare_step import BareStep, one_rank
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.opened import open_data
@@ -89,7 +88,6 @@ def measure(
         **dataclasses.asdict(found),
         "drift": drift,
         "steps_a_block": steps,
-        "target": TRAINER,
         "saves": saves,
     }
 
@@ -205,25 +203,26 @@ def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """The tables that a person reads."""
-    console.print(
-        f"{heading(result)}\n{result['config']} {' '.join(result['overrides'])}, "
-        f"{result['tokens_per_step']:,} tokens a step"
+    """Print the step's two times, the verdict, and the saves."""
+    print_lines(
+        console,
+        heading(result),
+        f"{result['config']} {' '.join(result['overrides'])}, "
+        f"{result['tokens_per_step']:,} tokens per step",
     )
     table = make_table("step", "ms", "tokens/s")
     for name, key in (("ours", "other_s"), ("bare PyTorch loop", "base_s")):
         seconds = result[key]
         table.add_row(name, f"{1000 * seconds:.2f}", f"{result['tokens_per_step'] / seconds:,.0f}")
     console.print(table)
-    over, target = result["ratio"] - 1, result["target"]
     drift = ""
     if result["drift"] is not None:
         drift = f", the bare loop's before and after ours: {result['drift'] - 1:+.1%}"
-    console.print(
-        f"ours takes {over:+.1%} ({result['ratio_low'] - 1:+.1%} to "
-        f"{result['ratio_high'] - 1:+.1%}, {result['pairs']} pairs of blocks of "
-        f"{result['steps_a_block']} steps{drift}); target at most {target:+.0%}: "
-        f"{'met' if over <= target else 'MISSED'}"
+    extra, spread = extra_cells(result)
+    print_lines(
+        console,
+        f"ours takes {extra} ({spread}, {result['pairs']} pairs of blocks of "
+        f"{result['steps_a_block']} steps{drift}); target {TRAINER.verdict(result['ratio'] - 1)}",
     )
     table = make_table("save", "bytes", "stall ms", "whole after ms", "GB/s")
     for number, save in enumerate(result["saves"], 1):

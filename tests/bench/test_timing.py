@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from canon_pretrain.bench import limits, targets, timing, variants
-from canon_pretrain.bench.memory_plan import ROOM, largest_micro_batch, parts_of
-from canon_pretrain.bench.operators import count_operators
+from canon_pretrain.bench import limits, tables, timing, variants
+from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.step import ROOM, fitting_micro_batch
 from canon_pretrain.model.args import FLAVORS, flops_per_token
 from canon_pretrain.titan.dry_run import GIB
 
@@ -28,7 +28,7 @@ def test_the_spread_is_of_the_middle_eight_tenths() -> None:
     ratios = [1.0 + n / 100 for n in range(20)]
     found = timing.summarise([1.0] * 20, list(reversed(ratios)))
     assert (found.ratio_low, found.ratio_high) == (1.02, 1.17)
-    assert found.spread == "+2.0% to +17.0%"
+    assert tables.extra_cells(dataclasses.asdict(found))[1] == "+2.0% to +17.0%"
     one = timing.summarise([2.0], [3.0])
     assert one.ratio == one.ratio_low == one.ratio_high == 1.5
 
@@ -117,50 +117,70 @@ def test_no_garbage_is_collected_in_a_block_and_afterwards_it_is_again() -> None
 
 
 @pytest.mark.parametrize(
-    ("extra", "verdict"),
+    ("target", "values"),
     [
-        (-0.01, "stretch met"),
-        (0.03, "stretch met"),
-        (0.031, "goal met"),
-        (0.05, "goal met"),
-        (0.08, "must met"),
-        (0.0801, "MISSED"),
-        (float("nan"), "MISSED"),
+        (tables.STEP["ABCD"], {"stretch": 0.03, "goal": 0.05, "must": 0.08, "MISSED": 0.0801}),
+        (tables.STEP["ABCD"], {"stretch": -0.01, "goal": 0.031, "MISSED": float("nan")}),
+        (tables.MFU, {"MISSED": 0.49, "must": 0.5, "goal": 0.55, "stretch": 0.7}),
     ],
 )
-def test_verdicts_of_upper_bounds(extra: float, verdict: str) -> None:
-    assert targets.STEP["ABCD"].verdict(extra) == verdict
-    assert targets.show(targets.STEP["ABCD"], extra) == f"8/5/3 %: {verdict}"
-    assert targets.show(None, extra) == ""
+def test_verdicts(target: tables.Target, values: dict[str, float]) -> None:
+    for expected, value in values.items():
+        assert target.verdict(value).split(": ")[1].split()[0] == expected
 
 
-def test_verdicts_of_lower_bounds() -> None:
-    verdicts = [targets.MFU.verdict(share) for share in (0.49, 0.5, 0.55, 0.7)]
-    assert verdicts == ["MISSED", "must met", "goal met", "stretch met"]
+def test_a_target_is_asked_of_its_own_set_alone() -> None:
+    assert tables.verdict(tables.STEP, "AC", 0.02) == "2.5/1.5/1 %: must met"
+    assert tables.verdict(tables.STEP, "A", 0.02) == ""
+    assert tables.SAVED_BYTES.verdict(3.0) == "4/2/2 B: must met"
 
 
-def test_the_targets_are_those_of_the_issue() -> None:
-    assert targets.STEP["AC"].percents() == "2.5/1.5/1 %"
-    assert targets.CPU_BLOCK["ABCD"].percents() == "15/10/5 %"
-    assert targets.GENERATION["ABCD"].percents() == "10/5/3 %"
-    assert targets.SAVED_BYTES.numbers() == "4/2/2"
+def subject(name: str, seconds: float, log: list[str]) -> timing.Make:
+    def make() -> timing.Subject:
+        log.append(f"make {name}")
+
+        def block() -> Mapping[str, float]:
+            log.append(name)
+            return {"step": seconds}
+
+        return timing.Subject(block, {"name": name})
+
+    return make
 
 
-def test_traffic_is_what_the_spec_says_of_the_1b3_model() -> None:
-    args = dataclasses.replace(FLAVORS["1b3"], canon_set="ABCD")
-    alone = limits.one_kernel_a_site(args, 2)
-    assert (alone.forward / 1024, alone.backward / 1024) == (83, 124.5)
-    inside = limits.fused(args, 2)  # rotary positions
-    assert (inside.forward / 1024, inside.backward / 1024) == (8, 20)
+def test_subjects_take_turns_or_are_alone_with_the_base_around_them() -> None:
+    log: list[str] = []
+    others: dict[str, timing.Make] = {"b": subject("b", 3, log), "c": lambda: "too large"}
+    for alone, order in (
+        (False, "make a|free|make b|a|b|b|a|free".split("|")),
+        (
+            True,
+            ["make a", "a", "a", "free", "make b", "b", "b", "free", "free", "make a", "a", "a"],
+        ),
+    ):
+        log.clear()
+        found = timing.compare_subjects(
+            subject("a", 2, log),
+            others,
+            pairs=2,
+            alone=alone,
+            free=lambda: log.append("free"),
+        )
+        assert isinstance(found, timing.Compared)
+        assert log == ["free", *order]
+        assert found.parts["b"]["step"].ratio == 1.5 and list(found.parts) == ["b"]
+        assert found.failed == {"c": "too large"} and found.facts == {"b": {"name": "b"}}
+        assert found.drift == (1.0 if alone else None)
+    failed = timing.compare_subjects(lambda: "no", others, pairs=1, alone=True, free=lambda: None)
+    assert failed == "no"
 
 
 def test_without_rotation_all_of_b_is_extra() -> None:
     nope = dataclasses.replace(FLAVORS["1b3"], canon_set="ABCD", position="nope")
-    assert limits.fused(nope, 2) == limits.Traffic(2 * 6144 * 2, 3 * 6144 * 2)
-    without_b = dataclasses.replace(nope, canon_set="ACD")
-    assert limits.fused(without_b, 2).total == 0
-    quarter = dataclasses.replace(nope, position="partial_rope_b")
-    assert limits.fused(quarter, 2).forward == 2 * (6144 - 2 * 512) * 2
+    assert limits.least_extra(nope, 2) == 5 * 6144 * 2
+    assert limits.least_extra(dataclasses.replace(nope, canon_set="ACD"), 2) == 0
+    rope = dataclasses.replace(nope, position="rope")
+    assert limits.least_extra(rope, 2) == 2 * (2 + 3) * 2048 + 2 * 4096
 
 
 def test_blocks_and_ends_make_the_flops_of_the_whole() -> None:
@@ -179,29 +199,16 @@ def test_every_set_by_what_auto_takes_and_the_last_set_by_all() -> None:
 
 
 def test_operators_that_compute_are_counted_and_views_are_not() -> None:
-    x = torch.ones(4, 4)
-    assert count_operators(lambda: x.view(2, 8).t()[:1], on_gpu=False) == 0
-    assert count_operators(lambda: torch.empty(3), on_gpu=False) == 0
-    assert count_operators(lambda: (x + x).t() @ x, on_gpu=False) == 2
-    assert count_operators(lambda: x.clone().add_(1), on_gpu=False) == 2
+    x, count = torch.ones(4, 4), Machine(torch.device("cpu")).count_operators
+    assert count(lambda: x.view(2, 8).t()[:1]) == 0
+    assert count(lambda: torch.empty(3)) == 0
+    assert count(lambda: (x + x).t() @ x) == 2
+    assert count(lambda: x.clone().add_(1)) == 2
 
 
-def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
-    args = dataclasses.replace(FLAVORS["1b3"], position="nope", canon_set="ABCD", num_layers=4)
-    options = {"num_tokens": 1024, "dtype": torch.bfloat16, "saved_per_token": 100_000.0}
-    room = 20 * GIB
-    size = largest_micro_batch(args, room=room, **options)
-    assert 1 <= size < 64
-    assert sum(parts_of(args, micro_batch=size, **options).values()) <= ROOM * room
-    assert sum(parts_of(args, micro_batch=size + 1, **options).values()) > ROOM * room
-    assert largest_micro_batch(args, room=1 * GIB, **options) == 0
-
-
-def test_counted_activations_replace_the_estimate_and_states_are_shared_out() -> None:
-    args = dataclasses.replace(FLAVORS["debug"], canon_set="AC")
-    options = {"num_tokens": 64, "micro_batch": 2, "dtype": torch.bfloat16}
-    parts = parts_of(args, **options, saved_per_token=10.0)
-    assert parts["activations"] == args.num_layers * 10 * 2 * 64
-    assert parts_of(args, **options)["activations"] > parts["activations"]
-    eight = parts_of(args, **options, world_size=8)
-    assert eight["weights"] == -(-parts["weights"] // 8)
+def test_the_micro_batch_that_fits_grows_with_the_room() -> None:
+    args = dataclasses.replace(FLAVORS["1b3"], position="nope", num_layers=4)
+    sizes = [
+        fitting_micro_batch(args, 1024, torch.bfloat16, room * GIB / ROOM) for room in (1, 12, 80)
+    ]
+    assert sizes[0] == 1 < sizes[1] <= sizes[2] == 6
