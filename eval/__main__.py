@@ -27,7 +27,7 @@ COMMANDS = {
     "run": ("eval.run_command", "evaluate one checkpoint on some suites, or on all"),
     "tasks": ("eval.list_tasks", "the suites and tasks that can be asked, ours and lm_eval's"),
     "submit": (
-        "eval.schedule.submit",
+        "eval.submit",
         "evaluate checkpoints as they come, by Slurm jobs or here",
     ),
     "report": (

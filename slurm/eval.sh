@@ -79,7 +79,7 @@ set_command() {
 # is_ours JOB: ends the script where another job has this work, or ours gets nowhere
 is_ours() {
     local code=0
-    on_head python -m eval.schedule.leases begin --job "$1" "${LEASE[@]}" \
+    on_head python -m eval.schedule begin --job "$1" "${LEASE[@]}" \
         --restarts "$MAX_RESTARTS_WITHOUT_PROGRESS" -- "$CHECKPOINT" "$SUITE" || code=$?
     case $code in
         0) ;;

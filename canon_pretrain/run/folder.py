@@ -19,7 +19,7 @@
     profile_traces/, memory_snapshot/    where --profiling.* is on
     wandb/, tb/     copies of the log for wandb and TensorBoard, where they are on
     slurm.log       what the launches of Slurm jobs have printed (slurm/pretrain_1b3.sh)
-    restarts.json   how often such a job failed without a new checkpoint (canon_pretrain/chain.py)
+    restarts.json   how often such a job failed without a new checkpoint (cluster/chain.py)
     restarts.toml   the config that it began with, for its restarts
     preflight/      what its nodes reported before each launch
     DONE            written last, when training.steps is reached

@@ -10,7 +10,7 @@ from canon_pretrain.core.text import printable
 from canon_pretrain.run.folder import RunFolder
 
 PLAN = "sweep.json"
-"""Of a sweep, in its folder (sweep/grid.py)."""
+"""Of a sweep, in its folder (cluster/sweep.py)."""
 DEPTH = 4
 """Folders of folders of runs that a named folder is searched for."""
 

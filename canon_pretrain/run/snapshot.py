@@ -7,7 +7,7 @@
       manifest.json       each file's SHA-256
 
 slurm/lib.sh takes one before a run's first launch, and puts the newest first on PYTHONPATH in every
-later one (canon_pretrain/chain.py): whatever happens to the repository then changes no run. Files
+later one (cluster/chain.py): whatever happens to the repository then changes no run. Files
 are the user's alone, as those of launches/. No torch here.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.chain import Asked, Next, begin, end, main, restarts_file
+from canon_pretrain.cluster.chain import Asked, Next, begin, end, main, restarts_file
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.holder import Holder
@@ -78,7 +78,7 @@ def test_the_status_of_an_earlier_launch_is_not_this_ones(run: RunFolder) -> Non
 def test_a_link_that_is_too_short_to_begin_is_told_so(run: RunFolder) -> None:
     begin(run, "7")
     decision = end(run, "7", "limit")
-    assert decision.next == "requeue" and "give a link more time (--time)" in decision.why
+    assert decision.next == "requeue" and "give a launch more time (--time)" in decision.why
 
 
 @pytest.mark.parametrize("limit", [1, 3])
@@ -138,7 +138,7 @@ def test_damaged_files_stop_nothing(run: RunFolder) -> None:
 
 
 def test_end_without_begin_is_refused(run: RunFolder) -> None:
-    with pytest.raises(UserError, match="no link of job 7"):
+    with pytest.raises(UserError, match="no start of job 7"):
         end(run, "7", "none")
 
 

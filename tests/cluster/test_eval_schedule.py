@@ -18,6 +18,8 @@ from rich.console import Console
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import FileEntry, Manifest
 from canon_pretrain.checkpoint.retention import Retention, held_steps
+from canon_pretrain.cluster.jobs import NoAnswer, NoQueue, Slurm
+from canon_pretrain.cluster.leases import LOCAL, Leases, new_lease
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.data.shards import TokenShards
@@ -25,14 +27,11 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Results, Score, write_results
 from eval.__main__ import main
 from eval.run_command import add_how
-from eval.schedule.cluster import NoAnswer, NoQueue, Slurm
-from eval.schedule.leases import LOCAL, Leases, begin, leases_of, new_lease
-from eval.schedule.leases import main as leases_main
-from eval.schedule.request import Request, answers, settle, to_words, words_for
-from eval.schedule.schedule import Schedule, claim
-from eval.schedule.watcher import Watcher
+from eval.schedule import Request, Schedule, answers, begin, leases_of, settle, to_words, words_for
+from eval.schedule import main as schedule_main
 from eval.suite_names import SUITES as ALL
 from eval.suite_names import TASKS, asked_how, split_suites
+from eval.watcher import Watcher
 from tests.fake_slurm import FakeSlurm
 from tests.support import ROOT, write_data
 
@@ -296,16 +295,18 @@ def test_what_happens_between_a_look_and_a_claim(
 ) -> None:
     watch = watcher(run, suites=["jrt"], cap=1)
 
+    claim = Leases.claim
+
     def late(*words: Any) -> Any:
+        monkeypatch.undo()
+        monkeypatch.setenv("PATH", slurm.environ["PATH"])
         if happens == "it is answered":
             answer(run, 10, "jrt")
         else:
             assert leases_of(run, 20, "jrt").claim(new_lease(1))
-        monkeypatch.undo()
-        monkeypatch.setenv("PATH", slurm.environ["PATH"])
         return claim(*words)
 
-    monkeypatch.setattr("eval.schedule.watcher.claim", late)
+    monkeypatch.setattr(Leases, "claim", late)
     watch.one_pass()
     lease = leases_of(run, 10, "jrt").current()
     assert lease is not None and lease.job is None and lease.ended is not None
@@ -501,15 +502,15 @@ def test_a_job_asks_whether_the_work_is_its_own(run: Path, capsys: Any) -> None:
     lease = new_lease(1)
     assert leases.claim(lease)
     words = ["begin", "--job", "5", "--lease", lease.id, "--", f"{run}/checkpoint/step-10", "jrt"]
-    leases_main(words)
+    schedule_main(words)
     current = leases.current()
     assert current is not None and current.job == "5", "its watcher had not written that down"
     assert leases.claim(new_lease(2))
     with pytest.raises(SystemExit) as left:
-        leases_main(words)
+        schedule_main(words)
     assert left.value.code == 3 and "another job has this work" in capsys.readouterr().err
-    leases_main(["begin", "--job", "6", f"{run}/checkpoint/step-10", "jrt"])  # by hand: no lease
-    leases_main(["begin", "--job", "6", str(run), "jrt,validation"])
+    schedule_main(["begin", "--job", "6", f"{run}/checkpoint/step-10", "jrt"])  # by hand: no lease
+    schedule_main(["begin", "--job", "6", str(run), "jrt,validation"])
     assert (run / "evals/step-20/jrt,validation/leases/restarts.json").is_file()
 
 
@@ -542,7 +543,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     scripts.mkdir()
     (scripts / "eval.sh").write_text('printf "%s\\n" "$*" >>"$NOTES"; [[ $5 != jrt ]]\n')
     (scripts / "eval_report.sh").write_text('printf "%s\\n" "$*" >>"$NOTES"; touch "$3"\n')
-    monkeypatch.setattr("eval.schedule.watcher.SCRIPTS", scripts)
+    monkeypatch.setattr("eval.watcher.SCRIPTS", scripts)
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     fake = FakeSlurm(tmp_path / "fake")
     fake.break_down("squeue")
@@ -587,7 +588,7 @@ def test_without_slurm_the_work_is_done_here(here: Path, run: Path, capsys: Any)
 
 def test_a_process_that_died_here_leaves_its_work_to_others(run: Path) -> None:
     leases = leases_of(run, 20, "jrt")
-    code = "from eval.schedule.leases import *; import sys; from pathlib import Path\n"
+    code = "from canon_pretrain.cluster.leases import *; import sys; from pathlib import Path\n"
     code += "assert Leases(Path(sys.argv[1])).claim(new_lease(1, job=LOCAL))"
     subprocess.run([sys.executable, "-c", code, leases.folder], cwd=ROOT, check=True)
     schedule = Schedule(run, Request(["jrt"], 20))

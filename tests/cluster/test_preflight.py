@@ -20,20 +20,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canon_pretrain.core.errors import UserError
-from canon_pretrain.preflight import reports
-from canon_pretrain.preflight.__main__ import EXIT_BROKEN_NODES, main
-from canon_pretrain.preflight.job import plan_job, valid_node_counts, words_on_waits
-from canon_pretrain.preflight.reports import (
+from canon_pretrain.cluster import node_report
+from canon_pretrain.cluster.node_report import (
     ALL_NODES,
     IN_NODE,
     MATMUL,
     MEMORY,
     TWO_NODES,
+    Report,
     rank_groups,
     report_node,
 )
-from canon_pretrain.preflight.verdict import judge_nodes, judge_ranks, read_reports
+from canon_pretrain.cluster.preflight import (
+    EXIT_BROKEN_NODES,
+    judge_nodes,
+    judge_ranks,
+    read_reports,
+    slow_save,
+)
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.preflight import check_nodes, main, plan_job
 from canon_pretrain.run.folder import RunFolder
 from tests.fault_runs import checkpoint, unharmed_run
 from tests.ranks import _context as rank_context
@@ -44,18 +50,24 @@ NODES = ("n1", "n2", "n3")
 Usage = namedtuple("Usage", "total used free")
 
 
-def good(**other: Any) -> dict[str, Any]:
-    return {"faults": [], "disk": [], "versions": {"torch": "2.13"}} | other
+def good(**other: Any) -> Report:
+    return Report(**{"versions": {"torch": "2.13"}} | other)
 
 
-@given(batch=st.integers(1, 500), ranks=st.integers(1, 20))
-def test_valid_node_counts_are_those_whose_ranks_divide_the_batch(batch: int, ranks: int) -> None:
-    expected = [nodes for nodes in range(1, batch + 1) if batch % (ranks * nodes) == 0]
-    assert valid_node_counts(batch, ranks) == expected
+def fits(batch: int, nodes: int, ranks: int) -> bool:
+    try:
+        check_nodes(batch, nodes, ranks)
+    except UserError:
+        return False
+    return True
+
+
+@given(st.integers(1, 500), st.integers(-1, 40), st.integers(-1, 20))
+def test_nodes_fit_whose_ranks_divide_the_batch(batch: int, nodes: int, ranks: int) -> None:
+    assert fits(batch, nodes, ranks) == (nodes > 0 < ranks and batch % (nodes * ranks) == 0)
 
 
 def test_the_papers_batch_on_nodes_of_eight() -> None:
-    assert valid_node_counts(48, 8) == [1, 2, 3, 6]
     config = str(ROOT / "train_configs" / "nope_canon.toml")
     with pytest.raises(UserError, match=r"5 node\(s\) of 8 can't share .* = 48. .*: 1, 2, 3, 6 "):
         plan_job(["--config", config], 5, 8)
@@ -92,14 +104,14 @@ def test_data_that_is_not_there_is_refused_where_it_is_asked_for(tmp_path: Path)
 
 def test_a_nodes_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = report_node(tmp_path, 1000, 0)
-    assert report["faults"] == report["disk"] == []
-    assert report["versions"]["torch"] and len(report["versions"]) == 5
+    assert report.faults == report.disk == []
+    assert report.versions["torch"] and len(report.versions) == 5
     assert not [*tmp_path.iterdir()], "the write test leaves nothing"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10, 1, 9))
-    assert "9 bytes are free" in report_node(tmp_path, 1000, 0)["disk"][0]
-    assert "cannot be written to" in report_node(Path("/proc/1"), 0, 0)["disk"][0]
+    assert "9 bytes are free" in report_node(tmp_path, 1000, 0).disk[0]
+    assert "cannot be written to" in report_node(Path("/proc/1"), 0, 0).disk[0]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
-    assert report_node(tmp_path, 0, 8)["faults"] == ["7 of 8 GPUs can be used"]
+    assert report_node(tmp_path, 0, 8).faults == ["7 of 8 GPUs can be used"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +124,7 @@ def test_a_nodes_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (good(versions={}), "torch is unknown, elsewhere 2.13"),
     ],
 )
-def test_a_node_that_differs_is_at_fault(n2: dict[str, Any] | None, fault: str) -> None:
+def test_a_node_that_differs_is_at_fault(n2: Report | None, fault: str) -> None:
     verdict = judge_nodes({"n1": good(), "n2": n2, "n3": good()})
     assert verdict.nodes == {"n2": [fault]} and not verdict.common
 
@@ -125,8 +137,8 @@ def test_a_disk_that_is_full_for_all_is_no_nodes_fault() -> None:
 
 
 def test_clocks_are_compared_with_the_middle_one() -> None:
-    def at(seconds: float) -> dict[str, Any]:
-        return {"faults": [], "clock_s": 1e9 + seconds}
+    def at(seconds: float) -> Report:
+        return Report(clock_s=1e9 + seconds)
 
     verdict = judge_ranks({"n1": at(0), "n2": at(1), "n3": at(-1)})
     assert verdict == ({}, [], [])
@@ -137,7 +149,7 @@ def test_clocks_are_compared_with_the_middle_one() -> None:
 
 
 def test_a_rank_that_was_left_alone_is_at_fault_only_where_no_other_is() -> None:
-    alone, broken = {"faults": [], "left_alone": "timeout"}, {"faults": ["other sums"]}
+    alone, broken = Report(left_alone="timeout"), Report(["other sums"])
     assert judge_ranks({"n1": alone, "n2": broken}).nodes == {"n2": ["other sums"]}
     assert judge_ranks({"n1": alone, "n2": None}).nodes == {"n2": ["no report"]}
     verdict = judge_ranks({"n1": alone, "n2": alone})
@@ -176,17 +188,18 @@ def test_two_ranks_meet_and_report(tmp_path: Path) -> None:
     assert all(report["faults"] == [] for report in each)
     assert abs(each[0]["clock_s"] - each[1]["clock_s"]) < 2
     merged = read_reports(tmp_path, ["n1", "n2"], ranks=True)
-    assert merged["n1"]["faults"] == [] and merged["n2"] is None
-    for rank, speeds in merged["n1"]["speeds"].items():
+    n1 = merged["n1"]
+    assert n1 is not None and n1.faults == [] and merged["n2"] is None
+    for rank, speeds in n1.speeds.items():
         assert speeds.keys() == {MATMUL, MEMORY, IN_NODE} and min(speeds.values()) > 0, rank
 
 
-def measured(*matmul: float, device: str = "cuda", network: float = 2e11) -> dict[str, Any]:
+def measured(*matmul: float, device: str = "cuda", network: float = 2e11) -> Report:
     """A node's report: the FLOP/s of its devices, and what two nodes reach with it."""
     speeds = {
         f"{device}:{i}": {MATMUL: flops, TWO_NODES: network} for i, flops in enumerate(matmul)
     }
-    return {"faults": [], "speeds": speeds}
+    return Report(speeds=speeds)
 
 
 def test_a_slow_gpu_is_warned_of_and_a_very_slow_ones_node_is_at_fault() -> None:
@@ -233,17 +246,17 @@ def test_all_reduces_are_of_each_node_of_neighbors_and_of_all(numbers: list[int]
 
 
 def test_a_device_without_room_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults, speeds = reports.try_device(torch.device("cpu"))
+    faults, speeds = node_report.try_device(torch.device("cpu"))
     assert faults == [] and all(value > 0 for value in speeds.values())
-    monkeypatch.setattr(reports, "CPU_BYTES", 1 << 60)
-    faults, _ = reports.try_device(torch.device("cpu"))
+    monkeypatch.setattr(node_report, "CPU_BYTES", 1 << 60)
+    faults, _ = node_report.try_device(torch.device("cpu"))
     assert len(faults) == 1 and faults[0].startswith("cpu: ")
 
 
 def preflight_rank(environment: dict[str, str], folder: Path, fault: str) -> None:
     os.environ.update(environment)
     if fault == "no room":
-        reports.CPU_BYTES = 1 << 60
+        node_report.CPU_BYTES = 1 << 60
     (folder / f"{environment['SLURMD_NODENAME']}.begun").touch()
     main(["ranks", "--report", str(folder)])
 
@@ -284,7 +297,7 @@ def test_a_rank_that_runs_a_tenth_of_the_time_is_named_as_slow(tmp_path: Path) -
 
     meet(tmp_path, ["", "", ""], slow_down)
     found = read_reports(tmp_path, ["n0", "n1", "n2"], ranks=True)
-    speeds = {node: report["speeds"]["cpu:0"] for node, report in found.items()}
+    speeds = {node: report.speeds["cpu:0"] for node, report in found.items() if report}
     assert all(each.keys() == {MATMUL, MEMORY, TWO_NODES, ALL_NODES} for each in speeds.values())
     assert min(speeds, key=lambda node: speeds[node][MATMUL]) == "n1"
     verdict = judge_ranks(found)
@@ -307,7 +320,7 @@ def test_saves_that_take_longer_than_slurm_waits_are_warned_of(
         "partition low": "   GraceTime=120 x",
     }
     run = RunFolder(tmp_path)
-    assert words_on_waits(run, answers.__getitem__) is None, "no run, no warning"
+    assert slow_save(run, answers.__getitem__) is None, "no run, no warning"
 
     def saved(seconds: float) -> None:
         event = {"event": "checkpoint", "step": 1, "seconds": seconds}
@@ -315,9 +328,9 @@ def test_saves_that_take_longer_than_slurm_waits_are_warned_of(
             log.write(json.dumps(event) + "\n")
 
     saved(45)
-    text = words_on_waits(run, answers.__getitem__)
+    text = slow_save(run, answers.__getitem__)
     assert text is not None and "45 s" in text and "kills 30 s after" in text and "120 s" in text
     saved(12)
-    assert words_on_waits(run, answers.__getitem__) is None, "the last one counts"
+    assert slow_save(run, answers.__getitem__) is None, "the last one counts"
     saved(45)
-    assert words_on_waits(run, lambda what: "") is None, "no Slurm, no warning"
+    assert slow_save(run, lambda what: "") is None, "no Slurm, no warning"

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canon_pretrain.sweep.__main__ import main
-from canon_pretrain.sweep.grid import PLAN, make_sweep, read_sweep, run_name
+from canon_pretrain.cluster.sweep import make_sweep, read_sweep, run_name
+from canon_pretrain.run.names import PLAN
+from canon_pretrain.sweep import main
 from canon_pretrain.titan.command_line import parse_job
 from tests.support import ROOT
 
@@ -284,5 +285,5 @@ def test_a_file_where_the_sweep_should_be_is_named(
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import sys, canon_pretrain.sweep.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, canon_pretrain.sweep; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
+from canon_pretrain.cluster.sweep import read_sweep
+from canon_pretrain.cluster.sweep_table import look_at_sweep
 from canon_pretrain.core.files import write_json
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import Status
-from canon_pretrain.sweep.__main__ import main
-from canon_pretrain.sweep.grid import read_sweep
-from canon_pretrain.sweep.table import look_at_sweep
+from canon_pretrain.sweep import main
 from tests.ranks import assert_same_run, launch, status
 from tests.report_runs import launch as launch_event
 from tests.report_runs import plant_results, plant_run, step

@@ -38,8 +38,7 @@ from eval.__main__ import main
 from eval.model.lm import CanonLM
 from eval.model.load import load_model
 from eval.run_command import add_how
-from eval.schedule.request import Request, to_words
-from eval.schedule.schedule import Schedule
+from eval.schedule import Request, Schedule, to_words
 from eval.suite_names import SUITES, TASKS, harness_names, task_files
 from eval.suites import open_tasks
 from tests.checkpoint_folders import small_disk

@@ -15,7 +15,7 @@ import pytest
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.run.results import read_results
-from eval.schedule.leases import leases_of
+from eval.schedule import leases_of
 from tests.eval_text_runs import TRAIN, text_run, write_text_data
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_jobs import ENDED, Jobs, processes_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.run.results import Unfinished, read_results
-from eval.schedule.leases import leases_of
+from eval.schedule import leases_of
 from tests.eval_text_runs import TRAIN, text_run, write_text_data
 from tests.ranks import launch
 from tests.slurm_cluster import SlurmCluster

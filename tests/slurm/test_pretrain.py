@@ -182,7 +182,7 @@ def test_code_that_changes_in_mid_chain_changes_no_run(
     package = repository / "canon_pretrain"
     with open(package / "titan" / "loss.py", "a") as loss:
         loss.write(OTHER_LOSS)
-    broken = [package / "preflight" / "job.py", repository / "slurm" / "lib.sh", config]
+    broken = [package / "preflight.py", repository / "slurm" / "lib.sh", config]
     kept = [path.read_text() for path in broken]
     broken[0].write_text("raise RuntimeError\n")
     broken[1].write_text(kept[1] + "pretrain_link() { exit 9; }\n")

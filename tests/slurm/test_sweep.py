@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.sweep.__main__ import main
-from canon_pretrain.sweep.grid import read_sweep
-from canon_pretrain.sweep.table import look_at_sweep
+from canon_pretrain.cluster.sweep import read_sweep
+from canon_pretrain.cluster.sweep_table import look_at_sweep
+from canon_pretrain.sweep import main
 from tests.fault_runs import steps
 from tests.ranks import assert_same_run, launch, logged_step, status
 from tests.slurm_cluster import SlurmCluster

@@ -14,7 +14,7 @@ import canon_pretrain.train as entry
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.preflight.job import plan_job
+from canon_pretrain.preflight import plan_job
 from canon_pretrain.run.config import Loss
 from canon_pretrain.titan import dry_run
 from canon_pretrain.titan.command_line import parse_job

@@ -1,7 +1,7 @@
 """One look at runs' evaluations after another: hold checkpoints, give work out, report at the end.
 
 What `eval submit` (submit.py) does again and again. Between schedule.py, which says what is to be
-done, and cluster.py, which takes jobs; leases.py sees to it that several watchers agree.
+done, and cluster/jobs.py, which takes jobs; cluster/leases.py keeps several watchers apart.
 """
 
 import hashlib
@@ -10,29 +10,29 @@ import os
 import re
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from canon_pretrain.cluster.jobs import SCRIPTS, NoAnswer, Slurm
+from canon_pretrain.cluster.leases import BEAT_S, LOCAL, Lease, Leases, new_lease
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
-from eval.schedule.cluster import SCRIPTS, NoAnswer, Slurm
-from eval.schedule.leases import BEAT_S, LEASES, LOCAL, Lease, Leases
-from eval.schedule.request import words_for
-from eval.schedule.schedule import (
-    IN_FLIGHT,
-    Entry,
-    Queue,
-    Schedule,
-    claim,
-    judge,
-)
-from eval.schedule.show import summary
+from eval.schedule import IN_FLIGHT, Entry, Schedule, words_for
 from eval.suite_names import suite_name
 
-DONE = "done"
+ORDER = (
+    "done", "running", "queued", "claimed", "waiting", "to come", "failed", "missing", "damaged",
+)  # fmt: skip
 
 Overview = list[tuple[Schedule, list[Entry]]]
+
+
+def summary(overview: Overview) -> str:
+    """Return how many evaluations are in which state: `3 done, 1 running`."""
+    counts = Counter(str(entry.state) for _, found in overview for entry in found)
+    return ", ".join(f"{counts[state]} {state}" for state in ORDER if counts[state]) or "none"
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,20 @@ class Work:
     script: str
     arguments: Callable[[Lease], list[str]]
     is_done: Callable[[], bool]
+    log_folder: Path
     flags: list[str]
 
 
 class Watcher:
-    """Gives out the work of several runs; `out` is the report's folder, `absent` are runs that
-    have not begun: without them nothing is finished."""
+    """Gives out the work of several runs; `out` is the report's folder.
+
+    `absent` are runs that have not begun: without them nothing is finished.
+    """
 
     def __init__(
         self,
         schedules: list[Schedule],
-        queue: Queue,
+        queue: Slurm,
         out: Path,
         *,
         max_in_flight: int,
@@ -77,21 +80,21 @@ class Watcher:
         return [(schedule, schedule.look(self.queue)) for schedule in self.schedules]
 
     def one_pass(self) -> Overview:
-        """Hold, give out what may be, report where all is done; what a look finds afterwards.
+        """Hold, give out what may be, report if all is done; return what a look then finds.
 
-        Raises UserError where Slurm does not answer, or refuses a job.
+        Raises UserError if Slurm does not answer, or refuses a job.
         """
-        while True:
+        looks_again = True
+        while looks_again:
             self.queue.look()
             overview = self.look()
             for schedule, found in overview:
                 schedule.hold(found)
                 self._warn(schedule, found)
-            started = self._start_next(overview)
-            if not started:
-                break
-        if self._is_evaluated(overview):
-            self._report()
+            looks_again = self._start_next(overview)
+        if self._is_evaluated(overview) and self.report_state()[0] == "waiting":
+            work = self._report_work()
+            self._start(work, work.leases.current())
         self.say_absent()
         self.say(summary(overview))
         return overview
@@ -103,47 +106,57 @@ class Watcher:
     def _is_evaluated(self, overview: Overview) -> bool:
         return not self.absent and all(s.is_finished(found) for s, found in overview)
 
-    # ---- giving out
+    def _warn(self, schedule: Schedule, found: list[Entry]) -> None:
+        """Report training that is so far ahead that retention will not wait."""
+        late = {entry.step for entry in found if entry.state in ("waiting", *IN_FLIGHT)}
+        bound = schedule.kept + schedule.max_held
+        if schedule.kept and len(late) > bound:
+            self.say(
+                f"{schedule.run.path}: {len(late)} checkpoints wait, and the trainer keeps {bound} "
+                "(checkpoint.keep_latest_k + checkpoint.max_held): raise --max_in_flight or "
+                "--checkpoint.max_held, or evaluate less often"
+            )
+
+    # -- giving out -------------------------------------------------------------------------------
 
     def _start_next(self, overview: Overview) -> bool:
-        """Start as much as may be, oldest first; whether it is worth to look again at once."""
-        waiting = [
-            (schedule, entry)
-            for schedule, found in overview
-            for entry in found
-            if entry.state == "waiting"
-        ]
+        """Start as much as may be, oldest first; return whether to look again at once."""
+        waiting = [(s, entry) for s, found in overview for entry in found]
+        waiting = [(s, entry) for s, entry in waiting if entry.state == "waiting"]
         waiting.sort(key=lambda pair: pair[1].step)
         in_flight = _num_in_flight(overview)
         for schedule, entry in waiting:
             if in_flight >= self.max_in_flight:
                 return False
-            if self._start(self._work(schedule, entry), entry.lease):
-                in_flight += 1
-                if self.local:  # it took hours, and is over
-                    return True
-            else:
+            if not self._start(self._work(schedule, entry), entry.lease):
                 in_flight = self._num_in_flight_now()
+            elif self.local:  # it took hours, and is over
+                return True
+            else:
+                in_flight += 1
         return False
 
     def _work(self, schedule: Schedule, entry: Entry) -> Work:
-        run, name = schedule.run.path, suite_name(entry.suite)
         checkpoint = str(schedule.checkpoints.step_path(entry.step))
         leases = schedule.leases(entry.step, entry.suite)
         how = words_for(schedule.request.how, entry.suite)
         return Work(
-            name=_plain(f"eval-{run.name}-step-{entry.step}-{name}"),
+            name=f"eval-{schedule.run.path.name}-step-{entry.step}-{suite_name(entry.suite)}",
             leases=leases,
             script="eval.sh",
             arguments=lambda lease: ["--lease", lease.id, checkpoint, entry.suite, *how],
             is_done=lambda: schedule.has_results(entry.step, entry.suite),
-            flags=[f"--output={_log(leases.folder.parent)}", *schedule.request.sbatch],
+            log_folder=leases.folder.parent,
+            flags=schedule.request.sbatch,
         )
 
     def _start(self, work: Work, before: Lease | None) -> bool:
-        """Claim and submit `work`; False where another has it, or too much is in flight."""
-        lease = claim(work.leases, before, work.name, self.queue.name)
-        if lease is None:
+        """Claim and submit `work`; return False if another has it, or too much is in flight."""
+        number = 1 if before is None else before.number + 1
+        # a name without what a shell or squeue would take amiss
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", work.name)
+        lease = new_lease(number, name, cluster=self.queue.name)
+        if not work.leases.claim(lease):
             return False
         # now that all see the claim: what has changed since the look?
         if why := self._objection(work, lease):
@@ -152,26 +165,26 @@ class Watcher:
         if self.local:
             self._run_here(work, lease)
             return True
+        log = f"{str(work.log_folder).replace('%', '%%')}/slurm-%j.log"
+        if "\\" in log:  # sbatch would take it for a sign of its own
+            log = "/dev/null"
+        flags = [f"--job-name={lease.name}", f"--output={log}", *work.flags]
         try:
-            job = self._slurm().submit(
-                work.script, work.arguments(lease), [f"--job-name={lease.name}", *work.flags]
-            )
+            job = self.queue.submit(work.script, work.arguments(lease), flags)
         except NoAnswer:
             raise  # it may have the job: the claim stands, and the job is looked for by its name
         except UserError as error:
             work.leases.record(lease, ended=f"given back: {error}")
             raise
-        current = work.leases.current()
-        if current is None or current.id != lease.id:
-            self._slurm().cancel(job)  # we slept so long that another took over
+        if not work.leases.is_current(lease.id):
+            self.queue.cancel(job)  # we slept so long that another took over
             return False
-        work.leases.record(current, job=job)
-        self.say(f"job {job}: {work.name}")
+        work.leases.record(lease, job=job)
+        self.say(f"job {job}: {name}")
         return True
 
     def _objection(self, work: Work, lease: Lease) -> str | None:
-        current = work.leases.current()
-        if current is None or current.id != lease.id:
+        if not work.leases.is_current(lease.id):
             return "another watcher has a later claim"
         if work.is_done():
             return "it is done"
@@ -182,10 +195,6 @@ class Watcher:
     def _num_in_flight_now(self) -> int:
         self.queue.look()
         return _num_in_flight(self.look())
-
-    def _slurm(self) -> Slurm:
-        assert isinstance(self.queue, Slurm)
-        return self.queue
 
     def _run_here(self, work: Work, lease: Lease) -> None:
         """Do the work as a process of this machine's, and wait for its end."""
@@ -208,63 +217,36 @@ class Watcher:
             raise
         work.leases.record(lease, ended=f"exit code {code}")
 
-    def _warn(self, schedule: Schedule, found: list[Entry]) -> None:
-        """Say where training is so far ahead that retention will not wait."""
-        late = {entry.step for entry in found if entry.state in ("waiting", *IN_FLIGHT)}
-        bound = schedule.kept + schedule.max_held
-        if schedule.kept and len(late) > bound:
-            self.say(
-                f"{schedule.run.path}: {len(late)} checkpoints wait, and the trainer keeps {bound} "
-                "(checkpoint.keep_latest_k + checkpoint.max_held): raise --max_in_flight or "
-                "--checkpoint.max_held, or evaluate less often"
-            )
-
-    # ---- the report
+    # -- the report -------------------------------------------------------------------------------
 
     def _report_work(self) -> Work:
         """One report of what there is now: another set of runs or steps is another report."""
         what = [[str(s.run.path), s.steps, s.request.suites] for s in self.schedules]
         digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
-        folder = self.out / LEASES / digest
+        folder = self.out / "leases" / digest
         runs = [str(schedule.run.path) for schedule in self.schedules]
         return Work(
-            name=_plain(f"eval-report-{self.schedules[0].run.path.name}"),
+            name=f"eval-report-{self.schedules[0].run.path.name}",
             leases=Leases(folder),
             script="eval_report.sh",
-            arguments=lambda _: ["--mark", str(folder / DONE), *runs, "--out", str(self.out)],
-            is_done=(folder / DONE).exists,
-            flags=[f"--output={_log(folder)}", *self.schedules[0].request.sbatch],
+            arguments=lambda _: ["--mark", str(folder / "done"), *runs, "--out", str(self.out)],
+            is_done=(folder / "done").exists,
+            log_folder=folder,
+            flags=self.schedules[0].request.sbatch,
         )
 
     def report_state(self) -> tuple[str, str]:
-        """done, failed, waiting, or that of its job; and why."""
+        """Return done, failed, waiting, or the state of its job; and why."""
         work = self._report_work()
         if work.is_done():
             return "done", str(self.out)
         known = work.leases.all()
-        state, _, ended = judge(work.leases, known[-1] if known else None, self.queue)
+        state, _, ended = work.leases.judge(known[-1] if known else None, self.queue)
         if state is not None:
             return state, ended
         failed = sum(lease.job is not None for lease in known)
         return "failed" if failed > self.schedules[0].request.retries else "waiting", ended
 
-    def _report(self) -> None:
-        if self.report_state()[0] == "waiting":
-            work = self._report_work()
-            self._start(work, work.leases.current())
-
 
 def _num_in_flight(overview: Overview) -> int:
     return sum(entry.state in IN_FLIGHT for _, found in overview for entry in found)
-
-
-def _plain(name: str) -> str:
-    """A job's name without what a shell or squeue would take amiss."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
-
-
-def _log(folder: Path) -> str:
-    """sbatch's pattern for a log in `folder`."""
-    if "\\" in str(folder):  # sbatch would take it for a sign of its own
-        return "/dev/null"
-    return f"{str(folder).replace('%', '%%')}/slurm-%j.log"

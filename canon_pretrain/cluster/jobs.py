@@ -1,7 +1,6 @@
-"""What `eval submit` asks of Slurm: which jobs live, and to take one more.
+"""What is asked of Slurm: which jobs live, and to take one more.
 
-Between schedule.py, which says what is to be done, and the cluster's own commands. In doubt a job
-lives: work is given out again only when Slurm says that the job is gone. No torch here.
+In doubt a job lives: its work is given out again only when Slurm says that the job is gone.
 """
 
 import os
@@ -20,8 +19,7 @@ DEAD = (
 )  # fmt: skip
 """States from which a job does not come back; one that is requeued is PENDING."""
 TIMEOUT_S = 120.0
-REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPTS = REPOSITORY / "slurm"
+SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
 
 
 class NoAnswer(UserError):
@@ -63,21 +61,20 @@ class Slurm:
         return self._name
 
     def look(self) -> None:
-        """Read the queue. Raises UserError where Slurm does not answer."""
+        """Read the queue. Raises UserError if Slurm does not answer."""
         found = self._ask("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j")
         if found.returncode:
             raise UserError(f"squeue failed, nothing was submitted: {found.stderr.strip()}")
-        self._states, self._names = {}, {}
-        for line in found.stdout.splitlines():
-            job, state, name = line.split("|", 2)
-            self._states[job], self._names[name] = state, job
+        lines = [line.split("|", 2) for line in found.stdout.splitlines()]
+        self._states = {job: state for job, state, _ in lines}
+        self._names = {name: job for job, _, name in lines}
 
     def find(self, name: str) -> str | None:
-        """The id of the job of this name, as long as the queue shows it."""
+        """Return the id of the job of this name, as long as the queue shows it."""
         return self._names.get(name)
 
     def verdict(self, job: str) -> Verdict:
-        """Whether `job` may still run or come to run. One that nobody knows any more is gone."""
+        """Return whether `job` may still run or come to run; one that nobody knows is gone."""
         state = self._states.get(job) or self._state_of(job)
         if state is None:
             return Verdict(False, "gone")
@@ -85,10 +82,9 @@ class Slurm:
         return Verdict(state not in DEAD, state.lower())
 
     def _state_of(self, job: str) -> str | None:
-        """The state of a job that the look did not show: of another user's, new, or forgotten."""
+        """Return the state of a job not in the look: another user's, new, or forgotten."""
         shown = self._ask("scontrol", "show", "job", "-o", job)
-        found = re.search(r"\bJobState=(\S+)", shown.stdout)
-        if found:
+        if found := re.search(r"\bJobState=(\S+)", shown.stdout):
             return found[1]
         if "Invalid job id" not in shown.stderr:
             return "UNKNOWN"  # the controller does not answer
@@ -99,13 +95,13 @@ class Slurm:
         return None
 
     def submit(self, script: str, arguments: Sequence[str], flags: Sequence[str]) -> str:
-        """Submit slurm/`script` with the settings of cluster.env; the job's id.
+        """Submit slurm/`script` with the settings of cluster.env; return the job's id.
 
-        Raises UserError with sbatch's words where it is refused, NoAnswer where that is not known.
+        Raises UserError with sbatch's words if it is refused, NoAnswer if that is not known.
         """
-        submit, job_script = SCRIPTS / "submit.sh", SCRIPTS / script
-        command = ["bash", str(submit), "--parsable", *flags, str(job_script), *arguments]
-        done = self._ask(*command, CANON_REPO=str(REPOSITORY))
+        command = ["bash", str(SCRIPTS / "submit.sh"), "--parsable", *flags]
+        command += [str(SCRIPTS / script), *arguments]
+        done = self._ask(*command, CANON_REPO=str(SCRIPTS.parent))
         words = done.stdout.split()
         if done.returncode or not words:
             raise UserError(f"sbatch refused {script}: {(done.stderr or done.stdout).strip()}")
@@ -131,16 +127,15 @@ class Slurm:
             raise NoAnswer(f"{command[0]} has not answered for {TIMEOUT_S:.0f} s") from None
 
 
-class NoQueue:
+class NoQueue(Slurm):
     """A machine without Slurm: nothing is known of its jobs, so none is given out again."""
 
-    name: str | None = None
+    @property
+    def name(self) -> None:
+        return None
 
     def look(self) -> None:
         pass
-
-    def find(self, name: str) -> str | None:
-        return None
 
     def verdict(self, job: str) -> Verdict:
         return Verdict(True, "unknown here")

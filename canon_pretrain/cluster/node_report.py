@@ -1,6 +1,6 @@
 """What a node finds out about itself, and a rank when it meets the others.
 
-preflight/__main__.py's `node` and `ranks` write it to a file; preflight/verdict.py reads it.
+`python -m canon_pretrain.preflight node` and `ranks` write it; cluster/preflight.py judges it.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 600
 WRITE_BYTES = 1 << 20
-GIB = 2**30
 LEAST_FREE = 0.9
 """The share of a GPU's memory that must be free; a process of a former job may hold the rest."""
 GPU_SIZE, CPU_SIZE = 8192, 512
@@ -36,9 +36,25 @@ IN_NODE, TWO_NODES, ALL_NODES = "all-reduce in the node", "all-reduce of two nod
 PACKAGES = ("torch", "torchtitan", "numpy")
 
 
-def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> dict[str, Any]:
-    """This node's report: `faults` of its own, `disk` faults, which all nodes may share, and the
-    versions that all must share."""
+@dataclass(frozen=True)
+class Report:
+    """What a node or a rank found, as a JSON file."""
+
+    faults: list[str] = field(default_factory=list)
+    disk: list[str] = field(default_factory=list)
+    """Faults of the run folder, which all nodes may share."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """What all nodes must have alike."""
+    left_alone: str | None = None
+    """A collective that failed, perhaps by another rank's fault."""
+    clock_s: float | None = None
+    """After a barrier."""
+    speeds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """FLOP/s and bytes per second, by device and measure."""
+
+
+def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> Report:
+    """Check this node's GPUs and what it can write to `run`."""
     faults, disk = [], []
     try:
         if (free := free_bytes(run)) < checkpoint_bytes:
@@ -62,10 +78,6 @@ def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> dict[str, Any]:
                 check_cuda()
             except UserError as error:
                 faults.append(str(error))
-    return {"faults": faults, "disk": disk, "versions": _versions()}
-
-
-def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -76,15 +88,15 @@ def _versions() -> dict[str, str]:
     root = Path(__file__).resolve().parent.parent
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return versions | {"canon_pretrain (its source's SHA-256)": digest.hexdigest()[:12]}
+    versions["canon_pretrain (its source's SHA-256)"] = digest.hexdigest()[:12]
+    return Report(faults, disk, versions)
 
 
-def report_ranks(gpus: int) -> dict[str, Any]:
-    """What this rank finds when all ranks meet: `faults`, `speeds`, `clock_s` after a barrier.
+def report_ranks(gpus: int) -> Report:
+    """Use this rank's device by itself, all ranks at once, then all-reduce in growing groups.
 
-    Every rank uses its device by itself, all at the same time. Then those of a node add up numbers,
-    of two nodes, and all: a GPU or a link that does not work, or is slow, is found before the model
-    is built, and a node's own fault on that node.
+    Those of a node, of two nodes, and all: a GPU or a link that does not work, or is slow, is found
+    before the model is built, and a node's own fault on that node.
     """
     from datetime import timedelta
 
@@ -108,7 +120,7 @@ def report_ranks(gpus: int) -> dict[str, Any]:
         found: list[list[str]] = [[]] * world
         dist.all_gather_object(found, faults)
         if any(found):
-            return {"faults": faults}
+            return Report(faults)
         for name, ranks in rank_groups(everyone):
             group = dist.new_group(ranks, backend="nccl" if gpus else "gloo", timeout=timeout)
             if dist.get_rank() not in ranks:
@@ -116,21 +128,21 @@ def report_ranks(gpus: int) -> dict[str, Any]:
             rate = all_reduce_bandwidth(group, len(ranks), device)
             if rate is None:
                 there = f"{len(ranks)} of {world} ranks, with those of {node}"
-                return {"faults": [f"an all-reduce of ones over {there}, gave other sums"]}
+                return Report([f"an all-reduce of ones over {there}, gave other sums"])
             if len(ranks) > 1:  # of a node's two neighbors, one may be slow
                 speeds[name] = max(rate, speeds.get(name, 0.0))
         dist.barrier()
         label = f"{device.type}:{os.environ['LOCAL_RANK']}"
-        return {"faults": [], "clock_s": clock_s, "speeds": {label: speeds}}
+        return Report(clock_s=clock_s, speeds={label: speeds})
     except RuntimeError as error:
         # another rank's fault may be the reason: this one counts where no rank has one of its own
-        return {"faults": [], "left_alone": f"a collective failed: {str(error).splitlines()[0]}"}
+        return Report(left_alone=f"a collective failed: {str(error).splitlines()[0]}")
     finally:
         dist.destroy_process_group()
 
 
 def try_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
-    """Allocate and multiply on a device: its faults, and FLOP/s and bytes per second."""
+    """Allocate and multiply on a device; return its faults, and FLOP/s and bytes per second."""
     import torch
 
     on_gpu = device.type == "cuda"
@@ -140,8 +152,8 @@ def try_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
             torch.cuda.set_device(device)
             free, total = torch.cuda.mem_get_info()
             if free < LEAST_FREE * total:
-                held = (total - free) / GIB
-                return [f"{device}: {held:.1f} of {total / GIB:.1f} GiB are in use already"], {}
+                held = (total - free) / 2**30
+                return [f"{device}: {held:.1f} of {total / 2**30:.1f} GiB are in use already"], {}
             size, num_bytes, seconds, dtype = GPU_SIZE, free // 4, GPU_SECONDS, torch.bfloat16
         ones = torch.ones(size, size, device=device, dtype=dtype)
         source = torch.full((num_bytes,), 90, device=device, dtype=torch.uint8)
@@ -160,7 +172,7 @@ def try_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
 
 
 def rank_groups(nodes: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """The groups that all-reduce in turn, and what their bandwidth is called; `nodes` by rank.
+    """Return the groups that all-reduce in turn, with names of their bandwidths; `nodes` by rank.
 
     Each node, each two neighbors on a ring of the nodes, and all. Ranks take them in one order, so
     none waits for a rank that waits for it.
@@ -178,7 +190,7 @@ def rank_groups(nodes: Sequence[str]) -> list[tuple[str, list[int]]]:
 
 
 def all_reduce_bandwidth(group: Any, count: int, device: "torch.device") -> float | None:
-    """Bus bandwidth (bytes per second, as nccl-tests define it); None if the sums are wrong."""
+    """Return bus bandwidth in bytes/s, as nccl-tests define it; None if the sums are wrong."""
     import torch
     import torch.distributed as dist
 

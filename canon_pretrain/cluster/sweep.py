@@ -1,8 +1,7 @@
 """The plan of a sweep: configs x learning rates x seeds, written once as SWEEP/sweep.json.
 
-Made by `python -m canon_pretrain.sweep plan`; what runs an element of it and what shows all of
-them read the file, so that an array job that is submitted again means the same runs under the same
-numbers. Each run trains into SWEEP/NAME. No torch, no torchtitan.
+Whatever runs an element of it and whatever shows all of them read the file, so that an array job
+that is submitted again means the same runs under the same numbers. Each run trains into SWEEP/NAME.
 """
 
 import hashlib
@@ -13,18 +12,19 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, parsing, read_json, write_json
+from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.run.config import Data, read_experiment
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import PLAN
 
-VERSION = 1
 MAX_SEED = (1 << 63) - 1
 """Of torch's generators and TOML's integers."""
 
@@ -51,26 +51,32 @@ class PlannedRun:
     learning_rate: float | None = None
     seed: int | None = None
 
+    @property
+    def label(self) -> str:
+        """CONFIG-lr3e-3: the runs of one label differ in their seeds alone."""
+        return run_name(Path(self.config), self.learning_rate, None)
+
 
 @dataclass(frozen=True)
 class Sweep:
     """The content of sweep.json. A run's number is its place in `runs`, from 1."""
 
-    runs: list[PlannedRun]
+    runs: Annotated[list[PlannedRun], Field(min_length=1)]
     configs: dict[str, str]
     """Path of each config -> hash of what it says, with all that it extends."""
     seed_of: SeedOf = "both"
     arguments: list[str] = field(default_factory=list)
     """--section.key value ..., handed to every run."""
+    version: Literal[1] = 1
 
     def run(self, number: int) -> PlannedRun:
-        """The run with this number. Raises UserError where there is none."""
+        """Return the run with this number. Raises UserError if there is none."""
         if not 1 <= number <= len(self.runs):
             raise UserError(f"no run {number}: this sweep has the runs 1 to {len(self.runs)}")
         return self.runs[number - 1]
 
     def options(self, run: PlannedRun, folder: Path) -> list[str]:
-        """The run's options of canon_pretrain.train, but for --config, where SWEEP is `folder`."""
+        """Return the run's options of canon_pretrain.train, except for --config."""
         words = [f"--{FOLDER_KEY}", str(folder.absolute() / run.name)]
         if run.learning_rate is not None:
             words += [f"--{RATE_KEY}", repr(run.learning_rate)]
@@ -78,10 +84,6 @@ class Sweep:
             for key in SEED_KEYS[self.seed_of]:
                 words += [f"--{key}", str(run.seed)]
         return words + self.arguments
-
-    def unfinished(self, folder: Path) -> list[int]:
-        """The numbers of the runs that are not DONE."""
-        return [n for n, run in enumerate(self.runs, 1) if not is_done(folder / run.name)]
 
 
 def is_done(run: Path) -> bool:
@@ -96,14 +98,18 @@ def make_sweep(
     seed_of: SeedOf,
     arguments: Sequence[str],
 ) -> Sweep:
-    """All combinations, configs outermost; no learning rates or seeds: those of the configs.
+    """Return all combinations, configs outermost; without rates or seeds those of the configs.
 
-    Raises UserError for bad values, for two runs of one name, and for an argument that the sweep
-    itself sets.
+    Raises UserError for bad values, two runs of one name, and an argument that the sweep sets.
     """
     rates: list[float | None] = [_rate(word) for word in learning_rates] or [None]
     numbers: list[int | None] = [_seed(word) for word in seeds] or [None]
-    _check_arguments(arguments, bool(learning_rates), SEED_KEYS[seed_of] if seeds else ())
+    own = {FOLDER_KEY: "its folder in the sweep's", "job.config_file": "--configs"}
+    own |= {RATE_KEY: "--lr"} if learning_rates else {}
+    own |= dict.fromkeys(SEED_KEYS[seed_of] if seeds else (), "--seeds")
+    for word in arguments:
+        if word.startswith("--") and (by := own.get(_key(word))):
+            raise UserError(f"{word}: the sweep sets this of each run, by {by}")
     paths = [os.path.abspath(config) for config in configs]
     runs = [
         PlannedRun(run_name(Path(path), rate, seed), path, rate, seed)
@@ -115,135 +121,8 @@ def make_sweep(
                 f"{count} runs would be called {name}: give each config, learning rate and seed "
                 "once, and configs of different file names"
             )
-    hashes = {path: config_hash(Path(path)) for path in paths}
+    hashes = {path: config_hash(path) for path in paths}
     return Sweep(runs, hashes, seed_of, list(arguments))
-
-
-def run_name(config: Path, rate: float | None, seed: int | None) -> str:
-    """CONFIG-lr3e-3-seed1: from what the run is alone, so that it stays when a sweep grows."""
-    name = config.stem
-    if rate is not None:
-        digits, _, places = f"{Decimal(repr(rate)).normalize():e}".partition("e")
-        name += f"-lr{digits}e{int(places)}"
-    return name if seed is None else f"{name}-seed{seed}"
-
-
-def config_hash(path: Path) -> str:
-    """SHA-256 of a config's values, those that it extends included."""
-    values = json.dumps(read_experiment(path), sort_keys=True, default=str)
-    return hashlib.sha256(values.encode()).hexdigest()
-
-
-def check_config(sweep: Sweep, run: PlannedRun, folder: Path) -> None:
-    """Raise UserError where the run's config is no longer what was planned with it."""
-    if config_hash(Path(run.config)) != sweep.configs[run.config]:
-        raise UserError(
-            f"{run.config} (or what it extends) has changed since {folder / PLAN} was written, and "
-            "the runs of a sweep must differ in its grid alone. Put it back, or plan a sweep in "
-            "another folder"
-        )
-
-
-def data_differences(sweep: Sweep) -> list[str]:
-    """Keys in which the configs differ, so that runs of one seed would not see the same data."""
-    defaults = {f"data.{each.name}": each.default for each in fields(Data)}
-    experiments = [read_experiment(Path(path)) for path in sweep.configs]
-    given = {_key(word) for word in sweep.arguments}
-    if sweep.runs[0].seed is not None:
-        given.update(SEED_KEYS[sweep.seed_of])
-    differing = []
-    for key in sorted({*defaults, *SAME_DATA} - given):
-        section, _, name = key.partition(".")
-        values = [each.get(section, {}).get(name, defaults.get(key)) for each in experiments]
-        if any(value != values[0] for value in values):
-            differing.append(key)
-    return differing
-
-
-# -- the file -------------------------------------------------------------------------------------
-
-
-def read_sweep(folder: Path) -> Sweep:
-    """The plan in `folder`. Raises UserError where there is none, or it is damaged."""
-    path = folder / PLAN
-    try:
-        record = read_json(path)
-        with parsing(path):
-            if record.pop("version") != VERSION:
-                raise ValueError("of another version")
-            record["runs"] = [PlannedRun(**run) for run in record["runs"]]
-            if record["seed_of"] not in get_args(SeedOf):
-                raise ValueError(f"seed_of {record['seed_of']!r}")
-            return Sweep(**record)
-    except UnreadableFile as error:
-        if error.is_missing:
-            raise UserError(
-                f"{folder} is not a sweep: it has no {PLAN}. Make one: python -m "
-                "canon_pretrain.sweep plan SWEEP --configs A.toml B.toml --lr 1e-3 2e-3 --seeds 0 1"
-            ) from None
-        raise UserError(
-            f"{error}: remove it, and plan with the same arguments again; no run is lost"
-        ) from None
-
-
-def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, int]:
-    """Write sweep.json; the sweep as it is now, and how many runs of it are new.
-
-    Where there is one: the same runs again are no change, and `extend` adds runs behind those
-    that it has, which keep their numbers. Raises UserError for any other difference, naming it.
-    """
-    if not (folder / PLAN).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder, new)
-        return new, len(new.runs)
-    old = read_sweep(folder)
-    known = {run.name: run for run in old.runs}
-    wanted = {run.name: run for run in new.runs}
-    faults = _differences(old, new)
-    if missing := [name for name in known if name not in wanted]:
-        faults.append(f"it has {', '.join(missing)}, which this grid has not")
-    added = [run for run in new.runs if run.name not in known]
-    if added and not extend:
-        faults.append(f"this grid has {len(added)} run(s) more, such as {added[0].name}")
-    if faults:
-        raise UserError(
-            f"{folder / PLAN} is another sweep: {'; '.join(faults)}. --extend adds runs to what is "
-            "planned and changes nothing else; another sweep needs another folder"
-        )
-    if added:
-        old = Sweep(old.runs + added, old.configs | new.configs, new.seed_of, old.arguments)
-        _write(folder, old)
-    return old, len(added)
-
-
-def _differences(old: Sweep, new: Sweep) -> list[str]:
-    """In what the two differ that every run has, or that runs of one name have."""
-    faults = []
-    if old.seed_of != new.seed_of and (old.runs[0].seed is not None):
-        faults.append(f"its seeds are of {old.seed_of}, not {new.seed_of}")
-    if old.arguments != new.arguments:
-        faults.append(f"its options are {_shown(old.arguments)}, not {_shown(new.arguments)}")
-    wanted = {run.name: run for run in new.runs}
-    for run in old.runs:
-        if (other := wanted.get(run.name)) is not None and other.config != run.config:
-            faults.append(f"its {run.name} is of {run.config}, not {other.config}")
-    for path, digest in old.configs.items():
-        if new.configs.get(path, digest) != digest:
-            faults.append(f"{path} (or what it extends) has changed")
-    return list(dict.fromkeys(faults))
-
-
-def _shown(words: Sequence[str]) -> str:
-    return " ".join(words) or "none"
-
-
-def _write(folder: Path, sweep: Sweep) -> None:
-    record: dict[str, Any] = {"version": VERSION}
-    record |= {each.name: getattr(sweep, each.name) for each in fields(sweep)}
-    write_json(folder / PLAN, record | {"runs": [asdict(run) for run in sweep.runs]})
-
-
-# -- what is given --------------------------------------------------------------------------------
 
 
 def _rate(word: str) -> float:
@@ -263,14 +142,100 @@ def _seed(word: str) -> int:
 
 
 def _key(word: str) -> str:
-    """The section.key that an option sets; a value is none that anyone knows."""
+    """Return the section.key that an option sets; of a value, something that is no key."""
     return word.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
-def _check_arguments(arguments: Sequence[str], has_rates: bool, seed_keys: Sequence[str]) -> None:
-    own = {FOLDER_KEY: "its folder in the sweep's", "job.config_file": "--configs"}
-    own |= {RATE_KEY: "--lr"} if has_rates else {}
-    own |= dict.fromkeys(seed_keys, "--seeds")
-    for word in arguments:
-        if word.startswith("--") and (by := own.get(_key(word))):
-            raise UserError(f"{word}: the sweep sets this of each run, by {by}")
+def run_name(config: Path, rate: float | None, seed: int | None) -> str:
+    """Return CONFIG-lr3e-3-seed1: of the run alone, so that it stays when a sweep grows."""
+    name = config.stem
+    if rate is not None:
+        digits, _, places = f"{Decimal(repr(rate)).normalize():e}".partition("e")
+        name += f"-lr{digits}e{int(places)}"
+    return name if seed is None else f"{name}-seed{seed}"
+
+
+def config_hash(path: str) -> str:
+    """Return the SHA-256 of a config's values, those that it extends included."""
+    values = json.dumps(read_experiment(Path(path)), sort_keys=True, default=str)
+    return hashlib.sha256(values.encode()).hexdigest()
+
+
+def data_differences(sweep: Sweep) -> list[str]:
+    """Return keys in which configs differ, so that runs of one seed would see other data."""
+    defaults = {f"data.{each.name}": each.default for each in fields(Data)}
+    experiments = [read_experiment(Path(path)) for path in sweep.configs]
+    given = {_key(word) for word in sweep.arguments}
+    if sweep.runs[0].seed is not None:
+        given.update(SEED_KEYS[sweep.seed_of])
+    differing = []
+    for key in sorted({*defaults, *SAME_DATA} - given):
+        section, _, name = key.partition(".")
+        values = [each.get(section, {}).get(name, defaults.get(key)) for each in experiments]
+        if any(value != values[0] for value in values):
+            differing.append(key)
+    return differing
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """Return the plan in `folder`. Raises UserError if it is missing or damaged."""
+    try:
+        return read_record(folder / PLAN, Sweep)
+    except UnreadableFile as error:
+        if error.is_missing:
+            raise UserError(
+                f"{folder} is not a sweep: it has no {PLAN}. Make one: python -m "
+                "canon_pretrain.sweep plan SWEEP --configs A.toml B.toml --lr 1e-3 2e-3 --seeds 0 1"
+            ) from None
+        raise UserError(
+            f"{error}: remove it, and plan with the same arguments again; no run is lost"
+        ) from None
+
+
+def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, int]:
+    """Write sweep.json; return the sweep as it is now, and how many runs of it are new.
+
+    The same runs again are no change, and `extend` adds runs behind those that are there, which
+    keep their numbers. Raises UserError for any other difference, naming it.
+    """
+    path = folder / PLAN
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(new))
+        return new, len(new.runs)
+    old = read_sweep(folder)
+    known = {run.name for run in old.runs}
+    faults = _differences(old, new)
+    added = [run for run in new.runs if run.name not in known]
+    if added and not extend:
+        faults.append(f"this grid has {len(added)} run(s) more, such as {added[0].name}")
+    if faults:
+        raise UserError(
+            f"{path} is another sweep: {'; '.join(faults)}. --extend adds runs to what is planned "
+            "and changes nothing else; another sweep needs another folder"
+        )
+    if added:
+        configs = old.configs | new.configs
+        old = replace(old, runs=old.runs + added, configs=configs, seed_of=new.seed_of)
+        write_json(path, asdict(old))
+    return old, len(added)
+
+
+def _differences(old: Sweep, new: Sweep) -> list[str]:
+    """Return in what the two differ that every run has, or that runs of one name have."""
+    faults = []
+    if old.seed_of != new.seed_of and old.runs[0].seed is not None:
+        faults.append(f"its seeds are of {old.seed_of}, not {new.seed_of}")
+    if old.arguments != new.arguments:
+        before, now = (" ".join(each.arguments) or "none" for each in (old, new))
+        faults.append(f"its options are {before}, not {now}")
+    wanted = {run.name: run.config for run in new.runs}
+    for run in old.runs:
+        if (other := wanted.get(run.name, run.config)) != run.config:
+            faults.append(f"its {run.name} is of {run.config}, not {other}")
+    for path, digest in old.configs.items():
+        if new.configs.get(path, digest) != digest:
+            faults.append(f"{path} (or what it extends) has changed")
+    if missing := [run.name for run in old.runs if run.name not in wanted]:
+        faults.append(f"it has {', '.join(missing)}, which this grid has not")
+    return faults

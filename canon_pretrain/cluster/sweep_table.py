@@ -1,10 +1,11 @@
-"""How the runs of a sweep stand: a line a run, from the small files of its folder.
+"""How the runs of a sweep stand: a line per run, and a verdict on their held-out losses.
 
-What `python -m canon_pretrain.sweep table` shows. `python -m canon_pretrain.run status SWEEP` shows
+`python -m canon_pretrain.sweep table` prints it. `python -m canon_pretrain.run status SWEEP` shows
 more of each run that has begun; here those that have not are in the table too.
 """
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
+from canon_pretrain.cluster.sweep import Sweep
 from canon_pretrain.core.files import UnreadableFile, read_json
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import printable
@@ -21,12 +23,13 @@ from canon_pretrain.report.glance import look_at_run
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number, read_tail
 from canon_pretrain.run.names import is_run
-from canon_pretrain.sweep.grid import Sweep, run_name
 
 WAITING = "waiting"
 """The state of a run whose trainer has never started."""
-_PIPED_WIDTH = 100_000
 ALPHA = 0.05
+COLUMNS = ("#", "run", "state", "step", "held-out", "training loss", "job", "why")
+NUMBERS = ("#", "step", "held-out", "training loss")
+_PIPED_WIDTH = 100_000
 
 
 class Row(NamedTuple):
@@ -39,7 +42,7 @@ class Row(NamedTuple):
     steps: int | None = None
     loss: float | str | None = None
     job_id: str | None = None
-    """Slurm's, of the launch that was last."""
+    """Slurm's, of the last launch."""
     reason: str | None = None
     held_out_loss: float | None = None
     """Nats per token at `held_out_step`, which is the same for all runs, by `held_out_source`."""
@@ -48,17 +51,15 @@ class Row(NamedTuple):
 
 
 def look_at_sweep(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
-    """The rows at `now`, in the order of the numbers; never raises for what a run's folder has."""
+    """Return the rows at `now`, by number; never raise for what a run's folder holds."""
     rows = []
     source, step, losses = _held_out_losses(sweep, folder)
     for place, run in enumerate(sweep.runs, 1):
         row = Row(place, run.name)
         if is_run(folder / run.name):
             seen = look_at_run(folder / run.name, run.name, now)
-            row = Row(
-                place, run.name, seen.state, seen.step, seen.steps, seen.loss, seen.job_id,
-                seen.reason,
-            )  # fmt: skip
+            known = (seen.state, seen.step, seen.steps, seen.loss, seen.job_id, seen.reason)
+            row = Row(place, run.name, *known)
         if run.name in losses:
             row = row._replace(
                 held_out_loss=losses[run.name], held_out_step=step, held_out_source=source
@@ -68,7 +69,7 @@ def look_at_sweep(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
 
 
 def _held_out_losses(sweep: Sweep, folder: Path) -> tuple[str, int, dict[str, float]]:
-    """Where the losses are from, their step, and those of the runs that have it.
+    """Return where the losses are from, their step, and those of the runs that have it.
 
     From the evaluations if there are any, else from the logs; at the step and of the held-out text
     that most runs have, the last step of those.
@@ -83,7 +84,7 @@ def _held_out_losses(sweep: Sweep, folder: Path) -> tuple[str, int, dict[str, fl
 
 
 def _evaluated(run: Path) -> Mapping[tuple[int, str], float]:
-    """Losses of the suite `validation` over all of its text, by step and text."""
+    """Return losses of the suite `validation` over all of its text, by step and text."""
     found = {}
     for path in sorted((run / "evals").glob("step-*/validation/*/results.json")):
         try:
@@ -98,7 +99,7 @@ def _evaluated(run: Path) -> Mapping[tuple[int, str], float]:
 
 
 def _logged(run: Path) -> Mapping[tuple[int, str], float]:
-    """The last held-out losses that training logged, by step and text."""
+    """Return the last held-out losses that training logged, by step and text."""
     try:
         events = read_tail(RunFolder(run).log_file, until="validation")
     except UnreadableFile:
@@ -115,41 +116,42 @@ def _logged(run: Path) -> Mapping[tuple[int, str], float]:
 
 
 def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
-    """A sentence per config against the first: the best learning rates, over seeds.
+    """Return a sentence per config against the first: the best learning rates, over seeds.
 
     Student's t, with the variance between seeds pooled over all configs and learning rates and
     Bonferroni's correction over the configs. `eval compare` pairs documents as well.
     """
-    from scipy.special import stdtr, stdtrit  # not before it is needed: a tenth of a second
+    from scipy import stats  # not before it is needed: a second
 
     groups: dict[str, dict[str, list[float]]] = {}
     for run, row in zip(sweep.runs, rows, strict=True):
         if row.held_out_loss is not None:
-            label = run_name(Path(run.config), run.learning_rate, None)
-            groups.setdefault(run.config, {}).setdefault(label, []).append(row.held_out_loss)
+            losses = groups.setdefault(run.config, {}).setdefault(run.label, [])
+            losses.append(row.held_out_loss)
     named = [row for row in rows if row.held_out_loss is not None]
     if not named:
         return ["held-out loss: not known; `python -m eval run --suite validation` evaluates a run"]
     start = f"held-out loss ({named[0].held_out_source}, step {named[0].held_out_step:,}):"
+    mean = statistics.fmean
     every = [group for rates in groups.values() for group in rates.values()]
     df = sum(len(group) - 1 for group in every)
-    squares = sum((x - _mean(group)) ** 2 for group in every for x in group)
+    squares = math.fsum((x - mean(group)) ** 2 for group in every for x in group)
     (first, base), *others = (
-        min(rates.items(), key=lambda item: _mean(item[1])) for rates in groups.values()
+        min(rates.items(), key=lambda item: mean(item[1])) for rates in groups.values()
     )
     if not others:
-        return [f"{start} lowest with {first}, {_mean(base):.4f} ({len(base)} seeds)"]
+        return [f"{start} lowest with {first}, {mean(base):.4f} ({len(base)} seeds)"]
     lines = []
     for label, ours in others:
-        size = _mean(ours) - _mean(base)
+        size = mean(ours) - mean(base)
         by = f"by {abs(size):.3g} nats/token than {first}"
         error = math.sqrt(squares / df * (1 / len(ours) + 1 / len(base))) if df else 0.0
         if not error:
             lower = "lower" if size < 0 else "higher"
             lines.append(f"{start} {label} {lower} {by}; no verdict without several seeds")
             continue
-        p = min(1.0, 2 * float(stdtr(df, -abs(size) / error)) * len(others))
-        half = float(stdtrit(df, 1 - ALPHA / 2 / len(others))) * error
+        p = min(1.0, 2 * stats.t.sf(abs(size) / error, df) * len(others))
+        half = stats.t.isf(ALPHA / 2 / len(others), df) * error
         verdict = "better" if size < 0 else "worse"
         if p > ALPHA:
             verdict = f"within noise, {'lower' if size < 0 else 'higher'}"
@@ -160,10 +162,6 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
     """Print the verdicts, the rows, and how many are in each state."""
     console = Console()
@@ -172,22 +170,15 @@ def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
     for words in verdicts:
         console.print(Text(words, style="bold"), soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title, justify in (
-        ("#", "right"), ("run", "left"), ("state", "left"), ("step", "right"),
-        ("held-out", "right"), ("training loss", "right"),
-        ("job", "left"), ("why", "left"),
-    ):  # fmt: skip
-        table.add_column(
-            title, justify="right" if justify == "right" else "left", no_wrap=title != "why"
-        )
+    for title in COLUMNS:
+        justify = "right" if title in NUMBERS else "left"
+        table.add_column(title, justify=justify, no_wrap=title != "why")  # type: ignore[arg-type]
     for row in rows:
-        loss = f"{row.loss:.4f}" if isinstance(row.loss, float | int) else row.loss or ""
+        loss = f"{row.loss:.4f}" if isinstance(row.loss, float | int) else row.loss
         step = "" if row.step is None else f"{row.step:,}/{row.steps or '?'}"
         held_out = "" if row.held_out_loss is None else f"{row.held_out_loss:.4f}"
-        cells = [
-            str(row.number), row.name, row.state, step, held_out, loss, row.job_id, row.reason
-        ]  # fmt: skip
-        table.add_row(*(Text(printable(cell or "")) for cell in cells))
+        cells = (row.number, row.name, row.state, step, held_out, loss, row.job_id, row.reason)
+        table.add_row(*(Text(printable(str(cell or ""))) for cell in cells))
     console.print(table)
     counts = Counter(row.state for row in rows)
     states = ", ".join(f"{count} {state}" for state, count in counts.most_common())

@@ -1,0 +1,336 @@
+"""What of a run is to be evaluated, and how far that is: checkpoints x suites, and their states.
+
+    RUN/evals/schedule.json                        which suites of which steps, and how
+    RUN/evals/step-N/SUITE/leases/                 who evaluates it (cluster/leases.py)
+    RUN/evals/step-N/SUITE/leases/restarts.json    how often the job began again, and what it gained
+
+A look opens no data: a suite of a step is answered if RUN/evals/step-N/SUITE holds a results.json
+of it, whole (`limit` None), of the checkpoint that is there, asked with the options of the request.
+It does not see that a task's file or its data have changed since; `eval run` does, and asks anew. A
+checkpoint is taken once it has its final name and all files of the right sizes; the job that loads
+it checks its hashes. A job asks `python -m eval.schedule begin` before it begins (slurm/eval.sh).
+No torch.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from canon_pretrain.checkpoint.architecture import find_checkpoint
+from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder, entries
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
+from canon_pretrain.checkpoint.retention import held_steps, hold, release
+from canon_pretrain.cluster.jobs import Slurm
+from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, InFlight, Lease, Leases
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, read_record, write_json
+from canon_pretrain.core.lock import locked
+from canon_pretrain.data.held_out import open_apart
+from canon_pretrain.report.evaluations import is_outdated
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.results import RESULTS, read_results
+from eval.run_command import add_how
+from eval.suite_names import SUITES, asked_how, is_file, suite_name
+
+RETRIES = 2
+PATIENCE_S = 60.0
+HOLD = "submit"
+"""The name of our holds: RUN/evals/holds/step-N.submit."""
+EXIT_FRUITLESS, EXIT_ANOTHERS = 1, 3
+
+States = InFlight | Literal["to come", "waiting", "done", "failed", "missing", "damaged"]
+IN_FLIGHT = ("claimed", "queued", "running")
+FINAL = ("done", "failed", "missing", "damaged")
+"""States from which nothing is done any more, once the run is DONE."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The content of schedule.json. `every`: steps; None: each checkpoint on the run's schedule.
+
+    `how` are `eval run`'s options, `sbatch` flags for each job; `retries` of a job that failed.
+    """
+
+    suites: list[str]
+    every: int | None = None
+    how: list[str] = field(default_factory=list)
+    sbatch: list[str] = field(default_factory=list)
+    retries: int = RETRIES
+
+
+def _parse_how(how: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_how(parser)
+    return parser.parse_args(list(how))
+
+
+def answers(asked: dict[str, Any], suite: str, how: Sequence[str], seq_len: int) -> bool:
+    """Whether results that were asked like this are what `eval run` finds for `suite` and `how`."""
+    options = _parse_how(how)
+    wanted = {"options": None, "junk": None, **asked_how(suite_name(suite), options, seq_len)}
+    if options.held_out is not None and suite == "validation":
+        wanted["held_out_fingerprint"] = open_apart(options.held_out).fingerprint
+    return options.dtype in ("auto", asked.get("dtype")) and all(
+        asked.get(name) == value for name, value in wanted.items()
+    )
+
+
+def words_for(how: Sequence[str], suite: str) -> list[str]:
+    """Return `eval run`'s options for one suite: junk is for the birth-year probes alone."""
+    given = vars(_parse_how(how))
+    if suite_name(suite) != "birth-year" and "-hop-" not in suite:
+        given["junk"] = None
+    return to_words(given)
+
+
+def to_words(given: dict[str, Any]) -> list[str]:
+    """Return options of `add_how` as words, paths absolute; defaults are left out."""
+    words: list[str] = []
+    for name, default in vars(_parse_how([])).items():
+        value = given[name]
+        if value == default:
+            continue
+        if value is True:
+            words.append(f"--{name}")
+        elif isinstance(value, list):
+            for key, text in value:
+                words += [f"--{name}", f"{key}={os.path.abspath(text) if is_file(text) else text}"]
+        else:
+            words += [f"--{name}", os.path.abspath(value) if isinstance(value, Path) else value]
+    return list(map(str, words))
+
+
+def read_request(run: Path, *, change: bool = False) -> Request | None:
+    """Return schedule.json, None without one; a `change` passes over a damaged one.
+
+    Raises UserError for what is no run.
+    """
+    RunFolder(run).read_config()
+    try:
+        return read_record(run / EVALS / "schedule.json", Request)
+    except UnreadableFile as error:
+        if error.is_missing or change:
+            return None
+        raise UserError(f"{error}: --change writes it anew, with the options given") from None
+
+
+def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool = True) -> Request:
+    """Return the request of schedule.json, which the first call writes; `given` are its fields.
+
+    One that says something else is refused (UserError), unless it is a `change`: two watchers
+    with two minds would hold and release the same checkpoints in turns. With `keep` False nothing
+    is written.
+    """
+    known = read_request(run, change=change)
+    asked = replace(known or Request(list(SUITES)), **given)
+    if asked == known or (known is None and not keep):
+        return asked
+    path = run / EVALS / "schedule.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name("schedule.lock"), str(path), patience_s=PATIENCE_S):
+        known = read_request(run, change=change)
+        asked = replace(known or Request(list(SUITES)), **given)
+        if known is not None and asked != known and not change:
+            differs = "; ".join(
+                f"{name} {getattr(known, name)!r}, given {value!r}"
+                for name, value in given.items()
+                if getattr(known, name) != value
+            )
+            raise UserError(
+                f"{path} says otherwise: {differs}. Leave the options out to go on as it says, or "
+                "give --change to replace it"
+            )
+        if keep and asked != known:
+            write_json(path, asdict(asked))
+    return asked
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One suite of one checkpoint, as a look found it."""
+
+    step: int
+    suite: str
+    """As it was given: a name or the path of a task's YAML."""
+    state: States
+    lease: Lease | None = None
+    attempts: int = 0
+    """Jobs so far."""
+    why: str = ""
+
+
+class Schedule:
+    """The evaluations of one run. Raises UserError if `path` is no run."""
+
+    def __init__(
+        self, path: Path, request: Request, *, claim_expiry_s: float = CLAIM_EXPIRY_S
+    ) -> None:
+        self.run = RunFolder(path)
+        self.request = request
+        self._claim_expiry_s = claim_expiry_s
+        config = self.run.read_config().get("config", {})
+        checkpoint, training = config.get("checkpoint", {}), config.get("training", {})
+        self.checkpoints = CheckpointFolder.of_run(self.run)
+        self._seq_len = int(training.get("seq_len", 0))
+        self.kept, self.max_held = checkpoint.get("keep_latest_k", 0), checkpoint.get("max_held", 4)
+        last, interval = int(training.get("steps", 0)), int(checkpoint.get("interval", 1))
+        every = request.every or interval
+        if every < 1 or every % interval:
+            raise UserError(
+                f"--every {request.every}: {path} saves a checkpoint each {interval} steps "
+                "(checkpoint.interval); expected a multiple of that"
+            )
+        self.steps = sorted({*range(every, last + 1, every), *([last] if last else [])})
+        """Multiples of --every, and the run's last."""
+
+    def leases(self, step: int, suite: str) -> Leases:
+        return leases_of(self.run.path, step, suite)
+
+    def look(self, queue: Slurm) -> list[Entry]:
+        """Return every suite of every step; `queue` was looked at before, so results count."""
+        newest = max(self.checkpoints.steps(), default=0)
+        found = []
+        for step in self.steps:
+            saved = self._checkpoint(step, newest)
+            found += [self._entry(step, suite, saved, queue) for suite in self.request.suites]
+        return found
+
+    def is_finished(self, overview: Sequence[Entry]) -> bool:
+        """Whether training has ended well, with nothing left to move or to evaluate."""
+        is_done = self.run.done_file.exists() and not self.checkpoints.leftovers()
+        return is_done and all(entry.state in FINAL for entry in overview)
+
+    def has_results(self, step: int, suite: str) -> bool:
+        """Whether the suite of this step is answered, see the module."""
+        folder = self.run.path / EVALS / f"step-{step}" / suite_name(suite)
+        for path in folder.glob(f"*/{RESULTS}"):
+            try:
+                results = read_results(path)
+            except UserError:
+                continue
+            asked = results.asked
+            own = (asked["suite"], asked["step"], asked["limit"]) == (suite_name(suite), step, None)
+            if (
+                own
+                and answers(asked, suite, self.request.how, self._seq_len)
+                and not is_outdated(self.run, results)
+            ):
+                return True
+        return False
+
+    def hold(self, overview: Sequence[Entry]) -> None:
+        """Have the trainer keep the steps still to be evaluated, saved or not, and no others."""
+        wanted: set[int] = set()
+        if not self.is_finished(overview):
+            wanted = {e.step for e in overview if e.state not in ("done", "failed")}
+        names = {path.name for path in entries(self.run.path / EVALS / "holds")}
+        ours = {step for step in held_steps(self.run.path) if f"step-{step}.{HOLD}" in names}
+        for step in sorted(wanted - ours):
+            hold(self.run.path, step, HOLD)
+        for step in sorted(ours - wanted):
+            release(self.run.path, step, HOLD)
+
+    def _checkpoint(self, step: int, newest: int) -> tuple[States, str]:
+        """Return `waiting` if the step is saved, else why it can't be evaluated."""
+        path = self.checkpoints.step_path(step)
+        if not path.is_dir():
+            moving = f".replaced-step-{step}" in {p.name for p in self.checkpoints.leftovers()}
+            if moving or (step > newest and not self.run.done_file.exists()):
+                return "to come", ""
+            return "missing", "no checkpoint of it is left"
+        try:
+            faults = find_faults(path, Manifest.read(path), hashes=False)
+        except DamagedCheckpoint as error:
+            faults = [str(error)]
+        return ("damaged", faults[0]) if faults else ("waiting", "")
+
+    def _entry(self, step: int, suite: str, saved: tuple[States, str], queue: Slurm) -> Entry:
+        leases = self.leases(step, suite)
+        known = leases.all()
+        last = known[-1] if known else None
+        attempts = sum(each.job is not None for each in known)
+        if self.has_results(step, suite):
+            return Entry(step, suite, "done", last, attempts)
+        state, lease, why = leases.judge(last, queue, self._claim_expiry_s)
+        if state is not None:
+            attempts += lease is not None and lease.job is not None and known[-1].job is None
+            return Entry(step, suite, state, lease, attempts, why)
+        if attempts > self.request.retries:
+            return Entry(step, suite, "failed", lease, attempts, why)
+        return Entry(step, suite, saved[0], lease, attempts, saved[1] or why)
+
+
+def leases_of(run: Path, step: int | str, suite: str) -> Leases:
+    """Return the leases of one suite, or of suites `a,b`, of one checkpoint."""
+    name = step if isinstance(step, str) else f"step-{step}"
+    return Leases(run / EVALS / name / suite_name(suite) / "leases")
+
+
+# -- what a job asks ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """The content of restarts.json."""
+
+    job: str
+    tasks: int
+    """Tasks that were answered when it began."""
+    fruitless: int
+    """Starts in a row without a task more."""
+
+
+def begin(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tuple[int, str]:
+    """Return what a job must do that has started: an exit code (0: go on), and why.
+
+    `lease_id` is the claim that it was submitted for; None for one that a user submitted. A job
+    that began again `restarts` times in a row without a task more ends: it would for ever.
+    """
+    if lease_id is not None:
+        current = leases.current()
+        if current is None or current.id != lease_id:
+            return EXIT_ANOTHERS, f"another job has this work, or it was archived: {leases.folder}"
+        if current.job is None:
+            leases.record(current, job=job)  # its watcher was killed before it could
+    path, suites = leases.folder / "restarts.json", leases.folder.parent
+    try:
+        before = read_record(path, Restarts)
+    except UnreadableFile:
+        before = Restarts("", 0, 0)
+    patterns = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
+    folders = [suites.parent / name for name in suites.name.split(",")]
+    gained = sum(1 for folder in folders for pattern in patterns for _ in folder.glob(pattern))
+    again = before.job == job and gained <= before.tasks
+    fruitless = before.fruitless + 1 if again else 0
+    if fruitless > restarts:
+        return EXIT_FRUITLESS, f"{fruitless} restarts in a row ended before another task was done"
+    leases.folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, asdict(Restarts(job, gained, fruitless)))
+    return 0, ""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`... begin CHECKPOINT SUITE --job ID [--lease ID] [--restarts K]`, for slurm/eval.sh."""
+    parser = argparse.ArgumentParser(prog="python -m eval.schedule")
+    parser.add_argument("command", choices=("begin",))
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("suite")
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--lease")
+    parser.add_argument("--restarts", type=int, default=3)
+    given = parser.parse_args(argv)
+    # not resolved: RUN/checkpoint may be a link to a larger disk
+    run, checkpoint = find_checkpoint(Path(os.path.abspath(given.checkpoint)))
+    leases = leases_of(run.path, checkpoint.name, given.suite)
+    code, why = begin(leases, given.job, given.lease, given.restarts)
+    if code:
+        print(why, file=sys.stderr)
+        raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()
