@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from canon_pretrain.model.args import FFN_ACTIVATIONS, FFNS, POSITIONS, ROTARY, num_parameters
+from canon_pretrain.model.args import CHOICES, POSITIONS, ROTARY, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Loss, build, merge, read_experiment
 from canon_pretrain.titan.command_line import parse_job
@@ -206,7 +206,7 @@ def test_the_readmes_table_is_true() -> None:
         seen.append(job.model_args)
     assert {args.position for args in seen} == set(POSITIONS)
     assert {(args.ffn, args.ffn_activation) for args in seen} == {
-        (ffn, activation) for ffn in FFNS for activation in FFN_ACTIVATIONS
+        (ffn, activation) for ffn in CHOICES["ffn"] for activation in CHOICES["ffn_activation"]
     } - {("gated", "gelu")}
     for option in ("canon_residual", "canon_activation", "canon_trainable", "canon_kernel"):
         assert len({getattr(args, option) for args in seen}) > 1, option

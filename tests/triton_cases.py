@@ -138,8 +138,7 @@ def check_qkv(
         return fused().canon_qkv_triton(
             q, k, v, weight, head_dim=head_dim, qk_norm=norm, q_gain=gains[0] if gains else None,
             k_gain=gains[1] if gains else None, eps=1e-5, cos_TR=cos if rope else None,
-            sin_TR=sin if rope else None, rope_heads_q=q_turns if rope else 0,
-            rope_heads_k=k_turns if rope else 0, **options,
+            sin_TR=sin if rope else None, rope_share=head_share, **options,
         )  # fmt: skip
 
     def exact(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *gains: Tensor) -> Any:
@@ -169,7 +168,7 @@ def check_gate(
     options = {"residual": residual, "activation": activation, "segments_BN": segments}
 
     def run(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        return fused().canon_gate_triton(gate, up, weight, ffn_activation=act, **options)
+        return fused().canon_gate_triton(gate, up, weight, relu2=act == "relu2", **options)
 
     def exact(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         gate, up = canon_reference(torch.cat((gate, up), -1), weight, **options).chunk(2, -1)

@@ -39,12 +39,11 @@ def _sites(
     q, k, v = fused.canon_qkv_triton(
         x, xs[0][..., :4], xs[1][..., 4:], torch.cat((weights,) * 2), head_dim=4,
         qk_norm="per_head",
-        q_gain=gain[:4], k_gain=gain[4:], eps=1e-5, cos_TR=cos, sin_TR=sin, rope_heads_q=2,
-        rope_heads_k=1, **options,
+        q_gain=gain[:4], k_gain=gain[4:], eps=1e-5, cos_TR=cos, sin_TR=sin, rope_share=1, **options,
     )  # fmt: skip
     up = fused.canon_triton((q.flatten(2) * torch.cat((k, v), 2).flatten(2)), weights, **options)
     both = torch.cat((weights, weights))
-    inner: Tensor = fused.canon_gate_triton(x, up, both, ffn_activation="silu", **options)
+    inner: Tensor = fused.canon_gate_triton(x, up, both, relu2=False, **options)
     return h + inner
 
 
@@ -159,7 +158,7 @@ def only_the_inputs_are_kept() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         face().norm_canon_triton(h, gain, weight, eps=1e-5, **options)
         weights = torch.cat((weight, weight)).detach().requires_grad_()
-        face().canon_gate_triton(gate, up, weights, ffn_activation="silu", **options)
+        face().canon_gate_triton(gate, up, weights, relu2=False, **options)
     own = {x.data_ptr() for x in (h, gate, up, weight, gain, weights)}
     others = [x for x in saved if x.data_ptr() not in own]
     assert [(tuple(x.shape), x.dtype) for x in others] == [((2, 4), torch.float32)]
@@ -209,7 +208,7 @@ def nothing_leaks_out_of_a_document() -> None:
         lambda x: face().canon_triton(x, weight, **options),
         lambda x: face().norm_canon_triton(x, gain, weight, eps=1e-5, **options),
         lambda x: face().canon_gate_triton(
-            x, x, torch.cat((weight, weight)), ffn_activation="silu", **options
+            x, x, torch.cat((weight, weight)), relu2=False, **options
         ),
     )
     others = [0, 1, 2, 5, 6]
@@ -246,7 +245,7 @@ def wrong_shapes_are_refused() -> None:
         lambda: fused.canon_triton(x, weight.expand(8, 1, 4)[..., :1], **options),
         lambda: fused.canon_triton(x, weight, segments_BN=short, **options),
         lambda: fused.norm_canon_triton(x, x[0, 0, :7], weight, eps=1e-5, **options),
-        lambda: fused.canon_gate_triton(x, x[:, :4], weight, ffn_activation="silu", **options),
+        lambda: fused.canon_gate_triton(x, x[:, :4], weight, relu2=False, **options),
     ):
         try:
             call()
@@ -271,7 +270,7 @@ def too_wide_a_row_takes_the_norm_of_pytorch() -> None:
     def heads(h: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
         q, k, v = fused.canon_qkv_triton(
             h, h, h, torch.cat((weight,) * 3), head_dim=4, qk_norm="full", q_gain=gain, k_gain=gain,
-            cos_TR=None, sin_TR=None, rope_heads_q=0, rope_heads_k=0, **options,
+            **options,
         )  # fmt: skip
         return q * k * v
 

@@ -1,6 +1,6 @@
 """Each kernel by itself: seconds against the reference's, and bytes against the copy bandwidth.
 
-Every form of model/canon_forms.py by every backend, compiled as a block is. Before anything is
+Every form of model/canon_check.py by every backend, compiled as a block is. Before anything is
 timed its values and gradients are compared with the formula in float64.
 """
 
@@ -26,8 +26,14 @@ from canon_pretrain.bench.tables import (
 from canon_pretrain.bench.timing import Step, compare_steps
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import OPTIONAL, compile_options
-from canon_pretrain.model.canon_check import WrongCanon, compare, make_inputs, make_module
-from canon_pretrain.model.canon_forms import Form, forms
+from canon_pretrain.model.canon_check import (
+    Form,
+    WrongCanon,
+    compare,
+    forms,
+    make_inputs,
+    make_module,
+)
 
 REFERENCE = "reference"
 CPU_SHAPE, GPU_SHAPE = (4, 1024), (16, 4096)

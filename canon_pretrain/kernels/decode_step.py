@@ -1,10 +1,10 @@
 """Canon for a sequence that is read in parts.
 
-`model/cache.py` holds one `CanonMemory` a site. It remembers sums, not inputs: what the tokens so
+`model/cache.py` holds one `CanonMemory` per site. It remembers sums, not inputs: what the tokens so
 far add to each of the next P outputs. A single token is read by all sites of a model together
-(`CanonStep`): a site's output is its sum plus its own tap, one `addcmul` a part; what the token
-adds to later ones is computed once for all sites and layers, when all have read it. The time of a
-token is that of starting kernels, not of their arithmetic (NOTES.md).
+(`CanonStep`): a site's output is its sum plus its own tap, one `addcmul` per part; what the token
+adds to later ones is computed once for all sites and layers, after all have read it. Starting
+kernels, not their arithmetic, is a token's time (NOTES.md).
 
 Shapes: B rows, T tokens, C channels (in `CanonStep` those of all sites), K taps of the kernel,
 P = K - 1, N = P + T.
@@ -12,6 +12,7 @@ P = K - 1, N = P + T.
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +25,9 @@ from canon_pretrain.kernels.shifts import sum_dtype
 class CanonMemory:
     """What the tokens read so far add to the next outputs of one Canon site.
 
-    Made for the rows, dtype and device of `x_BTC`, with the weight as it is then: like the keys and
-    values beside it, a memory is of one state of the model. Sums are float32 (float64 of float64).
-    With gradients enabled nothing is written in place, and they reach the tokens of earlier parts.
+    For the rows, dtype and device of `x_BTC` and the weight as it is now: like keys and values, it
+    belongs to one state of the model. Sums are float32 (float64 for float64). With gradients
+    enabled nothing is written in place, and they reach the tokens of earlier parts.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class CanonMemory:
         segments_BN: Tensor | None = None,
         backend: str = "auto",
     ) -> tuple[Tensor, ...]:
-        """Return y_BTC of the next tokens' `parts`, which lie side by side in the weight's rows.
+        """Return `canon_reference` over all tokens, for the `parts` of the next ones.
 
-        As `canon_reference` over all tokens gives it. `segments_BN` as there, None where these
-        tokens go on with the last one's segment. Many tokens are read by `backend`, but for the
-        first P, whose predecessors are in the sums.
+        The parts are side by side in the weight's rows. `segments_BN` as there; None if the tokens
+        continue the last one's segment. More than P tokens are read by `backend`, but for the first
+        P, whose predecessors are in the sums.
         """
         if self._step is not None:
             if self._step.is_open and not torch.compiler.is_compiling():
@@ -68,7 +69,7 @@ class CanonMemory:
         if torch.is_grad_enabled():  # of this weight, which may be another tensor than at first
             self._taps_K11C = _taps(weight_C1K, parts[0], one_more=self._folds)
         if parts[0].shape[1] == 1:
-            y_B1C = self._one(_joined(parts), _goes_on(segments_BN, 0, self._reach))
+            y_B1C = self._one(_joined(parts), _same_as_before(segments_BN, 0, self._reach))
             return _split(y_B1C, parts)
         if parts[0].shape[1] <= self._reach:
             return _split(self._steps(_joined(parts), segments_BN), parts)
@@ -84,17 +85,10 @@ class CanonMemory:
         """`read` of more tokens than P."""
         reach, last = self._reach, parts[0].shape[1] - self._reach
         weights = weight_C1K.split([part.shape[2] for part in parts])
-        outputs = tuple(
-            canon(
-                part,
-                weight,
-                residual=self._residual,
-                activation=self._activation,
-                segments_BN=segments_BN,
-                backend=backend,
-            )
-            for part, weight in zip(parts, weights, strict=True)
-        )
+        options: dict[str, Any] = {"residual": self._residual, "activation": self._activation}
+        options |= {"segments_BN": segments_BN, "backend": backend}
+        pairs = zip(parts, weights, strict=True)
+        outputs = tuple(canon(part, weight, **options) for part, weight in pairs)
         if self._holds and reach:
             outputs = self._after_past(parts, outputs, segments_BN)
         tail_BN = None if segments_BN is None else segments_BN[:, last:]
@@ -104,11 +98,11 @@ class CanonMemory:
         if not apart:  # room for the windows of all of them
             self._sums_PB1C = self._sums_PB1C.repeat(2, 1, 1, 1)
         for i in range(reach):
-            x_B1C, goes_on_B11 = tail_BPC[:, i : i + 1], _goes_on(tail_BN, i, reach)
+            x_B1C, same_B11 = tail_BPC[:, i : i + 1], _same_as_before(tail_BN, i, reach)
             if apart:
-                self._add(x_B1C, goes_on_B11)
+                self._add(x_B1C, same_B11)
             else:
-                self._add_to(self._sums_PB1C[i : i + reach + 1], x_B1C, goes_on_B11)
+                self._add_to(self._sums_PB1C[i : i + reach + 1], x_B1C, same_B11)
         self._sums_PB1C = self._sums_PB1C[-reach:]
         return outputs
 
@@ -118,7 +112,7 @@ class CanonMemory:
         outputs: tuple[Tensor, ...],
         segments_BN: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """`outputs`, which were computed as if nothing came before, with what did."""
+        """Add the tokens before to `outputs`, which were computed without them."""
         reach = self._reach
         differentiable = torch.is_grad_enabled()
         rounded = parts[0].dtype != self._sums_PB1C.dtype
@@ -137,7 +131,7 @@ class CanonMemory:
         return outputs
 
     def take(self, rows_N: Tensor) -> "CanonMemory":
-        """A memory of the rows of these indices, in this order; this one stays as it is."""
+        """Return a memory of the rows of these indices, in this order; self is not changed."""
         taken = copy.copy(self)
         taken._sums_PB1C, taken._step = self._sums_PB1C[:, rows_N], None
         return taken
@@ -146,32 +140,34 @@ class CanonMemory:
         if not x_BTC.shape[1]:
             return x_BTC
         tokens = enumerate(x_BTC.split(1, dim=1))
-        steps = [self._one(x_B1C, _goes_on(segments_BN, i, self._reach)) for i, x_B1C in tokens]
+        steps = [
+            self._one(x_B1C, _same_as_before(segments_BN, i, self._reach)) for i, x_B1C in tokens
+        ]
         return torch.cat(steps, dim=1)
 
-    def _one(self, x_B1C: Tensor, goes_on_B11: Tensor | None) -> Tensor:
-        y_B1C = self._add(x_B1C, goes_on_B11)
+    def _one(self, x_B1C: Tensor, same_B11: Tensor | None) -> Tensor:
+        y_B1C = self._add(x_B1C, same_B11)
         return self._activated(y_B1C, x_B1C) if self._activation else y_B1C.to(x_B1C.dtype)
 
-    def _add(self, x_B1C: Tensor, goes_on_B11: Tensor | None) -> Tensor:
-        """Add one token; gives the sum of its own place (and its residual, where that is linear).
+    def _add(self, x_B1C: Tensor, same_B11: Tensor | None) -> Tensor:
+        """Add one token and return its own sum, with its residual if there is no activation.
 
-        `goes_on_B11`: false where a row begins another segment; None: nowhere.
+        `same_B11`: false where a row begins another segment; None: nowhere.
         """
         self._holds = True
         window_KB1C = F.pad(self._sums_PB1C, (0, 0, 0, 0, 0, 0, 0, 1))
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            if goes_on_B11 is not None:
-                window_KB1C = window_KB1C * goes_on_B11
+            if same_B11 is not None:
+                window_KB1C = window_KB1C * same_B11
             window_KB1C = window_KB1C + x_B1C * self._taps_K11C
         else:
-            self._add_to(window_KB1C, x_B1C, goes_on_B11)
+            self._add_to(window_KB1C, x_B1C, same_B11)
         self._sums_PB1C = window_KB1C[1:]
         return window_KB1C[0]
 
-    def _add_to(self, window_KB1C: Tensor, x_B1C: Tensor, goes_on_B11: Tensor | None) -> None:
-        if goes_on_B11 is not None:
-            window_KB1C.mul_(goes_on_B11)
+    def _add_to(self, window_KB1C: Tensor, x_B1C: Tensor, same_B11: Tensor | None) -> None:
+        if same_B11 is not None:
+            window_KB1C.mul_(same_B11)
         window_KB1C.addcmul_(x_B1C, self._taps_K11C)
 
     def _step_parts(self, step: "CanonStep", parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -191,10 +187,10 @@ class CanonMemory:
 
 
 class CanonStep:
-    """The next token of all `memories`, which are of one device and dtype of sums.
+    """The next token of all `memories`, whose sums have one device and dtype.
 
-    The memories' sums become views of one tensor; between `begin` and `end` each site is read
-    once. `is_stale`: a memory has been read otherwise since, and this one is of no more use.
+    The memories' sums become views of one tensor; between `begin` and `end` each site is read once.
+    `is_stale`: a memory has been read otherwise since, and this step must not be used again.
     """
 
     def __init__(self, memories: Sequence[CanonMemory]) -> None:
@@ -217,19 +213,24 @@ class CanonStep:
             memory._step, memory._slot = self, slot
 
     def begin(self, segments_BN: Tensor | None) -> None:
-        """`segments_BN`: as for `CanonMemory.read`."""
-        goes_on_B11 = _goes_on(segments_BN, 0, len(self._sums))
-        if goes_on_B11 is not None:
+        """Start a token; `segments_BN` as for `CanonMemory.read`."""
+        same_B11 = _same_as_before(segments_BN, 0, len(self._sums))
+        if same_B11 is not None:
             for sum_B1C in self._sums:
-                sum_B1C.mul_(goes_on_B11)
+                sum_B1C.mul_(same_B11)
         self.is_open, self.num_read = True, 0
         self.inputs = [None] * len(self.memories)
 
     def end(self) -> None:
-        """All sites have read the token: add it to what comes next."""
+        """Add the token, which all sites have read, to what comes next."""
         self.is_open = False
         if self.num_read != len(self.memories):
-            return self._end_apart()
+            # some sites were left out, or read by a compiled block
+            self.is_stale = True
+            for memory, given in zip(self.memories, self.inputs, strict=True):
+                if given is not None:
+                    memory._add(_joined(given), None)
+            return
         sums, taps, x_B1C = self._sums, self._taps, self._x_B1C
         parts = [part for parts in self.inputs for part in parts or ()]
         torch.cat(parts, dim=-1, out=x_B1C)
@@ -238,16 +239,9 @@ class CanonStep:
             torch.addcmul(sums[i], x_B1C, taps[i], out=sums[i - 1])
         torch.mul(x_B1C, taps[-1], out=sums[-1])
 
-    def _end_apart(self) -> None:
-        """`end` where some sites were left out, or read by a compiled block."""
-        self.is_stale = True
-        for memory, parts in zip(self.memories, self.inputs, strict=True):
-            if parts is not None:
-                memory._add(_joined(parts), None)
-
 
 def steps_of(memories: Sequence[CanonMemory], earlier: list[CanonStep]) -> list[CanonStep]:
-    """The steps that read the next token of all `memories`: the `earlier` ones where they do."""
+    """Return steps that read the next token of all `memories`: the `earlier` ones if they do."""
     held = [memory for step in earlier for memory in step.memories if not step.is_stale]
     if len(held) == len(memories) and all(a is b for a, b in zip(held, memories, strict=True)):
         return earlier
@@ -259,9 +253,9 @@ def steps_of(memories: Sequence[CanonMemory], earlier: list[CanonStep]) -> list[
 
 
 def _taps(weight_C1K: Tensor, x_BTC: Tensor, *, one_more: bool) -> Tensor:
-    """The taps as a token needs them: its own first, then its successor's; `one_more` of its own.
+    """Return the taps as a token needs them, [K, 1, 1, C]: its own first, then its successor's.
 
-    That one is the residual. [K, 1, 1, C].
+    `one_more` of its own tap is the residual.
     """
     taps_KC = weight_C1K[:, 0].T.flip(0).to(sum_dtype(x_BTC))
     if one_more:
@@ -269,8 +263,8 @@ def _taps(weight_C1K: Tensor, x_BTC: Tensor, *, one_more: bool) -> Tensor:
     return taps_KC[:, None, None].contiguous()
 
 
-def _goes_on(segments_BN: Tensor | None, token: int, reach: int) -> Tensor | None:
-    """Where `token` is of its predecessor's segment, bool [B, 1, 1]; None where all are of one."""
+def _same_as_before(segments_BN: Tensor | None, token: int, reach: int) -> Tensor | None:
+    """Return whether `token` is in its predecessor's segment, bool [B, 1, 1]; None if all are."""
     if segments_BN is None or not reach:
         return None
     place = reach + token

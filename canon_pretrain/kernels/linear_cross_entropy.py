@@ -1,9 +1,9 @@
 """The head's matrix product and the cross-entropy after it, a few thousand tokens at a time.
 
-Whole logits of a vocabulary of 32,000 take 128 KB of float32 for each token, more than a layer
-keeps of it. Here they stand for one chunk of tokens: where gradients are asked, a chunk's gradient
-is made at once and multiplied into those of the head's input and weight, and the logits are let go.
-titan/loss.py binds the terms and hands the function to the model's head (model/head.py).
+Whole logits of a vocabulary of 32,000 take 128 KB of float32 per token, more than a layer keeps of
+it. Here they exist for one chunk of tokens: if gradients are wanted, a chunk's gradient is computed
+at once and multiplied into those of the head's input and weight, and the logits are freed.
+titan/loss.py binds the terms and passes the function to the model's head (model/transformer.py).
 
 Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk.
 """
@@ -33,20 +33,20 @@ def linear_cross_entropy(
     squared_loss: float = 0.0,
     compile_backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy of each token, detached, and the sum of what is minimised.
+    """Return the cross-entropy of each token, detached, and the sum that is minimized.
 
-    Cross-entropy l of the logits h W^T, in nats [N], 0 where the label is IGNORE_INDEX. The sum is
-    over l + z_loss (logsumexp of the logits)^2 + squared_loss l^2 of the other tokens. Logits are
-    of the inputs' dtype, as a linear layer's; all after them is float32 (float64 for float64), and
-    so are the gradients until they are handed back. `compile_backend`: torch.compile's, for what
-    is computed between the matrix products of a chunk; None: not compiled.
+    The cross-entropy l of the logits h W^T is in nats [N], 0 where the label is IGNORE_INDEX. The
+    sum is over l + z_loss (logsumexp of the logits)^2 + squared_loss l^2 of the other tokens.
+    Logits have the inputs' dtype, as a linear layer's; all after them is float32 (float64 for
+    float64), and so are the gradients until backward returns them. `compile_backend`: compiles what
+    is between the matrix products of a chunk.
     """
     terms = (z_loss, squared_loss)
     if torch.is_grad_enabled() and (h_ND.requires_grad or weight_VD.requires_grad):
-        each: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(
+        found: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(
             h_ND, weight_VD, labels_N, terms, chunk_tokens, compile_backend
         )
-        return each
+        return found
     parts = [
         _score(h_CD @ weight_VD.T, labels_C, terms)
         for h_CD, labels_C in _chunks(h_ND, labels_N, chunk_tokens)
@@ -101,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(h_ND: Tensor, labels_N: Tensor, chunk_tokens: int) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of at most `chunk_tokens` tokens, as even as can be."""
+    """Return pairs of at most `chunk_tokens` tokens, as even as possible."""
     count = max(1, math.ceil(len(labels_N) / chunk_tokens))
     size = max(1, math.ceil(len(labels_N) / count))
     return list(zip(h_ND.split(size), labels_N.split(size), strict=True))
@@ -114,7 +114,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _score(
     logits_CV: Tensor, labels_C: Tensor, terms: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of each token and what is minimised beside it, [C] each."""
+    """Return the cross-entropy of each token and what is minimized beside it, [C] each."""
     z_loss, squared_loss = terms
     values_CV = logits_CV.to(sum_dtype(logits_CV))
     nats_C = F.cross_entropy(values_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
@@ -128,7 +128,7 @@ def _score(
 def _differentiate(
     logits_CV: Tensor, labels_C: Tensor, terms: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_score`, and the derivative of the two's sum by the logits, in their dtype."""
+    """Return `_score`, and the derivative of its sum by the logits, in their dtype."""
     z_loss, squared_loss = terms
     log_p_CV = F.log_softmax(logits_CV.to(sum_dtype(logits_CV)), dim=-1)
     nats_C = F.nll_loss(log_p_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
@@ -148,17 +148,17 @@ def _differentiate(
 
 
 def _squared(nats_C: Tensor, factor: float) -> Tensor:
-    """factor nats^2; 0 for a factor of 0, whatever the square is."""
+    """Return factor nats^2; 0 for a factor of 0, also of an infinite square."""
     return factor * nats_C.square() if factor else torch.zeros_like(nats_C)
 
 
 def _at(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """The label's own logit, [C]; any where there is no label."""
+    """Return the label's own logit, [C]; any value where there is no label."""
     return logits_CV.gather(1, labels_C.clamp(min=0)[:, None])[:, 0].to(sum_dtype(logits_CV))
 
 
 def _matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
-    """a @ b of `_wide` factors in `sum_dtype`; added to `onto` in place where there is one."""
+    """Return a @ b of `_wide` factors in `sum_dtype`, added to `onto` in place if given."""
     dtype = sum_dtype(a)
     if a.dtype == dtype:
         return a @ b if onto is None else onto.addmm_(a, b)
@@ -167,7 +167,7 @@ def _matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A factor of `_matmul`: in `sum_dtype`, unless the product itself can make that of halves."""
+    """Return a factor of `_matmul`: in `sum_dtype`, unless the product can sum halves in it."""
     return x if x.device.type == "cuda" else x.to(sum_dtype(x))
 
 

@@ -1,7 +1,7 @@
 """The Canon formula in plain torch: what every other backend of `kernels/` is compared with.
 
-Called by `model/canon.py` wherever no faster backend applies. Under torch.compile its shifts fuse
-with the norm before and the activation after them; depthwise `F.conv1d` stays an external call.
+Under torch.compile its shifts fuse with the norm before and the activation after them; depthwise
+`F.conv1d` stays an external call.
 
 Shapes: B batch, T tokens, C channels, K taps of the kernel, P = K - 1, N = P + T.
 """
@@ -17,7 +17,6 @@ def canon_reference(
     *,
     residual: bool,
     activation: bool,
-    before_BPC: Tensor | None = None,
     segments_BN: Tensor | None = None,
 ) -> Tensor:
     """Mix every token with its K - 1 predecessors, each channel by itself.
@@ -27,9 +26,8 @@ def canon_reference(
     Paper section 4, equation 4.1 (K = 4); `residual=False` is Canon(no-res). `activation` puts silu
     on the convolution's output, so the residual stays linear (Figure 10, rows "Act").
 
-    `before_BPC` are the inputs x_{-P} .. x_{-1}, for a sequence that is read in parts; None for
-    zeros. `segments_BN` are the segments of those places and of the tokens: a token is mixed with
-    those of its own segment only. None where all are of one.
+    `segments_BN` are the segments of the tokens and of the P places before them: a token is mixed
+    with those of its own segment only. None if there is one segment.
 
     The weight is in depthwise `nn.Conv1d` layout: the last tap multiplies the current token.
     Sums are taken in float32 (float64 for float64 input); the result is y_BTC in x's dtype.
@@ -46,10 +44,7 @@ def canon_reference(
     taps_CK = weight_C1K[:, 0].to(sum_dtype)
     # One pad for all taps: a pad per tap saves a copy each for backward, and ran 1.75x slower
     # (compiled, forward and backward, float32, C 512, 2 CPU cores).
-    if before_BPC is None:
-        padded = F.pad(x, (0, 0, num_taps - 1, 0))
-    else:
-        padded = torch.cat((before_BPC.to(sum_dtype), x), dim=1)
+    padded = F.pad(x, (0, 0, num_taps - 1, 0))
     y = taps_CK[:, -1] * x
     for j in range(1, num_taps):
         start = num_taps - 1 - j  # where x_{t-j} begins in the padded sequence

@@ -15,15 +15,17 @@ from types import MappingProxyType
 
 from canon_pretrain.core.errors import UserError, check_choice, suggestion
 
-POSITIONS = (
-    "rope", "nope", "alibi", "h_alibi", "partial_rope_a", "partial_rope_b", "partial_rope_c"
-)  # fmt: skip
 ROTARY = ("rope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
-FFNS = ("gated", "standard")
-FFN_ACTIVATIONS = ("silu", "relu2", "gelu")
-NORMS = ("rmsnorm", "layernorm")
-INITS = ("paper", "lingua")
+POSITIONS = ("rope", "nope", "alibi", "h_alibi", *ROTARY[1:])
 QK_NORMS = ("none", "full", "per_head")
+CHOICES = {
+    "position": POSITIONS,
+    "init": ("paper", "lingua"),
+    "qk_norm": QK_NORMS,
+    "ffn": ("gated", "standard"),
+    "ffn_activation": ("silu", "relu2", "gelu"),
+    "norm": ("rmsnorm", "layernorm"),
+}
 CANON_SITES = "ABCD"
 CANON_KERNELS = range(2, 17)
 
@@ -86,22 +88,19 @@ class ModelArgs:
     init_seed: int = 0
 
     def __post_init__(self) -> None:
+        letters = self.canon_set.upper()
+        for letter in letters:
+            if letter not in CANON_SITES or letters.count(letter) > 1:
+                raise UserError(
+                    f'canon_set = "{self.canon_set}": "{letter}" is not a Canon site, or is named '
+                    f"{letters.count(letter)} times; write any subset of A, B, C and D, such as "
+                    '"AC" or "ABCD", or "" for no Canon'
+                )
         # frozen: the one place where fields are rewritten, so that "ca" and "AC" are equal args
-        object.__setattr__(self, "canon_set", _normalised_canon_set(self.canon_set))
+        object.__setattr__(self, "canon_set", "".join(sorted(letters)))
         if self.num_kv_heads == self.num_heads:
             object.__setattr__(self, "num_kv_heads", 0)
         _check_ranges(self)
-        check_choice("position", self.position, POSITIONS)
-        check_choice("init", self.init, INITS)
-        check_choice("qk_norm", self.qk_norm, QK_NORMS)
-        check_choice("ffn", self.ffn, FFNS)
-        check_choice("ffn_activation", self.ffn_activation, FFN_ACTIVATIONS)
-        check_choice("norm", self.norm, NORMS)
-        if self.ffn_activation == "gelu" and self.ffn != "standard":
-            raise UserError(
-                'ffn_activation = "gelu" is the original GPT2\'s, whose feed-forward is not gated; '
-                'set ffn = "standard" with it, or choose silu or relu2.'
-            )
         _check_heads(self)
         if 4 * self.partial_rope_dim == self.head_dim:
             object.__setattr__(self, "partial_rope_dim", 0)
@@ -158,32 +157,13 @@ class ModelArgs:
         return self.head_dim // divisor if self.position in ROTARY else 0
 
 
-def _normalised_canon_set(canon_set: str) -> str:
-    """Return the letters sorted and upper-case; raise UserError for unknown or repeated ones."""
-    letters = canon_set.upper()
-    for letter in letters:
-        if letter not in CANON_SITES:
-            raise UserError(
-                f'canon_set = "{canon_set}" names the Canon site "{letter}"; only A, B, C and D '
-                'exist. Write any subset of them, such as "AC" or "ABCD", or "" for no Canon.'
-            )
-        if letters.count(letter) > 1:
-            raise UserError(
-                f'canon_set = "{canon_set}" names the Canon site "{letter}" '
-                f"{letters.count(letter)} times; each site can hold one Canon layer. "
-                "Name every letter once."
-            )
-    return "".join(sorted(letters))
-
-
 def _check_ranges(args: ModelArgs) -> None:
-    """Raise UserError unless every number is in its own range."""
-    sizes = ("vocab_size", "num_layers", "dim", "num_heads", "ffn_dim", "max_seq_len")
-    for name in sizes:
-        if getattr(args, name) < 1:
-            raise UserError(
-                f"{name} = {getattr(args, name)} is too small; expected an integer of at least 1."
-            )
+    """Raise UserError unless every number and name is in its own range."""
+    least = dict.fromkeys(("vocab_size", "num_layers", "dim", "num_heads", "ffn_dim"), 1)
+    least |= {"max_seq_len": 1, "init_seed": 0, "num_kv_heads": 0, "partial_rope_dim": 0}
+    for name, smallest in least.items():
+        if (value := getattr(args, name)) < smallest:
+            raise UserError(f"{name} = {value} is too small; expected an integer from {smallest}.")
     for name in ("norm_eps", "rope_theta"):
         value = getattr(args, name)
         if not (math.isfinite(value) and value > 0):
@@ -193,13 +173,17 @@ def _check_ranges(args: ModelArgs) -> None:
             f"canon_kernel = {args.canon_kernel} is not a width that Canon has; "
             "expected 2 to 16 (the paper's is 4, and kernels of other packages take no more)."
         )
-    for name in ("init_seed", "num_kv_heads", "partial_rope_dim"):
-        if getattr(args, name) < 0:
-            raise UserError(f"{name} = {getattr(args, name)} is negative; expected 0 or more.")
     if args.document_mask and not 0 <= args.eos_id < args.vocab_size:
         raise UserError(
             f"eos_id = {args.eos_id} is no token of a vocabulary of {args.vocab_size}; "
             "document_mask needs the id of the token that ends a document."
+        )
+    for name, choices in CHOICES.items():
+        check_choice(name, getattr(args, name), choices)
+    if args.ffn_activation == "gelu" and args.ffn != "standard":
+        raise UserError(
+            'ffn_activation = "gelu" is the original GPT2\'s, whose feed-forward is not gated; '
+            'set ffn = "standard" with it, or choose silu or relu2.'
         )
 
 
@@ -216,7 +200,17 @@ def _check_heads(args: ModelArgs) -> None:
             "every head of k and v serves the same number of heads of q. Change one of the two."
         )
     if args.partial_rope_dim:
-        _check_partial_rope_dim(args)
+        given = f"partial_rope_dim = {args.partial_rope_dim}"
+        if args.position != "partial_rope_c":
+            raise UserError(
+                f'{given} with position = "{args.position}": only partial_rope_c reads it; '
+                "leave it out"
+            )
+        if args.partial_rope_dim % 2 or args.partial_rope_dim >= args.head_dim:
+            raise UserError(
+                f"{given} of a head dim of {args.head_dim} (dim / num_heads): expected an even "
+                'number below it, or 0 for a quarter; position = "rope" rotates all'
+            )
     # position -> what the numbers of heads, and the dims of a head, must be a multiple of
     divisors = {
         "rope": (1, 2),
@@ -227,33 +221,12 @@ def _check_heads(args: ModelArgs) -> None:
     }
     heads_divisor, dims_divisor = divisors.get(args.position, (1, 1))
     name = "num_heads" if args.position == "h_alibi" or not args.num_kv_heads else "num_kv_heads"
-    needs = []
-    if getattr(args, name) % heads_divisor:
-        needs.append(f"{name} to be a multiple of {heads_divisor}, because heads are shared out")
-    if args.head_dim % dims_divisor:
-        needs.append(
-            f"the head dim to be a multiple of {dims_divisor}, because dims rotate in pairs"
-        )
-    if needs:
-        grouped = f", num_kv_heads = {args.num_kv_heads}" if args.num_kv_heads else ""
+    if getattr(args, name) % heads_divisor or args.head_dim % dims_divisor:
         raise UserError(
-            f'position = "{args.position}" got num_heads = {args.num_heads}{grouped} and a head '
-            f"dim of {args.head_dim} (dim / num_heads); it needs {', and '.join(needs)}. Change "
-            "dim or the heads, or choose another position."
-        )
-
-
-def _check_partial_rope_dim(args: ModelArgs) -> None:
-    """Raise UserError unless partial_rope_dim is some of a head's dims, in pairs."""
-    given = f"partial_rope_dim = {args.partial_rope_dim}"
-    if args.position != "partial_rope_c":
-        raise UserError(
-            f'{given} with position = "{args.position}": only partial_rope_c reads it; leave it out'
-        )
-    if args.partial_rope_dim % 2 or args.partial_rope_dim >= args.head_dim:
-        raise UserError(
-            f"{given} of a head dim of {args.head_dim} (dim / num_heads): expected an even number "
-            'below it, or 0 for a quarter; position = "rope" rotates all'
+            f'position = "{args.position}" with {name} = {getattr(args, name)} and a head dim of '
+            f"{args.head_dim} (dim / num_heads): it needs {name} to be a multiple of "
+            f"{heads_divisor}, and the head dim of {dims_divisor}, whose dims rotate in pairs. "
+            "Change dim or the heads, or choose another position."
         )
 
 
@@ -265,14 +238,10 @@ def _check_canon_options(args: ModelArgs) -> None:
         given, default = getattr(args, name), getattr(ModelArgs, name)
         if given != default:
             raise UserError(
-                f"{name} = {_toml(given)} changes nothing in a model without Canon layers "
+                f"{name} = {str(given).lower()} changes nothing in a model without Canon layers "
                 f'(canon_set = ""). Name the sites in canon_set, or leave {name} at '
-                f"{_toml(default)}."
+                f"{str(default).lower()}."
             )
-
-
-def _toml(value: bool | int) -> str:
-    return str(value).lower()
 
 
 def num_parameters(args: ModelArgs) -> int:

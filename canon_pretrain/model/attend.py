@@ -1,9 +1,8 @@
 """softmax(q k^T / sqrt(K) + bias) v over the tokens that each token may see, by the fastest way.
 
-`Transformer` builds one `Attend`, asks it for the mask of a batch once, and every `Attention` calls
-it. Three ways to the same numbers: PyTorch's scaled_dot_product_attention (SDPA), its flex
-attention, and the package flash_attn. The packages of FlashAttention 3 and 4 replace SDPA's flash
-kernel.
+`Transformer` builds one `Attend` and one mask per batch; every `Attention` calls it. Three ways to
+the same numbers: PyTorch's scaled_dot_product_attention (SDPA), its flex attention, and the package
+flash_attn. The packages of FlashAttention 3 and 4 replace SDPA's flash kernel.
 
 Shapes: B batch, T queries, S keys, H heads, G key-value heads, K head dim.
 """
@@ -67,7 +66,7 @@ _SDPA_KERNELS = {
 
 
 def _sdpa_names(backend: str) -> list[str]:
-    """SDPA's kernels on a GPU, in the order in which they are asked."""
+    """Return SDPA's kernels on a GPU, in the order in which they are tried."""
     backend = "flash" if backend in FLASH_IMPLS else backend
     return sorted(_SDPA_KERNELS, key=lambda name: name != backend)  # sorted: the others stay
 
@@ -81,13 +80,12 @@ _SDPA_ORDERS = {
 class Attend(nn.Module):
     """The attention of one model, without parameters; `backend` is one of BACKENDS.
 
-    `auto`: SDPA where a token sees all before it, or where there is no GPU; flex on a GPU for
-    ALiBi, H-ALiBi and segments; `flex` takes it for those on a CPU too, forward only. `cudnn` and
-    `flash` are SDPA with that one of its GPU kernels first (`auto`: cuDNN's, see
-    `python -m canon_pretrain.bench attention` for what is fastest on this GPU). `fa3` and `fa4`
-    are `flash` with that package behind it, in the whole process. A sequence that is read in parts
-    (decoding) takes SDPA with a mask instead of flex. Raises UserError for a backend that this
-    model can't have.
+    `auto`: SDPA if a token sees all before it, or without a GPU; flex on a GPU for ALiBi, H-ALiBi
+    and segments. `flex` takes it for those on a CPU too, forward only. `cudnn` and `flash` are SDPA
+    with that one of its GPU kernels first (`auto`: cuDNN's; `python -m canon_pretrain.bench
+    attention` finds the fastest on this GPU). `fa3` and `fa4` are `flash` with that package behind
+    it, in the whole process. A sequence that is read in parts (decoding) takes SDPA with a mask
+    instead of flex. Raises UserError for a backend that can't compute this model.
     """
 
     def __init__(self, args: ModelArgs, backend: str = "auto") -> None:
@@ -96,7 +94,7 @@ class Attend(nn.Module):
         self.args, self.backend = args, backend
 
     def way(self, device_type: str, *, masked: bool) -> str:
-        """ "sdpa", "flex" or a package's: what takes a batch, `masked` where it has segments."""
+        """Return what takes a batch, `masked` if it has segments: "sdpa", "flex" or a package."""
         if self.backend in _PACKAGES:
             return self.backend
         special = masked or self.args.position in ("alibi", "h_alibi")
@@ -104,7 +102,7 @@ class Attend(nn.Module):
         return "flex" if special and wants_flex else "sdpa"
 
     def describe(self, device_type: str) -> str:
-        """The way of a training step, in a few words for a log."""
+        """Return the way of a training step, in a few words for a log."""
         way = self.way(device_type, masked=self.args.document_mask)
         if way != "sdpa":
             return way
@@ -118,54 +116,46 @@ class Attend(nn.Module):
     def mask(
         self, num_queries: int, segments_BS: Tensor | None, num_keys: int, device: torch.device
     ) -> Mask:
-        """What the last `num_queries` of `num_keys` tokens may see; one for all layers.
+        """Return what the last `num_queries` of `num_keys` tokens may see; one for all layers.
 
         `segments_BS` (int32): the segments of all of them, or None for a single one. None: all up
-        to the token itself, which needs no mask where the queries are all the tokens, or one.
+        to the token itself, which needs no mask if the queries are all the tokens, or one.
         """
-        sees = self._sees(segments_BS, num_keys - num_queries)
-        whole = num_queries == num_keys
+        whole, offset = num_queries == num_keys, num_keys - num_queries
+        num_heads, windowed = self.args.num_heads, self.args.position == "h_alibi"
         way = self.way(device.type, masked=segments_BS is not None)
-        if way == "flash_attn" and segments_BS is not None:
-            raise UserError(
-                'attention_backend = "flash_attn" takes no padding in a batch; choose "auto"'
-            )
         if way == "flash_attn":
+            if segments_BS is not None:
+                raise UserError(
+                    'attention_backend = "flash_attn" takes no padding in a batch; choose "auto"'
+                )
             return None
-        if way == "flex" and whole:
-            sees = sees or _causal(0)
-            rows = None if segments_BS is None else segments_BS.shape[0]
-            heads = self.args.num_heads if self.args.position == "h_alibi" else None
-            return _block_mask(device)(sees, rows, heads, num_queries, num_keys, device=device.type)
-        if sees is None and (whole or num_queries == 1):
-            return None
-        sees = sees or _causal(num_keys - num_queries)
-        return _dense(sees, self.args.num_heads, segments_BS, num_queries, num_keys, device)
-
-    def _sees(
-        self, segments_BS: Tensor | None, offset: int
-    ) -> Callable[[Any, Any, Any, Any], Any] | None:
-        """Whether query q of head h sees key s, in row b; None where only causality counts.
-
-        Queries are counted from `offset`.
-        """
-        if segments_BS is None and self.args.position != "h_alibi":
-            return None
-        windows = self.args.num_heads // 2 if self.args.position == "h_alibi" else 0
 
         def sees(b: Any, h: Any, q: Any, s: Any) -> Any:
+            """Return whether query q of head h, counted from `offset`, sees key s in row b."""
             distance = q + offset - s
             seen = distance >= 0
-            if windows:  # head h, counted from 0, sees itself and the h tokens before it
-                seen = seen & ((h >= windows) | (distance <= h))
+            if windowed:  # head h of the first half sees itself and the h tokens before it
+                seen = seen & ((h >= num_heads // 2) | (distance <= h))
             if segments_BS is not None:
                 seen = seen & (segments_BS[b, q + offset] == segments_BS[b, s])
             return seen
 
-        return sees
+        rows = None if segments_BS is None else segments_BS.shape[0]
+        if way == "flex" and whole:
+            heads = num_heads if windowed else None
+            return _block_mask(device)(sees, rows, heads, num_queries, num_keys, device=device.type)
+        if segments_BS is None and not windowed and (whole or num_queries == 1):
+            return None
+        places = []
+        for dim, size in enumerate((rows or 1, num_heads, num_queries, num_keys)):
+            shape = [-1 if i == dim else 1 for i in range(4)]
+            places.append(torch.arange(size, device=device).view(shape))
+        dense: Tensor = sees(*places)
+        return dense
 
     def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
-        """Return what each head reads, [B, T, H, K]; `mask` is this batch's, from `mask()`."""
+        """Return what each head reads, [B, T, H, K]; `mask` is from `mask()`."""
         if isinstance(mask, BlockMask):
             return self._flex(q_BTHK, k_BSGK, v_BSGK, mask)
         if self.backend == "flash_attn":
@@ -264,9 +254,9 @@ def _flash_attn_problem() -> str | None:
 
 
 def activate_flash(backend: str) -> str | None:
-    """Make `fa3` or `fa4` SDPA's flash kernel in this process; the reason where it can't be."""
+    """Make `fa3` or `fa4` SDPA's flash kernel in this process; return why it can't be, or None."""
     impl = FLASH_IMPLS[backend]
-    # asked for here, not imported at the top: an export is read by older versions of torch too
+    # not imported at the top: older versions of torch load an export too
     registry: Any = torch.nn.attention
     if impl.name not in getattr(registry, "list_flash_attention_impls", list)():
         return f"torch {torch.__version__} has no {impl.name}: install torch 2.11 or later"
@@ -291,9 +281,9 @@ def activate_flash(backend: str) -> str | None:
 
 
 def flash_problem(args: ModelArgs, device: torch.device) -> str | None:
-    """What SDPA's flash kernel gets wrong of this model's heads, forward or backward.
+    """Return what SDPA's flash kernel gets wrong for this model's heads, forward or backward.
 
-    The packages are new enough for a release of one not to fit a release of torch.
+    The packages are so new that a release of one may not fit a release of torch.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, 128, args.head_dim) for heads in (args.num_heads, *[args.kv_heads] * 2)]
@@ -316,7 +306,7 @@ def flash_problem(args: ModelArgs, device: torch.device) -> str | None:
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
-    """2^(-8h/H) for the heads h = 1 .. H, float32 [H] (Press et al. 2022, section 3)."""
+    """Return 2^(-8h/H) for the heads h = 1 .. H, float32 [H] (Press et al. 2022, section 3)."""
     heads_H = torch.arange(1, num_heads + 1, device=device, dtype=torch.float32)
     return torch.exp2(-8.0 * heads_H / num_heads)
 
@@ -324,31 +314,10 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
 def alibi_bias(
     num_heads: int, num_queries: int, num_keys: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """-slope * distance from the last `num_queries` tokens to all `num_keys`, [H, T, S]."""
+    """Return -slope * distance from the last `num_queries` tokens to all keys, [H, T, S]."""
     queries_T = torch.arange(num_keys - num_queries, num_keys, device=device)
     distance_TS = queries_T[:, None] - torch.arange(num_keys, device=device)
     return -alibi_slopes(num_heads, device)[:, None, None].to(dtype) * distance_TS
-
-
-def _causal(offset: int) -> Callable[[Any, Any, Any, Any], Any]:
-    return lambda b, h, q, s: q + offset >= s
-
-
-def _dense(
-    sees: Callable[[Any, Any, Any, Any], Any],
-    num_heads: int,
-    segments_BS: Tensor | None,
-    num_queries: int,
-    num_keys: int,
-    device: torch.device,
-) -> Tensor:
-    """`sees` as a bool tensor, [B or 1, H, T, S]."""
-    rows = 1 if segments_BS is None else segments_BS.shape[0]
-    b = torch.arange(rows, device=device).view(-1, 1, 1, 1)
-    h = torch.arange(num_heads, device=device).view(1, -1, 1, 1)
-    q = torch.arange(num_queries, device=device).view(1, 1, -1, 1)
-    s = torch.arange(num_keys, device=device).view(1, 1, 1, -1)
-    return sees(b, h, q, s)
 
 
 @functools.cache

@@ -1,25 +1,28 @@
 """Causal multi-head attention with optional QK-norm, Canon-B, grouped heads and rotary layouts.
 
-The first half of a `TransformerBlock`; the order of its parts is the paper's (section 4, Canon-B).
+The first half of a `TransformerBlock`, in the paper's order (section 4, Canon-B).
 
 Shapes: B batch, T tokens, S tokens seen, D hidden, H heads, G key-value heads, K head dim.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
+from canon_pretrain.kernels.backends import triton_kernels
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.cache import LayerCache
-from canon_pretrain.model.canon import CanonOfParts, canon_of_parts_at, for_readers
+from canon_pretrain.model.canon import CanonOfParts, canon_at, for_readers
 from canon_pretrain.model.positions import Rope
 
 
 class Attention(nn.Module):
     """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo.
 
-    QK-norm per head stands after the split into heads instead (seed 001).
-    `rope` is the model's one `Rope`, or None where positions are not rotary; `attend` its one
-    `Attend`; `canon_backend` as in `kernels/backends.py`.
+    QK-norm per head is after the split into heads instead (seed 001). `rope` is the model's one
+    `Rope`, or None if positions are not rotary; `attend` its one `Attend`; `canon_backend` as in
+    `kernels/backends.py`.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Attention(nn.Module):
         has_norm = args.qk_norm != "none"
         self.q_norm = nn.RMSNorm(q_width, eps=args.norm_eps) if has_norm else None
         self.k_norm = nn.RMSNorm(k_width, eps=args.norm_eps) if has_norm else None
-        self.canon_b = canon_of_parts_at("B", args, canon_backend)
+        self.canon_b = canon_at(CanonOfParts, "B", args, canon_backend)
         self.rope, self.attend = rope, attend
 
     def forward(
@@ -49,19 +52,20 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
         x_q, x_k, x_v = for_readers(x_BTD, 3)
-        q, k, v = self.wq(x_q), self.wk(x_k), self.wv(x_v)
-        heads = self._heads_at_once(q, k, v, near_BN) if cache is None else None
-        q_BTHK, k_BTGK, v_BTGK = heads or self._heads(q, k, v, near_BN, cache)
-        if cache is None:
-            k_BSGK, v_BSGK = k_BTGK, v_BTGK
-        else:
-            k_BSGK, v_BSGK = cache.append(k_BTGK, v_BTGK)
+        qkv = self.wq(x_q), self.wk(x_k), self.wv(x_v)
+        q_BTHK, k_BSGK, v_BSGK = self._heads(*qkv, near_BN, cache)
+        if cache is not None:
+            k_BSGK, v_BSGK = cache.append(k_BSGK, v_BSGK)
         return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, mask).flatten(-2))
 
     def _heads(
         self, q: Tensor, k: Tensor, v: Tensor, near_BN: Tensor | None, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q_BTHK, k_BTGK and v_BTGK as attention takes them, from the projections [B, T, ..]."""
+        """Return q_BTHK, k_BTGK and v_BTGK for attention, from the projections [B, T, ..]."""
+        # an export's user may have put an adapter around canon_b
+        if cache is None and isinstance(self.canon_b, CanonOfParts):
+            if kernels := triton_kernels(self.canon_b.backend, q):
+                return self._heads_at_once(kernels, self.canon_b, q, k, v, near_BN)
         q, k = self._norm("full", q, k)
         if self.canon_b is not None:
             q, k, v = self.canon_b((q, k, v), near_BN, cache)
@@ -73,38 +77,29 @@ class Attention(nn.Module):
         return q_BTHK, k_BTGK, v_BTGK
 
     def _heads_at_once(
-        self, q: Tensor, k: Tensor, v: Tensor, near_BN: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """`_heads` by one kernel; None where the backend has none."""
-        if not isinstance(self.canon_b, CanonOfParts):  # None, or an adapter around it
-            return None
-        if not self.canon_b.has_heads(q):
-            return None
-        cos_TR = sin_TR = None
-        rope_heads = (0, 0)
+        self,
+        kernels: Any,
+        canon_b: CanonOfParts,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        near_BN: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `_heads` of a whole sequence by one kernel for each of q, k and v."""
+        options = canon_b.options(near_BN) | {"head_dim": self.head_dim, "qk_norm": self.qk_norm}
+        if self.q_norm is not None and self.k_norm is not None:
+            options |= {"q_gain": self.q_norm.weight, "k_gain": self.k_norm.weight}
         if self.rope is not None:
-            cos_TR, sin_TR = (t[: q.shape[1]] for t in (self.rope.cos_TR, self.rope.sin_TR))
-            share = self.rope.args.rope_share
-            rope_heads = (
-                q.shape[2] // self.head_dim // share,
-                k.shape[2] // self.head_dim // share,
-            )
-        return self.canon_b.heads(
-            (q, k, v),
-            near_BN,
-            head_dim=self.head_dim,
-            qk_norm=self.qk_norm,
-            q_gain=None if self.q_norm is None else self.q_norm.weight,
-            k_gain=None if self.k_norm is None else self.k_norm.weight,
-            eps=self.norm_eps,
-            cos_TR=cos_TR,
-            sin_TR=sin_TR,
-            rope_heads_q=rope_heads[0],
-            rope_heads_k=rope_heads[1],
+            tables = (self.rope.cos_TR, self.rope.sin_TR)
+            options["cos_TR"], options["sin_TR"] = (table[: q.shape[1]] for table in tables)
+            options["rope_share"] = self.rope.args.rope_share
+        heads: tuple[Tensor, Tensor, Tensor] = kernels.canon_qkv_triton(
+            q, k, v, canon_b.weight, eps=self.norm_eps, **options
         )
+        return heads
 
     def _norm(self, scope: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """QK-norm, where `scope` is this model's place for it."""
+        """Apply QK-norm, if `scope` is this model's place for it."""
         if self.qk_norm != scope:
             return q, k
         assert self.q_norm is not None and self.k_norm is not None

@@ -1,8 +1,12 @@
-"""What a model remembers of the tokens that it has read: keys, values and Canon's memory.
+"""What a model remembers of the tokens that it has read: segments, keys, values, Canon's memory.
 
 `Transformer.forward` takes a `Cache` and adds to it; decode.py drives it. Canon needs its own: what
 the last K - 1 inputs of every site add to the next outputs (kernels/decode_step.py), or a prompt
 read in parts would differ from one read whole.
+
+Every token has the number of its segment: attention and Canon mix it only with earlier tokens of
+the same segment. Segments are the documents of a row if the model masks documents (else a row is
+one segment), and padding is a segment of its own.
 
 Shapes: B rows, T new tokens, S tokens so far, G key-value heads, K head dim, C channels, P the
 places before a token that Canon reaches.
@@ -15,9 +19,31 @@ from torch import Tensor
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.decode_step import CanonMemory, CanonStep, steps_of
-from canon_pretrain.model.documents import NOWHERE
 
 FIRST_CAPACITY = 64
+PADDING = -1
+NOWHERE = -2
+"""The segment of places before the first token, which no token has."""
+
+
+def document_numbers(tokens_BT: Tensor, eos_id: int, first_B: Tensor | None = None) -> Tensor:
+    """Return each token's document in its row, int32 [B, T], counted from `first_B` (or 0).
+
+    EOS belongs to the document that it ends.
+    """
+    ends_BT = (tokens_BT == eos_id).to(torch.int32)
+    numbers_BT = ends_BT.cumsum(dim=1, dtype=torch.int32) - ends_BT
+    return numbers_BT if first_B is None else numbers_BT + first_B[:, None]
+
+
+def near_segments(segments_BS: Tensor, num_tokens: int, reach: int) -> Tensor:
+    """Return the segments of the last `num_tokens` tokens and of the `reach` places before them.
+
+    int32 [B, P + T]; places before the first token are NOWHERE.
+    """
+    missing = max(0, num_tokens + reach - segments_BS.shape[1])
+    near = segments_BS[:, max(0, segments_BS.shape[1] - num_tokens - reach) :]
+    return torch.nn.functional.pad(near, (missing, 0), value=NOWHERE)
 
 
 class LayerCache:
@@ -29,10 +55,10 @@ class LayerCache:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self.canon: dict[str, CanonMemory] = {}
-        """Of each Canon site that has read a token."""
+        """By the letter of each Canon site that has read a token."""
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the new keys and values; gives all so far, [B, S, G, K] each."""
+        """Add the new keys and values; return all so far, [B, S, G, K] each."""
         stop = self.start + k_BTGK.shape[1]
         self._keys = _room(self._keys, k_BTGK, stop, self._capacity)
         self._values = _room(self._values, v_BTGK, stop, self._capacity)
@@ -41,16 +67,16 @@ class LayerCache:
         return self._keys[:, :, :stop].transpose(1, 2), self._values[:, :, :stop].transpose(1, 2)
 
     def take(self, rows_N: Tensor) -> None:
-        """Keep the rows of these indices, in this order; one may come several times."""
+        """Keep the rows of these indices, in this order; repeats are allowed."""
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys[rows_N], self._values[rows_N]
         self.canon = {site: memory.take(rows_N) for site, memory in self.canon.items()}
 
 
 class Cache:
-    """The memory of a model of `num_layers` blocks; empty at first, `length` tokens long.
+    """The memory of a model of `num_layers` blocks, `length` tokens long.
 
-    It has room for `capacity` tokens at first, and doubles where that is too small.
+    It has room for `capacity` tokens at first, and doubles when that is too small.
     """
 
     def __init__(self, num_layers: int, capacity: int = FIRST_CAPACITY) -> None:
@@ -63,7 +89,7 @@ class Cache:
         self.next_document: Tensor | None = None  # int32 [B]
 
     def append_segments(self, segments_BT: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
-        """Add the new tokens' segments (None: the only one); gives all so far, or None for one."""
+        """Add the new tokens' segments (None: the only one); return all so far, or None for one."""
         if segments_BT is None and self._segments is None:
             return None
         # what follows padding that was marked is of another segment; else all are 0
@@ -78,10 +104,10 @@ class Cache:
         return self._segments
 
     def near(self, num_tokens: int, reach: int) -> Tensor | None:
-        """`near_segments` of the last tokens; None where they all go on with one segment.
+        """Return `near_segments` of the last tokens; None if they all continue one segment.
 
         Canon's memory holds nothing of earlier segments, so it needs no more than that. A single
-        token is looked at: one wait for the device, and less work in every layer.
+        token is compared: one wait for the device, and less work in every layer.
         """
         if self._segments is None or self._go_on:
             return None
@@ -90,9 +116,9 @@ class Cache:
         return None if is_one and torch.equal(near_BN[:, -1], near_BN[:, -2]) else near_BN
 
     def begin(self, num_tokens: int, near_BN: Tensor | None) -> None:
-        """The next tokens, with these `near` segments, are about to be read by all layers.
+        """Start the next tokens, with these `near` segments, in all layers.
 
-        Raises UserError where the last ones were not: what Canon added up can't be taken back.
+        Raises UserError if not all layers read the last ones: Canon's sums can't be undone.
         """
         if not self._is_whole:
             raise UserError(
@@ -112,16 +138,16 @@ class Cache:
             step.begin(near_BN)
 
     def end(self, num_tokens: int) -> None:
-        """All layers have read them."""
+        """Count the tokens, which all layers have read."""
         for step in self._steps:
             step.end()
         self.length += num_tokens
         self._is_whole = True
 
     def branch(self, rows_N: Tensor) -> "Cache":
-        """A memory of these rows (int64; one may come several times), to go on with apart.
+        """Return a memory of these rows (int64; repeats allowed) for one of several continuations.
 
-        This one stays as it is: several continuations of one prompt each get a branch.
+        self is not changed.
         """
         other = copy.copy(self)
         other.layers = [copy.copy(layer) for layer in self.layers]
@@ -139,20 +165,10 @@ class Cache:
             self.next_document = self.next_document[rows_N]
 
 
-def near_segments(segments_BS: Tensor, num_tokens: int, reach: int) -> Tensor:
-    """The segments of the last `num_tokens` tokens and of the `reach` places before them.
-
-    int32 [B, P + T]; places before the first token belong nowhere.
-    """
-    missing = max(0, num_tokens + reach - segments_BS.shape[1])
-    near = segments_BS[:, max(0, segments_BS.shape[1] - num_tokens - reach) :]
-    return torch.nn.functional.pad(near, (missing, 0), value=NOWHERE)
-
-
 def _room(held: Tensor | None, new_BTGK: Tensor, stop: int, capacity: int) -> Tensor:
-    """`held` with room for `stop` tokens, made like `new_BTGK`; doubled where it was too small.
+    """Return `held` with room for `stop` tokens, doubled if it was too small.
 
-    For `capacity` tokens at least, where there is none.
+    Without one, a new one like `new_BTGK` for at least `capacity` tokens.
     """
     if held is not None and held.shape[2] >= stop:
         return held

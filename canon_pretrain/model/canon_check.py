@@ -1,43 +1,169 @@
 """Whether a Canon backend computes the formula here: values and gradients against float64.
 
-`titan/canon_choice.py` asks before a run takes a kernel, `bench canon` before it times one.
+`titan/canon_choice.py` asks before a run takes a kernel; `bench canon` times the same forms. A form
+is Canon at one site with its neighbors, made of the model's own modules: the norm before A and C,
+the rotation after B, the activation after D. A backend with one kernel for both takes it here as in
+a training step.
 
 Shapes: B batch, T tokens, C channels, N = K - 1 + T.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from canon_pretrain.kernels.backends import TRITON_TAPS, backend_problem
+from canon_pretrain.kernels.backends import TRITON_TAPS, backend_problem, check_canon_backend
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.cache import near_segments
-from canon_pretrain.model.canon_forms import Form, forms_of
-from canon_pretrain.model.documents import document_numbers
+from canon_pretrain.model.attend import Attend
+from canon_pretrain.model.attention import Attention
+from canon_pretrain.model.cache import document_numbers, near_segments
+from canon_pretrain.model.canon import Canon, CanonGate, CanonOfParts, for_readers
+from canon_pretrain.model.positions import Rope
+from canon_pretrain.model.transformer import norm_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
 """Several roundings: backends that are not fused round between norm, Canon and activation."""
 MAX_TOKENS = 1 << 15
-"""Of the micro-batch that is checked: 1.3 GB an activation of 1b3's feed-forward in float64."""
+"""Of the micro-batch that is checked: 1.3 GB per activation of 1b3's feed-forward in float64."""
 HEAD_TOKENS = 8
 
 
 class WrongCanon(Exception):
-    """A kernel that computes something else than the formula; says what differs, and how far."""
+    """A kernel's results are not the formula's; the message is what differs, and by how much."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A module of activations [B, T, C] of `widths`, and near_BN or None; it returns a tuple.
+
+    `moved`: how many values per token forward and backward must read or write at least.
+    """
+
+    name: str
+    widths: tuple[int, ...]
+    moved: tuple[int, int]
+    build: Callable[[str], nn.Module]
+    """From a backend's name."""
+
+    def make(self, backend: str, device_type: str | None = None) -> nn.Module:
+        """Return the module by `backend`. Raises UserError if it can't run here."""
+        check_canon_backend(backend, device_type)
+        return self.build(backend)
+
+
+def forms(args: ModelArgs) -> list[Form]:
+    """Return the forms of a gated model of `args`; B has a neighbor if positions are rotary."""
+    args = dataclasses.replace(args, canon_set="ABCD")
+    qkv, ffn = args.qkv_dims, (args.ffn_dim, args.ffn_dim)
+    found = [_alone("A, C", "A", (args.dim,), args), _alone("B", "B", qkv, args)]
+    found += [_alone("D", "D", ffn, args), _norm("norm + A, C", args, "A")]
+    return [*found, *([_heads(args)] if args.rope_dim else []), _gate(args)]
+
+
+def forms_of(args: ModelArgs) -> list[Form]:
+    """Return what a training step of `args` computes at its Canon sites."""
+    gated = args.ffn == "gated"
+    every = {
+        "A": lambda: _norm("norm + A", args, "A", readers=3),
+        "C": lambda: _norm("norm + C", args, "C", adds=True, readers=2 if gated else 1),
+        "B": lambda: _heads(args),
+        "D": lambda: _gate(args) if gated else _alone("D", "D", (args.ffn_dim,), args),
+    }
+    return [make() for site, make in every.items() if site in args.canon_set]
+
+
+def _alone(name: str, site: str, widths: tuple[int, ...], args: ModelArgs) -> Form:
+    moved = (2 * sum(widths), 3 * sum(widths))
+    return Form(name, widths, moved, lambda backend: _Parts(args, site, backend))
+
+
+def _norm(name: str, args: ModelArgs, site: str, adds: bool = False, readers: int = 1) -> Form:
+    # forward reads both and writes both; backward reads their gradients and h, and writes dh
+    moved = (4 * args.dim, 4 * args.dim)
+    return Form(
+        name, (args.dim,) * 2, moved, lambda backend: _Norm(args, site, backend, adds, readers)
+    )
+
+
+def _heads(args: ModelArgs) -> Form:
+    moved = (2 * sum(args.qkv_dims), 3 * sum(args.qkv_dims))
+    name = "B + rotation" if args.rope_dim else "B + heads"
+    return Form(name, args.qkv_dims, moved, lambda backend: _Heads(args, backend))
+
+
+def _gate(args: ModelArgs) -> Form:
+    moved = (3 * args.ffn_dim, 5 * args.ffn_dim)
+    return Form("D + activation", (args.ffn_dim,) * 2, moved, lambda name: _Gate(args, name))
+
+
+class _Parts(nn.Module):
+    def __init__(self, args: ModelArgs, site: str, backend: str) -> None:
+        super().__init__()
+        self.canon: CanonOfParts = CanonOfParts(args, site, backend)
+
+    def forward(self, *parts: Tensor, near_BN: Tensor | None = None) -> tuple[Tensor, ...]:
+        mixed: tuple[Tensor, ...] = self.canon(parts, near_BN)
+        return mixed
+
+
+class _Gate(_Parts):
+    def __init__(self, args: ModelArgs, backend: str) -> None:
+        super().__init__(args, "D", backend)
+        self.canon = CanonGate(args, "D", backend)
+
+    def forward(self, *parts: Tensor, near_BN: Tensor | None = None) -> tuple[Tensor, ...]:
+        return (self.canon(parts, near_BN),)
+
+
+class _Norm(nn.Module):
+    def __init__(self, args: ModelArgs, site: str, backend: str, adds: bool, readers: int) -> None:
+        super().__init__()
+        self.norm = norm_of(args)
+        self.canon = Canon(args, site, backend)
+        self.adds, self.readers = adds, readers
+
+    def forward(
+        self, h_BTD: Tensor, added_BTD: Tensor, near_BN: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        # the residual stream continues, and its gradient meets the norm's
+        added = added_BTD if self.adds else None
+        h_BTD, x_BTD = self.canon.after_norm(self.norm, h_BTD, added, near_BN, readers=self.readers)
+        h_BTD = h_BTD if self.adds else h_BTD + added_BTD
+        return h_BTD, *for_readers(x_BTD, self.readers)
+
+
+class _Heads(Attention):
+    """What is between attention's projections and its softmax."""
+
+    def __init__(self, args: ModelArgs, backend: str) -> None:
+        super().__init__(args, Rope(args) if args.rope_dim else None, Attend(args), backend)
+        del self.wq, self.wk, self.wv, self.wo
+
+    def forward(  # type: ignore[override]
+        self, q: Tensor, k: Tensor, v: Tensor, near_BN: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        return self._heads(q, k, v, near_BN, None)
 
 
 def training_problem(
     args: ModelArgs, backend: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why a training step of `args` must not take `backend` on `device`; None if it may.
+    """Return why a training step of `args` must not take `backend` on `device`, or None.
 
-    `shape`: rows and tokens of a micro-batch; rows past MAX_TOKENS are left out. A kernel that
-    does not compile, or fails, is a reason too. No random state is used but its own.
+    `shape`: rows and tokens of a micro-batch; rows past MAX_TOKENS are left out. A kernel that does
+    not compile, or fails, is a reason too. The caller's random state is not used.
     """
-    if problem := backend_problem(backend, device.type, dtype) or _untaken(args, backend):
+    if problem := backend_problem(backend, device.type, dtype):
         return problem
+    # what the kernels would silently leave to `compiled`
+    if backend == "triton" and args.canon_kernel > TRITON_TAPS:
+        return f"it takes at most {TRITON_TAPS} taps, and model.canon_kernel = {args.canon_kernel}"
+    if backend == "fla" and args.document_mask:
+        return "it knows no document borders, and model.document_mask = true"
     shape = (max(1, min(shape[0], MAX_TOKENS // shape[1])), shape[1])
     forked = [device] if device.type == "cuda" else []
     for form in forms_of(args):
@@ -46,27 +172,21 @@ def training_problem(
                 torch.manual_seed(0)
                 module = make_module(form, backend, dtype, device)
                 inputs = make_inputs(form, shape, dtype, device)
-                near_BN = _documents(args, shape, device) if args.document_mask else None
+                near_BN = None
+                if args.document_mask:  # short documents, as the model numbers them
+                    numbers_BT = document_numbers(torch.randint(4, shape, device=device), 0)
+                    near_BN = near_segments(numbers_BT, shape[1], args.canon_kernel - 1)
                 compare(form, module, module, inputs, near_BN)
         except WrongCanon as error:
             return f"{form.name}: {error}"
-        except Exception as error:  # of Triton, its compiler, the driver: whatever it is
+        except Exception as error:  # of Triton, its compiler, the driver
             first = next(iter(str(error).strip().splitlines()), "")
             return f"{form.name}: {type(error).__name__}: {first}"
     return None
 
 
-def _untaken(args: ModelArgs, backend: str) -> str | None:
-    """What of `args` the kernels would silently leave to `compiled`."""
-    if backend == "triton" and args.canon_kernel > TRITON_TAPS:
-        return f"it takes at most {TRITON_TAPS} taps, and model.canon_kernel = {args.canon_kernel}"
-    if backend == "fla" and args.document_mask:
-        return "it knows no document borders, and model.document_mask = true"
-    return None
-
-
 def make_module(form: Form, backend: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The form's module with gains that are not 1."""
+    """Return the form's module with gains that are not 1."""
     with device:
         module = form.make(backend, device.type).to(device, dtype)
     for parameter in module.parameters():
@@ -78,11 +198,9 @@ def make_module(form: Form, backend: str, dtype: torch.dtype, device: torch.devi
 def make_inputs(
     form: Form, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """Random activations that ask for gradients."""
-    return [
-        torch.randn(*shape, width, device=device).to(dtype).requires_grad_()
-        for width in form.widths
-    ]
+    """Return random activations that require gradients."""
+    shapes = [(*shape, width) for width in form.widths]
+    return [torch.randn(each, device=device).to(dtype).requires_grad_() for each in shapes]
 
 
 def compare(
@@ -92,15 +210,20 @@ def compare(
     inputs: Sequence[Tensor],
     near_BN: Tensor | None = None,
 ) -> float:
-    """Return the largest error of the values and gradients of `run`, which is `module` or its
-    compiled form, against the formula in float64. Raises WrongCanon if it is more than rounding.
+    """Return the largest error of the values and gradients of `run` against float64.
 
-    An error is a share of its own value and the usual size of a channel, or a weight, beside it.
+    `run` is `module` or its compiled form. An error is a share of its own value plus the usual size
+    of a channel, or a weight, beside it. Raises WrongCanon if one is more than rounding.
     """
     weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
     options: dict[str, Any] = {} if near_BN is None else {"near_BN": near_BN}
     outputs = run(*inputs, **options)
-    grads = [_output_gradient(y) for y in outputs]
+    grads = []
+    for y in outputs:
+        # small behind a row's first tokens: their border is a share of the weight gradient then
+        grad = torch.randn_like(y) / 16
+        grad[:, :HEAD_TOKENS] *= 16
+        grads.append(grad)
     wanted = [*inputs, *weights.values()]
     found = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
     own_grads = dict(zip([*range(len(inputs)), *weights], found, strict=True))
@@ -131,18 +254,10 @@ def compare(
     return max(errors)
 
 
-def _output_gradient(y: Tensor) -> Tensor:
-    """Random, and small behind the first tokens of a row: their border is a share of the weight
-    gradient that shows."""
-    grad = torch.randn_like(y) / 16
-    grad[:, :HEAD_TOKENS] *= 16
-    return grad
-
-
 def _error(
     name: str, own: Tensor | None, true: Tensor, tolerance: float, row: slice | None = None
 ) -> float:
-    """The largest error, relative; `row` of activations, whose tokens differ in size."""
+    """Return the largest relative error; `row` of activations, whose tokens differ in size."""
     if own is None:
         raise WrongCanon(f"there is no {name}")
     dims = [0] if row is None else list(range(2, true.ndim))
@@ -152,9 +267,3 @@ def _error(
     if not error <= tolerance:  # NaN too
         raise WrongCanon(f"{name} is {error:.2g} away from float64, expected {tolerance:.2g}")
     return error
-
-
-def _documents(args: ModelArgs, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """near_BN of short documents, as the model numbers them."""
-    tokens_BT = torch.randint(4, shape, device=device)
-    return near_segments(document_numbers(tokens_BT, 0), shape[1], args.canon_kernel - 1)

@@ -1,18 +1,15 @@
 """Text generation as tokens: many prompts, read and continued together with a `Cache`.
 
-The call between a model and whoever wants its words: eval/model/ asks for greedy answers. The
-tokens are those that a full pass over the whole sequence at every step would give.
+The tokens are those of a full pass over the whole sequence at every step. Prompts are answered in
+batches. In a batch all rows end at the same place: shorter ones have padding on their left, which
+no token sees. Prompts are read many tokens at a time, answers one at a time, and a row that has
+ended is removed.
 
-Prompts are answered in batches. In a batch all rows end at the same place: shorter ones have
-padding on their left, which no token sees. The prompts are read many tokens at a time, the answers
-one at a time, and a row that has ended leaves.
-
-Memory: the cache holds 2 L G K numbers a token (keys and values) and L C K float32 numbers a row
-(what Canon's last inputs add, and room for the next; C channels of all sites of a block, K taps:
-kernels/decode_step.py). For `1b3` the former is 384 KiB a token in float32, half of it in bfloat16,
-so 3 GiB at the default `batch_tokens`, the latter 7.8 MiB a row.
-`batch_tokens` bounds the tokens of a batch's cache, with room for its answers, and so those that
-are read at once as well.
+Memory: the cache holds 2 L G K numbers per token (keys and values) and L C K float32 numbers per
+row (Canon's sums, kernels/decode_step.py; C channels of all sites of a block, K taps). For `1b3`
+that is 384 KiB per token in float32, half of it in bfloat16, so 3 GiB at the default
+`batch_tokens`, and 7.8 MiB per row. `batch_tokens` bounds the tokens of a batch's cache, with room
+for its answers, and so the tokens that are read at once.
 
 Shapes: B rows, T tokens, V vocabulary, N prompts.
 """
@@ -29,7 +26,7 @@ from canon_pretrain.model.transformer import Transformer
 BATCH_TOKENS = 8192
 
 
-# not inference_mode: a model may be asked between training steps, and backward refuses its tensors
+# not inference_mode: a model may generate between training steps, and backward refuses its tensors
 @torch.no_grad()
 def generate(
     model: Transformer,
@@ -46,22 +43,23 @@ def generate(
     batch_tokens: int = BATCH_TOKENS,
     read_tokens: int | None = None,
 ) -> list[list[int]]:
-    """Return the tokens that `model` writes after each prompt, in the order of the prompts.
+    """Return the tokens that `model` generates after each prompt, in the order of the prompts.
 
-    An answer ends at `max_new_tokens` (one number, or one a prompt), before `eos_id` (None: never),
-    or with the token at which `stop(i, tokens)` is true: called with the prompt's index and its
-    answer so far after every token. `ended(i)` is called once a prompt, when its answer is whole.
+    An answer ends at `max_new_tokens` (one number, or one per prompt), before `eos_id` (None:
+    never), or with the token for which `stop(i, tokens)` is true: called with the prompt's index
+    and its answer so far after every token. `ended(i)` is called once per prompt, when its answer
+    is whole.
 
     `temperature` 0 takes the likeliest token, the lowest id of equals. Above 0 tokens are drawn
     from softmax(logits / temperature), of the `top_k` likeliest only (0: all), and of those only
-    the likeliest that together have a probability of `top_p`; numbers come from `generator`, one
-    for each prompt and place before anything is read, so the batches change no answer.
+    the likeliest that together have a probability of `top_p`; numbers are drawn from `generator`,
+    one per prompt and place before anything is read, so batches change no answer.
 
     `batch_tokens` bounds the memory, see above; a longer sequence is a batch of its own, and its
-    prompt is read in parts. `read_tokens` bounds the tokens that are read at once further (None: it
-    does not): a CPU reads faster what its caches hold. Nothing is changed in the model; where it is
-    sharded, all ranks ask for the same. Raises UserError, before anything is computed, for an empty
-    prompt, a token that the model does not have, and what is longer than max_seq_len.
+    prompt is read in parts. `read_tokens` further bounds the tokens that are read at once: a CPU
+    reads faster what fits its caches. The model is not changed; if it is sharded, all ranks must
+    ask for the same. Raises UserError, before anything is computed, for an empty prompt, a token
+    that the model does not have, and more tokens than max_seq_len.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     _check_prompts(model, prompts, limits)
@@ -79,7 +77,7 @@ def generate(
         draws_B = draws_NT[batch, len(answers[batch[0]])].to(logits_BV.device)
         return sample(logits_BV, draws_B, temperature, top_k, top_p).tolist()
 
-    def goes_on(i: int, token: int) -> bool:
+    def continues(i: int, token: int) -> bool:
         ends = token == eos_id
         if not ends:
             answers[i].append(token)
@@ -89,44 +87,31 @@ def generate(
             ended(i)
         return not ends
 
+    device = model.tok_embeddings.weight.device
     for batch in batches(prompts, limits, batch_tokens, model.args.max_seq_len):
         room = len(prompts[batch[0]]) + max(limits[i] for i in batch)
         cache = Cache(model.args.num_layers, capacity=room)
         chunk = max(1, min(batch_tokens, read_tokens or batch_tokens) // len(batch))
-        _continue(model, prompts, batch, cache, chunk, pick, goes_on)
+        logits_BV = _read(model, [prompts[i] for i in batch], cache, chunk)
+        while True:
+            picked = pick(batch, logits_BV)
+            rows = [row for row, i in enumerate(batch) if continues(i, picked[row])]
+            if not rows:
+                break
+            if len(rows) < len(batch):
+                batch = [batch[row] for row in rows]
+                cache.take(torch.tensor(rows, device=device))
+            tokens_B1 = torch.tensor([[picked[row]] for row in rows], device=device)
+            logits_BV = model(tokens_B1, cache=cache)[:, -1]
     return answers
-
-
-def _continue(
-    model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    batch: list[int],
-    cache: Cache,
-    chunk: int,
-    pick: Callable[[list[int], Tensor], list[int]],
-    goes_on: Callable[[int, int], bool],
-) -> None:
-    """Read the prompts of `batch`, then `pick` a token each for as long as one `goes_on`."""
-    device = model.tok_embeddings.weight.device
-    logits_BV = _read(model, [prompts[i] for i in batch], cache, chunk)
-    while True:
-        picked = pick(batch, logits_BV)
-        going = [row for row, i in enumerate(batch) if goes_on(i, picked[row])]
-        if not going:
-            return
-        if len(going) < len(batch):
-            batch = [batch[row] for row in going]
-            cache.take(torch.tensor(going, device=device))
-        tokens_B1 = torch.tensor([[picked[row]] for row in going], device=device)
-        logits_BV = model(tokens_B1, cache=cache)[:, -1]
 
 
 def sample(
     logits_BV: Tensor, draws_B: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Return the ids that the numbers `draws_B` of [0, 1) draw, int64 [B]; see `generate`.
+    """Return the ids that the numbers `draws_B` in [0, 1) select, int64 [B]; see `generate`.
 
-    The first id up to which the probabilities, summed in the order of the ids, exceed the number.
+    The first id at which the sum of probabilities, in the order of the ids, exceeds the number.
     Raises UserError for logits that are not finite.
     """
     ranked_BV, ids_BV = (logits_BV.double() / temperature).sort(descending=True, stable=True)
@@ -146,7 +131,7 @@ def sample(
 
 
 def _read(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk: int) -> Tensor:
-    """Read prompts into an empty `cache`, `chunk` tokens of each at a time; gives logits_BV."""
+    """Read prompts into an empty `cache`, `chunk` tokens of each at a time; return logits_BV."""
     longest = max(map(len, rows))
     tokens_BT = torch.zeros((len(rows), longest), dtype=torch.long)
     is_real_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
@@ -167,10 +152,10 @@ def _read(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk
 def batches(
     prompts: Sequence[Sequence[int]], limits: Sequence[int], batch_tokens: int, max_seq_len: int
 ) -> Iterator[list[int]]:
-    """The indices of the prompts in the batches that `generate` answers, the longest prompts first.
+    """Yield the prompts of each batch as indices, the longest prompts first.
 
-    So that little is padding, and what does not fit in memory fails at once. The padding of a row
-    counts as the row does: a short prompt with a long answer may not fit beside a long prompt.
+    Then little is padding, and what does not fit in memory fails at once. A row's padding counts:
+    a short prompt with a long answer may not fit beside a long prompt.
     """
     batch: list[int] = []
     longest = limit = 0
@@ -191,7 +176,7 @@ def batches(
 def _check_prompts(
     model: Transformer, prompts: Sequence[Sequence[int]], limits: Sequence[int]
 ) -> None:
-    """Raise UserError for what this model can't read, or is too short to answer."""
+    """Raise UserError for prompts and answers that this model can't read."""
     args = model.args
     if len(limits) != len(prompts):
         raise UserError(
@@ -203,8 +188,8 @@ def _check_prompts(
             raise UserError(f"prompt {i} with {limit} new tokens: expected at least 1")
         if not len(prompt):
             raise UserError(
-                f"prompt {i} is empty: a model needs a token to go on from; begin with EOS, which "
-                "stands between documents"
+                f"prompt {i} is empty: a model needs a token to continue; begin with EOS, which "
+                "separates documents"
             )
         if not 0 <= min(prompt) <= max(prompt) < args.vocab_size:
             raise UserError(
@@ -223,7 +208,7 @@ def _check_prompts(
 def _check_sampling(
     temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
 ) -> None:
-    """Raise UserError for options that mean nothing, alone or together."""
+    """Raise UserError for options without a meaning, alone or together."""
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         raise UserError(
             f"temperature {temperature}, top_k {top_k}, top_p {top_p}: expected at least 0, at "

@@ -1,8 +1,8 @@
 """Initial weights as pure functions: the same bits at any world size, in any order, in any split.
 
-`Transformer.init_weights` asks for one `InitialValue` a parameter; a single process copies all of
-its rows, a rank of a sharded run only those that it holds. FSDP2's own random initialisation gives
-every rank the same shard on a CPU, and depends on the world size elsewhere.
+`Transformer.init_weights` computes one `InitialValue` per parameter; a single process copies all of
+its rows, a rank of a sharded run only its own. FSDP2's own random initialization writes the same
+shard on every rank on a CPU, and depends on the world size elsewhere.
 """
 
 import hashlib
@@ -40,19 +40,17 @@ class InitialValue:
         if self.kind not in KINDS:
             raise ValueError(f'kind "{self.kind}" of {self.name}; expected one of {KINDS}')
         if len(self.shape) == 0 or math.prod(self.shape) == 0:
-            raise ValueError(
-                f"{self.name} has the shape {tuple(self.shape)}; expected rows to fill"
-            )
+            raise ValueError(f"{self.name} of shape {tuple(self.shape)}: expected rows to fill")
 
     @property
     def rows_per_block(self) -> int:
-        """Rows that share one generator: about 2^16 elements, at least one row."""
+        """The rows that share one generator: about 2^16 elements, at least one row."""
         return max(1, BLOCK_ELEMENTS // math.prod(self.shape[1:]))
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return the rows [start, stop) of dim 0 as float32 on the CPU; start = stop gives none.
+        """Return the rows [start, stop) of dim 0 as float32 on the CPU.
 
-        Any split of the rows gives the same bits: blocks are always generated whole, then cut.
+        The same bits in any split: blocks are always generated whole, then cut.
         Raises ValueError unless 0 <= start <= stop <= shape[0].
         """
         if not 0 <= start <= stop <= self.shape[0]:
@@ -89,7 +87,7 @@ class InitialValue:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what torch.compile and checkpoint wrappers insert."""
+    """Return a parameter's name without the insertions of WRAPPERS."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -101,7 +99,7 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     Canon: PyTorch's Conv1d default U(-K^-1/2, K^-1/2), +-1/2 at kernel 4 (appendix C, "default
     initialisation"), whatever the preset. Biases: 0. Norm gains: 1. All else is a matrix [out, in]:
     N(0, 0.02) with `paper`; with `lingua` std in^-1/2 (D^-1/2, and F^-1/2 for w2) cut at 3 sigma.
-    Raises ValueError for a name of no known law.
+    Raises ValueError for a name without a law.
     """
     name = plain_name(name)
     module = name.split(".")[-2] if "." in name else ""

@@ -1,8 +1,8 @@
-"""Rotary positions: the tables, their application to a part of the heads, and the module between.
+"""Rotary positions: the tables, their application to some of the heads, and the module.
 
-`Transformer` builds one `Rope` and every `Attention` holds that same object. The layout is the
-interleaved one, pairs (0,1), (2,3), .. = torchtitan's and lingua's, in real arithmetic because
-torch.compile generates no code for complex numbers.
+`Transformer` builds one `Rope` and every `Attention` holds it. The layout is the interleaved one,
+pairs (0,1), (2,3), .. = torchtitan's and lingua's, in real arithmetic because torch.compile
+generates no code for complex numbers.
 
 Shapes: B batch, T tokens, H heads, K head dim, R rotated pairs of a head (rope_dim / 2).
 """
@@ -30,7 +30,7 @@ def rope_tables(num_tokens: int, rope_dim: int, theta: float) -> tuple[Tensor, T
 
 
 def apply_rope(x_BTHK: Tensor, cos_TR: Tensor, sin_TR: Tensor, rope_heads: int) -> Tensor:
-    """Rotate the first 2R dims of the first `rope_heads` heads; copy the rest as it is.
+    """Rotate the first 2R dims of the first `rope_heads` heads; copy the rest.
 
     Pair i of token t turns by its angle: (a, b) -> (a cos - b sin, a sin + b cos). Computed in
     float32 (float64 for float64 input); the result has the shape and dtype of x.
@@ -53,8 +53,8 @@ def apply_rope(x_BTHK: Tensor, cos_TR: Tensor, sin_TR: Tensor, rope_heads: int) 
 class Rope(nn.Module):
     """The rotation of one model: its tables as non-persistent float32 buffers, and their use.
 
-    A module that the blocks share and not an argument that they are passed: FSDP2's mixed precision
-    casts every floating-point argument of a block to bfloat16, and 8 bits of a cosine are too few.
+    A module that the blocks share, not an argument: FSDP2's mixed precision casts floating-point
+    arguments of a block to bfloat16, and 8 bits of a cosine are too few.
     """
 
     cos_TR: Tensor
@@ -69,7 +69,7 @@ class Rope(nn.Module):
         self.reset(self.cos_TR.device)
 
     def reset(self, device: torch.device) -> None:
-        """Compute the tables anew on `device`: they hold nothing after `to_empty`."""
+        """Compute the tables on `device`, as after `to_empty`."""
         # made on the CPU and copied, so that every machine has the same bits
         cos_TR, sin_TR = rope_tables(
             self.args.max_seq_len, self.args.rope_dim, self.args.rope_theta
@@ -78,7 +78,7 @@ class Rope(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        # model.to(bfloat16), as an evaluation does it, must not round the tables
+        # model.to(bfloat16), as in an evaluation, must not round the tables
         if self.cos_TR.dtype != torch.float32:
             self.reset(self.cos_TR.device)
         return self
@@ -86,7 +86,7 @@ class Rope(nn.Module):
     def forward(self, x_BTHK: Tensor, start: int = 0) -> Tensor:
         """Return q, or k, with its tokens rotated to the positions start, start + 1, ..
 
-        Those must be below max_seq_len. The same share of the heads rotates, however many.
+        They must be below max_seq_len. The same share of q's and of k's heads rotates.
         """
         stop = start + x_BTHK.shape[1]
         rope_heads = x_BTHK.shape[2] // self.args.rope_share

@@ -1,38 +1,83 @@
-"""The language model: embedding, blocks, norm, head; and how its weights get their first values.
+"""The language model: embedding, blocks, norm, head; and how its weights are initialized.
 
-The top of `model/`. `titan/` builds it on the meta device, shards it, materialises it with
+The top of `model/`. `titan/` builds it on the meta device, shards it, materializes it with
 `to_empty` and calls `init_weights`; `eval/` loads a checkpoint into it.
 
-Shapes: B batch, T tokens, S tokens with those before them, D hidden, V vocabulary, N = T + what
-Canon reaches before them, M chosen places.
+Shapes: B batch, T tokens, S tokens with those before them, D hidden, F ffn dim, V vocabulary,
+N = T + Canon's reach (in the head N = B T), M chosen places.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.kernels.backends import check_canon_backend
+from canon_pretrain.kernels.backends import check_canon_backend, ffn_activation
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Attention
-from canon_pretrain.model.cache import Cache, LayerCache, near_segments
-from canon_pretrain.model.canon import Canon, canon_at
-from canon_pretrain.model.documents import PADDING, document_numbers, documents_after
-from canon_pretrain.model.feed_forward import FeedForward
-from canon_pretrain.model.head import Head, HeadLoss, head_output
+from canon_pretrain.model.cache import (
+    PADDING,
+    Cache,
+    LayerCache,
+    document_numbers,
+    near_segments,
+)
+from canon_pretrain.model.canon import Canon, CanonGate, canon_at, for_readers
 from canon_pretrain.model.init import InitialValue, initial_value
 from canon_pretrain.model.positions import Rope
 
 Writer = Callable[[nn.Parameter, InitialValue], None]
+HeadLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(h_ND, weight_VD, labels_N) -> (nats_N of each token, detached; the sum that is minimized)."""
+
+
+class FeedForward(nn.Module):
+    """w2(act(gate) * up) with [gate|up] = Canon-D([w1 x | w3 x]), paper section 4.
+
+    The standard MLP ("GPT2(RoPE)", Figure 20) has no up: w2(act(Canon-D(w1 x))). Canon-D is before
+    the non-linearity, with one weight for all channels. act is silu, relu squared (R2) or, in the
+    standard MLP, GPT2's gelu.
+    """
+
+    def __init__(self, args: ModelArgs, canon_backend: str = "auto") -> None:
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.ffn_dim, bias=args.bias)
+        self.w2 = nn.Linear(args.ffn_dim, args.dim, bias=args.bias)
+        gated = args.ffn == "gated"
+        self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=args.bias) if gated else None
+        self.gelu = args.ffn_activation == "gelu"
+        self.relu2 = args.ffn_activation == "relu2"
+        self.canon_d = canon_at(CanonGate if gated else Canon, "D", args, canon_backend)
+
+    def forward(
+        self,
+        x_BTD: Tensor | tuple[Tensor, ...],
+        near_BN: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
+        x_gate, *x_up = for_readers(x_BTD, 1 if self.w3 is None else 2)
+        inner = self.w1(x_gate)
+        if self.w3 is None:
+            if self.canon_d is not None:
+                inner = self.canon_d(inner, near_BN, cache)
+            if self.gelu:
+                return self.w2(F.gelu(inner, approximate="tanh"))
+            return self.w2(ffn_activation(inner, self.relu2))
+        up_BTF = self.w3(*x_up)
+        if self.canon_d is not None:
+            return self.w2(self.canon_d((inner, up_BTF), near_BN, cache))
+        return self.w2(ffn_activation(inner, self.relu2) * up_BTF)
 
 
 class TransformerBlock(nn.Module):
     """h += Attention(Canon-A(norm(h))), then h += FeedForward(Canon-C(norm(h))).
 
-    `rope` is the model's one `Rope`, or None where positions are not rotary; `attend` its one
-    `Attend`; `canon_backend` as in `kernels/backends.py`.
+    The arguments are those of `Attention`.
     """
 
     def __init__(
@@ -40,10 +85,10 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = norm_of(args)
-        self.canon_a = canon_at("A", args, canon_backend)
+        self.canon_a = canon_at(Canon, "A", args, canon_backend)
         self.attention = Attention(args, rope, attend, canon_backend)
         self.ffn_norm = norm_of(args)
-        self.canon_c = canon_at("C", args, canon_backend)
+        self.canon_c = canon_at(Canon, "C", args, canon_backend)
         self.feed_forward = FeedForward(args, canon_backend)
 
     def forward(
@@ -56,7 +101,7 @@ class TransformerBlock(nn.Module):
         """Return the residual stream after this block, [B, T, D].
 
         `mask`: what each token sees, from `Attend.mask`. `near_BN`: the segments that Canon stops
-        at, None for one. `cache`: what this block remembers of earlier tokens; it is added to.
+        at, None for one. `cache`: what this block remembers of earlier tokens, updated here.
         """
         near = near_BN, cache
         h_BTD, x_BTD = _normed(self.attention_norm, self.canon_a, h_BTD, None, *near, readers=3)
@@ -67,7 +112,7 @@ class TransformerBlock(nn.Module):
 
 
 def norm_of(args: ModelArgs) -> nn.RMSNorm | nn.LayerNorm:
-    """Return the norm over D that the blocks and the head of a model of `args` have."""
+    """Return a norm over D of the blocks, and before the head, of a model of `args`."""
     if args.norm == "layernorm":
         return nn.LayerNorm(args.dim, eps=args.norm_eps, bias=args.bias)
     return nn.RMSNorm(args.dim, eps=args.norm_eps)
@@ -83,13 +128,42 @@ def _normed(
     *,
     readers: int,
 ) -> tuple[Tensor, Tensor | tuple[Tensor, ...]]:
-    """h + added to go on with, and its norm as the next half of the block reads it."""
+    """Return h + added, and its norm as the next half of the block reads it."""
     if isinstance(canon, Canon):
         return canon.after_norm(norm, h_BTD, added_BTD, near_BN, cache, readers)
     h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
     x_BTD = norm(h_BTD)
-    # where it is neither, an export's user has put an adapter there
+    # an export's user may have put an adapter around it
     return h_BTD, x_BTD if canon is None else canon(x_BTD, near_BN, cache)
+
+
+class Head(nn.Linear):
+    """A linear layer without bias; its parameter is `weight`, [V, D].
+
+    The loss is computed inside forward: FSDP2 has the head's whole weight there and only there, and
+    a loss that takes the weight itself never needs the whole logits (titan/loss.py).
+    """
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+
+    def forward(
+        self, h_BTD: Tensor, labels_BT: Tensor | None = None, loss: HeadLoss | None = None
+    ) -> Any:
+        """Return `head_output` with this head's weight."""
+        return head_output(h_BTD, self.weight, labels_BT, loss)
+
+
+def head_output(
+    h_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor | None, loss: HeadLoss | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return logits_BTV, or with labels (nats_BT, the sum that is minimized) by `loss`."""
+    if labels_BT is None:
+        return F.linear(h_BTD, weight_VD)
+    if loss is None:
+        raise ValueError("labels_BT without a loss: give both, or neither for logits")
+    nats_N, objective = loss(h_BTD.flatten(0, 1), weight_VD, labels_BT.flatten())
+    return nats_N.view(labels_BT.shape), objective
 
 
 class Transformer(nn.Module):
@@ -131,16 +205,17 @@ class Transformer(nn.Module):
         labels_BT: Tensor | None = None,
         loss: HeadLoss | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits_BTV for int64 token ids; with `labels_BT`, what `loss` makes of them.
+        """Return logits_BTV for int64 token ids; with `labels_BT`, what `loss` computes of them.
 
         `is_real_BT` (bool): false for padding, which no token sees, on either side of a row but not
-        between two real tokens, where Canon would count it; None where there is none. `cache`: what
-        was read before these tokens, at any number of them at a time; it is added to, and the
-        logits are those of one pass over all. `logits_to_keep`: only for the last so many tokens, 0
-        for all. `logits_at_M` (int64): only for the tokens at these places of the B * T, row after
-        row; the result is logits_MV then. `labels_BT` (int64, one for each of the tokens) and
-        `loss`: the result is (nats_BT, the sum that is minimised), and logits need not stand
-        whole. Raises UserError past max_seq_len tokens.
+        between two real tokens, where Canon would count it; None if there is none.
+        `cache`: what was read before these tokens, updated here; the logits are those of one pass
+        over all, however they are split.
+        `logits_to_keep`: only for that many last tokens, 0 for all. `logits_at_M` (int64): only for
+        the tokens at these places of the B * T, row after row; the result is logits_MV then.
+        `labels_BT` (int64, one per token) and `loss`: the result is (nats_BT, the sum that is
+        minimized), and whole logits are never needed.
+        Raises UserError past max_seq_len tokens.
         """
         num_tokens = tokens_BT.shape[1]
         start = cache.length if cache is not None else 0
@@ -149,10 +224,9 @@ class Transformer(nn.Module):
                 f"a sequence of {start + num_tokens} tokens is longer than max_seq_len = "
                 f"{self.args.max_seq_len}; shorten the sequence or raise max_seq_len."
             )
-        segments_BT = self._segments(tokens_BT, is_real_BT, cache)
-        segments_BS = segments_BT
+        segments_BS = self._segments(tokens_BT, is_real_BT, cache)
         if cache is not None:
-            segments_BS = cache.append_segments(segments_BT, tokens_BT)
+            segments_BS = cache.append_segments(segments_BS, tokens_BT)
         mask = self.attend.mask(num_tokens, segments_BS, start + num_tokens, tokens_BT.device)
         near_BN = None
         if segments_BS is not None and self.args.canon_set:
@@ -165,10 +239,8 @@ class Transformer(nn.Module):
             cache.begin(num_tokens, near_BN)
         h_BTD = self.tok_embeddings(tokens_BT)
         for i, block in enumerate(self.layers.values()):
-            if cache is None:
-                h_BTD = block(h_BTD, mask, near_BN)
-            else:
-                h_BTD = block(h_BTD, mask, near_BN, cache.layers[i])
+            memory = () if cache is None else (cache.layers[i],)
+            h_BTD = block(h_BTD, mask, near_BN, *memory)
         if cache is not None:
             cache.end(num_tokens)
         if logits_at_M is not None:
@@ -184,7 +256,7 @@ class Transformer(nn.Module):
     def _segments(
         self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
     ) -> Tensor | None:
-        """The segment of each token (documents.py), int32 [B, T]; None where all are in one."""
+        """Return the segment of each token (cache.py), int32 [B, T]; None if all are in one."""
         if not self.args.document_mask:
             if is_real_BT is None:
                 return None
@@ -197,7 +269,8 @@ class Transformer(nn.Module):
             first_B = cache.next_document
             if first_B is None:
                 first_B = torch.zeros_like(tokens_BT[:, 0], dtype=torch.int32)
-            cache.next_document = documents_after(tokens_BT, eos_id, first_B)
+            ends_B = (tokens_BT == eos_id).sum(dim=1, dtype=torch.int32)
+            cache.next_document = first_B + ends_B
         segments_BT = document_numbers(tokens_BT, eos_id, first_B)
         if is_real_BT is not None:
             segments_BT = segments_BT.masked_fill(~is_real_BT, PADDING)
@@ -207,12 +280,12 @@ class Transformer(nn.Module):
     def init_weights(
         self, write: Writer | None = None, buffer_device: torch.device | None = None
     ) -> None:
-        """Give every parameter its initial value, and compute the rotary tables anew.
+        """Initialize every parameter, and compute the rotary tables again.
 
-        `write(parameter, initial_value)` is called once a parameter, in the model's order, and
-        stores what this process holds of it; by default the whole value. The values depend on
-        `args` alone. `buffer_device`: where the tables go; by default where the parameters are.
-        Raises ValueError (default writer) where a parameter is still on the meta device.
+        `write(parameter, initial_value)` is called once per parameter, in the model's order, and
+        stores this process's share of it; by default the whole value. The values depend on `args`
+        alone. `buffer_device`: of the tables; by default the parameters'. Raises ValueError
+        (default writer) for a parameter that is still on the meta device.
         """
         write = write or _write_all_rows
         for name, parameter in self.named_parameters():

@@ -1,8 +1,8 @@
 """What a step is judged by, and what the optimizer minimises: cross-entropy, and what is added.
 
 The trainer and the validation hand the function that is built here to the model, whose head calls
-it (model/head.py). Sums over tokens: the trainer divides them by the tokens of the global batch, so
-that neither the world size nor the number of micro-batches changes anything.
+it (model/transformer.py). Sums over tokens: the trainer divides them by the tokens of the global
+batch, so that neither the world size nor the number of micro-batches changes anything.
 
 Shapes: N tokens, D hidden, V vocabulary.
 """
@@ -17,7 +17,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.kernels.linear_cross_entropy import linear_cross_entropy
-from canon_pretrain.model.head import HeadLoss
+from canon_pretrain.model.transformer import HeadLoss
 from canon_pretrain.run.config import Loss
 from canon_pretrain.titan.job_config import CanonJobConfig
 

@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from canon_pretrain.model.args import ROTARY, ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.cache import near_segments
-from canon_pretrain.model.head import Head
 from canon_pretrain.model.positions import Rope
-from canon_pretrain.model.transformer import TransformerBlock, norm_of
+from canon_pretrain.model.transformer import Head, TransformerBlock, norm_of
 from canon_pretrain.run.config import Loss
 from canon_pretrain.titan.loss import head_loss
 

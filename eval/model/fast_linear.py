@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from canon_pretrain.model.head import Head
-from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.model.transformer import Head, Transformer
 
 
 class FastLinear(nn.Linear):

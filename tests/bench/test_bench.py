@@ -26,7 +26,7 @@ from canon_pretrain.bench.machine import Machine
 from canon_pretrain.bench.variants import Variant
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model import canon as canon_module
-from canon_pretrain.model import canon_forms
+from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token
 from canon_pretrain.model.transformer import TransformerBlock
 from canon_pretrain.titan import logs
@@ -466,7 +466,7 @@ def test_a_kernel_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.Mon
 
     right_gate = canon_module.canon_gate
     monkeypatch.setattr(variants, "backend_problem", lambda name, device, dtype: None)
-    monkeypatch.setattr(canon_forms, "check_canon_backend", lambda *backend: None)
+    monkeypatch.setattr(canon_check, "check_canon_backend", lambda *backend: None)
     monkeypatch.setattr(canon_module, "canon", failing)
     monkeypatch.setattr(canon_module, "canon_gate", failing_gate)
     options = ("--backends", "causal_conv1d", "compiled", "--micro-batch", 2)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon_pretrain.kernels.decode_step import CanonMemory, steps_of
 from canon_pretrain.kernels.reference import canon_reference
-from canon_pretrain.model.documents import NOWHERE, PADDING
+from canon_pretrain.model.cache import NOWHERE, PADDING
 
 KINDS = [(True, False), (False, False), (True, True), (False, True)]
 every_kind = pytest.mark.parametrize(("residual", "activation"), KINDS)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from canon_pretrain.kernels.triton.problem import triton_problem
+from canon_pretrain.kernels.backends import backend_problem
 from tests.triton_cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,23 +39,23 @@ def test_in_the_interpreter(name, results):
 
 def test_a_cpu_needs_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "TRITON_INTERPRET=1" in triton_problem("cpu", torch.float32)
+    assert "TRITON_INTERPRET=1" in backend_problem("triton", "cpu", torch.float32)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert triton_problem("cpu", torch.float32) is None
+    assert backend_problem("triton", "cpu", torch.float32) is None
 
 
 def test_float64_and_integers_are_not_taken(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for dtype in (torch.float64, torch.int32):
-        assert str(dtype).removeprefix("torch.") in triton_problem("cpu", dtype)
+        assert str(dtype).removeprefix("torch.") in backend_problem("triton", "cpu", dtype)
 
 
 def test_a_missing_package_and_another_device_are_named(monkeypatch):
-    assert '"mps"' in triton_problem("mps", torch.float32)
+    assert '"mps"' in backend_problem("triton", "mps", torch.float32)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert triton_problem("cuda", torch.float32) == "the package triton is not installed"
+    assert backend_problem("triton", "cuda", torch.float32) == "the package triton is not installed"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_cuda_device_is_named():
-    assert triton_problem("cuda", torch.bfloat16) == "no CUDA device is available"
+    assert backend_problem("triton", "cuda", torch.bfloat16) == "no CUDA device is available"

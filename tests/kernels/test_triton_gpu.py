@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from canon_pretrain.kernels.triton.problem import triton_problem
+from canon_pretrain.kernels.backends import backend_problem
 from tests import triton_cases as cases
 from tests import triton_properties as properties
 from tests import triton_systems as systems
@@ -28,7 +28,7 @@ options = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 def test_they_can_be_had():
     for dtype in DTYPES:
-        assert triton_problem("cuda", dtype) is None
+        assert backend_problem("triton", "cuda", dtype) is None
 
 
 @dtypes

@@ -13,7 +13,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.model import attend as attend_module
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
-from canon_pretrain.model.documents import PADDING
+from canon_pretrain.model.cache import PADDING
 from canon_pretrain.model.transformer import Transformer
 from tests.flash_packages import flash_attn_package, flash_impl
 from tests.variants import BASE, build, random_tokens, variant

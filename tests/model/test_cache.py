@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.model.cache import FIRST_CAPACITY, Cache, near_segments
-from canon_pretrain.model.documents import NOWHERE, PADDING
+from canon_pretrain.model.cache import FIRST_CAPACITY, NOWHERE, PADDING, Cache, near_segments
 from canon_pretrain.model.transformer import Transformer
 from tests.variants import BASE, EOS_ID, VARIANTS, build, every_variant, random_tokens, variant
 

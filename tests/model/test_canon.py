@@ -36,4 +36,5 @@ def test_activation_is_on_the_convolution_and_not_on_the_residual():
 
 def test_sites_outside_the_set_get_none():
     args = ModelArgs(canon_set="BD")
-    assert [canon_at(site, args) is not None for site in "ABCD"] == [False, True, False, True]
+    layers = [canon_at(Canon, site, args, "auto") for site in "ABCD"]
+    assert [layer is not None for layer in layers] == [False, True, False, True]

@@ -8,7 +8,7 @@ import torch
 import canon_pretrain.model.transformer as transformer_module
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
-from canon_pretrain.model.documents import document_numbers, documents_after
+from canon_pretrain.model.cache import Cache, document_numbers
 from canon_pretrain.model.transformer import Transformer
 from tests.variants import BASE, EOS_ID, VARIANTS, build, variant
 
@@ -32,16 +32,14 @@ def test_eos_belongs_to_the_document_that_it_ends():
     numbers = document_numbers(tokens, EOS_ID, first)
     assert numbers.tolist() == [[10 + n for n in expected[0]], [20 + n for n in expected[1]]]
     assert numbers.dtype == torch.int32
-    # the first row's document 3 goes on; the second row's 1 has ended
-    assert documents_after(tokens, EOS_ID, first).tolist() == [13, 22]
 
 
 def test_documents_are_numbered_on_from_part_to_part():
+    args = replace(BASE, document_mask=True)
     tokens = torch.randint(0, 5, (3, 30), generator=torch.Generator().manual_seed(0))
-    first, parts = torch.zeros(3, dtype=torch.int32), []
+    model, cache, parts = build(args), Cache(args.num_layers), []
     for part in tokens.split([1, 4, 13, 12], dim=1):
-        parts.append(document_numbers(part, EOS_ID, first))
-        first = documents_after(part, EOS_ID, first)
+        parts.append(model._segments(part, None, cache))
     assert torch.equal(torch.cat(parts, dim=1), document_numbers(tokens, EOS_ID))
 
 

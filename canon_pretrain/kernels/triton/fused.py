@@ -113,20 +113,19 @@ def canon_qkv_triton(
     residual: bool,
     activation: bool,
     qk_norm: str,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
     eps: float,
-    cos_TR: Tensor | None,
-    sin_TR: Tensor | None,
-    rope_heads_q: int,
-    rope_heads_k: int,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    cos_TR: Tensor | None = None,
+    sin_TR: Tensor | None = None,
+    rope_share: int = 1,
     segments_BN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Canon-B, QK-norm and rotation: q_BTHK, k_BTGK and v_BTGK in the order of model/attention.py.
 
     `qk_norm` "full" comes before Canon-B and needs gains of q's and k's width, "per_head" after it
     and needs gains of a head's. `cos_TR`, `sin_TR` (float32): the tables for these T tokens, whose
-    2R dims of the first rope_heads rotate; None for no rotation.
+    2R dims of the first of every `rope_share` heads rotate; None for no rotation.
     """
     check_choice("qk_norm", qk_norm, NORMS)
     parts = (q_BTX, k_BTY, v_BTY)
@@ -139,14 +138,14 @@ def canon_qkv_triton(
     weights = weight_C1K.split([x.shape[-1] for x in parts])
     mixed = []
     norms, gains = (qk_norm, qk_norm, "none"), (q_gain, k_gain, None)
-    for x, weight, norm, gain, rope_heads in zip(
-        parts, weights, norms, gains, (rope_heads_q, rope_heads_k, 0), strict=True
-    ):
+    turns = (True, True, False)
+    for x, weight, norm, gain, rotates in zip(parts, weights, norms, gains, turns, strict=True):
+        rope_heads = x.shape[-1] // head_dim // rope_share
         gain = _checked_gain(gain, norm, x.shape[-1], head_dim)
         if norm == "full" and x.shape[-1] > MAX_ROW:
             assert gain is not None
             x, gain, norm = F.rms_norm(x, gain.shape, gain.to(x.dtype), eps), None, "none"
-        rope = cos_TR is not None and rope_heads > 0
+        rope = cos_TR is not None and rotates
         if rope or norm == "per_head":
             y = canon_heads(
                 x, weight, gain, cos_TR if rope else None, sin_TR if rope else None, segments_BN,
@@ -168,19 +167,18 @@ def canon_gate_triton(
     *,
     residual: bool,
     activation: bool,
-    ffn_activation: str,
+    relu2: bool,
     segments_BN: Tensor | None = None,
 ) -> Tensor:
-    """act(Canon-D(gate)) * Canon-D(up), [B, T, F], act being "silu" or "relu2".
+    """act(Canon-D(gate)) * Canon-D(up), [B, T, F], with act silu, or relu squared.
 
     Kept for backward: gate and up, as without Canon.
     """
-    check_choice("ffn_activation", ffn_activation, ("silu", "relu2"))
     if up_BTF.shape != gate_BTF.shape:
         raise ValueError(f"gate is {tuple(gate_BTF.shape)}, up {tuple(up_BTF.shape)}; not equal.")
     _check("canon_gate_triton", gate_BTF, weight_C1K, 2 * gate_BTF.shape[-1], segments_BN)
     inner_BTF: Tensor = canon_gate(
-        gate_BTF, up_BTF, weight_C1K, segments_BN, residual, activation, ffn_activation == "relu2"
+        gate_BTF, up_BTF, weight_C1K, segments_BN, residual, activation, relu2
     )
     return inner_BTF
 

@@ -1,0 +1,235 @@
+"""Canon by the GPU kernels of other packages: causal-conv1d (CUDA) and fla-core (Triton).
+
+`backends.py` imports this module, and this module the packages, at run time only. Their own
+autograd functions are opaque to torch.compile, so one custom operator is around both packages'
+forward functions and one around their backward functions: blocks stay one graph.
+
+Shapes: B batch, T tokens, C channels, K taps of the kernel, P = K - 1, N = P + T.
+"""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from canon_pretrain.kernels.compiled import canon_compiled
+
+DEVICE_TYPES = ("cuda",)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CONV1D_TAPS = (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Package:
+    """Where a package's functions are, and how it is installed."""
+
+    name: str
+    module: str
+    functions: str
+    """The submodule with `needed`, the functions that are called."""
+    needed: tuple[str, str]
+    first_version: tuple[int, int]
+    why_first: str
+    install: str
+
+
+PACKAGES = {
+    "causal_conv1d": Package(
+        "causal-conv1d",
+        "causal_conv1d",
+        "causal_conv1d.cpp_functions",
+        ("causal_conv1d_fwd_function", "causal_conv1d_bwd_function"),
+        (1, 6),
+        "adds up the weight's gradient by atomics, in another order at every run",
+        "pip install --no-build-isolation 'causal-conv1d>=1.6,<2'",
+    ),
+    "fla": Package(
+        "fla-core",
+        "fla",
+        "fla.modules.causal_conv1d",
+        ("causal_conv1d_fwd", "causal_conv1d_bwd"),
+        (0, 6),
+        "is older than 0.6",
+        "pip install 'fla-core>=0.6,<0.7'",
+    ),
+}
+
+
+def package_problem(backend: str) -> str | None:
+    """Return why the package of `backend` can't be used here, or None; no kernel is tried."""
+    package = PACKAGES[backend]
+    if importlib.util.find_spec(package.module) is None:
+        return f"the package {package.name} is not installed: {package.install}"
+    try:
+        version = importlib.import_module(package.module).__version__
+        for function in package.needed:
+            getattr(importlib.import_module(package.functions), function)
+        is_old = tuple(int(part) for part in version.split(".")[:2]) < package.first_version
+    except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
+        return f"the package {package.name} can't be imported: {type(error).__name__}: {error}"
+    if is_old:
+        return f"{package.name} {version} {package.why_first}: {package.install}"
+    by_atomics = os.environ.get("CAUSAL_CONV1D_DETERMINISTIC", "").startswith("0")
+    if backend == "causal_conv1d" and by_atomics:
+        return "CAUSAL_CONV1D_DETERMINISTIC=0 is set, so weight gradients would differ; unset it"
+    if not torch.cuda.is_available():
+        return f"{package.name} needs a CUDA device, and there is none"
+    return None
+
+
+def canon_by_package(
+    backend: str,
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
+    segments_BN: Tensor | None = None,
+) -> Tensor:
+    """Compute `canon_reference` of a whole sequence by the kernels of a package.
+
+    Sums are float32, and rounded once; with `activation` and `residual` causal-conv1d's y and fla's
+    dx are rounded twice. causal-conv1d's weight gradient is the same at every run; fla picks its
+    blocks by timing, so its may round differently in another process. `canon_compiled` computes
+    what the kernels don't take: a CPU, float64, weights of another device; for causal-conv1d
+    channels that are no multiple of 8 and other widths; for fla documents, whose borders it wants
+    as cumulative lengths, which the host would have to wait for at every site.
+    """
+    fits = x_BTC.device.type in DEVICE_TYPES and weight_C1K.device == x_BTC.device
+    fits &= x_BTC.dtype in DTYPES and weight_C1K.dtype in DTYPES and x_BTC.numel() > 0
+    if backend == "fla":
+        fits &= segments_BN is None
+    else:
+        fits &= weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % 8 == 0
+    if not fits:
+        return canon_compiled(
+            x_BTC, weight_C1K, residual=residual, activation=activation, segments_BN=segments_BN
+        )
+    taps_CK = weight_C1K[:, 0].float()
+    if residual and not activation:  # the residual is 1 more of a token's own tap
+        taps_CK = taps_CK + F.pad(taps_CK.new_ones(1), (taps_CK.shape[1] - 1, 0))
+    # causal-conv1d leaves out places below 0, which are our padding
+    segments_BT = None if segments_BN is None else segments_BN[:, taps_CK.shape[1] - 1 :] + 1
+    adds = residual and activation
+    y_BTC: Tensor = package_forward(x_BTC, taps_CK, segments_BT, backend, adds, activation)
+    return y_BTC
+
+
+@torch.library.custom_op("canon_pretrain::canon_package", mutates_args=())
+def package_forward(
+    x_BTC: Tensor,
+    taps_CK: Tensor,
+    segments_BT: Tensor | None,
+    backend: str,
+    residual: bool,
+    activation: bool,
+) -> Tensor:
+    """Return [x +] [silu of] the convolution in the dtype of x; `segments_BT` int32, none below 0.
+
+    Results are contiguous, as the fake operator says.
+    """
+    run = _function(backend, 0)
+    if backend == "fla":
+        x_BTC = x_BTC.contiguous()
+        options = {"residual": x_BTC if residual else None, "activation": _silu(activation)}
+        y_BTC: Tensor = run(x=x_BTC, weight=taps_CK, bias=None, **options)[0]
+        return y_BTC
+    segments = None if segments_BT is None else segments_BT.contiguous()
+    y_BCT = run(_channel_last(x_BTC), taps_CK, None, segments, None, None, activation)
+    y_BTC = y_BCT.transpose(1, 2).contiguous()
+    return x_BTC + y_BTC if residual else y_BTC
+
+
+@torch.library.custom_op("canon_pretrain::canon_package_backward", mutates_args=())
+def package_backward(
+    dy_BTC: Tensor,
+    x_BTC: Tensor,
+    taps_CK: Tensor,
+    segments_BT: Tensor | None,
+    backend: str,
+    residual: bool,
+    activation: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return dx_BTC in the dtype of x, and dtaps_CK in float32."""
+    run = _function(backend, 1)
+    if backend == "fla":
+        x_BTC, dy_BTC = x_BTC.contiguous(), dy_BTC.contiguous()
+        with torch.cuda.device_of(x_BTC):  # Triton launches on the current device
+            dx_BTC, dtaps_CK, *_ = run(
+                x=x_BTC, dy=dy_BTC, dht=None, weight=taps_CK, activation=_silu(activation)
+            )
+    else:
+        dx_BTC = x_BTC.new_empty(x_BTC.shape)
+        segments = None if segments_BT is None else segments_BT.contiguous()
+        given = _channel_last(x_BTC), taps_CK, None, _channel_last(dy_BTC), segments
+        with _repeatable():
+            found = run(*given, None, None, _channel_last(dx_BTC), False, activation)
+        dtaps_CK = found[1]
+    return dx_BTC + dy_BTC if residual else dx_BTC, dtaps_CK
+
+
+@package_forward.register_fake
+def _(x_BTC: Tensor, *_: Any) -> Tensor:
+    return x_BTC.new_empty(x_BTC.shape)
+
+
+@package_backward.register_fake
+def _(dy_BTC: Tensor, x_BTC: Tensor, taps_CK: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x_BTC.new_empty(x_BTC.shape), torch.empty_like(taps_CK)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = inputs[3:]
+
+
+def _backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
+    dx_BTC, dtaps_CK = package_backward(dy_BTC, *ctx.saved_tensors, *ctx.options)
+    wants_x, wants_taps = ctx.needs_input_grad[:2]
+    return dx_BTC if wants_x else None, dtaps_CK if wants_taps else None, None, None, None, None
+
+
+package_forward.register_autograd(_backward, setup_context=_save)
+
+
+def _function(backend: str, index: int) -> Any:
+    package = PACKAGES[backend]
+    return getattr(importlib.import_module(package.functions), package.needed[index])
+
+
+def _silu(activation: bool) -> str | None:
+    return "silu" if activation else None
+
+
+def _channel_last(x_BTC: Tensor) -> Tensor:
+    """Return [B, C, T], in memory as [B, T, C]: the kernels' layout, strides of size 1 included.
+
+    They read 16 bytes at once, so it begins at a multiple of that.
+    """
+    x_BTC = x_BTC.contiguous()
+    if x_BTC.data_ptr() % 16:
+        x_BTC = x_BTC.clone()
+    rows, num_tokens, channels = x_BTC.shape
+    return x_BTC.as_strided((rows, channels, num_tokens), (num_tokens * channels, 1, channels))
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Have causal-conv1d add up in a fixed order: it asks for torch's flag, and there is no other.
+
+    The flag itself, not torch.use_deterministic_algorithms, which sets inductor's options too.
+    """
+    wanted = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(wanted, warn_only=warn_only)
