@@ -91,10 +91,11 @@ class ModelArgs:
         letters = self.canon_set.upper()
         for letter in letters:
             if letter not in CANON_SITES or letters.count(letter) > 1:
+                known = letter in CANON_SITES
+                fault = f"{letters.count(letter)} times" if known else "which does not exist"
                 raise UserError(
-                    f'canon_set = "{self.canon_set}": "{letter}" is not a Canon site, or is named '
-                    f"{letters.count(letter)} times; write any subset of A, B, C and D, such as "
-                    '"AC" or "ABCD", or "" for no Canon'
+                    f'canon_set = "{self.canon_set}" names the Canon site "{letter}" {fault}; '
+                    'write any subset of A, B, C and D, such as "AC" or "ABCD", or "" for no Canon'
                 )
         # frozen: the one place where fields are rewritten, so that "ca" and "AC" are equal args
         object.__setattr__(self, "canon_set", "".join(sorted(letters)))
@@ -221,12 +222,18 @@ def _check_heads(args: ModelArgs) -> None:
     }
     heads_divisor, dims_divisor = divisors.get(args.position, (1, 1))
     name = "num_heads" if args.position == "h_alibi" or not args.num_kv_heads else "num_kv_heads"
-    if getattr(args, name) % heads_divisor or args.head_dim % dims_divisor:
+    needs = []
+    if getattr(args, name) % heads_divisor:
+        needs.append(f"{name} to be a multiple of {heads_divisor}, because heads are shared out")
+    if args.head_dim % dims_divisor:
+        needs.append(
+            f"the head dim to be a multiple of {dims_divisor}, because dims rotate in pairs"
+        )
+    if needs:
         raise UserError(
-            f'position = "{args.position}" with {name} = {getattr(args, name)} and a head dim of '
-            f"{args.head_dim} (dim / num_heads): it needs {name} to be a multiple of "
-            f"{heads_divisor}, and the head dim of {dims_divisor}, whose dims rotate in pairs. "
-            "Change dim or the heads, or choose another position."
+            f'position = "{args.position}" got {name} = {getattr(args, name)} and a head dim of '
+            f"{args.head_dim} (dim / num_heads); it needs {', and '.join(needs)}. Change dim or "
+            "the heads, or choose another position."
         )
 
 

@@ -156,26 +156,26 @@ def test_rotated_heads_and_dims_at_1b3(position, heads, dims):
         ({"dim": -64}, ["dim = -64"]),
         ({"ffn_dim": 0}, ["ffn_dim = 0"]),
         ({"max_seq_len": 0}, ["max_seq_len = 0"]),
-        ({"dim": 12, "num_heads": 4}, ['"rope"', "head dim of 3", "of 2"]),
+        ({"dim": 12, "num_heads": 4}, ['"rope"', "head dim of 3", "multiple of 2"]),
         (
             {"position": "partial_rope_a", "dim": 24, "num_heads": 3},
-            ["num_heads = 3", "of 2"],
+            ["num_heads = 3", "multiple of 2"],
         ),
         (
             {"position": "partial_rope_a", "dim": 24, "num_heads": 4},
-            ["head dim of 6", "of 4"],
+            ["head dim of 6", "multiple of 4"],
         ),
         (
             {"position": "partial_rope_b", "dim": 24, "num_heads": 6},
-            ["num_heads = 6", "of 4"],
+            ["num_heads = 6", "multiple of 4"],
         ),
         (
             {"position": "partial_rope_b", "dim": 12, "num_heads": 4},
-            ["head dim of 3", "of 2"],
+            ["head dim of 3", "multiple of 2"],
         ),
         (
             {"position": "partial_rope_c", "dim": 48, "num_heads": 4},
-            ["head dim of 12", "of 8"],
+            ["head dim of 12", "multiple of 8"],
         ),
         ({"ffn": "gate"}, ['ffn = "gate"', "gated, standard", 'mean "gated"']),
         ({"ffn_activation": "relu"}, ['"relu"', "silu, relu2, gelu", 'mean "relu2"']),
@@ -187,15 +187,15 @@ def test_rotated_heads_and_dims_at_1b3(position, heads, dims):
         ({"num_heads": 4, "num_kv_heads": 8}, ["num_heads = 4", "num_kv_heads = 8", "multiple"]),
         (
             {"position": "h_alibi", "dim": 24, "num_heads": 3},
-            ['"h_alibi"', "num_heads = 3", "of 2", "another position"],
+            ['"h_alibi"', "num_heads = 3", "multiple of 2", "another position"],
         ),
         (
             {"position": "partial_rope_a", "num_heads": 32, "num_kv_heads": 1},
-            ["num_kv_heads = 1", "of 2"],
+            ["num_kv_heads = 1", "multiple of 2"],
         ),
         (
             {"position": "partial_rope_b", "num_heads": 32, "num_kv_heads": 2},
-            ["num_kv_heads = 2", "of 4"],
+            ["num_kv_heads = 2", "multiple of 4"],
         ),
         ({"document_mask": True, "eos_id": 32000}, ["eos_id = 32000", "vocabulary of 32000"]),
         ({"document_mask": True, "eos_id": -1}, ["eos_id = -1", "document_mask needs"]),
