@@ -28,24 +28,13 @@
 #SBATCH --signal=B:USR1@60
 set -euo pipefail
 
-# Slurm runs a copy of this script from a folder of its own: the repository is found by where the
+# Slurm runs a copy of this script: the repository is CANON_REPO, or around it, or around where the
 # job was submitted
-find_repository() {
-    local folder
-    folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-    if [[ ! -f $folder/slurm/lib.sh ]]; then
-        folder=${SLURM_SUBMIT_DIR:-$PWD}
-        while [[ ! -f $folder/slurm/lib.sh && $folder == */* ]]; do folder=${folder%/*}; done
-    fi
-    printf '%s' "$folder"
-}
-CANON_REPO=${CANON_REPO:-$(find_repository)}
-if [[ ! -f $CANON_REPO/slurm/lib.sh ]]; then
-    echo "error: no slurm/lib.sh in CANON_REPO=$CANON_REPO: submit from inside the repository, or set CANON_REPO to it" >&2
-    exit 2
-fi
+repo=${CANON_REPO:-${BASH_SOURCE[0]%/*}/..}
+if [[ -z ${CANON_REPO:-} && ! -f $repo/slurm/lib.sh ]]; then repo=${SLURM_SUBMIT_DIR:-$PWD}; fi
+until [[ -n ${CANON_REPO:-} || -z $repo || -f $repo/slurm/lib.sh ]]; do repo=${repo%/*}; done
 # shellcheck source=slurm/lib.sh
-source "$CANON_REPO/slurm/lib.sh"
+source "$repo/slurm/lib.sh" || { echo "error: submit from inside the repository, or set CANON_REPO to it" >&2 && exit 2; }
 
 # take_options: SHARDS, THROTTLE, FLAGS and, behind --, BUILD
 take_options() {
@@ -74,15 +63,8 @@ take_options() {
 
 # plan_build: LEFT, the shards with work; OUT; FINISH, the arguments of finish
 plan_build() {
-    local answer words
-    answer=$(mktemp)
-    if ! on_head python -m data_prep.jobs --shards "$SHARDS" -- "${BUILD[@]}" >"$answer"; then
-        rm -f "$answer"
-        exit 2 # the message is above; nothing is submitted
-    fi
-    mapfile -d '' -t words <"$answer"
-    rm -f "$answer"
-    LEFT=${words[0]} OUT=$(realpath -m -- "${words[1]}") FINISH=("${words[@]:2}")
+    words_of python -m data_prep.jobs --shards "$SHARDS" -- "${BUILD[@]}"
+    LEFT=${WORDS[0]} OUT=$(realpath -m -- "${WORDS[1]}") FINISH=("${WORDS[@]:2}")
 }
 
 cores() { printf '%s' "${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-$(nproc)}}"; }

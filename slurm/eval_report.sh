@@ -17,24 +17,13 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this script from a folder of its own: the repository is found by where the
+# Slurm runs a copy of this script: the repository is CANON_REPO, or around it, or around where the
 # job was submitted
-find_repository() {
-    local folder
-    folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-    if [[ ! -f $folder/slurm/lib.sh ]]; then
-        folder=${SLURM_SUBMIT_DIR:-$PWD}
-        while [[ ! -f $folder/slurm/lib.sh && $folder == */* ]]; do folder=${folder%/*}; done
-    fi
-    printf '%s' "$folder"
-}
-CANON_REPO=${CANON_REPO:-$(find_repository)}
-if [[ ! -f $CANON_REPO/slurm/lib.sh ]]; then
-    echo "error: no slurm/lib.sh in CANON_REPO=$CANON_REPO: submit from inside the repository, or set CANON_REPO to it" >&2
-    exit 2
-fi
+repo=${CANON_REPO:-${BASH_SOURCE[0]%/*}/..}
+if [[ -z ${CANON_REPO:-} && ! -f $repo/slurm/lib.sh ]]; then repo=${SLURM_SUBMIT_DIR:-$PWD}; fi
+until [[ -n ${CANON_REPO:-} || -z $repo || -f $repo/slurm/lib.sh ]]; do repo=${repo%/*}; done
 # shellcheck source=slurm/lib.sh
-source "$CANON_REPO/slurm/lib.sh"
+source "$repo/slurm/lib.sh" || { echo "error: submit from inside the repository, or set CANON_REPO to it" >&2 && exit 2; }
 
 report() {
     local mark=
@@ -47,18 +36,9 @@ report() {
     if [[ -n $mark ]]; then date -u +%FT%TZ >"$mark"; fi
 }
 
-case ${1:-} in
-    -h | --help) print_header "$CANON_REPO/slurm/eval_report.sh" ;;
-    --local)
-        shift
-        unset SLURM_JOB_ID
-        load_cluster
-        report "$@"
-        ;;
-    *)
-        [[ -n ${SLURM_JOB_ID:-} ]] ||
-            die "this is a job script: sbatch slurm/eval_report.sh, or add --local to run it on this machine"
-        load_cluster
-        report "$@"
-        ;;
-esac
+report_local() {
+    unset SLURM_JOB_ID # of an interactive job, which is not ours
+    report "$@"
+}
+
+entry eval_report.sh report_local report "$@"

@@ -1,8 +1,9 @@
 # shellcheck shell=bash
 # What the job scripts share: cluster settings, preflight, ranks on all nodes, requeue or end.
-# Sourced by slurm/*.sh, which set CANON_REPO first. Nothing here is to be edited: settings stand in
-# slurm/cluster.env, in the environment, or among sbatch's flags.
+# Sourced by slurm/*.sh. Nothing here is to be edited: settings are in slurm/cluster.env, in the
+# environment, or among sbatch's flags.
 
+CANON_REPO=${CANON_REPO:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
 PREFLIGHT=${PREFLIGHT:-1}
 MAX_RESTARTS_WITHOUT_PROGRESS=${MAX_RESTARTS_WITHOUT_PROGRESS:-3}
 PREFLIGHT_TIMEOUT_S=${PREFLIGHT_TIMEOUT_S:-600}
@@ -29,6 +30,25 @@ die() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
 # print_header FILE: the comment at its top, for --help
 print_header() { sed -n -e '1d' -e '/^#SBATCH/d' -e '/^#/!q' -e 's/^# \{0,1\}//p' "$1"; }
+
+# entry SCRIPT LOCAL JOB [arguments]: --help, LOCAL for --local, or JOB inside a Slurm job
+entry() {
+    local script=$1 on_machine=$2 in_job=$3
+    shift 3
+    case ${1:-} in
+        -h | --help) print_header "$CANON_REPO/slurm/$script" ;;
+        --local)
+            load_cluster
+            "$on_machine" "${@:2}"
+            ;;
+        *)
+            [[ -n ${SLURM_JOB_ID:-} ]] ||
+                die "this is a job script: sbatch slurm/$script, or add --local to run it on this machine"
+            load_cluster
+            "$in_job" "$@"
+            ;;
+    esac
+}
 
 # load_cluster: read cluster.env, load its modules, activate its virtual environment
 load_cluster() {
@@ -61,6 +81,18 @@ on_head() {
     else
         "${CONTAINER[@]}" "$@"
     fi
+}
+
+# words_of COMMAND...: WORDS, what it prints, each ended by a NUL byte; ends the script if it fails
+words_of() {
+    local answer
+    answer=$(mktemp)
+    if ! on_head "$@" >"$answer"; then
+        rm -f "$answer"
+        exit 2 # the message is above; nothing is submitted or requeued
+    fi
+    mapfile -d '' -t WORDS <"$answer"
+    rm -f "$answer"
 }
 
 # set_ranks N: GPUS (0 on CPUs) and RANKS on each node. Inside a job those that Slurm has given it,
@@ -130,16 +162,9 @@ find_code() {
 
 # plan_job NODES [--data]: check the job as a whole; sets RUN and CHECKPOINT_BYTES, or ends the script
 plan_job() {
-    local answer plan
-    answer=$(mktemp)
-    if ! on_head python -m canon_pretrain.preflight job --ranks_per_node "$RANKS" \
-        --nodes "$@" -- --config "$CONFIG" "${ARGUMENTS[@]}" >"$answer"; then
-        rm -f "$answer"
-        exit 2 # the message is above; nothing is requeued
-    fi
-    mapfile -d '' -t plan <"$answer"
-    rm -f "$answer"
-    RUN=${plan[0]} CHECKPOINT_BYTES=${plan[1]}
+    words_of python -m canon_pretrain.preflight job --ranks_per_node "$RANKS" --nodes "$@" -- \
+        --config "$CONFIG" "${ARGUMENTS[@]}"
+    RUN=${WORDS[0]} CHECKPOINT_BYTES=${WORDS[1]}
 }
 
 # -- signals: the trainer stops at RUN/STOP, after the same step on all ranks ---------------------

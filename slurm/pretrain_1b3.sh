@@ -41,36 +41,12 @@
 #SBATCH --signal=B:USR1@300
 set -euo pipefail
 
-# Slurm runs a copy of this script from a folder of its own: the repository is found by where the
+# Slurm runs a copy of this script: the repository is CANON_REPO, or around it, or around where the
 # job was submitted
-find_repository() {
-    local folder
-    folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-    if [[ ! -f $folder/slurm/lib.sh ]]; then
-        folder=${SLURM_SUBMIT_DIR:-$PWD}
-        while [[ ! -f $folder/slurm/lib.sh && $folder == */* ]]; do folder=${folder%/*}; done
-    fi
-    printf '%s' "$folder"
-}
-CANON_REPO=${CANON_REPO:-$(find_repository)}
-if [[ ! -f $CANON_REPO/slurm/lib.sh ]]; then
-    echo "error: no slurm/lib.sh in CANON_REPO=$CANON_REPO: submit from inside the repository, or set CANON_REPO to it" >&2
-    exit 2
-fi
+repo=${CANON_REPO:-${BASH_SOURCE[0]%/*}/..}
+if [[ -z ${CANON_REPO:-} && ! -f $repo/slurm/lib.sh ]]; then repo=${SLURM_SUBMIT_DIR:-$PWD}; fi
+until [[ -n ${CANON_REPO:-} || -z $repo || -f $repo/slurm/lib.sh ]]; do repo=${repo%/*}; done
 # shellcheck source=slurm/lib.sh
-source "$CANON_REPO/slurm/lib.sh"
+source "$repo/slurm/lib.sh" || { echo "error: submit from inside the repository, or set CANON_REPO to it" >&2 && exit 2; }
 
-case ${1:-} in
-    -h | --help) print_header "$CANON_REPO/slurm/pretrain_1b3.sh" ;;
-    --local)
-        shift
-        load_cluster
-        pretrain_local "$@"
-        ;;
-    *)
-        [[ -n ${SLURM_JOB_ID:-} ]] ||
-            die "this is a job script: sbatch slurm/pretrain_1b3.sh, or add --local to run it on this machine"
-        load_cluster
-        pretrain_job "$@"
-        ;;
-esac
+entry pretrain_1b3.sh pretrain_local pretrain_job "$@"

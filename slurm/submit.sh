@@ -12,9 +12,8 @@
 # Prints what sbatch prints.
 set -euo pipefail
 
-CANON_REPO=${CANON_REPO:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
 # shellcheck source=slurm/lib.sh
-source "$CANON_REPO/slurm/lib.sh"
+source "${CANON_REPO:-$(dirname "${BASH_SOURCE[0]}")/..}/slurm/lib.sh"
 
 flags=()
 while (($#)) && [[ $1 != *.sh ]]; do
