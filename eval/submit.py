@@ -22,7 +22,6 @@ from rich.table import Table
 from rich.text import Text
 
 from canon_pretrain.cluster.jobs import SCRIPTS, NoQueue, Slurm
-from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.run.folder import RunFolder
@@ -70,8 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--local", action="store_true", help="run them here, one after the other")
     about = "a flag for each job, such as --sbatch=--partition=short (may be given again)"
     add("--sbatch", action="append", metavar="FLAG", help=about)
-    about = "after how long a claim without a job is another's (default: 600)"
-    add("--claim_expiry_s", type=float, default=CLAIM_EXPIRY_S, help=about)
     add = parser.add_argument_group("instead").add_argument
     add("--status", action="store_true", help="a table of what is done and what not")
     add("--json", action="store_true", help="the same as JSON")
@@ -109,14 +106,8 @@ def execute(arguments: argparse.Namespace) -> None:
     looks_only = arguments.status or arguments.json or arguments.is_finished
     if not looks_only:
         _confirm_task_files(given.get("suites", known), arguments)
-    schedules = [
-        Schedule(
-            run,
-            settle(run, given, change=arguments.change, keep=not looks_only),
-            claim_expiry_s=arguments.claim_expiry_s,
-        )
-        for run in runs
-    ]
+    settled = {"change": arguments.change, "keep": not looks_only}
+    schedules = [Schedule(run, settle(run, given, **settled)) for run in runs]
     out = arguments.report or (Path("report") if len(named) > 1 else named[0] / "report")
     watcher = Watcher(
         schedules,

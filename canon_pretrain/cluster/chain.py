@@ -23,8 +23,8 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
-from canon_pretrain.core.holder import Holder, process_lives, read_count
-from canon_pretrain.core.link_lock import live_holder, look
+from canon_pretrain.core.holder import Holder, read_count
+from canon_pretrain.core.link_lock import live_holder
 from canon_pretrain.run.config import read_experiment, to_toml
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.snapshot import check_snapshot, differences, newest_snapshot, take_snapshot
@@ -220,21 +220,15 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
 def _live_other(run: RunFolder, job: str, wait_s: float) -> Holder | None:
     """Return the launch of another job that holds the folder's lock and shows life.
 
-    Waits up to `wait_s` for its end: it may be cancelled, and still saving.
+    Waits up to `wait_s` for its end: it may be cancelled, and still saving. One on another node
+    that is silent for as long counts as dead here; the trainer watches it for longer.
     """
-    first, alive = look(run.lock_file), False
     end_s = time.monotonic() + wait_s
-    while True:
-        sight = look(run.lock_file)
-        if first is None or sight is None or sight.holder.job_id == job:
-            return None
-        lives = process_lives(sight.holder)
-        if lives is False:
-            return None
-        alive = alive or bool(lives) or sight != first
+    while (other := live_holder(run.lock_file, wait_s)) is not None and other.job_id != job:
         if time.monotonic() > end_s:
-            return sight.holder if alive else None  # the trainer watches a silent one for longer
+            return other
         time.sleep(min(1.0, wait_s / 10))
+    return None
 
 
 def _in_use(holder: Holder) -> str:

@@ -16,13 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from canon_pretrain.cluster.sweep import Sweep
-from canon_pretrain.core.files import UnreadableFile, read_json
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import printable
 from canon_pretrain.report.glance import look_at_run
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number, read_tail
 from canon_pretrain.run.names import is_run
+from canon_pretrain.run.results import RESULTS, read_results
 
 WAITING = "waiting"
 """The state of a run whose trainer has never started."""
@@ -86,15 +88,14 @@ def _held_out_losses(sweep: Sweep, folder: Path) -> tuple[str, int, dict[str, fl
 def _evaluated(run: Path) -> Mapping[tuple[int, str], float]:
     """Return losses of the suite `validation` over all of its text, by step and text."""
     found = {}
-    for path in sorted((run / "evals").glob("step-*/validation/*/results.json")):
+    for path in sorted((run / "evals").glob(f"step-*/validation/*/{RESULTS}")):
         try:
-            results = read_json(path)
-            loss = number(results["scores"]["validation"]["nats_per_token"]["value"])
-            asked = results["asked"]
-            if asked["limit"] is None and math.isfinite(loss):
-                found[int(asked["step"]), str(asked.get("held_out_fingerprint"))] = loss
-        except (UnreadableFile, KeyError, TypeError, ValueError):
+            results = read_results(path)
+        except UserError:
             continue  # a file of another version, or damaged: `eval report` says so
+        asked, score = results.asked, results.scores.get("validation", {}).get("nats_per_token")
+        if score is not None and asked["limit"] is None and math.isfinite(score.value):
+            found[asked["step"], str(asked.get("held_out_fingerprint"))] = score.value
     return found
 
 

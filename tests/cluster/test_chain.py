@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -174,61 +176,55 @@ def test_limits_that_come_before_a_new_step_end_the_chain(run: RunFolder, asked:
     assert "2 restart(s) in a row from step 6" in found[-1].why
 
 
+@contextmanager
+def held(run: RunFolder, heartbeat_s: float = 0.1, **who: str) -> Iterator[LinkLock]:
+    """Job 7 has the folder's lock."""
+    holder = replace(Holder.of_this_process(), job_id="7", **who)  # type: ignore[arg-type]
+    lock = LinkLock.acquire(run.lock_file, heartbeat_s=heartbeat_s, holder=holder)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
 def test_a_second_job_on_the_folder_leaves_the_first_ones_chain_alone(run: RunFolder) -> None:
     """Submitted twice by mistake: the second ends, and the first is requeued at its limit."""
     begin(run, "7")
     before = restarts_file(run).read_bytes()
-    first = LinkLock.acquire(
-        run.lock_file, heartbeat_s=0.1, holder=replace(Holder.of_this_process(), job_id="7")
-    )
-    try:
+    with held(run):
         refused = begin(run, "8", wait_s=0.3)
         assert refused is not None and refused.next == "failed" and "job 7" in refused.why
         assert restarts_file(run).read_bytes() == before
         assert begin(run, "7") is None, "its own earlier launch is the trainer's to replace"
-    finally:
-        first.release()
     assert begin(run, "8") is None
 
 
 def test_a_job_waits_for_one_that_was_cancelled_and_still_saves(run: RunFolder) -> None:
     begin(run, "7")
-    first = LinkLock.acquire(
-        run.lock_file, heartbeat_s=0.1, holder=replace(Holder.of_this_process(), job_id="7")
-    )
-    timer = threading.Timer(0.5, first.release)
-    timer.start()
-    assert begin(run, "8", wait_s=20) is None
-    timer.join()
+    with held(run) as first:
+        timer = threading.Timer(0.5, first.release)
+        timer.start()
+        assert begin(run, "8", wait_s=20) is None
+        timer.join()
 
 
 @pytest.mark.parametrize("beats", [True, False])
 def test_another_jobs_lock_of_another_node_counts_while_it_beats(
     run: RunFolder, beats: bool
 ) -> None:
-    elsewhere = replace(Holder.of_this_process(), job_id="7", host="elsewhere")
-    lock = LinkLock.acquire(run.lock_file, heartbeat_s=0.1 if beats else 60, holder=elsewhere)
-    try:
-        decision = begin(run, "8", wait_s=1.0)
-        assert (decision is not None) == beats
-    finally:
-        lock.release()
+    with held(run, 0.1 if beats else 60, host="elsewhere"):
+        assert (begin(run, "8", wait_s=1.0) is not None) == beats
 
 
 def test_of_two_jobs_that_begin_at_once_the_one_with_the_lock_goes_on(run: RunFolder) -> None:
     begin(run, "7")
     begin(run, "8")  # neither has the lock so far; then 7 gets it
-    lock = LinkLock.acquire(
-        run.lock_file, heartbeat_s=0.1, holder=replace(Holder.of_this_process(), job_id="7")
-    )
-    launch(run, "running", 3)
-    status = json.loads(run.status_file.read_text()) | {"job_id": "7"}
-    write_json(run.status_file, status)
-    try:
+    with held(run):
+        launch(run, "running", 3)
+        status = json.loads(run.status_file.read_text()) | {"job_id": "7"}
+        write_json(run.status_file, status)
         refused = end(run, "8", "none")
         assert refused.next == "failed" and "in use by another launch" in refused.why
-    finally:
-        lock.release()
     assert json.loads(run.status_file.read_text()) == status, "it is the other one's"
     write_json(run.status_file, status | {"state": "stopped", "reason": "the file STOP"})
     assert end(run, "7", "limit").next == "requeue"
