@@ -65,6 +65,22 @@ class Browser:
             "Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y}
         )
 
+    def hover(self, plot: str, x: float) -> str:
+        """The hover box's text, with the pointer on the plot of that id at `x`."""
+        left, top = self.run(
+            """const plot = document.getElementById(arguments[0]);
+            plot.scrollIntoView({block: "center"});
+            const box = plot.getBoundingClientRect(), layout = plot._fullLayout;
+            return [box.left + layout.xaxis._offset + layout.xaxis.d2p(arguments[1]),
+              box.top + layout.yaxis._offset + layout.yaxis._length / 2];""",
+            plot,
+            x,
+        )
+        for dx in (-3, 0):
+            self.move_to(left + dx, top)
+        box = "return document.querySelector(`#${arguments[0]} .hoverlayer .legend`)?.textContent"
+        return self.wait_for(box, plot)
+
     def run(self, script: str, *arguments: Any) -> Any:
         """The value that JavaScript `script` returns."""
         return self.driver.execute_script(script, *arguments)

@@ -20,7 +20,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import printable
-from canon_pretrain.report.glance import look_at_run
+from canon_pretrain.report.summary import summarize_run
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number, read_tail
 from canon_pretrain.run.names import is_run
@@ -59,7 +59,7 @@ def look_at_sweep(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
     for place, run in enumerate(sweep.runs, 1):
         row = Row(place, run.name)
         if is_run(folder / run.name):
-            seen = look_at_run(folder / run.name, run.name, now)
+            seen = summarize_run(folder / run.name, run.name, now)
             known = (seen.state, seen.step, seen.steps, seen.loss, seen.job_id, seen.reason)
             row = Row(place, run.name, *known)
         if run.name in losses:

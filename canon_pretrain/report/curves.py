@@ -1,11 +1,9 @@
-"""Curves for a page: thinned so that half a million steps stay light, seeds joined to a band.
+"""Curves for a page: declared once, thinned so that half a million steps stay light, seeds joined.
 
-Takes `History` (history.py) and gives JSON values; templates/plot.js draws them. What is thinned
-keeps its spikes: of each stretch the lowest, the highest and the first value that is not finite.
-No torch.
+Thinning keeps spikes: of each stretch the lowest, the highest and the first value that is not
+finite. JSON values, drawn by templates/. No torch.
 """
 
-import json
 import math
 import os.path
 from collections.abc import Sequence
@@ -14,65 +12,106 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.report.history import SEEDS, Curve, History
+from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.run.log import json_value
 
 MAX_STRETCHES = 2000
 MAX_KNOTS = 1000
-"""Points of the table that tells a step's tokens and hours; between two it is a straight line."""
-MAX_MARKS = 300
+"""Points of the table of a step's tokens and hours; between two it is a straight line."""
 DIGITS = 7
-"""Significant digits of a value in the page."""
+"""Significant digits of a value in a page."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """How one quantity is shown; `form` is d3's, for a value on hover."""
+
+    id: str
+    title: str
+    unit: str
+    form: str
+    log_scale: bool = False
+    smooth: bool = True
+    restarts: bool = False
+    skips: bool = False
+    same_as: str | None = None
+    """The chart whose lines these are, over hours: the page holds them once."""
+
+
+CHARTS = {
+    chart.id: chart
+    for chart in (
+        Chart("loss", "Loss", "nats per token", ",.4f", skips=True),
+        Chart("hours", "Loss over time", "nats per token", ",.4f", restarts=True, same_as="loss"),
+        Chart("grad_norm", "Gradient norm", "L2", ",.4~g", log_scale=True, skips=True),
+        Chart("tokens_per_second", "Throughput", "tokens per second", ",.0f", restarts=True),
+        Chart("mfu", "MFU", "share of the devices' peak", ".1%", restarts=True),
+        Chart("lr", "Learning rate", "", ".3~e", smooth=False),
+        Chart("validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False),
+    )
+}
+"""By id: a field of `step` events, but for `hours` and `validation`."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What has one colour in the page: a run, or several that differ in seeds alone."""
+    """What has one color in a page: a run, or several that differ in seeds alone."""
 
     label: str
     runs: tuple[int, ...]
 
 
-def join_seeds(runs: Sequence[History]) -> list[Entry]:
-    """The runs in order, those of the same identity but for SEEDS as one entry.
+def join_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
+    """Return the runs in order, those of one recipe with several pairs of seeds as one entry.
 
-    Repeats with the same seeds join only where another seed is there as well: by themselves they
-    are no sample of anything.
+    Repeats with the same seeds alone are not joined: they are no sample of anything.
     """
     alike: dict[str, list[int]] = {}
     for k, run in enumerate(runs):
-        rest = {name: value for name, value in run.identity.items() if name not in SEEDS}
-        alike.setdefault(json.dumps(rest, sort_keys=True), []).append(k)
+        alike.setdefault(run.recipe, []).append(k)
     entries: list[Entry] = []
     for members in alike.values():
-        if len({runs[k].seeds for k in members}) > 1:
-            label = _common_label([runs[k].label for k in members])
-            if label in [entry.label for entry in entries]:
-                label = f"{runs[members[0]].label} and {len(members) - 1} more"
-            entries.append(Entry(label, tuple(members)))
-        else:
+        if len({runs[k].seeds for k in members}) == 1:
             entries += [Entry(runs[k].label, (k,)) for k in members]
+            continue
+        labels = [runs[k].label for k in members]
+        head = os.path.commonprefix(labels)
+        tail = os.path.commonprefix([label[len(head) :][::-1] for label in labels])[::-1]
+        label = f"{head}*{tail}"
+        if len(label) < 4 or label in [entry.label for entry in entries]:
+            label = f"{labels[0]} and {len(labels) - 1} more"
+        entries.append(Entry(label, tuple(members)))
     return sorted(entries, key=lambda entry: entry.runs)
 
 
-def _common_label(labels: Sequence[str]) -> str:
-    """What the labels have in common, a star for the rest; the first one where that is little."""
-    head = os.path.commonprefix(labels)
-    tails = [label[len(head) :][::-1] for label in labels]
-    tail = os.path.commonprefix(tails)[::-1]
-    if len(head) + len(tail) < 3:
-        return f"{labels[0]} and {len(labels) - 1} more"
-    return f"{head}*{tail}"
-
-
 def stretches(count: int, most: int) -> np.ndarray:
-    """Bounds of at most `most` equally long stretches of `count` points: int64 [stretches + 1]."""
+    """Return int64 [n + 1] bounds of n <= `most` equally long stretches of `count` points."""
     return np.linspace(0, count, min(count, most) + 1).round().astype(np.int64)
+
+
+def thin(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Return which of `values` to draw, int64, in order.
+
+    The two ends, and of each stretch the lowest and the highest finite value and the first that is
+    not finite.
+    """
+    if len(bounds) - 1 >= len(values):
+        return np.arange(len(values))
+    finite = np.isfinite(values)
+    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+    kept = {0, len(values) - 1}
+    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        stretch = finite[begin:end]
+        if stretch.any():
+            kept |= {begin + int(x[begin:end].argmin()) for x in (low, -high)}
+        if not stretch.all():
+            kept.add(begin + int(stretch.argmin()))
+    return np.array(sorted(kept), dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Each stretch of a curve: float64 [stretches], NaN where it has no finite value."""
+    """float64 [stretches] of a curve, NaN for a stretch without a finite value."""
 
     step: np.ndarray
     mean: np.ndarray
@@ -81,9 +120,9 @@ class Summary:
 
     @classmethod
     def of(cls, curve: Curve, bounds: np.ndarray) -> "Summary":
-        """Over stretches that hold a point at least."""
-        finite = np.isfinite(curve.values)
-        at, count = bounds[:-1], np.add.reduceat(finite, bounds[:-1], dtype=np.int64)
+        """Summarize stretches of at least one point each."""
+        finite, at = np.isfinite(curve.values), bounds[:-1]
+        count = np.add.reduceat(finite, at, dtype=np.int64)
 
         def reduced(by: np.ufunc, values: np.ndarray, neutral: float) -> np.ndarray:
             result = by.reduceat(np.where(finite, values, neutral), at)
@@ -98,29 +137,8 @@ class Summary:
         )
 
 
-def thin(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Which of `values` to draw, int64, in order.
-
-    The two ends, and of each stretch the lowest and the highest finite value and the first that is
-    not finite.
-    """
-    if len(bounds) - 1 >= len(values):
-        return np.arange(len(values))
-    finite = np.isfinite(values)
-    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
-    kept = {0, len(values) - 1}
-    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        piece = finite[begin:end]
-        if piece.any():
-            kept.add(begin + int(low[begin:end].argmin()))
-            kept.add(begin + int(high[begin:end].argmax()))
-        if not piece.all():
-            kept.add(begin + int(piece.argmin()))
-    return np.array(sorted(kept), dtype=np.int64)
-
-
 def line(curve: Curve, most: int) -> dict[str, Any]:
-    """One run's curve: the points to draw, `means` for smoothing where thinned, and its gaps."""
+    """Return one run's curve: the points to draw, `means` for smoothing if thinned, and gaps."""
     bounds = stretches(len(curve.steps), most)
     kept = thin(curve.values, bounds)
     drawn: dict[str, Any] = {
@@ -138,25 +156,24 @@ def line(curve: Curve, most: int) -> dict[str, Any]:
 
 
 def gaps(curve: Curve, bounds: np.ndarray) -> dict[str, Any] | None:
-    """How many values are not finite, and where: the first of each stretch; None without any."""
+    """Return the number of values that are not finite, and marks at the first of each stretch."""
     bad = np.flatnonzero(~np.isfinite(curve.values))
     if not len(bad):
         return None
     _, first = np.unique(np.searchsorted(bounds, bad, side="right"), return_index=True)
     shown = bad[first][:MAX_STRETCHES]
-    return {
-        "count": len(bad),
-        "at": [[int(curve.steps[k]), json_value(float(curve.values[k]))] for k in shown.tolist()],
-    }
+    steps, values = curve.steps[shown].tolist(), json_value(curve.values[shown].tolist())
+    words = [f"<b>{value}</b>, step {step:,}" for step, value in zip(steps, values, strict=True)]
+    return {"count": len(bad), "steps": steps, "words": words}
 
 
 def band(curves: Sequence[Curve | None], most: int) -> dict[str, Any] | None:
-    """Mean, lowest and highest over runs at the steps that all of them logged; None without two.
+    """Return mean, lowest and highest over runs at the steps that all have; None without two runs.
 
     A run without this curve does not count. Thinned, lowest and highest are of a whole stretch.
     `members` are the runs' own means, for smoothing each before they are joined.
     """
-    there = [curve for curve in curves if curve is not None and len(curve.steps)]
+    there = [curve for curve in curves if curve is not None]
     if len(there) < 2:
         return None
     common = there[0].steps
@@ -166,22 +183,17 @@ def band(curves: Sequence[Curve | None], most: int) -> dict[str, Any] | None:
         return None
     rows = [curve.values[np.searchsorted(curve.steps, common)] for curve in there]
     bounds = stretches(len(common), most)
-    if len(bounds) - 1 == len(common):
-        values = np.stack(rows)
-        values = np.where(np.isfinite(values).all(axis=0), values, np.nan)  # a gap for all
-        step, means, low, high = common, values, values.min(axis=0), values.max(axis=0)
-    else:
-        parts = [Summary.of(Curve(common, row), bounds) for row in rows]
-        step = parts[0].step  # the same for all but where one has a gap
-        means = np.stack([part.mean for part in parts])
-        low = np.stack([part.low for part in parts]).min(axis=0)
-        high = np.stack([part.high for part in parts]).max(axis=0)
-        known = np.isfinite(means).all(axis=0) & np.isfinite(step)
-        step, means, low, high = step[known], means[:, known], low[known], high[known]
+    parts = [Summary.of(Curve(common, row), bounds) for row in rows]
+    means = np.stack([part.mean for part in parts])
+    known = np.isfinite(means).all(axis=0)  # else a gap for all
+    low = np.stack([part.low for part in parts]).min(axis=0)
+    high = np.stack([part.high for part in parts]).max(axis=0)
+    low, high, means = (np.where(known, values, np.nan) for values in (low, high, means))
+    steps = np.add.reduceat(common, bounds[:-1]) / np.diff(bounds)
     return {
         "n": len(there),
         "until": int(common[-1]),
-        "steps": rounded(step.astype(np.float64)),
+        "steps": rounded(steps),
         "mean": rounded(means.mean(axis=0)),
         "low": rounded(low),
         "high": rounded(high),
@@ -189,31 +201,27 @@ def band(curves: Sequence[Curve | None], most: int) -> dict[str, Any] | None:
     }
 
 
-def axis(run: History) -> dict[str, Any]:
-    """A table of steps with their tokens and hours, which the page reads between its rows."""
+def axis(run: RunRecord) -> dict[str, Any]:
+    """Return a table of steps with their tokens and hours; a page interpolates between its rows."""
     clock = run.clock
-    count = len(clock.steps)
-    kept = set(np.linspace(0, count - 1, min(count, MAX_KNOTS)).round().astype(int).tolist())
-    for launch in run.launches:  # where time jumps, both sides
+    last = len(clock.steps) - 1
+    kept = set(np.linspace(0, last, min(last + 1, MAX_KNOTS)).round().astype(int).tolist())
+    for launch in run.launches:  # both sides of a jump in time
         after = int(np.searchsorted(clock.steps, launch.from_step, side="right"))
-        kept |= {after - 1, min(after, count - 1)}
+        kept |= {after - 1, min(after, last)}
     rows = np.array(sorted(kept), dtype=np.int64)
-    table: dict[str, Any] = {
+    hours = {name: getattr(clock, name) for name in ("training_hours", "wall_hours")}
+    return {
         "steps": clock.steps[rows].tolist(),
         "tokens": clock.tokens[rows].tolist(),
+        **{name: None if x is None else rounded(x[rows]) for name, x in hours.items()},
     }
-    for name in ("training_hours", "wall_hours"):
-        hours = getattr(clock, name)
-        table[name] = None if hours is None else rounded(hours[rows])
-    return table
 
 
 def rounded(values: np.ndarray) -> list[float | int | None]:
-    """JSON numbers of DIGITS digits, whole ones short; None for what is not finite."""
-    return [
-        None if not math.isfinite(value) else int(value) if value == int(value) else value
-        for value in (
-            float(f"{value:.{DIGITS}g}") if math.isfinite(value) else value
-            for value in values.tolist()
-        )
-    ]
+    """Return JSON numbers of DIGITS digits, whole ones short; None for what is not finite."""
+    found: list[float | int | None] = []
+    for value in values.tolist():
+        short = float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+        found.append(int(short) if short is not None and short.is_integer() else short)
+    return found

@@ -1,25 +1,45 @@
 """`python -m canon_pretrain.run diff A B`: how two runs differ, and from which step on.
 
-`compare.py` finds the differences; this shows them: tables on a terminal, plain lines elsewhere.
+Compares what they compute, their data, settings, code and environment, and their logs. Runs
+without records of their launches (older ones) are compared in what they have. No torch.
 """
 
 import argparse
 import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
+import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import printable
-from canon_pretrain.report.compare import SECTIONS, compare, read_recorded
+from canon_pretrain.report.record import HELD_OUT, LaunchRecord, RunRecord, in_turn
+from canon_pretrain.run.launches import OWN_TO_A_LAUNCH
+from canon_pretrain.run.log import json_value, number
 
 RTOL = 1e-4
 """Relative: how far losses of one experiment are apart on two machines, by rounding alone."""
 EXIT_SAME, EXIT_DIFFERENT = 0, 1
+
+OWN_CONFIG = "|".join(map(re.escape, ("job.dump_folder", "job.description", *OWN_TO_A_LAUNCH)))
+OWN_ENVIRONMENT = (
+    "SLURM_|MASTER_|TORCHELASTIC_|CUDA_VISIBLE_DEVICES|HOSTNAME|RANK|WORLD_SIZE|"
+    "LOCAL_|GROUP_|ROLE_|NODE_RANK"
+)
+NONE, ALL = re.compile("(?!)"), re.compile("")
+OWN = dict.fromkeys(("identity", "data", "code", "packages"), NONE) | {
+    "config": re.compile(f"({OWN_CONFIG})$"),
+    "environment": re.compile(OWN_ENVIRONMENT),
+    "launch": ALL,
+}
+"""By section, the names that each run or job has its own values of."""
+LOGGED_VERSIONS = ("torch", "torchtitan", "canon_pretrain", "python")
+"""What a `start` or `resume` event may name."""
+DATA = ("data_fingerprint", HELD_OUT)
+"""The fields of the identity that are about the data."""
 TITLES = {
     "identity": "identity (what is computed)",
     "data": "data",
@@ -30,59 +50,221 @@ TITLES = {
     "launch": "launches",
 }
 
-
-def show(found: dict[str, Any], console: Console, *, all_of_it: bool) -> None:
-    """Print what `compare` found; `all_of_it` with what is each run's own."""
-    for name in ("a", "b"):
-        _say(console, f"{name.upper()}  {found[name]}")
-    for name in SECTIONS:
-        _show_section(found["sections"][name], TITLES[name], console, all_of_it=all_of_it)
-    _say(console, f"data digests: {digest_words(found['data_digests'])}")
-    _say(console, f"losses: {loss_words(found['losses'])}")
-    for sentence in found["notes"]:
-        _say(console, f"note: {sentence}")
-    _say(console, "same" if found["same"] else "different")
+Facts = dict[str, Any]
 
 
-def _show_section(
-    section: dict[str, Any], title: str, console: Console, *, all_of_it: bool
-) -> None:
-    if section["unknown"]:
-        where = " and ".join(section["unknown"])
-        _say(console, f"{title}: not compared: not recorded in {where}")
-        return
-    differences, own = section["differences"], section["own"]
-    rows = differences | (own if all_of_it else {})
-    words = f"{len(differences)} of {section['compared']} differ" if differences else "same"
-    if own and not all_of_it:
-        words += f" but for what is each run's own (--all shows {len(own)})"
-    _say(console, f"{title}: {words}")
-    if rows and console.is_terminal:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=True, show_edge=False)
-        table.add_column("")
-        table.add_column("A", style="red", overflow="fold")
-        table.add_column("B", style="green", overflow="fold")
-        for name, (a, b) in rows.items():
-            table.add_row(Text(_own(name, own)), Text(shown(a)), Text(shown(b)))
-        console.print(table)
-    else:
-        for name, (a, b) in rows.items():
-            _say(console, f"  {_own(name, own)}: {shown(a)} -> {shown(b)}")
+# -- the comparison
 
 
-def _own(name: str, own: dict[str, Any]) -> str:
-    return printable(name) + (" (own)" if name in own else "")
+def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
+    """Return all differences of two runs; `rtol` is how far losses may be apart by rounding.
+
+    Each section has `differences` (name -> [a, b]), `own` ones that belong to a run or a job and
+    count for nothing, and `unknown`: the runs that have not recorded it. `same` is whether nothing
+    that counts differs. Of several launches the newest is compared.
+    """
+    ours, theirs = _recorded(a), _recorded(b)
+    shared = a.identity.keys() & b.identity.keys()
+    for name in DATA:
+        if name not in shared:
+            ours["data"].pop(name, None)
+            theirs["data"].pop(name, None)
+    for name in shared:  # compared there, not among the settings
+        ours["config"].pop(name, None)
+        theirs["config"].pop(name, None)
+    if ours["packages"] is None or theirs["packages"] is None:
+        logged = [_logged_versions(run) for run in (a, b)]
+        common = logged[0].keys() & logged[1].keys()
+        ours["packages"], theirs["packages"] = (
+            {name: versions[name] for name in common} if versions else None for versions in logged
+        )
+    sections = {name: _section(name, ours[name], theirs[name]) for name in TITLES}
+    digests, losses = compare_digests(a.events, b.events), compare_losses(a.events, b.events, rtol)
+    same = not any(section["differences"] for section in sections.values())
+    return {
+        "a": str(a.folder.path),
+        "b": str(b.folder.path),
+        "same": same and digests["first_different"] is None and losses["first_beyond"] is None,
+        "sections": sections,
+        "data_digests": digests,
+        "losses": losses,
+        "notes": _notes("A", a) + _notes("B", b),
+    }
+
+
+def _section(section: str, a: Facts | None, b: Facts | None) -> Facts:
+    """Return the names whose values differ; a name that only one has is None on the other side."""
+    unknown = [name for name, side in (("A", a), ("B", b)) if side is None]
+    if a is None or b is None:
+        return {"differences": {}, "own": {}, "compared": 0, "unknown": unknown}
+    names = sorted(a.keys() | b.keys())
+    pairs = {name: [a.get(name), b.get(name)] for name in names if a.get(name) != b.get(name)}
+    own = {name: pair for name, pair in pairs.items() if OWN[section].match(name)}
+    return {
+        "differences": {name: pair for name, pair in pairs.items() if name not in own},
+        "own": own,
+        "compared": len(names),
+        "unknown": [],
+    }
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> Facts:
+    """Return the leaves of nested objects by dotted names; a list is a leaf."""
+    leaves: Facts = {}
+    for name, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            leaves |= flat(inner, f"{prefix}{name}.")
+        else:
+            leaves[prefix + name] = inner
+    return leaves
+
+
+def _recorded(run: RunRecord) -> dict[str, Any]:
+    """Return what a run has recorded, by section of the comparison; None for what it has not."""
+    newest = run.launch_records[-1] if run.launch_records else LaunchRecord(None, None, None, "")
+    facts: Facts = newest.facts or {}
+    git, environment, packages = facts.get("git"), newest.environment, newest.packages
+    code = None
+    if isinstance(git, dict) and not git.get("problem"):
+        code = {"commit": git.get("commit"), "untracked": git.get("untracked") or []}
+        code["patch"] = newest.patch or None
+    if environment is not None:
+        around = {"platform": facts.get("platform"), "devices": facts.get("devices")}
+        environment = environment | flat(around)
+    return {
+        "identity": {name: run.identity[name] for name in run.identity if name not in DATA},
+        "data": {name: run.identity[name] for name in run.identity if name in DATA},
+        "config": flat(run.config),
+        "code": code,
+        "packages": None if packages is None else {"python": facts.get("python")} | packages,
+        "environment": environment if newest.facts else None,
+        "launch": {
+            "launches": len(run.heads),
+            "world_sizes": in_turn(head.get("world_size") for head in run.heads),
+            "hosts": facts.get("hosts"),
+            "canon_backend": facts.get("canon_backend"),
+            "command": (facts.get("command") or {}).get("again"),
+            "data_folders": (facts.get("data") or {}).get("folders"),
+            "last_step": max((e["step"] for e in run.events if e["event"] == "step"), default=0),
+        },
+    }
+
+
+def _logged_versions(run: RunRecord) -> Facts:
+    """Return the versions in the newest `start` or `resume` that names some."""
+    for head in reversed(run.heads):
+        if found := {name: head[name] for name in LOGGED_VERSIONS if head.get(name)}:
+            return found
+    return {}
+
+
+def _notes(name: str, run: RunRecord) -> list[str]:
+    changes = len(in_turn(launch.code for launch in run.launch_records)) - 1
+    if changes < 1:
+        return []
+    count = len(run.launch_records)
+    return [
+        f"{name} changed its code {changes} time(s) between its {count} launches; the newest is "
+        "compared"
+    ]
+
+
+def digests_by_step(events: Sequence[Facts]) -> dict[int, str]:
+    """Return the digest of each step's token ids.
+
+    A line has the digests of the steps since the line before, its own last.
+    """
+    digests: dict[int, str] = {}
+    for event in events:
+        listed = event.get("data_digests") if event["event"] == "step" else None
+        for back, digest in enumerate(reversed(listed or [])):
+            digests[event["step"] - back] = digest
+    return digests
+
+
+def compare_digests(a: Sequence[Facts], b: Sequence[Facts]) -> Facts:
+    """Find the step from which on the runs saw other data, of those that both have logged."""
+    ours, theirs = digests_by_step(a), digests_by_step(b)
+    common = sorted(ours.keys() & theirs.keys())
+    different = [step for step in common if ours[step] != theirs[step]]
+    return {
+        "logged": [len(ours), len(theirs)],
+        "common": len(common),
+        "different": len(different),
+        "first_different": different[0] if different else None,
+        "last_common": common[-1] if common else None,
+    }
+
+
+def compare_losses(a: Sequence[Facts], b: Sequence[Facts], rtol: float) -> Facts:
+    """Find the steps from which on losses differ at all, and by more than `rtol` of the larger.
+
+    NaN equals NaN; a value that is finite in one run alone is beyond any rounding.
+    """
+    ours, theirs = _losses(a), _losses(b)
+    common = sorted(ours.keys() & theirs.keys())
+    one, other = (np.array([x[step] for step in common], np.float64) for x in (ours, theirs))
+    equal = (one == other) | (np.isnan(one) & np.isnan(other))
+    finite = np.isfinite(one) & np.isfinite(other)
+    apart = np.zeros(len(common))
+    x, y = one[finite], other[finite]
+    larger = np.maximum(np.maximum(np.abs(x), np.abs(y)), np.finfo(np.float64).tiny)
+    apart[finite] = np.abs(x - y) / larger
+    apart[~finite & ~equal] = math.inf
+    first, beyond = np.flatnonzero(~equal), np.flatnonzero(apart > rtol)
+    largest = int(apart.argmax()) if len(common) else None
+    at = common[beyond[0]] if len(beyond) else None
+    return {
+        "common": len(common),
+        "rtol": rtol,
+        "first_unequal": common[first[0]] if len(first) else None,
+        "first_beyond": at,
+        "there": None if at is None else [json_value(ours[at]), json_value(theirs[at])],
+        "largest": None if largest is None else json_value(float(apart[largest])),
+        "largest_step": None if largest is None else common[largest],
+        "last_common": common[-1] if common else None,
+    }
+
+
+def _losses(events: Sequence[Facts]) -> dict[int, float]:
+    steps = (event for event in events if event["event"] == "step")
+    return {e["step"]: number(e["loss"]) for e in steps if e.get("loss") is not None}
+
+
+# -- its words
+
+
+def words(found: Facts, *, with_own: bool) -> Iterator[str]:
+    """Yield the lines that describe a comparison; `with_own` also what is each run's own."""
+    yield f"A  {found['a']}"
+    yield f"B  {found['b']}"
+    for name, title in TITLES.items():
+        section = found["sections"][name]
+        if section["unknown"]:
+            yield f"{title}: not compared: not recorded in {' and '.join(section['unknown'])}"
+            continue
+        differences, own = section["differences"], section["own"]
+        count = f"{len(differences)} of {section['compared']} differ" if differences else "same"
+        if own and not with_own:
+            count += f" but for what is each run's own (--all shows {len(own)})"
+        yield f"{title}: {count}"
+        for key, (a, b) in (differences | (own if with_own else {})).items():
+            yield f"  {key}{' (own)' if key in own else ''}: {shown(a)} -> {shown(b)}"
+    yield f"data digests: {digest_words(found['data_digests'])}"
+    yield f"losses: {loss_words(found['losses'])}"
+    yield from (f"note: {sentence}" for sentence in found["notes"])
+    yield "same" if found["same"] else "different"
 
 
 def shown(value: Any) -> str:
-    """A value on one line; – where one run has none."""
+    """Return a value on one line; – if a run has none."""
     if value is None:
         return "–"
-    return printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def digest_words(digests: dict[str, Any]) -> str:
-    """Whether the runs saw the same data, or from which step on they did not."""
+def digest_words(digests: Facts) -> str:
+    """Return from which step on the runs saw other data, in words."""
     common, first = digests["common"], digests["first_different"]
     if not common:
         return f"none in common (A has {digests['logged'][0]:,}, B {digests['logged'][1]:,})"
@@ -91,32 +273,31 @@ def digest_words(digests: dict[str, Any]) -> str:
     return f"part at step {first:,} ({digests['different']:,} of {common:,} common steps differ)"
 
 
-def loss_words(losses: dict[str, Any]) -> str:
-    """From which step on the losses differ, and how far apart they come."""
+def loss_words(losses: Facts) -> str:
+    """Return from which step on the losses differ, and by how much, in words."""
     if not losses["common"]:
         return "no logged step in common"
     lines = f"{losses['common']:,} common lines, to step {losses['last_common']:,}"
     if losses["first_unequal"] is None:
         return f"equal bit for bit in all {lines}"
-    far = losses["largest"]
-    most = f"{far:.1e}" if isinstance(far, float | int) else str(far)
-    most = f"largest relative difference {most} at step {losses['largest_step']:,}"
-    first = f"first unequal at step {losses['first_unequal']:,}"
-    if losses["first_beyond"] is None:
-        return f"equal to {losses['rtol']:g} in all {lines}; {first}; {most}"
-    a, b = (f"{loss:.7g}" if isinstance(loss, float) else loss for loss in losses["there"])
-    return (
-        f"part beyond {losses['rtol']:g} at step {losses['first_beyond']:,} ({a} -> {b}); "
-        f"{first}; {most}; {lines}"
+    largest = losses["largest"]
+    largest = f"{largest:.1e}" if isinstance(largest, float | int) else largest
+    words = (
+        f"first unequal at step {losses['first_unequal']:,}; largest relative difference "
+        f"{largest} at step {losses['largest_step']:,}"
     )
+    if losses["first_beyond"] is None:
+        return f"equal to {losses['rtol']:g} in all {lines}; {words}"
+    a, b = (f"{loss:.7g}" if isinstance(loss, float) else loss for loss in losses["there"])
+    at = f"{losses['first_beyond']:,} ({a} -> {b})"
+    return f"part beyond {losses['rtol']:g} at step {at}; {words}; {lines}"
 
 
-def _say(console: Console, sentence: str) -> None:
-    console.print(printable(sentence), markup=False, highlight=False, soft_wrap=True)
+# -- the command
 
 
 def add_parser(subparsers: Any) -> None:
-    """The sub-command `diff`."""
+    """Add `diff` to the commands of `python -m canon_pretrain.run`."""
     parser = subparsers.add_parser(
         "diff",
         help="how two runs differ, and from which step on",
@@ -141,12 +322,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`python -m canon_pretrain.run diff` with parsed arguments. Raises UserError."""
+    """Compare two runs; returns the exit code. Raises UserError."""
     if not 0 <= arguments.rtol < 1:
         raise UserError(f"--rtol {arguments.rtol}: expected at least 0 and less than 1")
-    found = compare(read_recorded(arguments.a), read_recorded(arguments.b), rtol=arguments.rtol)
+    found = compare(RunRecord(arguments.a), RunRecord(arguments.b), rtol=arguments.rtol)
     if arguments.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     else:
-        show(found, Console(), all_of_it=arguments.all)
+        for sentence in words(found, with_own=arguments.all):
+            print(printable(sentence))
     return EXIT_SAME if found["same"] else EXIT_DIFFERENT

@@ -1,95 +1,188 @@
 """`python -m canon_pretrain.run export wandb|tensorboard RUN`: the log, in another tool's form.
 
-RUN/log.jsonl is the run; what wandb or TensorBoard show is a copy that can be made again at any
-time. A copy begins from the whole log, without superseded steps, so a run of many launches is one
-curve, and replaces the copy that was there. With `--follow` it goes on as the log grows: that is
-how metrics.enable_wandb and metrics.enable_tensorboard show a run live (run/live_export.py), and
-what a machine with a network can do for a cluster that has none.
-
-    log.jsonl, evals/  ->  rows (export_rows.py)  ->  a target (export_wandb.py, ..._tensorboard.py)
+RUN/log.jsonl is the run; wandb and TensorBoard show copies that can be made again at any time. A
+copy begins from the whole log, without superseded steps, so a run of many launches is one curve,
+and replaces the copy before it. With `--follow` it continues as the log grows: that is how
+metrics.enable_wandb and metrics.enable_tensorboard show a run live (run/live_export.py), and what a
+machine with a network can do for a cluster that has none.
 """
 
 import argparse
+import hashlib
+import json
 import math
 import os
 import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.link_lock import live_holder
-from canon_pretrain.report.export_rows import About, Row, about, row_of, rows_of, with_evaluations
-from canon_pretrain.report.history import read_evaluations
-from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import LogFollower, drop_superseded
+from canon_pretrain.report.export_targets import MODES, About, Row, TensorBoardTarget, WandbTarget
+from canon_pretrain.report.record import RunRecord
+from canon_pretrain.run.log import LogFollower, drop_superseded, number
 
 POLL_S = 1.0
 FINISH_S = 60.0
-"""What a live copy has to end in, once its trainer has gone: then it is ended as it stands."""
-MODES = ("online", "offline", "disabled")
+"""What a live copy has to end in once its trainer has gone: then it is killed."""
+
+GROUPS = {
+    "train": ("loss", "max_loss", "grad_norm", "lr", "skipped_steps", "restarts"),
+    "speed": (
+        *("tokens_per_second", "tokens_per_second_per_device", "seconds_per_step", "mfu"),
+        *("data_wait", "memory_gib", "checkpoint_seconds", "checkpoint_stall_seconds"),
+    ),
+    "validation": ("loss", "bits_per_byte"),
+}
+"""Fields of `step` and `validation` events, under the heading that the tools group them by."""
+
+Event = Mapping[str, Any]
+Target = TensorBoardTarget | WandbTarget
 
 
-class Target(Protocol):
-    """Where rows go. A target is made with the place and the `About`, and replaces what it made
-    before in that place."""
-
-    def write(self, row: Row) -> None:
-        """Take a row; steps come in order, but for those that a `restart` takes back."""
-
-    def restart(self, step: int) -> None:
-        """What was given of later steps than `step` is void."""
-
-    def flush(self) -> None: ...
-
-    def finish(self) -> str:
-        """Complete the copy; a sentence that says where it is."""
+# -- rows
 
 
-# -- copying -----------------------------------------------------------------------------------
+def row_of(event: Event) -> Row | None:
+    """Return the row of a `step` or `validation` event; None for other kinds.
+
+    Values that the log does not have are left out; NaN and infinities stay.
+    """
+    kind = event["event"]
+    if kind == "step":
+        values = {f"{g}/{name}": event.get(name) for g in ("train", "speed") for name in GROUPS[g]}
+        sources = event.get("source_tokens") or {}
+        if len(sources) > 1:
+            values |= {f"data/tokens/{plain(name)}": tokens for name, tokens in sources.items()}
+    elif kind == "validation":
+        sources = event.get("sources") or {}
+        parts = {"validation": event}
+        if len(sources) > 1:
+            parts |= {f"validation/{plain(name)}": part for name, part in sources.items()}
+        values = {
+            f"{heading}/{name}": part.get(name)
+            for heading, part in parts.items()
+            for name in GROUPS["validation"]
+        }
+    else:
+        return None
+    try:
+        numbers = {name: number(value) for name, value in values.items() if value is not None}
+        tokens = int(event.get("tokens") or 0)
+        return Row(int(event["step"]), tokens, seconds(event.get("time")), numbers)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the log is damaged: {kind} of step {event['step']}: {error}") from None
+
+
+def rows_of(events: Iterable[Event]) -> dict[int, Row]:
+    """Return a row per step; a validation joins the row of its step."""
+    rows: dict[int, Row] = {}
+    for row in filter(None, map(row_of, events)):
+        before = rows.get(row.step, row)
+        values = {**before.values, **row.values}
+        rows[row.step] = replace(before, tokens=before.tokens or row.tokens, values=values)
+    return rows
+
+
+def add_evaluations(rows: dict[int, Row], run: RunRecord) -> None:
+    """Add the scores of evaluations at their checkpoints' steps, in new rows if need be.
+
+    A score is named eval/SUITE/TASK/METRIC, that of a trial eval/SUITE-firstN/...
+    """
+    sizes = [run.identity.get(f"training.{k}") for k in ("global_batch_size", "seq_len")]
+    tokens_per_step = math.prod(n if isinstance(n, int) else 0 for n in sizes)
+    last_time = rows[max(rows)].time if rows else 0.0
+    for (suite, step), results in run.latest.items():
+        limit = results.asked["limit"]
+        heading = f"eval/{plain(suite if limit is None else f'{suite}-first{limit}')}"
+        values = {
+            f"{heading}/{plain(task)}/{plain(metric)}": score.value
+            for task, metrics in results.scores.items()
+            for metric, score in metrics.items()
+        }
+        row = rows.get(step) or Row(step, step * tokens_per_step, last_time, {})
+        rows[step] = replace(row, values={**row.values, **values})
+
+
+def plain(name: str) -> str:
+    """Return `name` as both tools take it in a chart's name: other characters become `_`."""
+    allowed = "-_."
+    return "".join(c if c.isascii() and c.isalnum() or c in allowed else "_" for c in name)
+
+
+def seconds(time: Any) -> float:
+    """Return an ISO time of the log in seconds since 1970; 0 if there is none."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def about(run: RunRecord, events: list[dict[str, Any]]) -> About:
+    """Return what the run is called and what it is, from config.json and its log."""
+    first = events[0] if events else {}
+    run_id = next((event["run_id"] for event in reversed(events) if "run_id" in event), None)
+    if run_id is None:  # a run from before run.json: the first line's time names it
+        run_id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:8]
+    flavor = str(run.config.get("model", {}).get("flavor", "model"))
+    position = str(run.identity.get("model.position", ""))
+    canon = str(run.identity.get("model.canon_set", ""))
+    tags = tuple(filter(None, (flavor, position, f"canon{canon}" if canon else "no-canon")))
+    digest = hashlib.sha256(run.recipe.encode()).hexdigest()[:6]
+    heads = [event for event in events if event["event"] in ("start", "resume")]
+    newest = {name: value for name, value in (heads or [{}])[-1].items() if name != "event"}
+    path = run.folder.path.resolve()
+    return About(
+        run_id=str(run_id),
+        # `run` says nothing if every experiment has a folder of that name
+        name=f"{path.parent.name}/{path.name}" if path.name in ("run", "runs") else path.name,
+        group="-".join((*tags, digest)),
+        tags=tags,
+        config=run.config | {"identity": run.identity, "launches": len(heads), "launch": newest},
+        began=seconds(first.get("time")),
+    )
+
+
+# -- copying
 
 
 @dataclass(frozen=True)
 class Export:
-    """A run on its way into a target, which `open_target` makes of the run's `About`."""
+    """A run and its target, which `open_target` makes from what the run is."""
 
-    folder: RunFolder
+    run: RunRecord
     open_target: Callable[[About], Target]
 
     def whole(self, say: Callable[[str], None]) -> str:
-        """Copy what there is, evaluations too; gives the target's sentence on it."""
-        events = self.folder.read_log()
-        facts = about(self.folder, events)
-        rows = rows_of(events)
-        evaluations, notices = read_evaluations(self.folder, facts.config["identity"])
-        for notice in notices:
+        """Copy what there is, evaluations too; returns where it is, in words."""
+        rows = rows_of(self.run.events)
+        for notice in self.run.notices:
             say(f"NOTE: {notice}")
-        identity = facts.config["identity"]
-        per_step = [identity.get(f"training.{k}") for k in ("global_batch_size", "seq_len")]
-        tokens = math.prod(n if isinstance(n, int) else 0 for n in per_step)
-        rows = with_evaluations(rows, evaluations, tokens)
-        target = self.open_target(facts)
-        for row in rows:
-            target.write(row)
-        scores = len({(each.suite, each.step) for each in evaluations})
-        told = target.finish()
-        return f"{len(rows)} steps and {scores} evaluations of {self.folder.path}: {told}"
+        add_evaluations(rows, self.run)
+        target = self.open_target(about(self.run, self.run.events))
+        for step in sorted(rows):
+            target.write(rows[step])
+        scores, told = len(self.run.latest), target.finish()
+        return f"{len(rows)} steps and {scores} evaluations of {self.run.folder.path}: {told}"
 
     def follow(self, ended: Callable[[float], bool]) -> str:
-        """Copy what there is and what comes, until `ended(seconds to wait)`, or the run is done."""
-        log = LogFollower(self.folder.log_file)
+        """Copy what there is and what comes, until `ended(seconds to wait)` or the run is done."""
+        log = LogFollower(self.run.folder.log_file)
         events = drop_superseded(log.poll())
         while not any(event["event"] in ("step", "start", "resume") for event in events):
             if ended(POLL_S):
                 break
             events = drop_superseded([*events, *log.poll()])
-        target = self.open_target(about(self.folder, events))
-        for row in rows_of(events):
-            target.write(row)
+        target = self.open_target(about(self.run, events))
+        rows = rows_of(events)
+        for step in sorted(rows):
+            target.write(rows[step])
         target.flush()
         turns = [e["event"] for e in events if e["event"] in ("start", "resume", "done")]
         over = turns[-1:] == ["done"]
@@ -98,19 +191,18 @@ class Export:
             for event in log.poll():
                 if event["event"] in ("start", "resume"):
                     target.restart(int(event.get("from_step", 0)))
-                new = row_of(event)
-                if new is not None:
-                    target.write(new)
+                if row := row_of(event):
+                    target.write(row)
                 over |= event["event"] == "done"
             target.flush()
         return target.finish()
 
 
-# -- the command -------------------------------------------------------------------------------
+# -- the command
 
 
 def add_parser(subparsers: Any) -> None:
-    """`export`, for `python -m canon_pretrain.run`."""
+    """Add `export` to the commands of `python -m canon_pretrain.run`."""
     parser = subparsers.add_parser(
         "export",
         help="show a run in wandb or TensorBoard",
@@ -126,7 +218,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("target", choices=("wandb", "tensorboard"))
     parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--out", type=Path, metavar="DIR", help="as DIR/wandb, DIR/tb (RUN)")
-    parser.add_argument("--follow", action="store_true", help="go on while the run goes on")
+    parser.add_argument("--follow", action="store_true", help="continue while the run does")
     wandb = parser.add_argument_group("wandb")
     wandb.add_argument("--mode", choices=MODES, help="default: $WANDB_MODE, or offline")
     wandb.add_argument("--project", help="default: $WANDB_PROJECT, or canon_pretrain")
@@ -141,46 +233,57 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Export one run; the exit code."""
-    folder = RunFolder(arguments.folder)
+    """Export one run; returns the exit code. Raises UserError."""
+    record = RunRecord(arguments.folder)
+    folder, follows = record.folder, arguments.follow
     folder.read_config()
-    if arguments.out is None and not arguments.follow and live_holder(folder.lock_file):
+    if arguments.out is None and not follows and live_holder(folder.lock_file):
         raise UserError(
             f"{folder.path} is being trained, and may show itself live in the default place; name "
             "another with --out, or add --follow"
         )
-    export = Export(folder, lambda facts: open_target(arguments, facts))
-    if not arguments.follow:
+    export = Export(record, lambda facts: open_target(arguments, facts, os.environ))
+    if not follows:
         print(export.whole(lambda line: print(line, file=sys.stderr)))
-        return 0
-    if arguments.beside_trainer:
+    elif arguments.beside_trainer:
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(name, signal.SIG_IGN)
         print(export.follow(_trainer_ended))
-        return 0
-    interrupted = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
-    try:
-        print(export.follow(interrupted.wait))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    else:
+        interrupted = threading.Event()
+        before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+        try:
+            print(export.follow(interrupted.wait))
+        finally:
+            signal.signal(signal.SIGINT, before)
     return 0
 
 
-def open_target(arguments: argparse.Namespace, facts: About) -> Target:
-    """The target that the command line names. Raises UserError where its package is missing."""
+def open_target(arguments: argparse.Namespace, facts: About, environ: Mapping[str, str]) -> Target:
+    """Open the target of the command line; what it does not say, wandb's variables do, or
+    torchtitan's. Raises UserError if the target's package is missing."""
     out = arguments.out or arguments.folder
     if arguments.target == "tensorboard":
-        from canon_pretrain.report.export_tensorboard import TensorBoardTarget
-
         return TensorBoardTarget(out / arguments.tb_folder, facts, live=arguments.follow)
-    from canon_pretrain.report.export_wandb import WandbTarget, settings_of
 
-    return WandbTarget(out, facts, settings_of(arguments, os.environ))
+    def chosen(option: str, *names: str) -> str:
+        values = (getattr(arguments, option), *map(environ.get, names))
+        return next(filter(None, values), "")
+
+    return WandbTarget(
+        out,
+        facts,
+        mode=chosen("mode", "WANDB_MODE") or "offline",
+        project=chosen("project", "WANDB_PROJECT") or "canon_pretrain",
+        entity=chosen("entity", "WANDB_ENTITY", "WANDB_TEAM"),
+        name=chosen("name", "WANDB_NAME", "WANDB_RUN_NAME"),
+        tags=arguments.tags,
+        live=arguments.follow,
+    )
 
 
 def _trainer_ended(wait_s: float) -> bool:
-    """Whether stdin, a pipe from the trainer, was closed within `wait_s`: by it, or by its death.
+    """Return whether stdin, a pipe from the trainer, was closed within `wait_s`.
 
     From then on this process has FINISH_S to live, whatever a network does.
     """

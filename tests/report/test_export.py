@@ -17,9 +17,9 @@ import pytest
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.link_lock import LinkLock
-from canon_pretrain.report.export import Export
-from canon_pretrain.report.export_rows import about, row_of
-from canon_pretrain.report.export_tensorboard import TensorBoardTarget
+from canon_pretrain.report.export import Export, about, row_of
+from canon_pretrain.report.export_targets import TensorBoardTarget
+from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run import live_export
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
@@ -184,7 +184,9 @@ def test_tensorboard_is_followed_over_launches(tmp_path: Path) -> None:
         curve = tensorboard_curve(tmp_path / "tb")
         seen.append({step: values["train/loss"] for step, values in curve.items()})
 
-    follower = Export(run, lambda facts: TensorBoardTarget(tmp_path / "tb", facts, live=True))
+    follower = Export(
+        RunRecord(run.path), lambda facts: TensorBoardTarget(tmp_path / "tb", facts, live=True)
+    )
     told = follower.follow(
         Script(
             lambda: None,  # the log is not there yet
@@ -339,7 +341,7 @@ def test_what_wandb_cannot_do_is_one_message(killed_twice: Path, tmp_path: Path)
 def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path: Path) -> None:
     def facts(name: str, **identity: Any) -> Any:
         run = plant_run(tmp_path / name, [], **identity)
-        return about(run, [])
+        return about(RunRecord(run.path), [])
 
     one, other = facts("a"), facts("b", model__init_seed=8, data__data_seed=9)
     assert (one.group, one.name, other.name) == (other.group, "a", "b")
@@ -372,21 +374,15 @@ def test_a_run_that_is_being_trained_is_not_copied_over_its_live_copy(
 # -- beside the trainer -------------------------------------------------------------------------
 
 
-def asked(**settings: Any) -> Any:
-    """A job's `metrics` section."""
-    defaults: dict[str, Any] = {"enable_tensorboard": False, "enable_wandb": False}
-    defaults |= {"wandb_mode": None, "wandb_project": "", "wandb_entity": "", "wandb_name": ""}
-    return SimpleNamespace(**{**defaults, "wandb_tags": [], "save_tb_folder": "tb", **settings})
-
-
 def test_commands_of_the_live_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    job = {"enable_tensorboard": False, "enable_wandb": False, "save_tb_folder": "tb"}
+    job |= {f"wandb_{name}": "" for name in ("mode", "project", "entity", "name")}
 
     def commands(**settings: Any) -> dict[str, list[str]]:
-        return {
-            target: words[4:]
-            for target, words in live_export.follow_commands(asked(**settings), tmp_path)
-        }
+        metrics = SimpleNamespace(**{**job, "wandb_tags": [], **settings})
+        found = live_export.follow_commands(metrics, tmp_path)
+        return {target: words[4:] for target, words in found}
 
     both = [str(tmp_path), "--follow", "--beside_trainer"]
     assert commands() == {}
