@@ -1,17 +1,21 @@
-"""lm_eval as a guest: one of its tasks is put to a model, and the answers become our records.
+"""lm_eval as a guest: a suite's tasks are loaded and asked, and the answers become our records.
 
 Between run.py, which goes through the tasks of a suite, and the harness's own evaluator, which
-builds the requests, applies the filters and computes the metrics.
+builds the requests, applies the filters and computes the metrics. suite_names.py finds task files.
 """
 
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import math
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -21,31 +25,185 @@ import torch
 from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import env as TEMPLATES
 from lm_eval.utils import handle_non_serializable
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.report.noise import Clusters, mean_variance
 from canon_pretrain.run.results import Answers, Score, source_of_record, wilson_bound
+from eval.model.lm import request_cost
+from eval.suite_names import TASKS, harness_names, harness_tasks
 
 # those of lm_eval's simple_evaluate, for tasks that draw
 PYTHON_SEED, OTHER_SEED = 0, 1234
+HARNESS_FOLDERS = (
+    "arc", "hellaswag", "lambada", "piqa", "siqa", "super_glue", "wikitext", "winogrande",
+)  # fmt: skip
+"""The harness's own tasks that our groups use: to read all of its 14,683 takes 12 seconds."""
+FILE_KINDS = (".yaml", ".yml", ".py", ".json", ".toml", ".txt")
+"""Files beside a task file that may be part of it."""
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """One task, ready to be asked.
+
+    `described` is what its scores depend on, and what the report needs to know of its metrics;
+    `cost` is the work of its requests (lm.request_cost).
+    """
+
+    task: Task
+    described: dict[str, Any]
+    cost: int
+
+
+def open_tasks(
+    name: str, path: Path, metadata: Mapping[str, Any], limit: int | None, only: list[str] | None
+) -> dict[str, TaskPlan]:
+    """Return the tasks of a YAML file, a group's in its order; `only` those if it is given.
+
+    `metadata` names for them where things are (the tokenizer, staged data, frozen probes) and the
+    user's options. Raises UserError, with the reason, for what does not load.
+    """
+    with harness():
+        try:
+            is_theirs = path.is_relative_to(harness_tasks())
+            manager = _manager(name, path, metadata)
+            group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
+            spec: str | dict[str, Any] = name if is_theirs else str(path)
+            if group and not is_theirs:
+                spec = group[1]  # a group is found by its name only
+                if name != group[1]:  # one member, as the group makes it
+                    content: dict[str, Any] = load_yaml(path)
+                    members = [
+                        t for t in content["task"] if isinstance(t, dict) and t["task"] == name
+                    ]
+                    spec = {**content, "task": members} if members else spec
+            plans = {}
+            for key, task in manager.load([spec] if only is None else only)["tasks"].items():
+                entry = manager.task_index.get(key) if is_theirs else None
+                plans[key] = _plan(task, entry.yaml_path if entry else path, limit)
+            if not plans:
+                raise UserError(f"{path}: holds no task")
+            return plans
+        except UserError:
+            raise
+        except Exception as error:
+            # anything may come out of a task file: it names YAML, templates, Python, data sets
+            if isinstance(error.__cause__, UserError):
+                raise error.__cause__ from None
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            if isinstance(error, ConnectionError):
+                reason += (
+                    ". Load its data once where there is a network, with HF_HOME on a disk that "
+                    "this machine has too: python -c 'from lm_eval.tasks import TaskManager; "
+                    f'TaskManager().load(["{name}"])\''
+                )
+            raise UserError(f"{path}: this task file does not load: {reason}") from error
+
+
+def _manager(name: str, path: Path, metadata: Mapping[str, Any]) -> TaskManager:
+    folders = [harness_tasks() / folder for folder in HARNESS_FOLDERS] + [TASKS]
+    needs_all = False
+    if path.is_relative_to(harness_tasks()):
+        folders = [path.parent]
+        needs_all = harness_names()[name].kind != "task"  # its members may be anywhere
+    elif not path.resolve().is_relative_to(TASKS):
+        folders.append(path.resolve().parent)  # a group of the user's names tasks beside it
+    return TaskManager(
+        include_path=[] if needs_all else [str(folder) for folder in folders],
+        include_defaults=needs_all,
+        metadata=dict(metadata),
+    )
+
+
+def _plan(task: Task, path: Path, limit: int | None) -> TaskPlan:
+    """Describe what the scores of `task` depend on and what its metrics are."""
+    config, metadata = task.config.to_dict(), task.config.metadata or {}
+    for name in ("metadata", "custom_dataset", "dataset_kwargs"):  # places on this machine
+        config.pop(name, None)
+    requests, documents, cost = hashlib.sha256(), hashlib.sha256(), 0
+    for request in _requests(task, limit):
+        values = [request.request_type, request.arguments, request.doc_id]
+        requests.update(json.dumps(values, default=str).encode() + b"\n")
+        cost += request_cost(request)
+    for document in task.eval_docs:
+        text = json.dumps(document, default=handle_non_serializable)
+        documents.update(text.encode() + b"\n")
+    files = {path, *(file for file in path.parent.iterdir() if file.suffix in FILE_KINDS)}
+    better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
+    primary = metadata.get("primary") or list(better)[:1]
+    described = {
+        "version": task.VERSION,
+        "primary": [primary] if isinstance(primary, str) else list(primary),
+        "higher_is_better": better,
+        **{
+            key: metadata[key] for key in ("part_of", "part", "chance", "source") if key in metadata
+        },
+        "files_sha256": _sha256(b"".join(file.read_bytes() for file in sorted(files))),
+        "config_sha256": _sha256(json.dumps(config, default=_source_text, sort_keys=True).encode()),
+        **_counts(task),
+        "documents_sha256": documents.hexdigest(),
+        "requests_sha256": requests.hexdigest(),
+    }
+    return TaskPlan(task, described, cost)
+
+
+def _requests(task: Task, limit: int | None) -> list[Any]:
+    """Return all that the harness will ask of a model for the first `limit` items of `task`."""
+    with harness():  # the seeds with which they are built again when they are asked
+        _prepare(task)
+        task.build_all_requests(limit=limit, rank=0, world_size=1)
+        requests = list(task.instances)
+    task._instances = None
+    return requests
+
+
+def _prepare(task: Task) -> None:
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(OTHER_SEED)
+
+
+def _counts(task: Task) -> dict[str, Any]:
+    """Return how many documents a task's loader kept, cut and dropped, if it records that."""
+    for split in task.dataset.values():
+        try:
+            counts = json.loads(split.info.description)
+        except (AttributeError, TypeError, ValueError):
+            continue
+        if isinstance(counts, dict):
+            return {"counts": counts}
+    return {}
+
+
+def _source_text(value: Any) -> str:
+    """Return a function of a task file as its own text, anything else as its type."""
+    return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def ask(lm: LM, name: str, task: Task, limit: int | None) -> Answers:
-    """Scores and item records of `lm` on the first `limit` items of a task."""
+    """Return scores and item records of `lm` on the first `limit` items of a task."""
     metadata = task.config.metadata or {}
     part = metadata.get("part")
     with harness():
         _prepare(task)
         # `evaluate`, as `simple_evaluate` reseeds the global generators and leaves them so
         found = evaluate(lm, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)
-    assert (
-        found is not None
-    )  # None is for ranks above 0, and to the harness every rank is the first
+    assert found is not None  # it is for ranks above 0, and to the harness every rank is the first
     items = found["samples"][name]
     records: dict[tuple[int, str], dict[str, Any]] = {}
     for item in items:
-        record = records.setdefault((item["doc_id"], item["filter"]), _identity(item))
+        # what names an item in the comparison of two checkpoints
+        identity = ("doc_id", "filter", "doc_hash", "prompt_hash", "target")
+        own = {key: item[key] for key in identity}
+        record = records.setdefault((item["doc_id"], item["filter"]), own)
         if (source := source_of(item["doc"], metadata.get("source"))) is not None:
             record["source"] = source
         record[f"answers_{part}" if part else "answers"] = item["filtered_resps"]
@@ -57,34 +215,13 @@ def ask(lm: LM, name: str, task: Task, limit: int | None) -> Answers:
     )
 
 
-def requests_of(task: Task, limit: int | None) -> list[Any]:
-    """All that the harness will ask of a model for the first `limit` items of `task`."""
-    with harness():
-        _prepare(task)
-        task.build_all_requests(limit=limit, rank=0, world_size=1)
-        requests = list(task.instances)
-        task._instances = None  # they are built again when they are asked
-    return requests
-
-
-def _prepare(task: Task) -> None:
-    if task.get_config("num_fewshot") is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(OTHER_SEED)
-
-
 def source_of(document: Mapping[str, Any], fields: str | Sequence[str] | None) -> str | None:
-    """A short hash of the fields that items of one source share; None where a task names none."""
+    """Return a hash of the fields that items of one source share; None if a task names none."""
     if not fields:
         return None
     names = [fields] if isinstance(fields, str) else fields
     values = json.dumps([document[name] for name in names], default=handle_non_serializable)
-    return hashlib.sha256(values.encode()).hexdigest()[:16]
-
-
-def _identity(item: Mapping[str, Any]) -> dict[str, Any]:
-    """What names an item in the comparison of two checkpoints."""
-    return {key: item[key] for key in ("doc_id", "filter", "doc_hash", "prompt_hash", "target")}
+    return _sha256(values.encode())[:16]
 
 
 def _scores(
@@ -92,7 +229,7 @@ def _scores(
     items: Sequence[Mapping[str, Any]],
     records: Mapping[tuple[int, str], Mapping[str, Any]],
 ) -> dict[str, Score]:
-    """The metrics of one task; a mean over items has its standard error, over their sources."""
+    """Return the metrics of one task; a mean over items with its standard error over sources."""
     filters = {item["filter"] for item in items}
     scores = {}
     for key, value in results.items():
@@ -107,10 +244,10 @@ def _scores(
 
 
 def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Score:
-    """`value` with its noise over the items, where it is their mean."""
+    """Return `value` with its noise over the items, if it is their mean."""
     # perplexities have pairs (log-likelihood, weight) for items; other aggregates are no mean
     if not by_item or not all(
-        isinstance(x, bool | int | float | np.bool_ | np.number) for x in by_item
+        isinstance(x, bool | int | float | np.number | np.bool_) for x in by_item
     ):
         return Score(value)
     values_N = np.array(by_item, dtype=np.float64)
@@ -125,10 +262,10 @@ def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Scor
 
 @contextmanager
 def harness() -> Iterator[None]:
-    """Its seeds fixed and ours given back, no log lines below errors, no bars of its own.
+    """Fix the harness's seeds and restore ours; no log lines below errors, no bars of its own.
 
-    It compiles the template of a task anew for each item, which takes longer than all else that it
-    does to build the requests: here each is compiled once.
+    It compiles a task's template for each item, which takes longer than all else that it does to
+    build the requests: here each is compiled once.
     """
     log = logging.getLogger("lm_eval")
     level, bar, bars = log.level, lm_eval.api.task.tqdm, datasets.are_progress_bars_disabled()

@@ -1,224 +1,429 @@
-"""`eval run`: one checkpoint on one suite or all of them: open, ask, print, record.
+"""`eval run`: ask one checkpoint one suite or several, print the scores and record them.
 
-Reads what training left in the run folder and the data that it names; writes results.json and a
-line an item to RUN/evals (results.py). The same question is answered from there, and a suite that
-was interrupted goes on with the task that it was at.
+Reads what training left in the run folder and the data that it names; writes results.json and one
+line per item to RUN/evals (run/results.py). A question that was answered is read from there, and an
+interrupted suite resumes with the task that it was at.
 
-Everything that can be refused is refused before the model is loaded. Under torchrun every rank
-goes through the same tasks, and the batches of each are shared out (ranks.py).
+Everything that can be refused is refused before the model is loaded: a data set that is not staged,
+a task file that does not load, a folder that can't be written. Under torchrun every rank goes
+through the same tasks, and the batches of each are shared out (model/ranks.py).
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.terminal import Console
-from canon_pretrain.data.held_out import HeldOutLoss, windows
+from canon_pretrain.core.terminal import Console, Progress
+from canon_pretrain.data.held_out import windows
 from canon_pretrain.kernels.hardware import check_cuda
-from canon_pretrain.run.results import RESULTS, Answers, Results, Score, write_results
-from eval.harness import ask
+from canon_pretrain.run.results import (
+    RESULTS,
+    Answers,
+    Results,
+    Score,
+    Unfinished,
+    question_of,
+    read_results,
+    read_samples,
+    results_folder,
+    write_results,
+)
+from eval.harness import TaskPlan, ask, open_tasks
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
 from eval.model.load import dtype_for
 from eval.model.ranks import Ranks
 from eval.model.subject import Subject, locate
-from eval.plan import Plan, check_options, known_results, merged, open_plans, writing
-from eval.progress import Work
 from eval.show_results import print_results
-from eval.suite_names import VALIDATION
+from eval.staging.staged import staged_folder
+from eval.suite_names import (
+    ALL,
+    BIRTH_YEAR,
+    VALIDATION,
+    asked_how,
+    find_suite,
+    is_birth_year,
+    split_suites,
+)
+from eval.tasks.birth_year.frozen import open_probes
 from eval.validation import baseline_losses, model_loss
+
+VALIDATION_DESCRIBED = {
+    "version": 3,
+    "primary": ["nats_per_token"],
+    "higher_is_better": {"nats_per_token": False, "bits_per_byte": False},
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One suite of the command: what is asked, where its answers go, and its tasks.
+
+    `tasks` is empty for `validation`.
+    """
+
+    name: str
+    asked: dict[str, Any]
+    max_length: int
+    folder: Path
+    tasks: dict[str, TaskPlan]
+
+    @property
+    def unfinished(self) -> Unfinished:
+        return Unfinished(self.folder, self.asked)
+
+    def part(self, task: str) -> str:
+        """Return what `task` is called in the progress."""
+        return task if task == self.name else f"{self.name} {task}"
+
+
+class Work:
+    """The work of several tasks, by name; `part` is entered for one after another.
+
+    All of it is known before the first task is asked, so that the time left is that of the command.
+    """
+
+    def __init__(self, progress: Progress, costs: Mapping[str, int]) -> None:
+        self._progress, self._costs = progress, dict(costs)
+        self._total, self._done = max(1, sum(costs.values())), 0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[Callable[[int], None]]:
+        """Yield `advance(cost)` to report work done in the part, which is complete at the end."""
+        before, cost, done = self._done, self._costs[name], 0
+
+        def advance(more: int) -> None:
+            nonlocal done
+            done = min(done + more, cost)
+            show()
+
+        def show(final: bool = False) -> None:
+            share = (before + done) / self._total
+            text = f"{name}: {done / max(1, cost):.0%}; {share:.0%} of all"
+            self._progress.update(share, text, final=final)
+
+        show()
+        yield advance
+        self._done = before + cost
+        done = cost = max(1, cost)
+        show(final=True)
+
+    def skip(self, name: str) -> None:
+        """Remove a part that another process has done; nothing if none was due."""
+        self._total = max(1, self._total - self._costs.pop(name, 0))
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Ask `arguments.suite` of `arguments.checkpoint`; prints tables and writes results.json."""
-    check_options(arguments)
+    """Ask `arguments.suite` of `arguments.checkpoint`; print tables and write results.json."""
+    suites = check_options(arguments)
     check_cuda()
     # an exception leaves without waiting for ranks that are busy
     with Ranks.from_environment() as ranks:
         try:
-            _run(arguments, ranks)
+            Evaluation(arguments, ranks).run(suites)
         except KeyboardInterrupt:
             if ranks.rank == 0:
-                words = "interrupted: the tasks that ended are kept, the same command goes on"
-                print(words, file=sys.stderr)
+                text = "interrupted: finished tasks are kept, the same command resumes"
+                print(text, file=sys.stderr)
             raise
 
 
-def _run(arguments: argparse.Namespace, ranks: Ranks) -> None:
-    console = Console(quiet=ranks.rank > 0)
-    device = ranks.device
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches on the current one
-    dtype = dtype_for(arguments.dtype, device)
-    # to find a run's newest checkpoint is to read all of it: one rank does
-    given = arguments.checkpoint
-    found = ranks.in_turn(lambda: locate(given) if ranks.rank == 0 else None)
-    checkpoint, run = ranks.broadcast(found)
-    subject = Subject.open(checkpoint, arguments.data, run, arguments.held_out)
-    # the first rank alone reads and makes what lies in the run folder; the others find it
-    plans = ranks.in_turn(lambda: open_plans(console, subject, dtype, arguments))
-    for plan in plans:
-        plan.known = ranks.broadcast(known_results(plan, arguments.out is not None))
-        if plan.known:
-            _report(console, subject, plan, plan.known, "as found in", arguments.must_beat)
-    missing = [plan for plan in plans if not plan.known]
-    if not missing:
-        return
-    done = {plan.name: ranks.broadcast(plan.unfinished.read()) for plan in missing}
-    longest = max(plan.max_length for plan in missing)
-    lm = CanonLM(
-        subject.load(device, dtype, longest),
-        subject.tokenizer if any(plan.tasks for plan in missing) else None,
-        max_length=longest,
-        add_bos=arguments.add_bos,
-        ranks=ranks,
-        say=lambda line: console.print(line, soft_wrap=True),
-    )
-    lm.batch_tokens = arguments.batch_tokens or batch_tokens_for(
-        lm, subject.evals or arguments.out, console
-    )
-    costs = {
-        _part(plan, name): cost
-        for plan in missing
-        for name, cost in _costs(subject, plan, arguments.limit).items()
-        if name not in done[plan.name]
-    }
-    with Work(console, costs).shown() as work:
-        for plan in missing:
-            lm.max_length = plan.max_length
-            with _alone(console, plan, ranks):
-                results, how = _ask(console, subject, plan, lm, work, arguments)
-            _report(console, subject, plan, results, how, arguments.must_beat)
+def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
+    """Return the task file by suite. Raises UserError for options that do not fit together."""
+    for name in ("limit", "max_length", "batch_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value}: expected at least 1")
+    suites: dict[str, Path | None] = {}
+    for given in split_suites(arguments.suite):
+        suite, path = find_suite(given)
+        if suite in suites:
+            raise UserError(
+                f"--suite {arguments.suite} names two suites {suite}: rename one task file"
+            )
+        suites[suite] = path
+    for name, suite, serves in (
+        ("must_beat", VALIDATION, VALIDATION in suites),
+        ("junk", BIRTH_YEAR, any(map(is_birth_year, suites.values()))),
+    ):
+        if getattr(arguments, name) is not None and not serves and arguments.suite != ALL:
+            raise UserError(f"--{name} is for --suite {suite}, not for {arguments.suite}")
+    return suites
+
+
+class Evaluation:
+    """One checkpoint opened for the options of `eval run`, on one of the ranks."""
+
+    def __init__(self, arguments: argparse.Namespace, ranks: Ranks) -> None:
+        self.arguments, self.ranks = arguments, ranks
+        self.console = Console(quiet=ranks.rank > 0)
+        self.device = ranks.device
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # Triton launches on the current one
+        self.dtype = dtype_for(arguments.dtype, self.device)
+        # to find a run's newest checkpoint is to read all of it: one rank does
+        given = arguments.checkpoint
+        found = ranks.in_turn(lambda: locate(given) if ranks.rank == 0 else None)
+        checkpoint, run = ranks.broadcast(found)
+        self.subject = Subject.open(checkpoint, arguments.data, run, arguments.held_out)
+
+    def say(self, line: str) -> None:
+        """Print a line on the first rank."""
+        self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def run(self, suites: Mapping[str, Path | None]) -> None:
+        """Answer the suites that are not answered yet, and print the scores of all."""
+        # the first rank alone reads and makes what is in the run folder; the others find it
+        plans = self.ranks.in_turn(
+            lambda: [self._plan(*suite, len(suites)) for suite in suites.items()]
+        )
+        missing = [plan for plan in plans if not self._is_known(plan)]
+        if not missing:
+            return
+        done = {plan.name: self.ranks.broadcast(plan.unfinished.read()) for plan in missing}
+        longest = max(plan.max_length for plan in missing)
+        lm = CanonLM(
+            self.subject.load(self.device, self.dtype, longest),
+            self.subject.tokenizer if any(plan.tasks for plan in missing) else None,
+            max_length=longest,
+            add_bos=self.arguments.add_bos,
+            ranks=self.ranks,
+            say=self.say,
+        )
+        lm.batch_tokens = self.arguments.batch_tokens or batch_tokens_for(
+            lm, self.subject.evals or self.arguments.out, self.say
+        )
+        costs = {
+            plan.part(name): cost
+            for plan in missing
+            for name, cost in self._costs(plan).items()
+            if name not in done[plan.name]
+        }
+        with Progress(self.console) as progress:
+            work = Work(progress, costs)
+            for plan in missing:
+                lm.max_length = plan.max_length
+                with self._alone(plan):
+                    if self._is_known(plan):  # another process has answered it meanwhile
+                        for name in plan.tasks or [VALIDATION]:
+                            work.skip(plan.part(name))
+                        continue
+                    results, samples = merged(plan.asked, self._answers(plan, lm, work))
+                    if self.ranks.rank == 0:
+                        with writing(plan.folder):
+                            write_results(plan.folder, results, samples)
+                            plan.unfinished.remove()
+                    self.ranks.barrier()
+                self._report(plan, results, "written to")
+
+    def _plan(self, name: str, path: Path | None, num_suites: int) -> Plan:
+        """Open a suite: its data is there, and its folder can be written."""
+        subject, arguments = self.subject, self.arguments
+        how = asked_how(name, arguments, subject.seq_len)
+        tasks = {} if path is None else self._open_tasks(name, path, how["max_length"])
+        if path is None:
+            subject.check_held_out(arguments.held_out)
+            if subject.folder is not None and subject.recorded_held_out is None:
+                self.say(
+                    f"{subject.folder.path} does not record its held-out text; taken: "
+                    f"{subject.held_out_shards.folder}"
+                )
+        asked = {
+            **subject.identity,
+            "suite": name,
+            "limit": arguments.limit,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            **how,
+            "lm_eval": version("lm_eval"),
+            "tasks": {task: plan.described for task, plan in tasks.items()}
+            or {VALIDATION: VALIDATION_DESCRIBED},
+        }
+        if arguments.out is not None:
+            folder = arguments.out / name if num_suites > 1 else arguments.out
+        elif subject.folder is not None and subject.evals is not None:
+            folder = results_folder(subject.folder, asked)
+        else:
+            raise UserError(
+                f"{subject.checkpoint} belongs to no run, or to a branch that its run left: "
+                "give a folder with --out"
+            )
+        # now: nobody waits hours to learn that it can't be
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return Plan(name, asked, how["max_length"], folder, tasks)
+
+    def _open_tasks(self, name: str, path: Path, max_length: int) -> dict[str, TaskPlan]:
+        arguments, only, staged = self.arguments, None, staged_folder(self.arguments.staged)
+        metadata: dict[str, Any] = {
+            "tokenizer": str(self.subject.tokenizer_path),
+            "staged": str(staged),
+            "max_length": max_length,
+            **dict(arguments.option),
+        }
+        if is_birth_year(path):
+            folder = (arguments.out or self.subject.evals or staged) / "probes"
+            tokenizer, junk = self.subject.tokenizer, arguments.junk
+            only, left_out = open_probes(
+                folder, tokenizer, junk, staged, max_length=max_length, say=self.say
+            )
+            metadata |= {"probes": str(folder), "junk": str(arguments.junk or "")}
+            if name != BIRTH_YEAR:
+                only = [name]
+            if left_out:
+                self.say(f"probes left out: {'; '.join(left_out)}")
+        tasks = open_tasks(name, path, metadata, arguments.limit, only)
+        cut = [
+            f"{task} {counts['too_long']:,} of {counts['kept']:,}"
+            for task, plan in tasks.items()
+            if (counts := plan.described.get("counts", {})).get("too_long")
+        ]
+        if cut:
+            self.say(
+                f"prompts that lose their beginning at max_length {max_length} (--max_length): "
+                f"{', '.join(cut)}"
+            )
+        return tasks
+
+    def _is_known(self, plan: Plan) -> bool:
+        """Whether the question is answered on disk; prints those results."""
+        is_foreign = self.arguments.out is not None
+        known: Results | None = self.ranks.broadcast(known_results(plan, is_foreign))
+        if known:
+            self._report(plan, known, "as found in")
+        return known is not None
+
+    def _costs(self, plan: Plan) -> dict[str, int]:
+        if plan.tasks:
+            return {name: task.cost for name, task in plan.tasks.items()}
+        num_tokens, limit = self.subject.held_out_shards.num_tokens, self.arguments.limit
+        return {VALIDATION: sum(size for _, size in windows(num_tokens, plan.max_length, limit))}
+
+    @contextmanager
+    def _alone(self, plan: Plan) -> Iterator[None]:
+        """Let the first rank hold the question, for all; see Unfinished.hold."""
+        with ExitStack() as held:
+            if self.ranks.rank == 0:
+                with writing(plan.folder):
+                    held.enter_context(plan.unfinished.hold(self.say))
+            yield
+
+    def _answers(self, plan: Plan, lm: CanonLM, work: Work) -> dict[str, Answers]:
+        """Return every task's answers; each is kept on disk as it ends, and not asked again."""
+        if not plan.tasks:
+            with work.part(VALIDATION) as lm.answered:
+                return self._validate(lm)
+        done: dict[str, Answers] = self.ranks.broadcast(plan.unfinished.read())
+        if done:
+            self.say(f"{plan.name}: going on after {len(done)} tasks of an earlier call")
+        answers = {}
+        for name, task in plan.tasks.items():
+            if name in done:
+                work.skip(plan.part(name))
+                answers[name] = done[name]
+                continue
+            with work.part(plan.part(name)) as lm.answered:
+                lm.truncated.clear()
+                found = ask(lm, name, task.task, self.arguments.limit)
+                answers[name] = replace(found, truncated=len(lm.truncated))
+            if self.ranks.rank == 0 and len(plan.tasks) > 1:
+                with writing(plan.folder):
+                    plan.unfinished.add(name, answers[name])
+        return answers
+
+    def _validate(self, lm: CanonLM) -> dict[str, Answers]:
+        """Return the held-out loss of the model and of the count models."""
+        held_out, limit = self.subject.held_out_shards, self.arguments.limit
+        loss, documents = model_loss(lm, held_out, seq_len=lm.max_length, limit=limit)
+        self.say("counting the training shards' unigrams and bigrams")
+        baselines = baseline_losses(
+            self.subject.train_shards, held_out, seq_len=lm.max_length, limit=limit
+        )
+        return {
+            name: Answers(
+                # tokens are no independent items: no standard error
+                {
+                    "nats_per_token": Score(found.nats_per_token),
+                    "bits_per_byte": Score(found.bits_per_byte),
+                },
+                found.num_tokens,
+                documents if name == VALIDATION else [],
+            )
+            for name, found in {VALIDATION: loss, **baselines}.items()
+        }
+
+    def _report(self, plan: Plan, results: Results, how: str) -> None:
+        print_results(self.console, str(self.subject.checkpoint), results)
+        self.say(f"{how} {plan.folder / RESULTS}")
+        rival = self.arguments.must_beat
+        if rival is None or plan.name != VALIDATION:
+            return
+        ours, theirs = (results.scores[t]["bits_per_byte"].value for t in (VALIDATION, rival))
+        if ours >= theirs:
+            raise UserError(
+                f"the checkpoint's {ours:.4f} bits per byte do not beat the {rival} model's "
+                f"{theirs:.4f}, as --must_beat asks"
+            )
+
+
+def known_results(plan: Plan, is_foreign: bool) -> Results | None:
+    """Return what an earlier call found for exactly the same question, if any.
+
+    `is_foreign`: the user named the folder, so it may hold any results. Those of another question
+    are not overwritten: UserError. The run's own folder is named after the question.
+    """
+    try:
+        results = read_results(plan.folder / RESULTS)
+        before_asked, now_asked = question_of(results.asked), question_of(plan.asked)
+        if before_asked == now_asked:
+            read_samples(plan.folder)
+            return results
+    except UserError:
+        return None  # none, damaged, or of an older version: asked again
+    for name in sorted(before_asked.keys() | now_asked.keys()):
+        before, now = before_asked.get(name), now_asked.get(name)
+        if is_foreign and before != now:
+            raise UserError(
+                f"--out {plan.folder} holds results of another question ({name} {before!r}, asked "
+                f"for is {now!r}): choose another folder"
+            )
+    return None
+
+
+def merged(
+    asked: Mapping[str, Any], answers: Mapping[str, Answers]
+) -> tuple[Results, dict[str, list[dict[str, Any]]]]:
+    """Return the results and samples by reported task: the harness may see its parts as several."""
+    scores: dict[str, dict[str, Score]] = {}
+    num_samples: dict[str, int] = {}
+    truncated: dict[str, int] = {}
+    records: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
+    for name, given in answers.items():
+        reported = asked["tasks"].get(name, {}).get("part_of", name)
+        scores.setdefault(reported, {}).update(given.scores)
+        num_samples.setdefault(reported, given.num_samples)
+        truncated[reported] = max(truncated.get(reported, 0), given.truncated)
+        for item in given.samples:
+            kept = records.setdefault(reported, {}).setdefault((item["doc_id"], item["filter"]), {})
+            kept.update({**item, **kept})  # the prompt's hash is that of the whole's own task
+    samples = {name: [*items.values()] for name, items in records.items()}
+    return Results(dict(asked), scores, num_samples, truncated), samples
 
 
 @contextmanager
-def _alone(console: Console, plan: Plan, ranks: Ranks) -> Iterator[None]:
-    """The first rank holds the question, for all; see Unfinished.hold."""
-    with ExitStack() as held:
-        if ranks.rank == 0:
-            with writing(plan.folder):
-                log = partial(console.print, soft_wrap=True)
-                held.enter_context(plan.unfinished.hold(log))
+def writing(folder: Path) -> Iterator[None]:
+    """Raise UserError with the way out if `folder` can't hold what the block writes."""
+    try:
         yield
-
-
-def _ask(
-    console: Console,
-    subject: Subject,
-    plan: Plan,
-    lm: CanonLM,
-    work: Work,
-    arguments: argparse.Namespace,
-) -> tuple[Results, str]:
-    """The results of one suite, or those that another process has got meanwhile; and which."""
-    ranks = lm.ranks
-    known: Results | None = ranks.broadcast(known_results(plan, arguments.out is not None))
-    if known:
-        for name in plan.tasks or [VALIDATION]:
-            work.skip(_part(plan, name))
-        return known, "as found in"
-    done = ranks.broadcast(plan.unfinished.read())
-    results, samples = merged(plan, _answers(console, subject, plan, lm, work, done, arguments))
-    if ranks.rank == 0:
-        with writing(plan.folder):
-            write_results(plan.folder, results, samples)
-            plan.unfinished.remove()
-    ranks.barrier()
-    return results, "written to"
-
-
-def _costs(subject: Subject, plan: Plan, limit: int | None) -> dict[str, int]:
-    if plan.tasks:
-        return {name: task.cost for name, task in plan.tasks.items()}
-    shards = subject.held_out_shards
-    return {VALIDATION: sum(size for _, size in windows(shards.num_tokens, plan.max_length, limit))}
-
-
-def _part(plan: Plan, task: str) -> str:
-    return task if task == plan.name else f"{plan.name} {task}"
-
-
-def _answers(
-    console: Console,
-    subject: Subject,
-    plan: Plan,
-    lm: CanonLM,
-    work: Work,
-    done: dict[str, Answers],
-    arguments: argparse.Namespace,
-) -> dict[str, Answers]:
-    """Every task's answers; each is kept on disk as it ends, unless it was `done` before."""
-    if not plan.tasks:
-        with work.part(VALIDATION) as advance:
-            return _validate(console, subject, lm, arguments.limit, advance)
-    if done:
-        console.print(f"{plan.name}: going on after {len(done)} tasks of an earlier call")
-    answers = {}
-    for name, task in plan.tasks.items():
-        if name in done:
-            work.skip(_part(plan, name))
-            answers[name] = done[name]
-            continue
-        with work.part(_part(plan, name)) as advance:
-            lm.answered = advance
-            lm.truncated.clear()
-            found = ask(lm, name, task.task, arguments.limit)
-            answers[name] = replace(found, truncated=len(lm.truncated))
-        if lm.ranks.rank == 0 and len(plan.tasks) > 1:
-            with writing(plan.folder):
-                plan.unfinished.add(name, answers[name])
-    return answers
-
-
-def _validate(
-    console: Console,
-    subject: Subject,
-    lm: CanonLM,
-    limit: int | None,
-    advance: Callable[[int], None],
-) -> dict[str, Answers]:
-    """The held-out loss of the model and of the count models."""
-    seq_len, held_out, train = lm.max_length, subject.held_out_shards, subject.train_shards
-    lm.answered = advance
-    loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
-    console.print("counting the training shards' unigrams and bigrams")
-    losses = {VALIDATION: loss}
-    losses |= baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
-    samples = {VALIDATION: documents}
-    return {
-        name: Answers(_loss_scores(loss), loss.num_tokens, samples.get(name, []))
-        for name, loss in losses.items()
-    }
-
-
-def _loss_scores(loss: HeldOutLoss) -> dict[str, Score]:
-    # tokens are no independent items: no standard error
-    return {
-        "nats_per_token": Score(loss.nats_per_token),
-        "bits_per_byte": Score(loss.bits_per_byte),
-    }
-
-
-def _report(
-    console: Console, subject: Subject, plan: Plan, results: Results, how: str, rival: str | None
-) -> None:
-    print_results(console, str(subject.checkpoint), results)
-    console.print(f"{how} {plan.folder / RESULTS}", soft_wrap=True)
-    if rival is not None and plan.name == VALIDATION:
-        _check_beaten(results, rival)
-
-
-def _check_beaten(results: Results, name: str) -> None:
-    """Raise UserError unless the model has fewer bits per byte than the count model `name`."""
-    ours, theirs = (results.scores[t]["bits_per_byte"].value for t in (VALIDATION, name))
-    if ours >= theirs:
+    except OSError as error:
         raise UserError(
-            f"the checkpoint's {ours:.4f} bits per byte do not beat the {name} model's "
-            f"{theirs:.4f}, as --must_beat asks"
-        )
+            f"{folder} can't hold the results: {error.strerror}. What earlier calls wrote is kept, "
+            "and the same command goes on from there; --out DIR writes elsewhere"
+        ) from None

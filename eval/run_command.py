@@ -1,14 +1,11 @@
-"""The arguments of `python -m eval run`; run.py carries it out.
-
-Apart from it, so that --help and a typo answer at once: torch is imported behind the parser.
-"""
+"""The arguments of `python -m eval run`, apart from run.py so that --help needs no torch."""
 
 import argparse
 from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds those of `eval run`."""
+    """Add the arguments of `eval run`."""
     parser.description = (
         "Evaluate one checkpoint on one suite or several. The same question asked again is "
         "answered from results.json; what was interrupted goes on with the task that it was at. "
@@ -41,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_how(parser: argparse.ArgumentParser) -> None:
-    """Adds those that say how suites are asked; `eval submit` passes them on."""
+    """Add the options that say how suites are asked; `eval submit` passes them on."""
     parser.add_argument("--data", type=Path, help="the run's shards, where they were moved to")
     parser.add_argument(
         "--held_out",

@@ -1,7 +1,8 @@
-"""What can be asked of a checkpoint, by name, and how: read by `eval run` and `eval submit` alike.
+"""What can be asked of a checkpoint, by name, and how; `eval tasks` lists the names.
 
 A suite is `validation` (validation.py), a task or group in eval/tasks, one of lm_eval's own, or a
-task file of the user's; suites.py loads them. No torch and no lm_eval here.
+user's task file; harness.py loads them. `eval run` and `eval submit` read this file alike: no torch
+and no lm_eval here.
 """
 
 import argparse
@@ -20,17 +21,20 @@ from canon_pretrain.run.results import SUITES, VALIDATION
 DISCRIMINATIVE, JRT, BABILONG, BIRTH_YEAR = "discriminative", "jrt", "babilong", "birth-year"
 ALL = "all"
 LEAST_LENGTHS = {"babilong": 8192, "birth_year": 8192}
-"""Tokens that a model is given to read at least, unless the user says otherwise, by task folder:
-what they hide among 4,096 tokens would else be cut off, or left out. The others fit the training
-length."""
+"""Default of the least --max_length by task folder: what hides among 4,096 tokens would else be cut
+off, or left out. The others fit the training length."""
 
 FOLDERS = (DISCRIMINATIVE, JRT, BABILONG, "birth_year")
 """Of the suites' tasks; an option of a suite's tasks begins with its name."""
 TASKS = Path(__file__).parent / "tasks"
 
+_NAME = re.compile(r"^[ {]*\"?(task|group)\"?:[ \t]+[\"']?([^\s\"',]+)", re.MULTILINE)
+_CLASS = re.compile("^class:", re.MULTILINE)
+_TAGS = re.compile(r"^\"?tag\"?:[ \t]*([^\n]*(?:\n[ \t]*-[^\n]*)*)", re.MULTILINE)
+
 
 class HarnessName(NamedTuple):
-    """What the installed lm_eval calls by a name: a task, group or tag, and a file that says so."""
+    """What a name is in the installed lm_eval (a task, group or tag), and the file that says so."""
 
     kind: str
     path: Path
@@ -38,7 +42,7 @@ class HarnessName(NamedTuple):
 
 @functools.cache
 def task_files() -> dict[str, Path]:
-    """The tasks and groups in eval/tasks by name; the harness's own by the group they are in."""
+    """Return the files of the tasks and groups in eval/tasks; of a group's members the group's."""
     found: dict[str, Path] = {}
     members: dict[str, Path] = {}
     for path in sorted(TASKS.rglob("*.yaml")):
@@ -50,7 +54,7 @@ def task_files() -> dict[str, Path]:
 
 
 def harness_tasks() -> Path:
-    """The folder of the installed lm_eval's tasks."""
+    """Return the folder of the installed lm_eval's tasks."""
     spec = find_spec("lm_eval")
     if spec is None or spec.origin is None:
         raise UserError("lm_eval is not installed: pip install -e . installs it")
@@ -59,10 +63,7 @@ def harness_tasks() -> Path:
 
 @functools.cache
 def harness_names() -> dict[str, HarnessName]:
-    """All names of the installed lm_eval.
-
-    The same as in its own index (a test compares them), which takes a parse of 14,000 files.
-    """
+    """Return all names of the installed lm_eval, as in its own index, which parses 14,000 files."""
     named: dict[str, HarnessName] = {}
     tags: dict[str, HarnessName] = {}
     # a template, which has no suffix, may hold the tags of those that include it
@@ -80,20 +81,15 @@ def harness_names() -> dict[str, HarnessName]:
     return tags | named
 
 
-_NAME = re.compile(r"^[ {]*\"?(task|group)\"?:[ \t]+[\"']?([^\s\"',]+)", re.MULTILINE)
-_CLASS = re.compile("^class:", re.MULTILINE)
-_TAGS = re.compile(r"^\"?tag\"?:[ \t]*([^\n]*(?:\n[ \t]*-[^\n]*)*)", re.MULTILINE)
-
-
 def is_task_file(given: str) -> bool:
-    """Whether a suite is given as the path of a YAML file."""
+    """Return whether a suite is given as the path of a YAML file."""
     return given.endswith((".yaml", ".yml"))
 
 
 def split_suites(given: str, known: Collection[str] = ()) -> list[str]:
-    """The suites of `a,b`, of `all` the paper's; paths absolute. Raises UserError for unknown ones.
+    """Return the suites of `a,b`, or the paper's of `all`, with absolute paths.
 
-    `known` were found good before.
+    Raises UserError for one that is unknown, unless it is in `known`.
     """
     suites: list[str] = []
     for name in filter(None, given.split(",")):
@@ -109,15 +105,12 @@ def split_suites(given: str, known: Collection[str] = ()) -> list[str]:
 
 
 def suite_name(given: str) -> str:
-    """The name of a suite, which is that of its folder of results."""
+    """Return the name of a suite and of its folder of results."""
     return Path(given).stem if is_task_file(given) else given
 
 
 def find_suite(given: str) -> tuple[str, Path | None]:
-    """The suite's name and its file, None for `validation`. Raises UserError for an unknown one.
-
-    Of a name of lm_eval's the file is in its package.
-    """
+    """Return the suite's name and its file, None for `validation`. Raises UserError if unknown."""
     files = task_files()
     if given == VALIDATION:
         return given, None
@@ -143,46 +136,71 @@ def find_suite(given: str) -> tuple[str, Path | None]:
     )
 
 
-def folder_of(path: Path | None) -> str:
-    """The folder in eval/tasks that a task file is in; empty for any other file."""
-    ours = path is not None and path.resolve().is_relative_to(TASKS)
-    return path.parent.name if path is not None and ours else ""
-
-
 def is_birth_year(path: Path | None) -> bool:
-    """Whether the tasks of this file read frozen probes."""
-    return folder_of(path) == "birth_year"
+    """Return whether the tasks of this file read frozen probes."""
+    return _folder_of(path) == "birth_year"
+
+
+def _folder_of(path: Path | None) -> str:
+    """Return the folder in eval/tasks that a task file is in; empty for any other file."""
+    is_ours = path is not None and path.resolve().is_relative_to(TASKS)
+    return path.parent.name if path is not None and is_ours else ""
 
 
 def asked_how(name: str, how: argparse.Namespace, seq_len: int) -> dict[str, Any]:
-    """What the options of `eval run` (run_command.add_how) make of a suite's question.
+    """Return what the options of `eval run` (run_command.add_how) make of a suite's question.
 
-    `seq_len` is that of training. Of --option those stay that the suite's tasks may take: not those
-    named after another suite of ours. A file is named by its content, so that the same one
-    elsewhere is the same question.
+    `seq_len` is that of training. --option counts unless it is named after another suite of ours;
+    the value is a file's content, so that the same file elsewhere is the same question.
     """
-    own = folder_of(task_files().get(name))
+    own = _folder_of(task_files().get(name))
     asked: dict[str, Any] = {
         "max_length": how.max_length or max(seq_len, LEAST_LENGTHS.get(own, 0)),
         "add_bos": how.add_bos,
     }
     if name == VALIDATION:
         return asked
+
+    def content(value: Path | str) -> str:
+        return f"file {sha256_file(Path(value))}" if is_file(value) else str(value)
+
     if own == "birth_year" and how.junk:
-        asked["junk"] = _as_content(how.junk)
+        asked["junk"] = content(how.junk)
     others = tuple(f"{folder}_" for folder in FOLDERS if folder != own)
     options = {
-        option: _as_content(value)
+        option: content(value)
         for option, value in how.option
         if not (own and option.startswith(others))
     }
     return asked | ({"options": options} if options else {})
 
 
-def _as_content(value: Path | str) -> str:
-    return f"file {sha256_file(Path(value))}" if is_file(value) else str(value)
-
-
 def is_file(value: Path | str) -> bool:
-    """Whether the value of an --option names a file that is there."""
+    """Return whether the value of an --option names a file that exists."""
     return bool(Path(value).suffix) and Path(value).is_file()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `eval tasks`."""
+    parser.add_argument("--grep", metavar="PATTERN", default="", help="names that match it only")
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Print the names that `eval run --suite` takes, what each is, and its file."""
+    try:
+        pattern = re.compile(arguments.grep)
+    except re.error as error:
+        raise UserError(f"--grep {arguments.grep!r}: no regular expression: {error}") from None
+    ours, root = task_files(), TASKS.parents[1]
+    paths = [(name, "suite", ours.get(name, root / "eval/validation.py")) for name in SUITES]
+    paths += [(name, "ours", path) for name, path in sorted(ours.items()) if name not in SUITES]
+    rows = [(name, kind, path.relative_to(root)) for name, kind, path in paths]
+    rows += [
+        (name, kind, path.relative_to(harness_tasks().parents[1]))
+        for name, (kind, path) in sorted(harness_names().items())
+        if name not in ours and name != VALIDATION
+    ]
+    found = [row for row in rows if pattern.search(row[0])]
+    if not found:
+        raise UserError(f"none of {len(rows):,} names matches --grep {arguments.grep!r}")
+    print("\n".join(f"{name:40} {kind:5} {path}" for name, kind, path in found))

@@ -1,30 +1,36 @@
-"""The evaluated model's tokenizer, inside a task: JRT cuts and Babilong measures with it.
+"""The evaluated model's tokenizer and length, inside a task: to cut documents and measure prompts.
 
 A task's `custom_dataset` is called with metadata: ours from `eval run` (`tokenizer`: the data
 folder), the harness's own from `lm_eval --model_args` (`pretrained`: an exported folder). Both name
-the same tokenizer, and give the same ids and texts.
+the same tokenizer, with the same ids and texts.
+
+A harness silently cuts the beginning off a prompt that is too long, and the facts of a question are
+gone. Tasks that hide facts in a long context call `check_fit` when their documents are made.
 """
 
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, read_json
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import FILE_NAMES, HF_FILE, load_tokenizer
 
 HF_CONFIG = "tokenizer_config.json"
 WAY_OUT = """name it with --metadata '{"tokenizer": "FOLDER"}': a data folder, an exported \
 folder, or the file of a tokenizer"""
+POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")
+"""The names under which lm_eval looks a model's length up, in its order."""
 
 
 @dataclass(frozen=True, eq=False)
 class TaskTokenizer:
-    """Text to ids and back. `encode` adds neither BOS nor EOS, `decode` gives nothing for them.
+    """Text to ids and back. `encode` adds neither BOS nor EOS, `decode` drops them.
 
     `name` is where it is from. `sha256` is that of its file; of an export of ours that of the
     training tokenizer which it was made from.
@@ -37,33 +43,30 @@ class TaskTokenizer:
 
 
 def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
-    """The tokenizer that a task's metadata names; loaded once in a process.
+    """Return the tokenizer that a task's metadata names; loaded once per process.
 
     `tokenizer` (folder or file) goes before `pretrained` (an exported folder, or a model's name).
-    A folder with a tokenizer_config.json is read as `lm_eval --model hf` reads it, any other as the
-    data folder that it is. Raises UserError where none is named or it can't be read.
+    A folder with a tokenizer_config.json is read as `lm_eval --model hf` reads it, any other as a
+    data folder. Raises UserError if none is named or it can't be read.
     """
     given = metadata.get("tokenizer") or metadata.get("pretrained")
     if not given:
         raise UserError(f"this task needs the evaluated model's tokenizer: {WAY_OUT}")
     path = Path(str(given)).expanduser()
+    files = [path, *(path / name for name in (*FILE_NAMES, HF_CONFIG))]
+    # changes when the tokenizer there is written anew
+    stamp = tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
     if path.exists() and not (path / HF_CONFIG).is_file():
-        return _ours(str(path), _stamp(path))
+        return _of_data(str(path), stamp)
     # never left to its default: transformers would ask on the terminal
     options = {"trust_remote_code": bool(metadata.get("trust_remote_code", False))}
     if "revision" in metadata:
         options["revision"] = metadata["revision"]
-    return _exported(str(path) if path.exists() else str(given), _stamp(path), **options)
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    """Changes when the tokenizer there is written anew."""
-    files = [path, *(path / name for name in (*FILE_NAMES, HF_CONFIG))]
-    return tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
+    return _of_export(str(path) if path.exists() else str(given), stamp, **options)
 
 
 @functools.lru_cache(maxsize=4)
-def _ours(path: str, stamp: tuple[int, ...]) -> TaskTokenizer:
+def _of_data(path: str, stamp: tuple[int, ...]) -> TaskTokenizer:
     folder, eos = Path(path), None
     try:
         if (folder / HF_FILE).is_file() and (folder / "train").is_dir():
@@ -82,7 +85,7 @@ def _ours(path: str, stamp: tuple[int, ...]) -> TaskTokenizer:
 
 
 @functools.lru_cache(maxsize=4)
-def _exported(name: str, stamp: tuple[int, ...], **options: Any) -> TaskTokenizer:
+def _of_export(name: str, stamp: tuple[int, ...], **options: Any) -> TaskTokenizer:
     import transformers  # takes seconds, and runs of ours do without
 
     try:
@@ -105,19 +108,72 @@ def _exported(name: str, stamp: tuple[int, ...], **options: Any) -> TaskTokenize
         settings = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(found.decode(list(ids), **settings))
 
-    return TaskTokenizer(name, _sha256(Path(name), found), encode, decode)
+    return TaskTokenizer(name, _sha256_of_export(Path(name), found), encode, decode)
 
 
-def _sha256(folder: Path, loaded: Any) -> str:
+def _sha256_of_export(folder: Path, loaded: Any) -> str:
     from canon_pretrain.hf.export import RECORD  # imports torch
 
-    if (folder / RECORD).is_file():
-        try:
-            return str(json.loads((folder / RECORD).read_bytes())["tokenizer"]["sha256"])
-        except (ValueError, KeyError, TypeError):
-            pass  # an export without a tokenizer, which got one from elsewhere since
+    try:
+        return str(read_json(folder / RECORD)["tokenizer"]["sha256"])
+    except (UnreadableFile, KeyError, TypeError):
+        pass  # no export of ours, or one that got its tokenizer from elsewhere since
     for file in FILE_NAMES:
         if (folder / file).is_file():
             return hashlib.sha256((folder / file).read_bytes()).hexdigest()
-    words = json.dumps(sorted(loaded.get_vocab().items()))
-    return hashlib.sha256(words.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(sorted(loaded.get_vocab().items())).encode()).hexdigest()
+
+
+def known_max_length(metadata: Mapping[str, Any]) -> int | None:
+    """Return the tokens that the model reads at most, if a task's metadata tell.
+
+    That is the metadata `max_length`, or the model's own name for it (both are arguments of the
+    model under plain lm_eval), else what config.json in the folder `pretrained` says. Raises
+    UserError for a length that is no number.
+    """
+    for name in ("max_length", *POSITIONS):
+        if (given := metadata.get(name)) is not None:
+            try:
+                return int(given)
+            except (TypeError, ValueError):
+                raise UserError(f"{name} {given!r}: expected a number of tokens") from None
+    try:
+        config = read_json(Path(str(metadata.get("pretrained"))) / "config.json", finite=False)
+        return next((int(config[name]) for name in POSITIONS if config.get(name) is not None), None)
+    except (UnreadableFile, ValueError, TypeError):
+        return None  # no exported folder: the name of a model on the hub, or none
+
+
+def lengths_beyond(prompts: Iterable[str], room: int, metadata: Mapping[str, Any]) -> list[int]:
+    """Return the lengths in tokens of those prompts that have more than `room`."""
+    # a token is a letter at least, and one may be put before the text: what is short needs no count
+    # (beyond ASCII, normalisation makes several letters of one)
+    unsure = [text for text in prompts if len(text) + 1 > room or not text.isascii()]
+    if not unsure:
+        return []
+    tokenizer = task_tokenizer(metadata)
+    return [length for text in unsure if (length := len(tokenizer.encode(text))) > room]
+
+
+def check_fit(
+    name: str, prompts: Iterable[str], *, answer_tokens: int, metadata: Mapping[str, Any]
+) -> None:
+    """Raise UserError if a prompt and `answer_tokens` more do not fit the model's length, if known.
+
+    The metadata of a known length must name the tokenizer too.
+    """
+    max_length = known_max_length(metadata)
+    if max_length is None:
+        return
+    if long := lengths_beyond(prompts, max_length - answer_tokens, metadata):
+        raise too_long(name, max(long), answer_tokens, max_length)
+
+
+def too_long(name: str, longest: int, answer_tokens: int, max_length: int) -> UserError:
+    """Return the error of prompts that do not fit."""
+    return UserError(
+        f"{name}: prompts of up to {longest} tokens and an answer of {answer_tokens} do not fit "
+        f"max_length {max_length}, and a prompt that is cut has lost facts. Give the model at "
+        f"least {longest + answer_tokens} (python -m eval run: --max_length N; lm_eval --model "
+        "hf: --model_args ...,max_length=N,max_position_embeddings=N), or leave the task out"
+    )

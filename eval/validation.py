@@ -15,8 +15,8 @@ import numpy as np
 
 from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
-from eval.model.batches import Workload
 from eval.model.lm import CanonLM
+from eval.model.ranks import Workload
 
 BASELINE_TOKENS = 20_000_000
 """Training tokens that the count models see at most: a few hundred MB of counts."""

@@ -5,51 +5,75 @@ leaves to the tokenizer or to defaults is fixed here: no BOS unless asked for, E
 needs a token before its first one (documents were separated by EOS in training), log-softmax in
 float32, greedy decoding. A context that is too long loses its beginning and is counted.
 
-Requests become pairs of tokens to score (score_plan.py, scoring.py) or questions to answer
-(generation.py), these become batches within a budget of tokens (batches.py), and the batches are
-shared out over the ranks (ranks.py). They do not depend on how many ranks there are.
+Requests become pairs of tokens to score (score.py) or questions to answer (model/decode.py), these
+become batches within a budget of tokens, which the ranks share (ranks.py). Batches do not depend on
+how many ranks there are.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.model.decode import batches
+from canon_pretrain.model.decode import batches, generate
 from canon_pretrain.model.transformer import Transformer
-from eval.model.batches import Workload, run_batches
-from eval.model.generation import Question, TextTokenizer, Writer, new_tokens, question
-from eval.model.ranks import Ranks
-from eval.model.score_plan import Batch, Pair, Planner, Row
-from eval.model.scoring import Answer, score_batch
+from eval.model.ranks import Ranks, Workload, run_batches
+from eval.model.score import Answer, Batch, Pair, Planner, Row, score_batch
 
 BATCH_TOKENS = 8192
-"""Tokens of a batch: at 32,000 pieces the float32 logits of all of them are 1 GB, and keys and
-values of the 1.3B model 3 GB."""
+"""Tokens of a batch: with a vocabulary of 32,000 the float32 logits of all of them are 1 GB, and
+keys and values of the 1.3B model 3 GB."""
 NEW_TOKEN_COST = 32
 """Characters of a prompt that are read in the time of one new token, roughly."""
 PASS_TOKENS = {"cpu": 32, "cuda": 1024}
 """Tokens of a pass that would take as long as the pass does with none, roughly."""
 READ_TOKENS = {"cpu": 512}
-"""Tokens that are best read at once, where that is not as many as fit: what a CPU's caches do not
+"""Tokens that are best read at once, if that is not as many as fit: what a CPU's caches do not
 hold takes it 1.9 times as long (8 layers of 512, Canon ABCD, 8,000 tokens instead of 1,000)."""
+DEFAULT_GEN_TOKENS = 256
+GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
+UNFINISHED = "\ufffd"
+"""What a decoder makes of the first bytes of a character."""
 
 Result = TypeVar("Result")
 
 
-def request_cost(request: Instance) -> int:
-    """About how much work a request is, in characters that are read; at least 1.
+class TextTokenizer(Protocol):
+    """What is needed of a tokenizer; `encode` adds neither BOS nor EOS."""
 
-    The choices of an item come with the same context mostly, which is then read once.
+    vocab_size: int
+    eos_id: int
+
+    def encode(self, text: str) -> Iterable[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to continue, and where to end."""
+
+    context: tuple[int, ...]
+    until: tuple[str, ...]
+    max_tokens: int
+
+
+def request_cost(request: Instance) -> int:
+    """Return about how much work a request is, in characters that are read; at least 1.
+
+    The choices of an item mostly have the same context, which is then read once.
     """
     context = len(request.args[0])
     if request.request_type == "generate_until":
-        return context + NEW_TOKEN_COST * new_tokens(request.args[1]) + 1
+        options = normalize_gen_kwargs(request.args[1], DEFAULT_GEN_TOKENS)
+        return context + NEW_TOKEN_COST * options["max_gen_toks"] + 1
     if request.request_type == "loglikelihood":
         return (0 if request.idx else context) + len(request.args[1]) + 1
     return context + 1
@@ -63,11 +87,11 @@ class CanonLM(TemplateLM):
     """`model` and `tokenizer` as an lm_eval model that reads at most `max_length` tokens.
 
     `tokenizer` None: token-level scores only. `batch_tokens` bounds the tokens of a batch that are
-    remembered, and `read_tokens` those of a forward pass (None: the same); what does not fit in
-    memory all the same is done in smaller batches, with one line to `say`, and `batch_tokens` is
-    then what did fit. `add_bos`: a token before every text, where `lm_eval --model hf` puts BOS
-    with add_bos_token=True; it is EOS, which began texts in training and is the exports' BOS.
-    `answered` is told the cost (request_cost) of requests as they are answered. `max_length`,
+    kept in a cache, and `read_tokens` those of a forward pass (None: the same); what still does not
+    fit in memory is done in smaller batches, with one line to `say`, and `batch_tokens` is then
+    what did fit. `add_bos`: a token before every text, where `lm_eval --model hf` puts BOS with
+    add_bos_token=True; it is EOS, which began texts in training and is the exports' BOS.
+    `answered` receives the cost (request_cost) of requests as they are answered. `max_length`,
     `batch_tokens` and `answered` may be set between calls. `truncated` has the doc_id of each item
     whose context lost its beginning, until it is cleared. All `ranks` must make the same calls.
 
@@ -94,12 +118,13 @@ class CanonLM(TemplateLM):
             )
         self.model, self._text = model, tokenizer
         self.max_length, self.batch_tokens = max_length, batch_tokens
-        self.ranks, self.answered, self.say = ranks or Ranks.alone(), answered, say
+        self.ranks, self.answered, self.say = ranks or Ranks(), answered, say
         self.truncated: set[int | None] = set()
         self._device = model.tok_embeddings.weight.device
         self.read_tokens: int | None = READ_TOKENS.get(self._device.type)
         self._bos = [self.eot_token_id] if add_bos else []
         self._encoded: dict[str, list[int]] = {}
+        self._pieces: dict[int, str] = {}
 
     @property
     def max_length(self) -> int:
@@ -115,7 +140,7 @@ class CanonLM(TemplateLM):
 
     @property
     def text(self) -> TextTokenizer:
-        """The tokenizer; raises UserError where there is none."""
+        """The tokenizer; raises UserError if there is none."""
         if self._text is None:
             raise UserError("this model was given no tokenizer, so it reads and writes no text")
         return self._text
@@ -127,7 +152,7 @@ class CanonLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before the first token of a text without context: EOS.
+        """The token before the first one of a text without context: EOS.
 
         The harness's `hf` takes BOS wherever the tokenizer has one, trained or not.
         """
@@ -136,32 +161,29 @@ class CanonLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The ids of `string`; EOS before them with `add_bos`, unless add_special_tokens=False."""
+        """Return the ids of `string`, after EOS with `add_bos` unless add_special_tokens=False."""
         found = self._encoded.get(string)
         if found is None:
             found = [int(token) for token in self.text.encode(string)]
         return found if add_special_tokens is False else self._bos + found
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
-        """(log-likelihood, is greedy) of each (context, continuation)."""
+        """Return (log-likelihood, is greedy) of each (context, continuation)."""
         pairs = []
         for request in requests:
             context, continuation = request.args
-            self._remember(context.rstrip())
+            # the choices of one item come one after another, and have the same context
+            stripped = context.rstrip()
+            if stripped not in self._encoded:
+                self._encoded = {stripped: [int(token) for token in self.text.encode(stripped)]}
             tokens, count = self._joined(context, continuation)
             pairs.append(self._pair(tokens, count, request))
         self._encoded.clear()
         costs = [request_cost(request) for request in requests]
         return self.score_pairs(pairs, costs)
 
-    def _remember(self, context: str) -> None:
-        """The choices of one item come one after another, and have the same context."""
-        if context not in self._encoded:
-            self._encoded.clear()
-            self._encoded[context] = [int(token) for token in self.text.encode(context)]
-
     def _joined(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """Both as tokens, and how many of them are the continuation's; cut as the harness cuts."""
+        """Return both as tokens, and the number of the continuation's; cut as the harness cuts."""
         if context:
             before, after = self._encode_pair(context, continuation)
         else:
@@ -175,8 +197,8 @@ class CanonLM(TemplateLM):
         if not 0 < count <= self.max_length or count == len(tokens):
             item = ""
             if request is not None and request.task_name is not None:
-                words = request.args[1]
-                quoted = f"{words[:60]!r}{'...' * (len(words) > 60)}"
+                text = request.args[1]
+                quoted = f"{text[:60]!r}{'...' * (len(text) > 60)}"
                 item = f"task {request.task_name}, document {request.doc_id}, {quoted}: "
             problem = f"of {count} tokens (expected 1 to max_length = {self.max_length})"
             if 0 < count == len(tokens):
@@ -191,7 +213,7 @@ class CanonLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
-        """The log-likelihood of each whole text, in windows of max_length as the harness cuts."""
+        """Return the log-likelihood of each whole text, in windows of max_length as the harness."""
         owners: list[int] = []
         costs: list[int] = []
         pairs: list[Pair] = []
@@ -204,13 +226,15 @@ class CanonLM(TemplateLM):
                     context_len=1,
                 )
             )
+            cost = request_cost(request)
             for number, window in enumerate(windows):
                 context, scored = make_disjoint_window(window)
                 pairs.append(self._pair(context + scored, len(scored)))
                 owners.append(index)
-                costs.append(_share(request_cost(request), number, len(windows)))
+                # the windows' costs add up to that of the request
+                costs.append(cost * (number + 1) // len(windows) - cost * number // len(windows))
             if not windows:
-                self.answered(request_cost(request))
+                self.answered(cost)
         totals = [0.0] * len(requests)
         for owner, (score, _) in zip(owners, self.score_pairs(pairs, costs), strict=True):
             totals[owner] += score
@@ -223,7 +247,7 @@ class CanonLM(TemplateLM):
         return self.score_pairs(pairs, [1] * len(pairs))
 
     def score_pairs(self, pairs: Sequence[Pair], costs: Sequence[int]) -> list[Answer]:
-        """The answer of each pair, in batches shared out over the ranks; see scoring.py."""
+        """Return the answer of each pair, in batches shared out over the ranks; see score.py."""
 
         def plan(budget: int, chosen: Sequence[int]) -> list[Batch]:
             return self._planner(budget).plan(pairs, chosen)
@@ -236,7 +260,7 @@ class CanonLM(TemplateLM):
     def score_parts(
         self, rows: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Log-likelihoods of consecutive parts of each row, which end with it: one pass.
+        """Return log-likelihoods of consecutive parts of each row, which end with it: one pass.
 
         `sizes[r]`: the tokens of each part of row r; tokens before the first part are only read.
         """
@@ -253,7 +277,7 @@ class CanonLM(TemplateLM):
         return [[next(scores) for _ in parts] for parts in sizes]
 
     def run(self, load: Workload[Any, Result], costs: Sequence[int]) -> list[Result]:
-        """The result of each item of `load`, on all ranks; its cost goes to `answered`."""
+        """Return the result of each item of `load`, on all ranks; its cost goes to `answered`."""
         results, self.batch_tokens = run_batches(
             load,
             costs,
@@ -269,7 +293,7 @@ class CanonLM(TemplateLM):
         return Planner(budget, self.read_tokens or budget, cost)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """The greedy continuation of each context, cut before the first of its `until` strings.
+        """Return the greedy continuation of each context, cut before the first `until` string.
 
         An answer ends at its length, at EOS (not kept), or when it holds one of its `until`.
         """
@@ -287,7 +311,7 @@ class CanonLM(TemplateLM):
                 costs.append(0)
             costs[number] += request_cost(request)
             numbers.append(number)
-        questions, writer = list(asked), Writer(self.model, self.text)
+        questions = list(asked)
         limit = self.model.args.max_seq_len
 
         def plan(budget: int, chosen: Sequence[int]) -> list[list[int]]:
@@ -296,13 +320,72 @@ class CanonLM(TemplateLM):
             return [[chosen[k] for k in b] for b in batches(prompts, limits, budget, limit)]
 
         def work(budget: int, batch: list[int]) -> dict[int, str]:
-            texts = writer.answers([questions[i] for i in batch], budget, self.read_tokens)
+            texts = self._continuations([questions[i] for i in batch], budget)
             return dict(zip(batch, texts, strict=True))
 
         answers = self.run(Workload(plan, lambda batch: batch, work), costs)
         return [answers[number] for number in numbers]
 
+    def _continuations(self, questions: Sequence[Question], batch_tokens: int) -> list[str]:
+        """Return the answer to each question, cut before the first of its `until`."""
 
-def _share(cost: int, part: int, parts: int) -> int:
-    """What is part `part` of `parts` of a cost; they add up to it."""
-    return cost * (part + 1) // parts - cost * part // parts
+        def is_answered(index: int, tokens: list[int]) -> bool:
+            until = questions[index].until
+            if not any(self._may_end(tokens[-1], stop) for stop in until):
+                return False
+            text = self._written(questions[index].context[-1:], tokens)
+            return any(stop in text for stop in until)
+
+        answers = generate(
+            self.model,
+            [question.context for question in questions],
+            max_new_tokens=[question.max_tokens for question in questions],
+            eos_id=self.text.eos_id,
+            stop=is_answered,
+            batch_tokens=batch_tokens,
+            read_tokens=self.read_tokens,
+        )
+        return [
+            postprocess_generated_text(
+                self._written(question.context[-1:], tokens), list(question.until), None
+            )
+            for question, tokens in zip(questions, answers, strict=True)
+        ]
+
+    def _may_end(self, token: int, stop: str) -> bool:
+        """Return whether `stop` can end in `token`: to decode an answer at every token is slow."""
+        piece = self._pieces.get(token)
+        if piece is None:
+            # after another one: the first word of a text may lose its space
+            piece = self._pieces[token] = self._written([token], [token])
+        return not piece or UNFINISHED in piece or stop[-1] in piece
+
+    def _written(self, last: Sequence[int], tokens: list[int]) -> str:
+        """Return the text of new `tokens` after the `last` token of the context.
+
+        SentencePiece drops the space before a text's first word, and there it is no first word.
+        """
+        before = self.text.decode(list(last))
+        return self.text.decode([*last, *tokens])[len(before) :]
+
+
+def question(tokens: Sequence[int], options: dict[str, Any], max_length: int) -> Question:
+    """Return the question of a prompt, without its beginning if it and its answer do not fit.
+
+    Raises UserError for what is no greedy decoding, and an answer that leaves no room for a prompt.
+    """
+    options = dict(normalize_gen_kwargs(options, DEFAULT_GEN_TOKENS))
+    unknown = options.keys() - GENERATION_OPTIONS
+    is_sampled = options.get("do_sample") or options.get("temperature", 0.0) > 0
+    if is_sampled or options.get("num_beams", 1) != 1 or unknown:
+        raise UserError(
+            f"generation options {options}: only greedy decoding is supported (until, max_gen_toks)"
+        )
+    room = max_length - options["max_gen_toks"]
+    if room < 1:
+        raise UserError(
+            f"max_gen_toks = {options['max_gen_toks']} leaves no room for a prompt: max_length "
+            f"is {max_length}; raise it with --max_length, or generate less"
+        )
+    until = tuple(stop for stop in options["until"] if stop)
+    return Question(tuple(tokens[-room:]), until, options["max_gen_toks"])

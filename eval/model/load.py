@@ -3,35 +3,35 @@
 The architecture is what the run folder (or the export's config.json) says, the weights are those of
 the step. Weights are kept in float32, or rounded to bfloat16 as training rounds them for its
 passes; either way the rotary tables stay float32 (model/positions.py) and so does log-softmax
-(scoring.py).
+(score.py).
+
+torch multiplies float32 matrices with MKL, which on AMD's processors takes a slower path: oneDNN,
+in the same torch, is twice as fast there (`FastLinear`). The numbers are equal but for rounding.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from canon_pretrain.checkpoint.architecture import model_args_of, run_of_checkpoint
 from canon_pretrain.checkpoint.weights import check_checkpoint, read_weights
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf.reading import folder_args, folder_weights, is_folder
-from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.model.transformer import Head, Transformer
 from canon_pretrain.run.folder import RunFolder
-from eval.model.fast_linear import is_faster, use_fast_linear
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-AUTO = "auto"
 
 
 def dtype_for(name: str, device: torch.device) -> torch.dtype:
-    """The dtype called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU.
-
-    Raises UserError for any other name.
-    """
-    if name == AUTO:
+    """Return the dtype called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in DTYPES:
-        raise UserError(f"--dtype {name}: expected {AUTO}, {' or '.join(DTYPES)}")
+        raise UserError(f"--dtype {name}: expected auto, {' or '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -42,22 +42,22 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     run: RunFolder | None = None,
 ) -> Transformer:
-    """The model of RUN/checkpoint/step-N or of an exported folder on `device`, in eval mode.
+    """Return the model of RUN/checkpoint/step-N or of an exported folder, in eval mode.
 
-    `run` is the checkpoint's, if it is known to the caller: it may be in another folder.
-    It takes sequences of `max_length` tokens even where training saw shorter ones only: no weight
-    depends on the length, and rotary tables are computed. Raises UserError for a step or a folder
-    that is not there, is damaged, or is of another model.
+    `run` is the checkpoint's, if the caller knows it: it may be in another folder. The model takes
+    sequences of `max_length` tokens even if training saw shorter ones only: no weight depends on
+    the length, and rotary tables are computed. Raises UserError for a step or a folder that is not
+    there, is damaged, or is of another model.
     """
-    exported = is_folder(path)
-    if exported:
+    is_exported = is_folder(path)
+    if is_exported:
         args = folder_args(path)
     else:
         check_checkpoint(path)
         args = model_args_of(run or run_of_checkpoint(path))
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=max(args.max_seq_len, max_length)))
-    if exported:
+    if is_exported:
         weights = folder_weights(path, args)
     else:
         weights = read_weights(path, dict(model.named_parameters()))
@@ -69,3 +69,46 @@ def load_model(
     if is_faster(model):
         use_fast_linear(model)
     return model.eval()
+
+
+class FastLinear(nn.Linear):
+    """`nn.Linear`, forward only, float32 on a CPU."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias."""
+        if torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        # what torch.compile makes of a linear layer: it takes the weight as it is stored
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def use_fast_linear(model: Transformer) -> None:
+    """Replace every linear layer of `model`, and its output, by a FastLinear of equal weights."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) in (nn.Linear, Head):
+                setattr(module, name, FastLinear(child.weight, child.bias))  # type: ignore[arg-type]
+    if model.output is None:  # tied to the embedding
+        model.output = FastLinear(model.tok_embeddings.get_parameter("weight"))
+
+
+def is_faster(model: Transformer) -> bool:
+    """Return whether FastLinear is for this model and machine; equal on every rank of a job."""
+    weight = model.tok_embeddings.weight
+    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return fits and torch.backends.mkldnn.is_available() and cpu_vendor() == "AuthenticAMD"
+
+
+def cpu_vendor() -> str:
+    """Return the maker of the processor from /proc/cpuinfo; empty elsewhere than on Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id"))
+    return next(found, "")

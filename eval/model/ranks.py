@@ -1,21 +1,23 @@
-"""The processes of one evaluation under torchrun: work shared out, answers on every rank.
+"""The processes of one evaluation under torchrun: work shared out in batches, answers on all ranks.
 
 Each rank loads the whole model and builds the same list of work; `Ranks.map` hands its items out
-one by one to whoever is free, and afterwards every rank has all results. What an item is does not
-depend on how many ranks there are, so results don't either. Used by lm.py and validation.py; run.py
-opens the ranks.
+one by one to whichever rank is free, and afterwards every rank has all results. What an item is
+does not depend on the number of ranks, so results don't either.
 
     torchrun --nproc-per-node=8 -m eval run ...
 
-A rank that raises, or dies, ends the others with an error: nobody waits for it.
+A rank that raises, or dies, ends the others with an error: none waits for it. A batch that runs out
+of memory is planned again with half the tokens, as are those after it (`run_batches`).
 """
 
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from functools import partial
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,14 +26,16 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import read_count
 
 Item = TypeVar("Item")
+Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
 START_TIMEOUT = timedelta(minutes=10)
 WORK_TIMEOUT = timedelta(days=2)
 """How long a rank waits for the others' last items. Dead ranks are noticed at once, by their closed
 connections: this one is for those that hang."""
-LOOK_EVERY_S = 1.0
+POLL_S = 1.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NO_MORE = 1 << 62
 
 
 class RankFailed(UserError):
@@ -51,18 +55,13 @@ class Ranks:
         self._store, self._maps = store, 0
 
     @classmethod
-    def alone(cls) -> "Ranks":
-        """One process, no process group."""
-        return cls()
-
-    @classmethod
     def from_environment(cls) -> "Ranks":
-        """The ranks that torchrun started, connected; `alone` where it did not start this process.
+        """Connect the ranks that torchrun started; one rank if it did not start this process.
 
-        Raises UserError where its variables are incomplete, or the others do not come.
+        Raises UserError if its variables are incomplete, or the others do not come.
         """
         if read_count(os.environ, "WORLD_SIZE") <= 1:
-            return cls.alone()
+            return cls()
         missing = [name for name in _VARIABLES if name not in os.environ]
         if missing:
             raise UserError(
@@ -90,7 +89,7 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU; the CPU where there is none."""
+        """This rank's GPU, or the CPU."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", self.local_rank % torch.cuda.device_count())
@@ -99,20 +98,13 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        elif self._store is not None:
-            # no barrier: the others learn of it by the connection that closes with this process
+        """Wait for the others and leave the group; after an error leave at once."""
+        if self._store is not None:
+            if kind is None:
+                self.barrier()
+            # else the others learn of it by the connection that closes with this process
             dist.destroy_process_group()
             self._store = None
-
-    def close(self) -> None:
-        """Wait for the others, then leave the group; `rank` and `world_size` stay."""
-        if self._store is None:
-            return
-        self.barrier()
-        dist.destroy_process_group()
-        self._store = None
 
     def map(
         self,
@@ -120,41 +112,44 @@ class Ranks:
         items: Sequence[Item],
         done: Callable[[int], None] = lambda index: None,
     ) -> list[Result]:
-        """`work(item)` of every item, in order, on every rank.
+        """Return `work(item)` of every item, in order, on every rank.
 
         All ranks call it with equal items; each item is worked on once, by one of them.
-        `done(index)` is called once an item on every rank, as soon as that rank hears of it.
+        `done(index)` is called once per item on every rank, as soon as that rank learns of it.
         An exception of `work` is raised on its rank; on the others RankFailed with its text.
         """
+        results: dict[int, Result] = {}
         if self.world_size == 1:
-            return [_worked(work, done, index, item) for index, item in enumerate(items)]
+            for index, item in enumerate(items):
+                results[index] = work(item)
+                done(index)
+            return list(results.values())
         self._maps += 1
-        job = _Job(self._store, f"{self._maps}", done, looks=self.rank == 0)
-        own: dict[int, Result] = {}
+        queue = _Queue(self._store, f"{self._maps}", done, polls=self.rank == 0)
         fault: Exception | None = None
         try:
-            while (index := job.take()) < len(items):
-                own[index] = work(items[index])
-                job.tell(index)
+            while (index := queue.take()) < len(items):
+                results[index] = work(items[index])
+                queue.report(index)
         except Exception as error:
             fault = error
-            job.stop()
+            queue.stop()
         self._raise_any(fault)
-        shares = self._exchange("map", (len(items), own))
+        shares = self._exchange("map", (len(items), results))
         if len({count for count, _ in shares}) > 1:
             raise RuntimeError(f"ranks mapped {[count for count, _ in shares]} items")
         results = {index: result for _, share in shares for index, result in share.items()}
-        job.tell_rest(len(items))
+        queue.report_all(len(items))
         return [results[index] for index in range(len(items))]
 
     def broadcast(self, value: Any) -> Any:
-        """The value that rank 0 gave, on every rank; the others' is not looked at."""
+        """Return rank 0's value on every rank; the others' is ignored."""
         if self.world_size == 1:
             return value
         return self._exchange("broadcast", value if self.rank == 0 else None)[0]
 
     def in_turn(self, work: Callable[[], Result]) -> Result:
-        """`work()` of this rank: rank 0 does it first, then all others; for files that one makes.
+        """Return `work()` of this rank: rank 0 does it first, then the others find its files.
 
         An exception is raised on its rank; on the others RankFailed with its text.
         """
@@ -170,30 +165,27 @@ class Ranks:
         return mine  # type: ignore[return-value]
 
     def _raise_any(self, fault: Exception | None) -> None:
-        """Raise this rank's `fault`, or RankFailed for that of another; nothing where none has."""
-        if self.world_size == 1:
-            if fault is not None:
-                raise fault
-            return
+        """Raise this rank's `fault`, or RankFailed for that of another, if any."""
+        errors: list[str | None] = []
         try:
-            words = self._exchange("fault", None if fault is None else _words(fault))
+            if self.world_size > 1:
+                errors = self._exchange("fault", None if fault is None else _one_line(fault))
         except RankFailed:
-            if fault is not None:
-                raise fault from None
-            raise
+            if fault is None:
+                raise
         if fault is not None:
             raise fault
-        for rank, text in enumerate(words):
+        for rank, text in enumerate(errors):
             if text is not None:
                 raise RankFailed(f"rank {rank} of {self.world_size} failed: {text}")
 
     def barrier(self) -> None:
-        """Until all ranks are here; raises RankFailed where one never will be."""
+        """Wait until all ranks are here; raises RankFailed if one never will be."""
         if self.world_size > 1:
             self._exchange("barrier", None)
 
     def _exchange(self, kind: str, value: Any) -> list[Any]:
-        """The values of all ranks, by rank; `kind` is what they should all be at."""
+        """Return the values of all ranks, by rank; `kind` is what they should all be at."""
         shares: list[Any] = [None] * self.world_size
         try:
             dist.all_gather_object(shares, (kind, value))
@@ -211,19 +203,19 @@ class Ranks:
         return [value for _, value in shares]
 
 
-class _Job:
-    """One `map`, as the ranks see it in their store: the next item, what is done, a fault."""
+class _Queue:
+    """The items of one `map` in the ranks' store: the next one, those done, a fault."""
 
-    def __init__(self, store: Any, name: str, done: Callable[[int], None], *, looks: bool) -> None:
-        self._store, self._name, self._done, self._looks = store, name, done, looks
-        self._told: set[int] = set()
-        self._looked = time.monotonic()
+    def __init__(self, store: Any, name: str, done: Callable[[int], None], *, polls: bool) -> None:
+        self._store, self._name, self._done, self._polls = store, name, done, polls
+        self._reported: set[int] = set()
+        self._polled = time.monotonic()
 
     def take(self) -> int:
-        """The number of an item that nobody else takes; very large once a rank has failed."""
+        """Return the number of an item that no other rank takes; _NO_MORE once one has failed."""
         try:
             if self._store.check([f"{self._name}/fault"]):
-                return 1 << 62
+                return _NO_MORE
             return self._store.add(f"{self._name}/next", 1) - 1
         except RuntimeError as error:
             raise RankFailed(f"the rank that counts the work is gone ({error})") from None
@@ -235,39 +227,108 @@ class _Job:
         except RuntimeError:
             return  # the store is gone, and with it the rank that held it: they notice
 
-    def tell(self, index: int) -> None:
-        """This rank has done an item; now and then one rank looks what the others did."""
-        self._tell_once(index)
+    def report(self, index: int) -> None:
+        """Tell the others that an item is done; one rank reads now and then what they did."""
+        known = [index]
         try:
             self._store.append(f"{self._name}/done", f"{index},")
-            if self._looks and time.monotonic() > self._looked + LOOK_EVERY_S:
-                self._looked = time.monotonic()
-                known = self._store.get(f"{self._name}/done").decode()
-                for word in known.split(",")[:-1]:
-                    self._tell_once(int(word))
+            if self._polls and time.monotonic() > self._polled + POLL_S:
+                self._polled = time.monotonic()
+                text = self._store.get(f"{self._name}/done").decode()
+                known += [int(word) for word in text.split(",")[:-1]]
         except RuntimeError as error:
             raise RankFailed(f"the rank that counts the work is gone ({error})") from None
+        self._report_once(known)
 
-    def tell_rest(self, count: int) -> None:
-        """All items are done."""
-        for index in range(count):
-            self._tell_once(index)
+    def report_all(self, count: int) -> None:
+        """Report all items as done."""
+        self._report_once(range(count))
 
-    def _tell_once(self, index: int) -> None:
-        if index not in self._told:
-            self._told.add(index)
-            self._done(index)
-
-
-def _worked(
-    work: Callable[[Item], Result], done: Callable[[int], None], index: int, item: Item
-) -> Result:
-    result = work(item)
-    done(index)
-    return result
+    def _report_once(self, items: Sequence[int]) -> None:
+        for index in items:
+            if index not in self._reported:
+                self._reported.add(index)
+                self._done(index)
 
 
-def _words(error: Exception) -> str:
-    """An error in one line; of a UserError its text alone."""
+def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+@dataclass(frozen=True)
+class Workload(Generic[Batch, Result]):
+    """How items, which are known by their numbers, become batches and results.
+
+    `plan(batch_tokens, items)` returns batches of those items; `members(batch)` the items of one;
+    `work(batch_tokens, batch)` their results, by item.
+    """
+
+    plan: Callable[[int, Sequence[int]], list[Batch]]
+    members: Callable[[Batch], Sequence[int]]
+    work: Callable[[int, Batch], Mapping[int, Result]]
+
+
+def run_batches(
+    load: Workload[Batch, Result],
+    costs: Sequence[int],
+    *,
+    batch_tokens: int,
+    ranks: Ranks,
+    answered: Callable[[int], None],
+    say: Callable[[str], None],
+) -> tuple[list[Result], int]:
+    """Return the results of items 0 .. len(costs) - 1, and the batch_tokens that fit on all ranks.
+
+    `answered` receives the costs of items that are done; `say` one line, if memory runs out for
+    the first time. Raises UserError if one item alone does not fit.
+    """
+    batches = load.plan(batch_tokens, range(len(costs)))
+    fits = batch_tokens
+
+    def work(batch: Batch) -> tuple[Mapping[int, Result], int]:
+        nonlocal fits
+        parts = [batch]
+        if fits < batch_tokens:
+            parts = load.plan(fits, load.members(batch))
+        found: dict[int, Result] = {}
+        while parts:
+            results = unless_out_of_memory(partial(load.work, fits, parts[0]))
+            if results is not None:
+                found |= results
+                parts = parts[1:]
+                continue
+            items = load.members(parts[0])
+            if len(items) == 1:
+                raise UserError(
+                    "one item alone does not fit in the device's memory: lower --max_length, take "
+                    "--dtype bfloat16, or a device with more memory"
+                )
+            if fits == batch_tokens:
+                say(f"out of memory with {fits} tokens a batch: going on with {max(1, fits // 2)}")
+            fits = max(1, fits // 2)
+            smaller = load.plan(fits, items)
+            if len(smaller) == 1:  # a sequence longer than the budget: fewer items at least
+                half = len(items) // 2
+                smaller = load.plan(fits, items[:half]) + load.plan(fits, items[half:])
+            parts = smaller + [b for p in parts[1:] for b in load.plan(fits, load.members(p))]
+        return found, fits
+
+    def done(number: int) -> None:
+        answered(sum(costs[item] for item in load.members(batches[number])))
+
+    shares = ranks.map(work, batches, done)
+    results = {item: result for share, _ in shares for item, result in share.items()}
+    fitted = min((fitted for _, fitted in shares), default=batch_tokens)
+    return [results[item] for item in range(len(costs))], fitted
+
+
+def unless_out_of_memory(work: Callable[[], Result]) -> Result | None:
+    """Return `work()`; None if it ran out of memory, all of which is free again then."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        pass  # outside of this block: the error holds on to the frames and their tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None

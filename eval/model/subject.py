@@ -1,6 +1,6 @@
 """What is evaluated: a checkpoint with what its run says about it, or an exported folder.
 
-First stop of `eval run`: everything that can be wrong with the command's paths is said here. An
+First stop of `eval run`: everything that can be wrong with the command's paths is reported here. An
 export (`python -m canon_pretrain.hf export`, or any folder that `hf import` takes) has its
 tokenizer with it and belongs to no run: its results need a place (--out), and what reads shards
 needs --data.
@@ -32,12 +32,12 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import read_run
 from eval.model.load import load_model
 
-WITHOUT_TEXT = "validation"
+ONLY_VALIDATION = "only --suite validation does without"
 WEIGHTS = (".safetensors", ".bin", ".pth")
 
 
 def locate(given: Path) -> tuple[Path, RunFolder | None]:
-    """The checkpoint that `given` names with its run, or an exported folder, which has no run."""
+    """Return the checkpoint that `given` names and its run, or an exported folder and None."""
     if is_folder(given):
         return given, None
     run, checkpoint = find_checkpoint(given)
@@ -48,10 +48,10 @@ def locate(given: Path) -> tuple[Path, RunFolder | None]:
 class Subject:
     """A checkpoint or an export.
 
-    `folder`: the run; None for an export. `step`: None where an export does not tell. `seq_len`:
-    the length trained on; of an export the positions that its config.json gives. `data`, `train`,
+    `folder`: the run; None for an export. `step`: None if an export does not name it. `seq_len`:
+    the length trained on; of an export the positions in its config.json. `data`, `train`,
     `held_out`: the run's shards; None for an export without --data, `held_out` also if there is no
-    such text here. `recorded_held_out`: the fingerprint that the run records of it, None if none.
+    such text here. `recorded_held_out`: the fingerprint that the run records of it, if any.
     """
 
     checkpoint: Path
@@ -71,7 +71,7 @@ class Subject:
         run: RunFolder | None = None,
         held_out: Path | None = None,
     ) -> "Subject":
-        """What `given`, or `locate(given)`, names.
+        """Open what `given`, or `locate(given)`, names.
 
         `held_out`: a folder whose text is taken instead of the run's own held-out part. Raises
         UserError if the checkpoint, its run or its data are not there or not whole.
@@ -91,8 +91,8 @@ class Subject:
 
     @property
     def train_shards(self) -> TokenShards:
-        """The shards trained on; raises UserError where an export was given none."""
-        return self._shards(self.train)
+        """The shards trained on; raises UserError if an export was given none."""
+        return self._named(self.train)
 
     @property
     def held_out_shards(self) -> TokenShards:
@@ -103,9 +103,9 @@ class Subject:
                 "run's validation.path has any here. Name a folder of the same tokenizer with "
                 "--held_out, or build the data with --holdout above 0"
             )
-        return self._shards(self.held_out)
+        return self._named(self.held_out)
 
-    def _shards(self, shards: TokenShards | None) -> TokenShards:
+    def _named(self, shards: TokenShards | None) -> TokenShards:
         if shards is None:
             raise UserError(
                 f"{self.checkpoint} is an export, which names no data: give the folder of a build "
@@ -136,18 +136,14 @@ class Subject:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises UserError where it is not there."""
-        return _of_export(self.checkpoint) if self.folder is None else self._of_data()
-
-    def _of_data(self) -> Tokenizer:
-        """The tokenizer that the run's data was written with."""
+        """The model's tokenizer; raises UserError if it is not there."""
+        if self.folder is None:
+            return _of_export(self.checkpoint)
         assert self.data is not None and self.train is not None
         try:
             tokenizer = Tokenizer.find(self.data, eos=self.train.eos_id)
         except UserError as error:
-            raise UserError(
-                f"{error}. This suite reads text; only --suite {WITHOUT_TEXT} does without"
-            ) from None
+            raise UserError(f"{error}. This suite reads text; {ONLY_VALIDATION}") from None
         if tokenizer.sha256 != self.train.tokenizer_sha256:
             raise UserError(
                 f"{self.data / tokenizer.file_name} is not the tokenizer that {self.data} was "
@@ -160,8 +156,8 @@ class Subject:
     def identity(self) -> dict[str, Any]:
         """What tells this model, and what it is asked about, from others; JSON values.
 
-        See WHOSE in run/results.py. `content` is a hash of the weights. `tokenizer_sha256` is
-        that of training if it is known; of a foreign folder its file's.
+        See WHOSE in run/results.py. `content` is a hash of the weights. `tokenizer_sha256` is that
+        of training if it is known; of a foreign folder its file's.
         """
         sha256 = None if self.train is None else self.train.tokenizer_sha256
         if self.folder is not None:
@@ -186,7 +182,7 @@ class Subject:
     def load(
         self, device: torch.device, dtype: torch.dtype = torch.float32, max_length: int = 0
     ) -> Transformer:
-        """The model, for sequences of `max_length` tokens; see load_model."""
+        """Load the model, for sequences of `max_length` tokens; see load_model."""
         return load_model(self.checkpoint, device, max_length, dtype, self.folder)
 
 
@@ -213,7 +209,7 @@ def _open_checkpoint(
             f"{folder.config_file} is damaged, or another version of this program wrote it: it "
             f"lacks {error}"
         ) from None
-    if mixed and data is None:
+    if data is None and mixed:
         raise UserError(
             f"{folder.path} was trained on a mixture of {', '.join(map(str, mixed))}: name the "
             "one whose held-out part and tokenizer to use with --data"
@@ -238,15 +234,14 @@ def _open_checkpoint(
             ) from None
     if found != trained_on:
         raise UserError(
-            f"{data} is not what {folder.path} was trained on: its fingerprint is "
-            f"{found[:12]}, the run's {trained_on[:12]}. Name the run's shards "
-            "with --data"
+            f"{data} is not what {folder.path} was trained on: its fingerprint is {found[:12]}, "
+            f"the run's {trained_on[:12]}. Name the run's shards with --data"
         )
-    step = checkpoint_step(checkpoint)
     if held_out is None and apart:
         part = open_apart(apart) if Path(apart).is_dir() else None
     else:
         part = open_held_out(data) if held_out is None else open_apart(held_out)
+    step = checkpoint_step(checkpoint)
     return Subject(
         checkpoint.resolve(), folder, step, seq_len, data, train, part, recorded_held_out
     )
@@ -269,7 +264,7 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Subj
 
 
 def _content(export: Path) -> str:
-    """A SHA-256 of an exported folder's configuration and weights."""
+    """Return a SHA-256 of an exported folder's configuration and weights."""
     digest = hashlib.sha256()
     for path in sorted(export.iterdir()):
         if path.suffix in WEIGHTS or path.name == CONFIG:
@@ -278,7 +273,7 @@ def _content(export: Path) -> str:
 
 
 def _record(export: Path) -> dict[str, Any]:
-    """What an export of ours was made from; empty for a folder of another making."""
+    """Return what an export of ours was made from; empty for a folder of another making."""
     try:
         return read_json(export / RECORD, finite=False)
     except UnreadableFile as error:
@@ -288,18 +283,17 @@ def _record(export: Path) -> dict[str, Any]:
 
 
 def _recorded_tokenizer(export: Path) -> str | None:
-    """The sha256 of the tokenizer that an export of ours was trained with."""
+    """Return the sha256 of the tokenizer that an export of ours was trained with."""
     return (_record(export).get("tokenizer") or {}).get("sha256")
 
 
 def _of_export(export: Path) -> Tokenizer:
-    """The tokenizer beside an export's weights; raises UserError where there is none."""
+    """Return the tokenizer beside an export's weights; raises UserError if there is none."""
     eos_id: Any = read_json(export / CONFIG, finite=False).get("eos_token_id")
     eos_id = eos_id[0] if isinstance(eos_id, list) and eos_id else eos_id
     try:
         return Tokenizer.find(export, eos=eos_id)
     except UserError as error:
         raise UserError(
-            f"{error}. Export the checkpoint with its tokenizer; only --suite {WITHOUT_TEXT} does "
-            "without"
+            f"{error}. Export the checkpoint with its tokenizer; {ONLY_VALIDATION}"
         ) from None

@@ -45,82 +45,28 @@ class DataSet:
 
     @property
     def revision(self) -> str | None:
-        """The repository's commit; None where no public source names one (stage.py pins it)."""
+        """The repository's commit; None if no public source names one (stage.py pins it)."""
         return REVISIONS.get(self.path)
 
 
-# key, repository, configuration, split, documents, columns; documents of JRT: spec/eval.md
-_DISCRIMINATIVE: tuple[tuple[str, str, str | None, str, int, str], ...] = (
-    ("piqa", "baber/piqa", None, "validation", 1838, "goal sol1 sol2 label"),
-    (
-        "hellaswag",
-        "Rowan/hellaswag",
-        None,
-        "validation",
-        10_042,
-        "activity_label ctx_a ctx_b endings label source_id",
-    ),
-    (
-        "winogrande",
-        "allenai/winogrande",
-        "winogrande_xl",
-        "validation",
-        1267,
-        "sentence option1 option2 answer",
-    ),
-    ("arc_easy", "allenai/ai2_arc", "ARC-Easy", "test", 2376, "question choices answerKey"),
-    (
-        "arc_challenge",
-        "allenai/ai2_arc",
-        "ARC-Challenge",
-        "test",
-        1172,
-        "question choices answerKey",
-    ),
-    (
-        "social_iqa",
-        "lighteval/siqa",
-        None,
-        "validation",
-        1954,
-        "context question answerA answerB answerC label",
-    ),
-    ("boolq", "aps/super_glue", "boolq", "validation", 3270, "passage question label"),
-    ("lambada_openai", "EleutherAI/lambada_openai", "default", "test", 5153, "text"),
-    (
-        "wikitext",
-        "EleutherAI/wikitext_document_level",
-        "wikitext-2-raw-v1",
-        "test",
-        62,
-        "page",
-    ),
-)
-_QUESTION = "context question orig_question answers"
-_JRT: tuple[tuple[str, str, str | None, str, int, str], ...] = (
-    (
-        "jrt_swde",
-        "hazyresearch/based-swde-v2",
-        "default",
-        "validation",
-        1111,
-        "text key value",
-    ),
-    ("jrt_fda", "hazyresearch/based-fda", "default", "validation", 1102, "text key value"),
-    (
-        "jrt_squad",
-        "hazyresearch/based-squad",
-        "default",
-        "validation",
-        2984,
-        "text context question value",
-    ),
-    ("jrt_triviaqa", "hazyresearch/based_triviaqa", None, "validation", 1688, _QUESTION),
-    ("jrt_nq", "hazyresearch/based_nq_1024", None, "validation", 3157, _QUESTION),
-    ("jrt_drop", "hazyresearch/based_drop", None, "validation", 2087, _QUESTION),
-)
-
-
+# key, repository, configuration (-: none), split, documents, columns; JRT's numbers: spec/eval.md
+_TABLE = """
+piqa baber/piqa - validation 1838 goal sol1 sol2 label
+hellaswag Rowan/hellaswag - validation 10042 activity_label ctx_a ctx_b endings label source_id
+winogrande allenai/winogrande winogrande_xl validation 1267 sentence option1 option2 answer
+arc_easy allenai/ai2_arc ARC-Easy test 2376 question choices answerKey
+arc_challenge allenai/ai2_arc ARC-Challenge test 1172 question choices answerKey
+social_iqa lighteval/siqa - validation 1954 context question answerA answerB answerC label
+boolq aps/super_glue boolq validation 3270 passage question label
+lambada_openai EleutherAI/lambada_openai default test 5153 text
+wikitext EleutherAI/wikitext_document_level wikitext-2-raw-v1 test 62 page
+jrt_swde hazyresearch/based-swde-v2 default validation 1111 text key value
+jrt_fda hazyresearch/based-fda default validation 1102 text key value
+jrt_squad hazyresearch/based-squad default validation 2984 text context question value
+jrt_triviaqa hazyresearch/based_triviaqa - validation 1688 context question orig_question answers
+jrt_nq hazyresearch/based_nq_1024 - validation 3157 context question orig_question answers
+jrt_drop hazyresearch/based_drop - validation 2087 context question orig_question answers
+"""
 # spec/eval.md: rows of the public CSVs where they are not 999
 _BABILONG_ROWS = {
     **dict.fromkeys((("qa1", length) for length in BABILONG_LENGTHS), 1000),
@@ -130,31 +76,24 @@ _BABILONG_ROWS = {
 }
 
 
-def _babilong(task: str, length: str) -> DataSet:
-    return DataSet(
-        key=f"babilong_{task}_{length}",
-        suite=BABILONG,
-        path="RMT-team/babilong-1k-samples",
-        config=length,
-        split=task,
-        columns=("input", "question", "target"),
-        documents=_BABILONG_ROWS.get((task, length), 999),
-    )
-
-
 def _catalogue() -> dict[str, DataSet]:
-    sets = [
-        DataSet(key, suite, path, config, split, tuple(columns.split()), documents)
-        for suite, rows in ((DISCRIMINATIVE, _DISCRIMINATIVE), (JRT, _JRT))
-        for key, path, config, split, documents, columns in rows
-    ]
-    sets += [_babilong(task, length) for task in BABILONG_TASKS for length in BABILONG_LENGTHS]
-    return {data.key: data for data in sets}
+    found = {}
+    for line in _TABLE.strip().splitlines():
+        key, path, config, split, documents, *columns = line.split()
+        suite = JRT if key.startswith(JRT) else DISCRIMINATIVE
+        name = None if config == "-" else config
+        found[key] = DataSet(key, suite, path, name, split, tuple(columns), int(documents))
+    for task in BABILONG_TASKS:
+        for length in BABILONG_LENGTHS:
+            key, path = f"babilong_{task}_{length}", "RMT-team/babilong-1k-samples"
+            fields, rows = ("input", "question", "target"), _BABILONG_ROWS.get((task, length), 999)
+            found[key] = DataSet(key, BABILONG, path, length, task, fields, rows)
+    return found
 
 
 CATALOGUE: Mapping[str, DataSet] = _catalogue()
 
 
 def of_suites(suites: Collection[str]) -> list[DataSet]:
-    """The data sets of these suites, in the catalogue's order."""
+    """Return the data sets of these suites, in the catalogue's order."""
     return [data for data in CATALOGUE.values() if data.suite in suites]

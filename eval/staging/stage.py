@@ -3,28 +3,36 @@
     python -m eval stage --suite all --to outputs/eval_data
     python -m eval stage --suite all --to outputs/eval_data --check    # hashes only, no network
 
-Before `eval run`, on a login node. It goes through catalogue.py: commit (pins.py), rows (hub.py),
-their number and columns against the catalogue, then the files (staged.py). A data set that is
-staged is not touched again: the same command goes on where it was interrupted. DIR may be copied.
+Before `eval run`, on a login node. For each data set of catalogue.py it finds the commit, loads the
+rows, checks their number and columns and writes the files (staged.py). A data set that is staged is
+not touched again: the same command resumes where it was interrupted. DIR may be copied.
+
+DIR/pins.json names a commit for each repository that the catalogue does not pin, the one found at
+the first staging, and for those that the user pinned. Copied to another site, it stages the same
+data there.
 """
 
 import argparse
 import errno
-import fcntl
+import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.files import UnreadableFile, read_record, write_json
+from canon_pretrain.core.lock import locked
+from canon_pretrain.core.text import size
+from canon_pretrain.data.hub import COMMIT, HubUnavailable, WaysOut, find_commit, hub_errors
 from eval.staging.catalogue import SUITES, DataSet, of_suites
-from eval.staging.hub import StagingEnds, fetch, find_commit
-from eval.staging.pins import PINS, Pins
 from eval.staging.staged import (
     DEFAULT_FOLDER,
     FOLDER_VARIABLE,
+    Manifest,
     data_set,
     staged_folder,
     verify,
@@ -34,13 +42,23 @@ from eval.staging.staged import (
 if TYPE_CHECKING:
     import datasets
 
+Commit = Annotated[str, Field(pattern=f"^{COMMIT.pattern}$")]
+
 LOCK = ".stage.lock"
 DOWNLOADS = ".stage.tmp"
+PINS = "pins.json"
 ALL = "all"
+WAYS_OUT = WaysOut(
+    revision="choose another commit with --pin KEY=COMMIT",
+    without_hub=(
+        "run `python -m eval stage` on a machine with network, such as a login node, and copy the "
+        "folder of --to here"
+    ),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds those of `eval stage`."""
+    """Add the arguments of `eval stage`."""
     parser.description = (
         "Download the suites' data sets at fixed commits, once, on a machine with network; "
         "evaluation then needs none. What is staged is not downloaded again."
@@ -72,21 +90,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Stage what the arguments name, or check it. Raises UserError where anything is not whole."""
+    """Stage what the arguments name, or check it. Raises UserError if anything is not whole."""
     folder = staged_folder(arguments.to)
     chosen = choose(arguments.suite, arguments.only)
     if arguments.check:
         _check(folder, chosen)
         return
+    waits = f"waits: another process is staging into {folder}"
+    downloads = folder / DOWNLOADS
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with locked(
+            folder / LOCK,
+            str(folder),
+            patience_s=math.inf,
+            on_wait=lambda: print(waits, flush=True),
+        ):
             pins = Pins(folder)
             pins.choose(arguments.pin)
-            _stage_all(folder, chosen, pins, arguments.allow_count)
+            shutil.rmtree(downloads, ignore_errors=True)  # what a killed one left
+            try:
+                _stage_all(folder, chosen, pins, arguments.allow_count)
+            finally:
+                shutil.rmtree(downloads, ignore_errors=True)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        way_out = "make room" if full else "choose another folder with --to"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        way_out = "make room" if is_full else "choose another folder with --to"
         raise UserError(
             f"{folder}: cannot be written: {error.strerror}; {way_out} and run the same command "
             "again: what is staged stays"
@@ -94,7 +123,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
-    """The data sets of a suite, or of all, and of them those of `only`. Raises UserError."""
+    """Return the data sets of a suite, or of all, and of them those of `only`."""
     if suite not in (*SUITES, ALL):
         near = nearest(suite, [*SUITES, ALL])
         raise UserError(
@@ -112,23 +141,61 @@ def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
     return [data for data in found if data in wanted]
 
 
+class Pins:
+    """The commits of repositories in `folder`/pins.json. Raises UserError if it is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / PINS
+        self._commits: dict[str, str] = {}
+        try:
+            self._commits = read_record(self._path, dict[str, Commit])
+        except UnreadableFile as error:
+            if not error.is_missing:
+                raise UserError(
+                    f"{error}; expected commits by repository: restore it, or delete it to keep "
+                    "what is staged at the commits of its manifests"
+                ) from None
+
+    def get(self, data: DataSet) -> str | None:
+        """Return the commit to stage: this folder's pin, else the catalogue's, if any."""
+        return self._commits.get(data.path) or data.revision
+
+    def add(self, data: DataSet, commit: str) -> None:
+        """Pin the repository of `data` from now on."""
+        if self._commits.get(data.path) != commit:
+            self._commits[data.path] = commit
+            write_json(self._path, dict(sorted(self._commits.items())))
+
+    def choose(self, given: Iterable[str]) -> None:
+        """Pin what the user asks for as KEY=COMMIT. Raises UserError before it writes anything."""
+        chosen: dict[str, tuple[DataSet, str]] = {}
+        for pin in given:
+            key, _, commit = pin.partition("=")
+            if not COMMIT.fullmatch(commit):
+                raise UserError(
+                    f"--pin {pin}: expected KEY=COMMIT with the 40 hex digits of a commit"
+                )
+            data = data_set(key)
+            if chosen.setdefault(data.path, (data, commit))[1] != commit:
+                raise UserError(
+                    f"--pin {pin}: {chosen[data.path][0].key} is of the same repository "
+                    f"({data.path}) and given another commit; a repository has one"
+                )
+        for data, commit in chosen.values():
+            self.add(data, commit)
+
+
 def _stage_all(folder: Path, chosen: list[DataSet], pins: Pins, allow_count: bool) -> None:
-    downloads = folder / DOWNLOADS
-    # what a killed one left
-    shutil.rmtree(downloads, ignore_errors=True)
     refused: list[str] = []
-    try:
-        for number, data in enumerate(chosen, 1):
-            where = f"[{number}/{len(chosen)}] {data.key}:"
-            try:
-                print(where, _stage_one(folder, data, pins, allow_count, downloads), flush=True)
-            except StagingEnds:
-                raise
-            except UserError as error:
-                print(where, f"refused: {error}", flush=True)
-                refused.append(data.key)
-    finally:
-        shutil.rmtree(downloads, ignore_errors=True)
+    for number, data in enumerate(chosen, 1):
+        where = f"[{number}/{len(chosen)}] {data.key}:"
+        try:
+            print(where, _stage(folder, data, pins, allow_count), flush=True)
+        except HubUnavailable:
+            raise
+        except UserError as error:
+            print(where, f"refused: {error}", flush=True)
+            refused.append(data.key)
     if refused:
         raise UserError(
             f"{len(refused)} of {len(chosen)} data sets were not staged in {folder}: "
@@ -137,39 +204,26 @@ def _stage_all(folder: Path, chosen: list[DataSet], pins: Pins, allow_count: boo
     print(f"staged in {folder}: {len(chosen)} of {len(chosen)} data sets", flush=True)
 
 
-def _stage_one(folder: Path, data: DataSet, pins: Pins, allow_count: bool, downloads: Path) -> str:
-    """What was done for one data set, as a line. Raises UserError."""
-    commit = pins.get(data)
-    staged = _staged(folder, data)
-    if staged and commit in (None, staged["revision"]):
-        # without a pins.json: the folder came from elsewhere, and goes on at its own commit
-        if commit is None:
-            pins.add(data, staged["revision"])
-        return f"is staged, {_described(staged, data)}"
-    began = time.monotonic()
-    found = find_commit(data.path, commit)
-    if commit is None:
-        pins.add(data, found)
-    print(f"    {data.path}@{found[:12]} {data.config or ''} {data.split} ...", flush=True)
-    rows = fetch(data, found, downloads)
-    _expect(rows, data, found, allow_count)
-    manifest = write_staged(folder, data.key, {data.split: rows}, revision=found)
-    return f"{_described(manifest, data)}, {time.monotonic() - began:.0f} s"
-
-
-def _staged(folder: Path, data: DataSet) -> dict[str, Any] | None:
-    """The manifest of what is whole in the folder, whatever its commit."""
+def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
+    """Stage one data set unless it is, and return a line that says so. Raises UserError."""
+    pinned = pins.get(data)
     try:
-        return verify(data.key, folder)
+        staged = verify(data.key, folder)
+        if pinned in (None, staged.revision):
+            # without a pins.json: the folder came from elsewhere, and keeps its own commit
+            if pinned is None:
+                pins.add(data, staged.revision)
+            return f"is staged, {_described(staged, data)}"
     except UserError:
-        return None
-
-
-def _expect(rows: "datasets.Dataset", data: DataSet, commit: str, allow_count: bool) -> None:
-    """Raise UserError where rows are not those that the catalogue expects."""
+        pass  # not staged, or not whole
+    began = time.monotonic()
+    commit = find_commit(data.path, pinned, WAYS_OUT)
+    if pinned is None:
+        pins.add(data, commit)
+    print(f"    {data.path}@{commit[:12]} {data.config or ''} {data.split} ...", flush=True)
+    rows = fetch(data, commit, folder / DOWNLOADS)
     what = f"{data.path}@{commit[:12]} {data.split}"
-    missing = [name for name in data.columns if name not in rows.column_names]
-    if missing:
+    if missing := [name for name in data.columns if name not in rows.column_names]:
         raise UserError(
             f"{what}: has no column {', '.join(missing)} (but {', '.join(rows.column_names)}), "
             f"which its task needs; choose another commit with --pin {data.key}=COMMIT"
@@ -179,15 +233,33 @@ def _expect(rows: "datasets.Dataset", data: DataSet, commit: str, allow_count: b
             f"{what}: {len(rows):,} documents, expected {data.documents:,}; choose another commit "
             f"with --pin {data.key}=COMMIT, or accept them with --allow_count"
         )
+    manifest = write_staged(folder, data.key, {data.split: rows}, revision=commit)
+    return f"{_described(manifest, data)}, {time.monotonic() - began:.0f} s"
 
 
-def _described(manifest: dict[str, Any], data: DataSet) -> str:
-    known = manifest["splits"][data.split]
-    odd = f" (expected {data.documents:,})" if known["rows"] != data.documents else ""
-    return (
-        f"{known['rows']:,} documents{odd}, {known['bytes'] / 1e6:.1f} MB, "
-        f"commit {manifest['revision'][:12]}"
-    )
+def fetch(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
+    """Return the rows of `data` at `commit`; they may be in `cache`, and live as long as it does.
+
+    `cache` is not shared with other revisions: if the hub fails, `datasets` takes what is there.
+    """
+    import datasets
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.utils import disable_progress_bars
+
+    datasets.disable_progress_bars()
+    disable_progress_bars()
+    # ValueError: no such configuration, no such split
+    unexpected = (DatasetsError, ValueError)
+    with hub_errors(data.path, commit, WAYS_OUT, unexpected=unexpected):
+        return datasets.load_dataset(
+            data.path, data.config, split=data.split, revision=commit, cache_dir=str(cache)
+        )
+
+
+def _described(manifest: Manifest, data: DataSet) -> str:
+    known = manifest.splits[data.split]
+    odd = f" (expected {data.documents:,})" if known.rows != data.documents else ""
+    return f"{known.rows:,} documents{odd}, {size(known.bytes)}, commit {manifest.revision[:12]}"
 
 
 def _check(folder: Path, chosen: list[DataSet]) -> None:
@@ -204,15 +276,3 @@ def _check(folder: Path, chosen: list[DataSet]) -> None:
             f"{', '.join(broken)}"
         )
     print(f"whole in {folder}: {len(chosen)} of {len(chosen)} data sets", flush=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold `folder` for this process alone; the kernel gives it back however the process ends."""
-    with open(folder / LOCK, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waits: another process is staging into {folder}", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

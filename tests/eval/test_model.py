@@ -9,11 +9,10 @@ import torch
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.positions import rope_tables
-from eval.model import fast_linear
-from eval.model.fast_linear import FastLinear, is_faster, use_fast_linear
+from eval.model import load
 from eval.model.lm import CanonLM
-from eval.model.load import dtype_for, load_model
-from eval.model.score_plan import Pair
+from eval.model.load import FastLinear, dtype_for, is_faster, load_model, use_fast_linear
+from eval.model.score import Pair
 from tests.hf_exports import export_model, plant_run
 from tests.variants import VARIANTS, build, every_variant, random_tokens
 
@@ -77,7 +76,7 @@ def test_faster_products_give_the_same_numbers(args) -> None:  # type: ignore[no
 def test_faster_products_are_for_float32_on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(VARIANTS["rope"])
     for vendor, expected in (("AuthenticAMD", True), ("GenuineIntel", False), ("", False)):
-        monkeypatch.setattr(fast_linear, "_vendor", lambda vendor=vendor: vendor)
+        monkeypatch.setattr(load, "cpu_vendor", lambda vendor=vendor: vendor)
         assert is_faster(model) is (expected and torch.backends.mkldnn.is_available())
-    monkeypatch.setattr(fast_linear, "_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(load, "cpu_vendor", lambda: "AuthenticAMD")
     assert not is_faster(model.to(torch.bfloat16))

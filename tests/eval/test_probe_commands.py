@@ -16,7 +16,7 @@ import torch
 
 from canon_pretrain.hf.export import export
 from canon_pretrain.model.transformer import Transformer
-from eval.tasks.babilong.score import is_right
+from eval.tasks.babilong.task import is_right
 from eval.tasks.birth_year.frozen import FrozenSets
 from eval.tasks.birth_year.probes import KINDS
 from tests.data_folders import plant_data, sentence, tokenizer

@@ -35,12 +35,12 @@ from canon_pretrain.run.results import Results, read_results, write_results
 from data_prep.train_tokenizer import train_tokenizer
 from eval import harness
 from eval.__main__ import main
+from eval.harness import open_tasks
 from eval.model.lm import CanonLM
 from eval.model.load import load_model
 from eval.run_command import add_how
 from eval.schedule import Request, Schedule, to_words
 from eval.suite_names import SUITES, TASKS, harness_names, task_files
-from eval.suites import open_tasks
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.support import ROOT

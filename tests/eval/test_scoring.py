@@ -15,8 +15,7 @@ from lm_eval.api.instance import Instance
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.transformer import Transformer
 from eval.model.lm import CanonLM, request_cost
-from eval.model.score_plan import Batch, Pair, Planner
-from eval.model.scoring import Answer, score_batch
+from eval.model.score import Answer, Batch, Pair, Planner, score_batch
 from tests.variants import VARIANTS, build
 
 FEW = (

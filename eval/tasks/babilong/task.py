@@ -1,6 +1,8 @@
 """The Babilong tasks' documents and score, for the YAML files beside it (spec/eval.md section 3).
 
-Staged rows (eval/staging) and prompts (prompts.py) become documents; score.py judges answers.
+Staged rows (eval/staging) and prompts (prompts.py) become documents; `is_right` judges answers.
+Answers that list every place, or that repeat the question's, are not right; the harness's own
+`babilong` (target occurs in the answer) calls them so.
 """
 
 from typing import Any
@@ -9,18 +11,22 @@ import datasets
 
 from canon_pretrain.core.errors import UserError
 from eval.staging.staged import load_staged
-from eval.task_length import check_fit
+from eval.task_tokenizer import check_fit
 from eval.tasks.babilong.prompts import read_prompts
-from eval.tasks.babilong.score import LABELS, is_right
 
 ANSWER_TOKENS = 20
 """Of the greedy answer; `max_gen_toks` in _base.yaml."""
+PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
+GIVING = ("Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk")
+LABELS = {"qa1": PLACES, "qa2": PLACES, "qa3": PLACES, "qa4": PLACES, "qa5": GIVING}
+ENDS = (".", "<context>", "<example>")
+"""What an answer ends before: its sentence, or a further example that the model makes up."""
 
 
 def load(
     *, qa: str, context: str, staged: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
-    """The split `test` of the task `qa` at length `context` ("4k"): lm_eval's `custom_dataset`.
+    """Return the split `test` of `qa` at length `context` ("4k"): lm_eval's `custom_dataset`.
 
     A document has the whole `prompt`, the `question` and the `target`, the `task`, and the SHA-256
     of the `prompts` that it was made with. Metadata: `staged`; `babilong_prompts`, "lm_eval" or a
@@ -54,6 +60,20 @@ def load(
 
 
 def score(document: dict[str, Any], answers: list[str]) -> dict[str, float]:
-    """The metric `acc` of one document: lm_eval's `process_results`."""
+    """Return the metric `acc` of one document: lm_eval's `process_results`."""
     right = is_right(document["task"], document["question"], document["target"], answers[0])
     return {"acc": float(right)}
+
+
+def is_right(task: str, question: str, target: str, answer: str) -> bool:
+    """Return whether the labels that only the answer names are exactly the target.
+
+    Case is ignored. A label is named if it occurs in the text ("bedrooms" names the bedroom, and
+    "billion" names Bill), in the question as in the answer.
+    """
+    answer, question = answer.lower(), question.lower()
+    for end in ENDS:
+        answer = answer.partition(end)[0]
+    labels = {label.lower() for label in LABELS[task]}
+    named = {label for label in labels if label in answer and label not in question}
+    return named == {target.lower()}

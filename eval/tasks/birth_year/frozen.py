@@ -7,28 +7,27 @@ probes.py makes the probes. `eval run` freezes what fits before its tasks are lo
 (`open_probes`), in RUN/evals/probes; the tasks (task.py) read. No torch; lm_eval for WikiText only.
 """
 
-import argparse
-import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import (
     UnreadableFile,
-    read_json,
+    read_record,
     sha256_file,
     write_atomic,
     write_json,
 )
-from canon_pretrain.core.terminal import Console
+from canon_pretrain.core.lock import locked
+from canon_pretrain.data.tokenizer import Tokenizer
 from eval.staging.catalogue import CATALOGUE
-from eval.staging.staged import MANIFEST, load_staged, restage, staged_folder
+from eval.staging.staged import MANIFEST, load_staged, restage
 from eval.tasks.birth_year.probes import (
     ANSWER_TOKENS,
     KINDS,
@@ -46,26 +45,38 @@ from eval.tasks.birth_year.probes import (
     task_names,
 )
 
-if TYPE_CHECKING:
-    from eval.model.subject import Subject
-
 SETS = "sets.json"
 WIKITEXT = "wikitext"
 """The data set of the catalogue that statements are hidden in, unless a file is given."""
 
 
 @dataclass(frozen=True)
+class Entry:
+    """What sets.json says of one set: its file's hash, its longest prompt, what it is made of."""
+
+    sha256: str
+    max_tokens: int
+    made_of: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of sets.json."""
+
+    sets: dict[str, Entry]
+
+
+@dataclass(frozen=True)
 class ProbeSet:
-    """One frozen set: `name` is that of its kind and length, such as 1-hop-256."""
+    """One frozen set; `name` is that of its kind and length, such as 1-hop-256."""
 
     name: str
     path: Path
     sha256: str
     max_tokens: int
-    """Of its longest prompt."""
 
     def read(self) -> list[dict[str, Any]]:
-        """The probes. Raises UserError if the file is not what was frozen."""
+        """Return the probes. Raises UserError if the file is not what was frozen."""
         try:
             found = sha256_file(self.path)
         except OSError as error:
@@ -73,52 +84,43 @@ class ProbeSet:
         if found != self.sha256:
             raise UserError(
                 f"{self.path} was changed after it was frozen (sha256 {found[:28]}, expected "
-                f"{self.sha256[:16]}): scores would not compare with earlier ones. Restore it, or "
-                f"delete {self.path.parent} and evaluate this run's checkpoints again"
+                f"{self.sha256[:16]}): scores would not compare with earlier ones. Restore "
+                f"it, or delete {self.path.parent} and evaluate this run's checkpoints again"
             )
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text that statements are hidden in. `origin` names its content: a label and a hash."""
+    """The text that statements are hidden in; `origin` is a label and a hash of its content."""
 
     origin: str
     text: str
 
-    @classmethod
-    def of_file(cls, path: Path) -> "Corpus":
-        """Raises UserError for a file that is not UTF-8 text."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"junk {path}: cannot be read as UTF-8 text: {error}") from None
-        return cls(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
-
-    @classmethod
-    def of_wikitext(cls, staged: Path) -> "Corpus":
-        """Wikipedia's prose from the staged WikiText, as lm_eval's wikitext task writes it.
-
-        Raises UserError if it is not staged, or not as it was staged.
-        """
-        from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
-
-        pages = load_staged(WIKITEXT, staged)[CATALOGUE[WIKITEXT].split]
-        lines = (line for page in pages for line in wikitext_detokenizer(page).split("\n"))
-        text = "\n".join(line for line in lines if not line.lstrip().startswith("="))
-        return cls(f"{WIKITEXT} {hashlib.sha256(text.encode()).hexdigest()}", text)
-
 
 def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
-    """The text of the file `junk`, by default the staged WikiText; if that is not staged, why."""
+    """Return the text of the file `junk`, or the staged WikiText as lm_eval's task writes it.
+
+    Returns the reason if WikiText is not staged. Raises UserError for a file that is not UTF-8
+    text, and for WikiText that is not as it was staged.
+    """
     if junk:
-        return Corpus.of_file(Path(junk))
-    if (staged / WIKITEXT / MANIFEST).exists():
-        return Corpus.of_wikitext(staged)
-    return (
-        f"the text around the statements, WikiText, is not staged; {restage(WIKITEXT, staged)}; or "
-        "take the text of a file, --junk FILE.txt"
-    )
+        try:
+            text = Path(junk).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"junk {junk}: cannot be read as UTF-8 text: {error}") from None
+        return Corpus(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
+    if not (staged / WIKITEXT / MANIFEST).exists():
+        return (
+            f"the text around the statements, WikiText, is not staged; {restage(WIKITEXT, staged)}"
+            "; or take the text of a file, --junk FILE.txt"
+        )
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    pages = load_staged(WIKITEXT, staged)[CATALOGUE[WIKITEXT].split]
+    lines = (line for page in pages for line in wikitext_detokenizer(page).split("\n"))
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("="))
+    return Corpus(f"{WIKITEXT} {hashlib.sha256(text.encode()).hexdigest()}", text)
 
 
 class FrozenSets:
@@ -149,7 +151,7 @@ class FrozenSets:
     def sets(
         self, max_length: int, advance: Callable[[str], None]
     ) -> tuple[list[ProbeSet], list[str]]:
-        """The sets that fit a model of `max_length` tokens, and why others are left out.
+        """Return the sets that fit a model of `max_length` tokens, and why others are left out.
 
         `advance` receives the name of each set that has to be made.
         """
@@ -173,57 +175,53 @@ class FrozenSets:
     def get(
         self, kind: Kind, length: int, advance: Callable[[str], None] = lambda name: None
     ) -> ProbeSet | str:
-        """One set, or why it cannot be made."""
-        name, known = set_name(kind, length), self._manifest()["sets"]
+        """Return one set, or why it cannot be made."""
+        name, known = set_name(kind, length), self._known()
         made_of = {"set": name, **self._made_of}
+        if length and isinstance(self._corpus, str):
+            for key, entry in reversed(known.items()):
+                earlier = dict(entry.made_of)
+                if str(earlier.pop("junk", "")).startswith(WIKITEXT) and earlier == made_of:
+                    return self._found(name, key, entry)
+            return self._corpus
         if length:
-            if isinstance(self._corpus, str):
-                earlier = [key for key in known if self._is_of_wikitext(known[key], made_of)]
-                return self._found(name, earlier[-1], known) if earlier else self._corpus
+            assert isinstance(self._corpus, Corpus)
             made_of["junk"] = self._corpus.origin
         key = f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
-        if key in known:
-            return self._found(name, key, known)
-        junk = self._junk if length else Junk((), self.tokenizer)
-        if junk.num_tokens < length:
-            return f"the text to hide in has only {junk.num_tokens:,} tokens"
-        try:
-            with _lock(self.folder):  # two checkpoints may be evaluated side by side
-                manifest = self._manifest()
-                known = manifest["sets"]
-                if key not in known:
-                    advance(name)
-                    known[key] = {**self._freeze(key, kind, length, junk), "made_of": made_of}
-                    write_json(self.folder / SETS, manifest)
-        except OSError as error:
-            raise UserError(
-                f"the probes {name} can't be frozen in {self.folder}: {error.strerror}. Make "
-                "room there, or choose another folder with --out (under lm_eval: the metadata "
-                "`probes`)"
-            ) from None
-        return self._found(name, key, known)
+        if key not in known:
+            junk = self._junk if length else Junk((), self.tokenizer)
+            if junk.num_tokens < length:
+                return f"the text to hide in has only {junk.num_tokens:,} tokens"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                # two checkpoints may be evaluated side by side
+                with locked(self.folder / ".lock", str(self.folder), patience_s=math.inf):
+                    known = self._known()
+                    if key not in known:
+                        advance(name)
+                        known[key] = self._freeze(key, kind, length, junk, made_of)
+                        write_json(self.folder / SETS, asdict(Manifest(known)))
+            except OSError as error:
+                raise UserError(
+                    f"the probes {name} can't be frozen in {self.folder}: {error.strerror}. Make "
+                    "room there, or choose another folder with --out (under lm_eval: the metadata "
+                    "`probes`)"
+                ) from None
+        return self._found(name, key, known[key])
 
-    @staticmethod
-    def _is_of_wikitext(entry: dict[str, Any], made_of: dict[str, Any]) -> bool:
-        found = dict(entry.get("made_of", {}))
-        return str(found.pop("junk", "")).startswith(WIKITEXT) and found == made_of
+    def _found(self, name: str, key: str, entry: Entry) -> ProbeSet:
+        return ProbeSet(name, self.folder / f"{key}.jsonl", entry.sha256, entry.max_tokens)
 
-    def _found(self, name: str, key: str, known: dict[str, Any]) -> ProbeSet:
-        entry = known[key]
-        return ProbeSet(
-            name, self.folder / f"{key}.jsonl", entry["sha256"], int(entry["max_tokens"])
-        )
-
-    def _freeze(self, key: str, kind: Kind, length: int, junk: Junk) -> dict[str, Any]:
+    def _freeze(
+        self, key: str, kind: Kind, length: int, junk: Junk, made_of: dict[str, Any]
+    ) -> Entry:
         space = ends_with_space(self.tokenizer)
         items = range(self._made_of["num_items"])
         probes = [make_probe(kind, length, item, junk, space) for item in items]
         content = "".join(json.dumps(probe) + "\n" for probe in probes).encode()
         write_atomic(self.folder / f"{key}.jsonl", content)
-        return {
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "max_tokens": max(len(self.tokenizer.encode(probe["prompt"])) for probe in probes),
-        }
+        max_tokens = max(len(self.tokenizer.encode(probe["prompt"])) for probe in probes)
+        return Entry(hashlib.sha256(content).hexdigest(), max_tokens, made_of)
 
     @cached_property
     def _corpus(self) -> Corpus | str:
@@ -234,56 +232,41 @@ class FrozenSets:
         assert isinstance(self._corpus, Corpus)
         return Junk(split_sentences(self._corpus.text), self.tokenizer)
 
-    def _manifest(self) -> dict[str, Any]:
-        path = self.folder / SETS
+    def _known(self) -> dict[str, Entry]:
         try:
-            manifest = read_json(path)
-            for known in manifest["sets"].values():
-                _ = known["sha256"], int(known["max_tokens"]), dict(known.get("made_of", {}))
+            return read_record(self.folder / SETS, Manifest).sets
         except UnreadableFile as error:
             if error.is_missing:
-                return {"sets": {}}
+                return {}
             raise UserError(f"{error}; delete {self.folder} to freeze anew") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{path} is damaged: delete {self.folder} to freeze anew") from None
-        return dict(manifest)
 
 
 def open_probes(
-    subject: "Subject", arguments: argparse.Namespace, console: Console, max_length: int
-) -> tuple[Path, list[str], list[str]]:
-    """Freeze the sets that fit `max_length` and are not frozen yet; print what is made.
+    folder: Path,
+    tokenizer: Tokenizer,
+    junk: Path | None,
+    staged: Path,
+    *,
+    max_length: int,
+    say: Callable[[str], None],
+) -> tuple[list[str], list[str]]:
+    """Freeze the sets in `folder` that fit `max_length` and are not frozen yet.
 
-    Returns the folder, the names of the tasks that ask them, and why other sets are left out.
-    `arguments.junk` is a text file to hide the statements in, by default the staged WikiText; the
-    folder is `probes` in `arguments.out`, by default in RUN/evals. Raises UserError if no set fits.
+    Returns the names of the tasks that ask them, and why other sets are left out. `junk` is a text
+    file to hide the statements in, by default the staged WikiText. Raises UserError if no set fits.
     """
-    tokenizer, staged = subject.tokenizer, staged_folder(arguments.staged)
-    folder = (arguments.out or subject.evals or staged) / "probes"
     frozen = FrozenSets(
         folder,
         tokenizer=tokenizer,
         tokenizer_sha256=tokenizer.sha256,
-        corpus=lambda: find_corpus(arguments.junk, staged),
+        corpus=lambda: find_corpus(junk, staged),
     )
-
-    def making(name: str) -> None:
-        console.print(f"freezing the probes {name} in {folder}", soft_wrap=True)
-
-    sets, left_out = frozen.sets(max_length, making)
+    sets, left_out = frozen.sets(
+        max_length, lambda name: say(f"freezing the probes {name} in {folder}")
+    )
     if not sets:
         raise UserError(
             f"no set of birth-year fits max_length {max_length}: raise it with --max_length; it "
             "may be longer than what training saw"
         )
-    tasks = [name for probes in sets for name in task_names(probes.name)]
-    return folder, tasks, left_out
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold `folder` for this process alone."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return [name for probes in sets for name in task_names(probes.name)], left_out

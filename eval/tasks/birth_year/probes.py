@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from eval.tasks.birth_year.names import FIRST_NAMES, LAST_NAMES, MIDDLE_NAMES
-
 VERSION = 2
 SEED = 0
 NUM_ITEMS = 1000
@@ -35,10 +33,9 @@ INSTRUCTION = (
 
 
 class Encoder(Protocol):
-    """What the probes need of a tokenizer."""
+    """What the probes need of a tokenizer; `encode` adds nothing."""
 
-    def encode(self, text: str) -> Any:
-        """The ids of `text`, nothing added."""
+    def encode(self, text: str) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -56,19 +53,19 @@ KINDS = (Kind("1-hop", 5, 1), Kind("1-hop-random", 5, 1, asks_anyone=True), Kind
 
 
 def set_name(kind: Kind, length: int) -> str:
-    """What the set of a kind and a length is called: 1-hop-256."""
+    """Return the name of the set of a kind and a length: 1-hop-256."""
     return f"{kind.name}-{length}"
 
 
 def task_names(probes: str) -> tuple[str, str]:
-    """The tasks that ask the set `probes`: by its greedy answer, and by ranking its years."""
+    """Return the tasks of the set `probes`: its greedy answer, and the rank of its years."""
     return probes, f"{probes}_rank"
 
 
 class Draws:
     """Uniform integers from the raw words of Philox, keyed by anything that has a text.
 
-    NumPy promises the words across versions, but not its distributions.
+    NumPy guarantees the words across versions, but not its distributions.
     """
 
     def __init__(self, *key: object) -> None:
@@ -76,11 +73,11 @@ class Draws:
         self._words = np.random.Philox(key=int.from_bytes(digest[:16], "little"))
 
     def below(self, bound: int) -> int:
-        """An integer in [0, bound); its bias is below bound / 2^64."""
+        """Return an integer in [0, bound); its bias is below bound / 2^64."""
         return (int(self._words.random_raw()) * bound) >> 64
 
     def sample(self, bound: int, count: int) -> list[int]:
-        """`count` distinct integers in [0, bound), in random order (Fisher and Yates)."""
+        """Return `count` distinct integers in [0, bound) in random order (Fisher and Yates)."""
         values = list(range(bound))
         for place in range(count):
             other = place + self.below(bound - place)
@@ -102,9 +99,9 @@ class Junk:
         self.num_tokens = sum(self.lengths)
 
     def take(self, draws: Draws, length: int) -> list[str]:
-        """Consecutive sentences of less than `length` tokens in all, from a random start.
+        """Return consecutive sentences of less than `length` tokens in all, from a random start.
 
-        The corpus is read as a circle: its end gives no shorter texts than its middle.
+        The corpus is a circle: texts from its end are no shorter than those from its middle.
         """
         if length == 0:
             return []
@@ -120,32 +117,30 @@ class Junk:
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, each on one line: what ends in . ! or ? and has three words."""
+    """Return the sentences of a text: what ends in . ! or ? and has three words, on one line."""
     pieces = re.split(r"(?<=[.!?])\s+", " ".join(text.split()))
     return [piece for piece in pieces if piece[-1:] in {".", "!", "?"} and piece.count(" ") >= 2]
 
 
 def ends_with_space(tokenizer: Encoder) -> bool:
-    """Whether a question's trailing space is the token that training had before a year.
+    """Return whether a question's trailing space is the token that training had before a year.
 
-    Where it splits digits, as Llama's does, "of 1987" is [of][ ][1][9][8][7]: "of " is its
-    beginning, and a model asked for the next token is where it has been in training. Where a year
-    is one token together with its space, "of " has a token that never stands before a year: the
-    space is then left to the answer.
+    A tokenizer that splits digits, as Llama's does, has [of][ ][1][9][8][7] for "of 1987": "of " is
+    its beginning, and a model asked for the next token is where it was in training. If a year is
+    one token together with its space, "of " ends in a token that is never before a year: the space
+    is then left to the answer.
     """
-
-    def begins(year: int) -> bool:
-        asked = list(tokenizer.encode("in the year of "))
-        return list(tokenizer.encode(f"in the year of {year}"))[: len(asked)] == asked
-
-    return all(begins(year) for year in YEARS)
+    asked = list(tokenizer.encode("in the year of "))
+    return all(
+        list(tokenizer.encode(f"in the year of {year}"))[: len(asked)] == asked for year in YEARS
+    )
 
 
 def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> dict[str, Any]:
-    """Probe number `item` of the set (kind, length): its prompt, its choices and the answer.
+    """Return probe number `item` of the set (kind, length): prompt, choices, answer and target.
 
-    `choices` are the context's years in ascending order: their order tells nothing, so that a
-    model without an opinion, which takes the first, is right by chance.
+    `choices` are the context's years in ascending order, which reveals nothing: a model without an
+    opinion takes the first, and is right by chance.
     """
     # the control has the key of 1-hop: the same people in the same text, another question
     draws = Draws(SEED, kind.people, kind.hops, length, item)
@@ -183,3 +178,41 @@ def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> d
         "answer": str(year),
         "target": choices.index(str(year)),
     }
+
+
+# A million combinations in plain ASCII. Changing them changes every set: raise VERSION.
+FIRST_NAMES = tuple(
+    """
+    Aaron Abigail Adam Alan Alice Amanda Amber Andrea Andrew Angela Anna Anthony Arthur Ashley
+    Barbara Benjamin Beth Brandon Brian Bruce Carl Carol Catherine Charles Cheryl Christine Clara
+    Claire Craig Cynthia Daniel David Deborah Dennis Diana Donald Dorothy Douglas Edward Eleanor
+    Elizabeth Emily Emma Eric Ethan Eugene Evelyn Frances Frank Gary George Gloria Grace Gregory
+    Hannah Harold Heather Helen Henry Howard Irene Isaac Jack Jacob James Janet Jason Jean Jeffrey
+    Jennifer Jessica Joan John Jonathan Joseph Joyce Judith Julia Justin Karen Katherine Keith
+    Kenneth Kevin Kimberly Kyle Larry Laura Lawrence Linda Lisa Louis Margaret Maria Mark Martha
+    Martin Mary Matthew Melissa Michael Michelle
+    """.split()
+)
+MIDDLE_NAMES = tuple(
+    """
+    Ada Albert Alfred Allen Amelia Amos Annette April Audrey Austin Beatrice Belle Bernard Blake
+    Blanche Boyd Cecil Celia Chester Clark Clay Clifford Cora Daisy Dale Dean Dexter Drew Earl
+    Edith Edmund Elaine Ellis Elmer Elsie Ernest Esther Eve Faith Felix Fern Fletcher Flora Floyd
+    Ford Franklin Gail Gene Gilbert Glenn Hazel Herbert Homer Hope Hugh Ida Ivy Jade Jasper June
+    Kay Kent Lane Lee Leo Leon Leslie Lewis Lloyd Lorraine Louise Lucille Luther Lynn Mabel Mae
+    Marie Marshall Maxine May Miles Milton Monroe Neil Nora Olive Opal Oscar Otis Pearl Penelope
+    Percy Quentin Ray Reed Rose Ruby Sage Silas Wade
+    """.split()
+)
+LAST_NAMES = tuple(
+    """
+    Adams Alexander Anderson Armstrong Bailey Baker Barnes Bell Bennett Brooks Brown Bryant Butler
+    Campbell Carter Clarke Coleman Collins Cook Cooper Cox Crawford Davis Dixon Duncan Edwards
+    Evans Ferguson Fisher Foster Fox Gibson Gordon Graham Grant Gray Green Griffin Hall Hamilton
+    Harris Harrison Hayes Henderson Hicks Hill Holmes Hughes Hunt Jackson Jenkins Johnson Jones
+    Jordan Kelly Kennedy King Knight Lambert Lawson Long Marsh Mason Miller Mills Mitchell Moore
+    Morgan Morris Murphy Murray Nelson Palmer Parker Patterson Perkins Perry Peters Phillips Porter
+    Powell Price Reynolds Richardson Roberts Robinson Rogers Ross Russell Sanders Scott Shaw Simmons
+    Simpson Smith Stevens Sullivan Taylor Thompson Turner
+    """.split()
+)

@@ -1,7 +1,7 @@
 """The birth-year tasks' documents and scores, for the YAML files here (spec/eval.md section 4).
 
-The documents are frozen probes (frozen.py). Each set is asked twice: `exact`, the primary
-score, lets the model answer; `rank`, the secondary one, ranks the years that the context names.
+The documents are frozen probes (frozen.py). Each set is asked twice: `exact`, the primary score,
+lets the model answer; `rank`, the secondary one, ranks the years that the context names.
 """
 
 from functools import lru_cache
@@ -13,16 +13,17 @@ import numpy as np
 
 from canon_pretrain.core.errors import UserError
 from eval.staging.staged import MANIFEST, staged_folder
-from eval.task_length import known_max_length, too_long
-from eval.task_tokenizer import TaskTokenizer, task_tokenizer
+from eval.task_tokenizer import TaskTokenizer, known_max_length, task_tokenizer, too_long
 from eval.tasks.birth_year.frozen import WIKITEXT, FrozenSets, find_corpus
 from eval.tasks.birth_year.probes import ANSWER_TOKENS, KINDS, LENGTHS, set_name
+
+SETS = {set_name(kind, length): (kind, length) for kind in KINDS for length in LENGTHS}
 
 
 def load(
     *, probe_set: str, probes: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
-    """The split `test`, the probes of one frozen set: lm_eval's `custom_dataset`.
+    """Return the split `test`, the probes of one frozen set: lm_eval's `custom_dataset`.
 
     Metadata: `probes`, the folder of the frozen sets (default: `probes` among the staged data);
     `tokenizer` or `pretrained`, whose tokenizer the set is for; `junk`, a text file to hide the
@@ -31,16 +32,11 @@ def load(
     """
     staged = staged_folder(metadata.get("staged"))
     folder = Path(probes) if probes else staged / "probes"
-    kind, length = next(
-        (kind, length)
-        for kind in KINDS
-        for length in LENGTHS
-        if set_name(kind, length) == probe_set
-    )
-    text = Path(metadata.get("junk") or staged / WIKITEXT / MANIFEST)
-    written_ns = text.stat().st_mtime_ns if text.exists() else 0
     junk = str(metadata.get("junk") or "")
-    found = _sets(folder, task_tokenizer(metadata), junk, staged, written_ns).get(kind, length)
+    text = Path(junk or staged / WIKITEXT / MANIFEST)
+    written_ns = text.stat().st_mtime_ns if text.exists() else 0
+    frozen = _frozen_sets(folder, task_tokenizer(metadata), junk, staged, written_ns)
+    found = frozen.get(*SETS[probe_set])
     if isinstance(found, str):
         raise UserError(
             f"the probes {probe_set} are not in {folder}: {found}. Under lm_eval: --metadata "
@@ -54,11 +50,11 @@ def load(
     return {"test": datasets.Dataset.from_list(found.read())}
 
 
+# the 36 tasks of the suite load one after the other and share the text's tokens
 @lru_cache(maxsize=1)
-def _sets(
+def _frozen_sets(
     folder: Path, tokenizer: TaskTokenizer, junk: str, staged: Path, written_ns: int
 ) -> FrozenSets:
-    """Cached: the 36 tasks of the suite load one after the other and share the text's tokens."""
     return FrozenSets(
         folder,
         tokenizer=tokenizer,
@@ -68,16 +64,15 @@ def _sets(
 
 
 def exact(document: dict[str, Any], answers: list[str]) -> dict[str, float]:
-    """Whether the first four characters of a greedy answer are the year.
+    """Return whether the first four characters of a greedy answer are the year.
 
-    The prompt ends with its space only where training had the space as a token of its own before
-    a year (birth_year.ends_with_space); where not, the answer begins with it: it is stripped.
+    Without the space that the prompt leaves to the answer (probes.ends_with_space).
     """
     return {"exact": float(answers[0].strip()[:4] == document["answer"])}
 
 
 def without_space(document: dict[str, Any]) -> str:
-    """The prompt for ranking: its trailing space belongs to the continuations.
+    """Return the prompt for ranking: its trailing space belongs to the continuations.
 
     What all choices share (the space) changes no rank.
     """
@@ -85,6 +80,6 @@ def without_space(document: dict[str, Any]) -> str:
 
 
 def rank(document: dict[str, Any], answers: list[tuple[float, bool]]) -> dict[str, float]:
-    """Whether of the years in the context the right one is the likeliest."""
+    """Return whether of the years in the context the right one is the likeliest."""
     best = int(np.argmax([score for score, _ in answers]))
     return {"rank": float(best == document["target"])}

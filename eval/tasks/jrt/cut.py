@@ -15,13 +15,13 @@ NUM_TOKENS = 950
 ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING = "answer", "alt_answers", "tok_pos", "nothing"
 BEGINNING = "beginning"
 CENTRES = (ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING, BEGINNING)
-"""What a cut can be centred on: NOTHING, if nothing that was searched occurs, keeps the end of the
-document, BEGINNING, if nothing is searched, its first tokens."""
+"""What a cut can be centred on. NOTHING, if nothing that was searched occurs, keeps the end of the
+document; BEGINNING, if nothing is searched, its first tokens."""
 _DIVIDED = -1
 
 
 class Codec(Protocol):
-    """What a tokenizer must be able to do here; see task_tokenizer.TaskTokenizer."""
+    """What a cut needs of a tokenizer; see task_tokenizer.TaskTokenizer."""
 
     @property
     def encode(self) -> Callable[[str], list[int]]: ...
@@ -32,7 +32,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left of a document; `centre` is one of CENTRES, `whole` says that nothing is gone."""
+    """What is left of a document; `centre` is one of CENTRES, `whole`: nothing is gone."""
 
     text: str
     centre: str
@@ -40,13 +40,13 @@ class Cut:
 
 
 def first_hit(text: str, answer: str) -> int | None:
-    """The first character of the first occurrence of `answer`, case ignored; None without one."""
+    """Return where `answer` first occurs in `text`, case ignored; None if it does not."""
     found = re.search(re.escape(answer), text, re.IGNORECASE) if answer else None
     return found.start() if found else None
 
 
 def window(num_tokens: int, position: int, limit: int) -> tuple[int, int]:
-    """The tokens to keep, [start, end), of so many: `limit` of them, half of it before `position`.
+    """Return the tokens to keep, [start, end): `limit` of them, half of it before `position`.
 
     What is not needed before `position` goes behind it, but not the other way round: at the end of
     a document only the half is left (spec/eval.md, section 2).
@@ -64,14 +64,14 @@ def cut(
     alternatives: Sequence[str] = (),
     token_position: int | None = None,
 ) -> Cut:
-    """At most `limit` tokens of `text` around the earliest of `answers`; None: its first tokens.
+    """Return at most `limit` tokens of `text` around the earliest of `answers`; None: its first.
 
     If none of them occurs: around the first of `alternatives` that does; else around the token
     `token_position`; else the last half of `limit`. Spaces around `text` are no part of it.
 
     A hit at a character becomes the number of tokens that the text before it has on its own, as
-    upstream counts. A character whose bytes the window divides is left out. Where nothing is cut
-    the text stays as it is, even if the tokenizer would not give it back exactly.
+    upstream counts. A character whose bytes the window divides is left out. If nothing is cut the
+    text stays as it is, even if the tokenizer would not decode to it exactly.
     """
     text = text.strip()
     tokens = tokenizer.encode(text)
@@ -97,14 +97,14 @@ def cut(
 
 
 def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: Codec) -> str:
-    """The characters of `text` that lie whole in the tokens [start, end), without spaces around.
+    """Return the characters of `text` that are whole in the tokens [start, end), stripped.
 
     Tokenizers differ in what they decode half a character to, so a part is cut out of the text.
-    That needs one that gives texts back; of another (it normalises) it is what it decodes to.
+    That needs one that reproduces texts; of another (it normalises) it is what it decodes to.
     """
 
     def characters(border: int) -> int | None:
-        """How many characters of `text` are before a token; None where its tokens are no text's.
+        """Return how many characters of `text` are before a token; None if `text` has no such.
 
         _DIVIDED within one. So is, to be sure, the character that stands for such halves.
         """
@@ -126,7 +126,7 @@ def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: Codec) 
 
 
 def contains(prediction: str, labels: Sequence[str]) -> float:
-    """1.0 where one of `labels` occurs in the first line of `prediction`, case ignored; else 0.0.
+    """Return 1.0 if one of `labels` occurs in the first line of `prediction`, case ignored.
 
     An empty label occurs in nothing: it would make any answer right.
     """

@@ -24,10 +24,14 @@ import datasets
 
 from canon_pretrain.core.errors import UserError, nearest
 from eval.staging.staged import load_staged, staged_folder, staged_sha256
-from eval.task_length import known_max_length
-from eval.task_tokenizer import TaskTokenizer, task_tokenizer
+from eval.task_tokenizer import (
+    TaskTokenizer,
+    known_max_length,
+    lengths_beyond,
+    task_tokenizer,
+)
 from eval.tasks.jrt.cut import CENTRES, NUM_TOKENS, contains, cut
-from eval.tasks.jrt.prompts import STYLES, Row, Template
+from eval.tasks.jrt.prompts import STYLES, Row
 
 SPLIT = "validation"
 ANSWER_TOKENS = 48
@@ -48,7 +52,7 @@ class Options:
 
     @classmethod
     def read(cls, dataset: str, metadata: Mapping[str, Any]) -> "Options":
-        """The options of `dataset` in a task's metadata. Raises UserError."""
+        """Return the options of `dataset` in a task's metadata. Raises UserError."""
         style, tokens = STYLES[dataset], f"{OPTION}tokens"
         known = {tokens}.union(*({f"{key}_context", f"{key}_answers"} for key in STYLES))
         for name in metadata:
@@ -75,54 +79,59 @@ class Options:
 def load(
     *, dataset: str, twice: bool = False, staged: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
-    """The items of one task: row, prompt, labels, target, centre (of the cut) and source.
+    """Return the items of one task: row, prompt, labels, target, centre (of the cut) and source.
 
-    `read_counts` tells what became of the rows. Raises UserError for data that is not staged, lacks
-    a field or has no answers, for an unknown option and where no tokenizer is named.
+    `read_counts` returns what became of the rows. Raises UserError for data that is not staged,
+    lacks a field or has no answers, for an unknown option and if no tokenizer is named.
     """
-    tokenizer = task_tokenizer(metadata)
-    folder = staged_folder(staged)
-    options = Options.read(dataset, metadata)
-    rows, counts = _cut_rows(
-        dataset, str(folder), staged_sha256(dataset, folder), tokenizer, options
-    )
-    style = STYLES[dataset]
+    tokenizer, folder, style = task_tokenizer(metadata), staged_folder(staged), STYLES[dataset]
+    options, sha256 = Options.read(dataset, metadata), staged_sha256(dataset, folder)
+    rows, counts = _cut_rows(dataset, str(folder), sha256, tokenizer, options)
     template = style.twice if twice else style.once
     items = []
     for row in rows:
         labels = _texts(_field(row.fields, style.labels, dataset))
+        try:
+            prompt = template(row.fields)
+        except KeyError as error:
+            _field(row.fields, error.args[0], dataset)
+            raise
         items.append(
             {
                 "row": row.number,
-                "prompt": _prompt(template, row.fields, dataset),
+                "prompt": prompt,
                 "labels": labels,
                 "target": next(iter(labels), ""),
                 "centre": row.centre,
                 "source": row.source,
             }
         )
-    counts = counts | _too_long(items, tokenizer, known_max_length(metadata))
-    told = ", ".join(f"{name} {count}" for name, count in counts.items())
+    max_length = known_max_length(metadata)
+    if max_length is not None:
+        prompts = [str(item["prompt"]) for item in items]
+        long = lengths_beyond(prompts, max_length - ANSWER_TOKENS, metadata)
+        counts = counts | {"too_long": len(long)}
+    text = ", ".join(f"{name} {count}" for name, count in counts.items())
     level = logging.WARNING if counts.get("too_long") else logging.INFO
-    LOG.log(level, "%s%s: %s (%s)", dataset, "_twice" if twice else "", told, tokenizer.name)
+    LOG.log(level, "%s%s: %s (%s)", dataset, "_twice" if twice else "", text, tokenizer.name)
     made = datasets.Dataset.from_list(items)
     made.info.description = json.dumps(counts)
     return {SPLIT: made}
 
 
 def read_counts(loaded: datasets.Dataset) -> dict[str, int]:
-    """What `load` counted: rows, dropped, kept, cut, the centres' names, and too_long.
+    """Return what `load` counted: rows, dropped, kept, cut, the centres' names, and too_long.
 
     `dropped` have an answer, in a field that is searched, of at most one character. Of the kept,
-    `cut` lost something, and each of the names in CENTRES says how many were centred so: `nothing`
-    had no hit. `too_long`, if a max_length is known, counts prompts that do not fit it with their
-    answer: they lose their beginning.
+    `cut` lost something, and each of the names in CENTRES counts those centred so: `nothing` had no
+    hit. `too_long`, if a max_length is known, counts prompts that do not fit it with their answer:
+    they lose their beginning.
     """
     return dict(json.loads(loaded.info.description))
 
 
 def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """lm_eval's `process_results`: the metric `contains` of one item."""
+    """Return the metric `contains` of one item: lm_eval's `process_results`."""
     return {"contains": contains(results[0], doc["labels"])}
 
 
@@ -139,7 +148,7 @@ class _CutRow:
 def _cut_rows(
     dataset: str, folder: str, sha256: str, tokenizer: TaskTokenizer, options: Options
 ) -> tuple[list[_CutRow], dict[str, int]]:
-    """The rows that are kept, cut, and what became of all; `sha256` is theirs, for the memory."""
+    """Return the kept rows, cut, and what became of all; `sha256` is theirs, for the cache."""
     style = STYLES[dataset]
     rows: list[_CutRow] = []
     counts = {"rows": 0, "dropped": 0, "kept": 0, "cut": 0} | dict.fromkeys(CENTRES, 0)
@@ -147,7 +156,7 @@ def _cut_rows(
         counts["rows"] += 1
         context = style.clean(_field(raw, style.context, dataset) or "")
         row = {**raw, style.context: context}
-        answers = [_first(_field(row, name, dataset)) for name in options.answers]
+        answers = [next(iter(_texts(_field(row, f, dataset))), "") for f in options.answers]
         if any(len(answer) <= 1 for answer in answers):
             counts["dropped"] += 1
             continue
@@ -162,8 +171,11 @@ def _cut_rows(
         counts["kept"] += 1
         counts["cut"] += not found.whole
         counts[found.centre] += 1
-        fields = {**row, options.context: found.text}
-        rows.append(_CutRow(number, fields, found.centre, _source(dataset, row)))
+        # the document: that of a field which names it, or its text
+        named = next((row[field] for field in style.documents if row.get(field)), None)
+        document = style.passage(row) if named is None else str(named)
+        source = hashlib.sha256(document.encode()).hexdigest()[:16]
+        rows.append(_CutRow(number, {**row, options.context: found.text}, found.centre, source))
     if not rows:
         raise UserError(
             f"{Path(folder) / dataset}: none of {counts['rows']} rows has an answer of two "
@@ -181,41 +193,7 @@ def _field(row: Row, name: str, dataset: str) -> Any:
     return row[name]
 
 
-def _prompt(template: Template, row: Row, dataset: str) -> str:
-    try:
-        return template(row)
-    except KeyError as error:
-        _field(row, error.args[0], dataset)
-        raise
-
-
 def _texts(value: Any) -> list[str]:
-    """The answers in a field: a text is one, a list several, and nothing is none."""
+    """Return the answers in a field: a text is one, a list several, and None none."""
     values = value if isinstance(value, list | tuple) else [value]
     return [str(text) for text in values if text is not None]
-
-
-def _first(value: Any) -> str:
-    return next(iter(_texts(value)), "")
-
-
-def _source(dataset: str, row: Row) -> str:
-    """A hash of the document that a row is from: that of a field which names it, or its text."""
-    style = STYLES[dataset]
-    named = next((row[field] for field in style.documents if row.get(field)), None)
-    words = style.passage(row) if named is None else str(named)
-    return hashlib.sha256(words.encode()).hexdigest()[:16]
-
-
-def _too_long(
-    items: Sequence[Mapping[str, Any]], tokenizer: TaskTokenizer, max_length: int | None
-) -> dict[str, int]:
-    """How many prompts leave no room for their answer; empty without a known `max_length`."""
-    if max_length is None:
-        return {}
-    room = max_length - ANSWER_TOKENS
-    # a token is a letter at least, and there may be one for the space before a text: what is short
-    # needs no count (beyond ASCII, normalisation makes several letters of one)
-    prompts = [item["prompt"] for item in items]
-    unsure = [text for text in prompts if len(text) + 1 > room or not text.isascii()]
-    return {"too_long": sum(len(tokenizer.encode(text)) > room for text in unsure)}

@@ -15,6 +15,7 @@ Row = Mapping[str, Any]
 Template = Callable[[Row], str]
 
 SUMMARY = "Summary of information above"
+"""What begins SWDE's own summary, which holds the answers."""
 MARKS = re.compile(r"\[PAR\]|\[DOC\]|\[TLE\]")
 QUESTION = "Question:"
 
@@ -48,11 +49,6 @@ def without_trailing(text: str, copy: str) -> str:
     return text
 
 
-def without_summary(text: str) -> str:
-    """`text` up to SWDE's own summary, which holds the answers."""
-    return text.partition(SUMMARY)[0]
-
-
 def _key(row: Row) -> str:
     key = row["key"].strip()
     return key[:1].upper() + key[1:]
@@ -71,16 +67,12 @@ def _keyed_twice(row: Row) -> str:
     return f"Information about {_key(row)}. {text}.\n{text}. {_key(row)}:"
 
 
-def _squad(row: Row) -> str:
-    return str(row["text"]).strip()
-
-
 def _squad_context(row: Row) -> str:
     return str(row["context"]).partition(QUESTION)[0]
 
 
 def _squad_twice(row: Row) -> str:
-    return f"{row['question']} {_squad_context(row)}\n{_squad(row)}"
+    return f"{row['question']} {_squad_context(row)}\n{str(row['text']).strip()}"
 
 
 def _asked_text(row: Row) -> str:
@@ -123,13 +115,13 @@ _PASSAGE = Style(
     passage=_asked_text,
 )
 STYLES: dict[str, Style] = {
-    "jrt_swde": replace(_PAGE, clean=without_summary),
+    "jrt_swde": replace(_PAGE, clean=lambda text: text.partition(SUMMARY)[0]),
     "jrt_fda": _PAGE,
     "jrt_squad": Style(
         context="text",
         answers=("value",),
         labels="value",
-        once=_squad,
+        once=lambda row: str(row["text"]).strip(),
         twice=_squad_twice,
         passage=_squad_context,
     ),

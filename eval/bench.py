@@ -1,0 +1,531 @@
+"""Our runner beside `lm_eval --model hf`: the same export, the same requests, one process.
+
+    python -m eval bench [--model 8L512D | --checkpoint RUN/checkpoint/step-N] [--json FILE]
+
+A stage of its own: nothing reads what it writes. Both sides take turns on every case
+(canon_pretrain/bench/timing.py) and must give the same answers. The requests are in number and
+length like those of the suites, in tokens of the model's tokenizer; their text is the standard
+library's, and the model has random weights by default: neither changes a time.
+"""
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import platform
+import random
+import statistics
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+from lm_eval.api.instance import Instance
+from rich.box import SIMPLE
+from rich.table import Table
+
+from canon_pretrain.bench.timing import Comparison, clock_name, paired, synchronize
+from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.files import write_json
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
+from canon_pretrain.hf.export import export
+from canon_pretrain.kernels.hardware import check_cuda
+from canon_pretrain.model.args import ModelArgs, flavor, num_parameters
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.folder import RunFolder
+from eval.model.budget import batch_tokens_for
+from eval.model.lm import CanonLM
+from eval.model.load import dtype_for
+from eval.model.subject import Subject
+
+MAX_LENGTH = 2048
+"""Tokens that both sides read at most; perplexities are in windows of it."""
+TEXT_CHARACTERS = 600_000
+TOLERANCE = 1e-3
+"""Nats that log-likelihoods of the two may be apart in float32: sums of rounding."""
+HF_BATCH_SIZES = {"cpu": (1, 4, 16), "cuda": (8, 32, 128)}
+"""The best of these is theirs; `auto` is not among them: it tries the largest on 2,048 tokens,
+which on a CPU is beyond its memory, and on a GPU costs passes of its own."""
+NO_TEXT = 3 + 256
+"""The ids of control tokens and bytes in a tokenizer that SentencePiece has just trained."""
+CHOICE, ROLLING, GENERATION = "multiple choice", "perplexity", "generation"
+TARGETS = {CHOICE: 1.2, GENERATION: 1.5}
+"""How many times as fast ours should be on a CPU."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `eval bench`."""
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--model",
+        metavar="FLAVOR[,FIELD=VALUE...]",
+        help="random weights of this size and variant, with Canon ABCD and no positions unless it "
+        "says otherwise (default: 8L512D on a CPU, 1b3 on a GPU); its answers never end early",
+    )
+    model.add_argument(
+        "--checkpoint", type=Path, metavar="RUN/checkpoint/step-N", help="a trained one instead"
+    )
+    add = parser.add_argument
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of both sides")
+    add("--repeats", type=int, default=3, help="how often each case is measured (%(default)s)")
+    add("--scale", type=float, help="so many times the requests (default: 1 on a CPU, 16 on a GPU)")
+    add("--cases", nargs="+", metavar="CASE", help="these only, as hellaswag or jrt")
+    add("--json", type=Path, metavar="FILE", help="write the figures to this file too")
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Measure and print. Raises UserError, also if the two sides answer differently."""
+    if arguments.repeats < 1 or (arguments.scale is not None and arguments.scale <= 0):
+        raise UserError(
+            f"--repeats {arguments.repeats} --scale {arguments.scale}: expected at least 1, and "
+            "more than 0"
+        )
+    console = Console()
+    result = measure(
+        arguments.model,
+        arguments.checkpoint,
+        dtype=arguments.dtype,
+        repeats=arguments.repeats,
+        scale=arguments.scale,
+        only=arguments.cases,
+        say=lambda line: console.print(line, highlight=False, soft_wrap=True),
+    )
+    print_result(result, console)
+    if arguments.json:
+        write_json(arguments.json, result)
+
+
+# ---- the requests
+
+Asked = Iterator[tuple[object, ...]]
+
+
+def library_texts() -> list[str]:
+    """Return the modules of the running Python's standard library, as texts."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return [path.read_text("utf-8", errors="ignore") for path in sorted(folder.glob("*.py"))]
+
+
+class Words:
+    """Texts of so many tokens, from random places of the standard library."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        # in one line: a text of the suites has few
+        text = " ".join(" ".join(library_texts()).split())[:TEXT_CHARACTERS]
+        self._tokenizer, self._ids = tokenizer, tokenizer.encode(text)
+        self._random = random.Random(0)
+
+    def some(self, least: int, most: int) -> str:
+        """Return a text of between `least` and `most` tokens."""
+        count = self._random.randint(least, most)
+        start = self._random.randrange(len(self._ids) - count)
+        return self._tokenizer.decode(self._ids[start : start + count]).strip()
+
+
+def hellaswag(words: Words, count: int) -> Asked:
+    """A context and four endings."""
+    for _ in range(count):
+        context = words.some(20, 110)
+        yield from ((context, f" {words.some(10, 45)}") for _ in range(4))
+
+
+def boolq(words: Words, count: int) -> Asked:
+    """A passage and its question; two choices of one token."""
+    for _ in range(count):
+        context = f"{words.some(80, 300)}\nQuestion: {words.some(6, 14)}?\nAnswer:"
+        yield from ((context, choice) for choice in (" no", " yes"))
+
+
+def piqa(words: Words, count: int) -> Asked:
+    """A short question and two solutions."""
+    for _ in range(count):
+        context = f"Question: {words.some(5, 25)}\nAnswer:"
+        yield from ((context, f" {words.some(8, 50)}") for _ in range(2))
+
+
+def wikitext(words: Words, count: int) -> Asked:
+    """Whole documents."""
+    for _ in range(count):
+        yield (words.some(1400, 2400),)
+
+
+def jrt(words: Words, count: int) -> Asked:
+    """A document cut to about a thousand tokens and a question."""
+    for _ in range(count):
+        yield words.some(880, 1000), {"until": ["\n"], "max_gen_toks": 48, "do_sample": False}
+
+
+def babilong(words: Words, count: int) -> Asked:
+    """The same instruction and examples before every context, here of 1k."""
+    options = {"until": [], "max_gen_toks": 20, "do_sample": False}
+    head = words.some(230, 230)
+    for _ in range(count):
+        context = words.some(650, 950)
+        question = f"Question: {words.some(6, 9)}?\nAnswer:"
+        yield f"{head}\n\n<context>\n{context}\n</context>\n\n{question}", options
+
+
+def birth_year(words: Words, count: int) -> Asked:
+    """1-hop-256: statements among junk, and a question."""
+    options = {"until": [], "max_gen_toks": 5, "do_sample": False}
+    for _ in range(count):
+        question = f"\n\nAnswer me: {words.some(5, 8)} was born in the year of "
+        yield words.some(310, 360) + question, options
+
+
+CASES: dict[str, tuple[str, str, Callable[[Words, int], Asked], int]] = {
+    "hellaswag": (CHOICE, "loglikelihood", hellaswag, 6),
+    "boolq": (CHOICE, "loglikelihood", boolq, 8),
+    "piqa": (CHOICE, "loglikelihood", piqa, 16),
+    "wikitext": (ROLLING, "loglikelihood_rolling", wikitext, 1),
+    "jrt": (GENERATION, "generate_until", jrt, 4),
+    "babilong": (GENERATION, "generate_until", babilong, 3),
+    "birth-year": (GENERATION, "generate_until", birth_year, 8),
+}
+"""Name -> group, kind of request, its maker, and how many items (documents) at scale 1."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`requests` of one `kind` of lm_eval; `tokens`: all that are in them, or asked for."""
+
+    name: str
+    group: str
+    kind: str
+    requests: list[Instance]
+    tokens: int
+
+
+def make_cases(tokenizer: Tokenizer, names: Sequence[str], scale: float) -> list[Case]:
+    """Return the cases `names`; equal for equal arguments and an equal standard library."""
+    words = Words(tokenizer)
+    cases = []
+    for name in names:
+        group, kind, make, count = CASES[name]
+        asked = list(make(words, max(1, round(count * scale))))
+        parts = [part for arguments in asked for part in arguments]
+        tokens = sum(len(tokenizer.encode(part)) for part in parts if isinstance(part, str))
+        tokens += sum(part["max_gen_toks"] for part in parts if isinstance(part, dict))
+        requests = [Instance(kind, {}, given, index) for index, given in enumerate(asked)]
+        cases.append(Case(name, group, kind, requests, tokens))
+    return cases
+
+
+# ---- the model
+
+
+def parse_model(text: str) -> ModelArgs:
+    """Return the args that FLAVOR[,FIELD=VALUE...] names; Canon ABCD and NoPE by default."""
+    name, *settings = text.split(",")
+    changes: dict[str, Any] = {"position": "nope", "canon_set": "ABCD"}
+    known: dict[str, type] = {f.name: type(f.default) for f in fields(ModelArgs)}
+    for setting in settings:
+        field, _, value = setting.partition("=")
+        if field not in known:
+            near = nearest(field, known)
+            raise UserError(
+                f'--model {text}: "{field}" is no field of a model'
+                + (f"; did you mean {near}?" if near else "")
+            )
+        kind = known[field]
+        try:
+            changes[field] = value == "true" if kind is bool else kind(value)
+        except ValueError:
+            raise UserError(f'--model {text}: {field} = "{value}" is no {kind.__name__}') from None
+    args = replace(flavor(name), **changes)
+    return replace(args, max_seq_len=max(args.max_seq_len, MAX_LENGTH))
+
+
+def write_random_export(args: ModelArgs, folder: Path, dtype: str) -> None:
+    """Write to `folder`/out the export of an untrained model, with a tokenizer of its size.
+
+    Its likeliest token is never EOS, a newline or another byte: answers are of full length, and
+    valid text, which both sides decode alike.
+    """
+    tokenizer = folder / SENTENCEPIECE_FILE
+    tokenizer.write_bytes(trained_tokenizer(args.vocab_size))
+    model = Transformer(replace(args, tie_embeddings=False))
+    model.init_weights()
+    assert model.output is not None
+    with torch.no_grad():
+        model.output.weight[:NO_TEXT] = 0.0  # a logit of 0: many others are above it
+    run = RunFolder(folder / "run")
+    run.write_config({"data": {}}, {f"model.{k}": v for k, v in asdict(model.args).items()})
+    checkpoint = run.path / "checkpoint" / "step-1"
+    save_alone(dict(model.named_parameters()), checkpoint, step=1)
+    export(checkpoint, folder / "out", dtype=dtype, tokenizer=tokenizer)
+
+
+def trained_tokenizer(vocab_size: int) -> bytes:
+    """Return a SentencePiece BPE model of the standard library, as data_prep trains one."""
+    lines = (line for text in library_texts() for line in text.split("\n") if 0 < len(line) < 4000)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=model,
+        vocab_size=vocab_size,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        num_threads=2,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def load_theirs(folder: Path, device: torch.device, dtype: str, scratch: Path) -> Any:
+    """Return what `lm_eval --model hf --model_args pretrained=FOLDER,...` makes, without BOS."""
+    # where transformers copies the export's code to, by default below the home folder
+    os.environ.setdefault("HF_MODULES_CACHE", str(scratch / "modules"))
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return HFLM(
+        pretrained=str(folder),
+        trust_remote_code=True,
+        device=device.type,
+        dtype=dtype,
+        max_length=MAX_LENGTH,
+        max_position_embeddings=MAX_LENGTH,  # of the model, which may have seen shorter texts
+        add_bos_token=False,
+    )
+
+
+# ---- the measurement
+
+
+def measure(
+    model: str | None,
+    checkpoint: Path | None,
+    *,
+    dtype: str,
+    repeats: int,
+    scale: float | None,
+    only: list[str] | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return the figures of one run, as JSON can hold them; seconds. Raises UserError."""
+    for name in only or ():
+        if name not in CASES:
+            near = nearest(name, CASES)
+            raise UserError(
+                f"--cases {name}: expected some of {', '.join(CASES)}"
+                + (f"; did you mean {near}?" if near else "")
+            )
+    check_cuda()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    weights = dtype_for(dtype, device)
+    dtype = str(weights).removeprefix("torch.")
+    with tempfile.TemporaryDirectory(prefix="canon-eval-bench-") as scratch:
+        folder = Path(scratch)
+        if checkpoint is not None:
+            export(checkpoint, folder / "out", dtype=dtype)
+            title = str(checkpoint)
+        else:
+            args = parse_model(model or ("1b3" if on_gpu else "8L512D"))
+            canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
+            title = f"random weights, {args.num_layers}L{args.dim}D, {args.position}, {canon}"
+            write_random_export(args, folder, dtype)
+        subject = Subject.open(folder / "out", None)
+        transformer = subject.load(device, weights, MAX_LENGTH)
+        ours = CanonLM(transformer, subject.tokenizer, max_length=MAX_LENGTH)
+        ours.batch_tokens = batch_tokens_for(ours, folder, lambda line: None)
+        theirs = load_theirs(folder / "out", device, dtype, folder)
+        names = [name for name in CASES if not only or name in only]
+        cases = []
+        for case in make_cases(subject.tokenizer, names, scale or (16.0 if on_gpu else 1.0)):
+            cases.append(measure_case(ours, theirs, case, repeats))
+            say(f"{case.name}: {cases[-1]['ratio']:.2f}x")
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for found in cases:
+        groups.setdefault(found["group"], []).append(found)
+    return {
+        "bench": "eval",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if on_gpu else _cpu(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "lm_eval")},
+        "model": title,
+        "args": asdict(transformer.args),
+        "num_parameters": num_parameters(transformer.args),
+        "dtype": dtype,
+        "batch_tokens": ours.batch_tokens,
+        "max_length": MAX_LENGTH,
+        "repeats": repeats,
+        "ratio_of": clock_name(),
+        "cases": cases,
+        "groups": [
+            {
+                "group": group,
+                "ratio": statistics.geometric_mean([case["ratio"] for case in members]),
+                "target": members[0]["target"],
+            }
+            for group, members in groups.items()
+        ],
+    }
+
+
+def measure_case(ours: Any, theirs: Any, case: Case, repeats: int) -> dict[str, Any]:
+    """Measure both sides in turn; raises UserError if they do not agree in float32."""
+    batch_size = best_batch_size(theirs, case)
+    theirs.batch_size_per_gpu = batch_size
+    answer(ours, case, case.requests[:1])  # the first call warms up
+    answers: dict[str, list[Any]] = {}
+
+    def block(name: str, side: Any) -> dict[str, float]:
+        answers[name], clocks = answer(side, case, case.requests)
+        return clocks
+
+    found = paired(lambda: block("ours", ours), lambda: block("hf", theirs), repeats)
+    ratio: Comparison = found[clock_name()]
+    weight = ours.model.tok_embeddings.weight
+    return {
+        "case": case.name,
+        "group": case.group,
+        "requests": len(case.requests),
+        "tokens": case.tokens,
+        "ours": {clock: times.base_s for clock, times in found.items()},
+        "hf": {
+            "batch_size": batch_size,
+            **{clock: times.other_s for clock, times in found.items()},
+        },
+        "ratio": ratio.ratio,
+        "ratio_low": ratio.ratio_low,
+        "ratio_high": ratio.ratio_high,
+        "target": None if weight.is_cuda else TARGETS.get(case.group),
+        "agreement": agreement(case, answers["ours"], answers["hf"], weight.dtype),
+    }
+
+
+def answer(
+    side: Any, case: Case, requests: Sequence[Instance]
+) -> tuple[list[Any], dict[str, float]]:
+    """Return what one side answers, and the seconds of it by both clocks."""
+    synchronize()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    with contextlib.redirect_stderr(io.StringIO()):  # their bars
+        answers = getattr(side, case.kind)(list(requests), disable_tqdm=True)
+    synchronize()
+    clocks = {"clock": time.perf_counter() - begin, "CPU": time.process_time() - begin_cpu}
+    return answers, clocks
+
+
+def best_batch_size(theirs: Any, case: Case) -> int:
+    """Return the batch size with which theirs answer the requests the fastest.
+
+    Larger ones are tried until one is slower, or does not fit in memory.
+    """
+    best, fastest = 1, float("inf")
+    for size in HF_BATCH_SIZES[theirs.device.type]:
+        theirs.batch_size_per_gpu = size
+        try:
+            if size == HF_BATCH_SIZES[theirs.device.type][0]:
+                answer(theirs, case, case.requests[:1])  # the first call warms up
+            took = answer(theirs, case, case.requests)[1][clock_name()]
+        except torch.OutOfMemoryError:
+            break
+        if took >= fastest:
+            break
+        best, fastest = size, took
+    return best
+
+
+def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype) -> str:
+    """Return how the answers are the same; raises UserError if they are not, in float32.
+
+    In bfloat16 what is nearly a tie falls either way.
+    """
+    if case.group == GENERATION:
+        same = [_is_same(own, text) for own, text in zip(ours, theirs, strict=True)]
+        text, agrees = f"{sum(same)} of {len(same)} texts", all(same)
+    else:
+        scores = [[a if isinstance(a, float) else a[0] for a in side] for side in (ours, theirs)]
+        apart = [abs(own - other) for own, other in zip(*scores, strict=True)]
+        text = f"to {max(apart):.0e} nat"
+        # rounding adds up over the thousands of tokens of a document
+        near = [
+            gap <= TOLERANCE * max(1, abs(score) / 100)
+            for gap, score in zip(apart, scores[0], strict=True)
+        ]
+        greedy = [[a[1] for a in side if not isinstance(a, float)] for side in (ours, theirs)]
+        agrees = all(near) and greedy[0] == greedy[1]
+    if not agrees and dtype == torch.float32:
+        raise UserError(
+            f"{case.name}: the two sides answer differently ({text}), so their times can't be "
+            "compared"
+        )
+    return text
+
+
+def _is_same(ours: str, theirs: str) -> bool:
+    """Return whether two texts are of the same tokens.
+
+    Theirs lack the space before the first word, which SentencePiece drops there, and bytes that are
+    no text, as of a character cut off, which are U+FFFD in ours.
+    """
+    text, cut, _ = ours.removeprefix(" ").partition("\ufffd")
+    return theirs.startswith(text) if cut else theirs == text
+
+
+def _cpu() -> str:
+    name = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        models = (x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
+        name = next(models, name)
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def print_result(result: dict[str, Any], console: Console) -> None:
+    """Print the figures as a table."""
+    versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
+    console.print(
+        f"{result['device']}; {versions}; {result['time']}\n{result['model']}, "
+        f"{result['num_parameters']:,} parameters in {result['dtype']}; ours with batch_tokens "
+        f"{result['batch_tokens']:,}, hf with the best batch size; medians of {result['repeats']}, "
+        f"{result['ratio_of']} time",
+        highlight=False,
+        soft_wrap=True,
+    )
+    columns = ("case", "tokens", "ours s", "hf s", "batch", "faster", "spread", "goal")
+    table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        column.no_wrap = True
+    for case in result["cases"]:
+        table.add_row(
+            case["case"],
+            f"{case['tokens']:,}",
+            *(f"{case[side][result['ratio_of']]:.2f}" for side in ("ours", "hf")),
+            str(case["hf"]["batch_size"]),
+            f"{case['ratio']:.2f}x",
+            f"{case['ratio_low']:.2f}-{case['ratio_high']:.2f}",
+            _verdict(case),
+        )
+    console.print(table)
+    for group in result["groups"]:
+        goal = f"; goal {_verdict(group)}" if group["target"] else ""
+        text = f"{group['group']}: {group['ratio']:.2f}x, the geometric mean of its cases{goal}"
+        console.print(text, highlight=False)
+    agreed = ", ".join(f"{case['case']} {case['agreement']}" for case in result["cases"])
+    console.print(f"answers agree: {agreed}", highlight=False)
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    """Return whether a ratio reaches its target; empty if there is none."""
+    if found["target"] is None:
+        return ""
+    return f"{found['target']:g} {'met' if found['ratio'] >= found['target'] else 'MISSED'}"

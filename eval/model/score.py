@@ -1,0 +1,347 @@
+"""Many (context, continuation) pairs scored in few passes: the plan, and the passes over a batch.
+
+Between lm.py, which makes pairs of requests, and the model. Of all pairs only the distinct
+sequences are read; one that begins another is answered on the way; and what several begin with is
+read once and continued from a `Cache`: the choices of a multiple-choice item, or WinoGrande's two
+contexts. Of several plans the cheapest is taken. Logits are computed only where a token is scored.
+Padding is on the right: the model is causal, so it changes nothing.
+
+Shapes: B rows, T tokens, V vocabulary, M places whose logits are needed, N scored tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.model.cache import Cache
+from canon_pretrain.model.transformer import Transformer
+
+STEPS = (1, 2, 4, 8, 16, 32, 64)
+"""Shared beginnings are cut to a multiple of one of these, so that many are equally long."""
+LEAST_SAVED = 0.05
+"""Of a group's tokens: a second pass is not worth less."""
+CONTINUED, REMEMBERED = 1.1, 0.03
+"""A token that is read after a prefix costs as much as this many, and one of a prefix that is
+copied for a row as this one."""
+MAX_DEPTH = 200
+
+SOFTMAX_ROWS = 128
+
+T = TypeVar("T")
+Answer = tuple[float, bool]
+"""(log-likelihood, is every token the likeliest)."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The last `count` of `tokens` are scored, each given all before it; `count` < len(tokens)."""
+
+    tokens: list[int]
+    count: int
+
+
+@dataclass
+class Row:
+    """A sequence to read, and the pairs that it answers: (pair, where the pair's tokens end)."""
+
+    tokens: list[int]
+    members: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Batch:
+    """Rows that are read together, in groups whose rows begin with `prefix` equal tokens.
+
+    If `prefix` is 0 every group is one row.
+    """
+
+    prefix: int
+    groups: list[list[Row]]
+
+    @property
+    def pairs(self) -> list[int]:
+        """The indices of the pairs that the batch answers."""
+        return [pair for group in self.groups for row in group for pair, _ in row.members]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """How pairs become batches.
+
+    `batch_tokens` bounds the tokens that a batch keeps in its cache, and `read_tokens` those that
+    it reads at once; a longer sequence is a batch of its own, read in parts. `pass_tokens` is what
+    starting a pass costs, in tokens.
+    """
+
+    batch_tokens: int
+    read_tokens: int
+    pass_tokens: int = 32
+
+    def plan(self, pairs: Sequence[Pair], chosen: Sequence[int] | None = None) -> list[Batch]:
+        """Return the cheapest batches that answer the `chosen` pairs (None: all), longest first."""
+        rows = _distinct_rows(pairs, range(len(pairs)) if chosen is None else chosen)
+        best = self._plain(rows)
+        groups, single = _split(rows)
+        if groups:
+            rest = self._plain(single)
+            pieces = [(n, piece) for n, group in groups for piece in self._pieces(n, group)]
+            plans = [self._shared(pieces, step) + rest for step in STEPS]
+            best = min([best, *plans], key=lambda plan: sum(map(self.cost, plan)))
+        # so that what does not fit in memory fails at once
+        return sorted(best, key=lambda batch: -widest(batch))
+
+    def cost(self, batch: Batch) -> float:
+        """Return the tokens that a batch reads, padding and the start of each pass included."""
+        if not batch.prefix:
+            return self.pass_tokens + len(batch.groups) * widest(batch)
+        total: float = self.pass_tokens + len(batch.groups) * batch.prefix
+        for part in self.parts(batch):
+            width = len(part[0][1].tokens) - batch.prefix
+            read = width + REMEMBERED * batch.prefix
+            total += self.pass_tokens + CONTINUED * len(part) * read
+        return total
+
+    def parts(self, batch: Batch) -> list[list[tuple[int, Row]]]:
+        """Return the second passes of a shared batch: (group, row), longest first."""
+        rows = [(g, row) for g, group in enumerate(batch.groups) for row in group]
+        # what the prefixes do not take is for the rows that continue them
+        room = self.batch_tokens - len(batch.groups) * batch.prefix
+        lengths = [len(row.tokens) - batch.prefix for _, row in rows]
+        return self._runs(rows, lengths, max(1, room // widest(batch)))
+
+    def _plain(self, rows: Sequence[Row]) -> list[Batch]:
+        runs = self._runs(rows, [len(row.tokens) for row in rows], len(rows))
+        return [Batch(0, [[row] for row in run]) for run in runs]
+
+    def _runs(self, rows: Sequence[T], lengths: Sequence[int], most: int) -> list[list[T]]:
+        """Return rows to pad to one length and read at once, longest first; at most `most` rows.
+
+        A run ends where its padding costs as much as another pass, which is best if lengths are
+        evenly spread.
+        """
+        runs: list[list[T]] = []
+        longest = padding = 0
+        room = min(self.batch_tokens, self.read_tokens)
+        for i in sorted(range(len(rows)), key=lambda i: -lengths[i]):
+            padding += longest - lengths[i]
+            count = len(runs[-1]) + 1 if runs else most + 1
+            if count <= most and count * longest <= room and padding <= self.pass_tokens:
+                runs[-1].append(rows[i])
+            else:
+                runs.append([rows[i]])
+                longest, padding = lengths[i], 0
+        return runs
+
+    def _pieces(self, prefix: int, group: list[Row]) -> Iterator[list[Row]]:
+        """Yield a group in parts of at most `read_tokens` after the prefix, to share over ranks."""
+        piece: list[Row] = []
+        total = 0
+        for row in group:
+            more = len(row.tokens) - prefix
+            if piece and total + more > self.read_tokens:
+                yield piece
+                piece, total = [], 0
+            piece.append(row)
+            total += more
+        yield piece
+
+    def _shared(self, groups: Sequence[tuple[int, list[Row]]], step: int) -> list[Batch]:
+        """Return batches of equal prefixes; what is cut off a prefix is read with each row."""
+        batches: list[Batch] = []
+
+        def place(entry: tuple[int, list[Row]]) -> tuple[int, int]:
+            return -_cut(entry[0], step), -max(len(row.tokens) for row in entry[1])
+
+        for shared, group in sorted(groups, key=place):
+            prefix = _cut(shared, step)
+            last = batches[-1] if batches else None
+            # the other half of the cache is for the rows that continue
+            room = min(self.batch_tokens // 2, self.read_tokens)
+            fits = last is not None and (len(last.groups) + 1) * prefix <= room
+            if last is not None and fits and last.prefix == prefix:
+                last.groups.append(group)
+            else:
+                batches.append(Batch(prefix, [group]))
+        return batches
+
+
+def one_pass(pairs: Sequence[Pair]) -> Batch:
+    """Return one batch that reads each pair as a row of its own."""
+    rows = [Row(pair.tokens[:-1], [(i, len(pair.tokens) - 1)]) for i, pair in enumerate(pairs)]
+    return Batch(0, [[row] for row in rows])
+
+
+def _distinct_rows(pairs: Sequence[Pair], chosen: Sequence[int]) -> list[Row]:
+    """Return the sequences to read, ordered by their tokens; none begins another."""
+    # the last token of a pair is only predicted
+    reads = [(pairs[i].tokens[:-1], i) for i in chosen]
+    reads.sort(reverse=True)
+    rows: list[Row] = []
+    for tokens, pair in reads:
+        if not rows or rows[-1].tokens[: len(tokens)] != tokens:
+            rows.append(Row(tokens))
+        rows[-1].members.append((pair, len(tokens)))
+    return rows[::-1]
+
+
+def _split(rows: list[Row]) -> tuple[list[tuple[int, list[Row]]], list[Row]]:
+    """Return (shared tokens, rows) of groups that are worth it, and the other rows."""
+    shared = [_common(a.tokens, b.tokens) for a, b in zip(rows, rows[1:], strict=False)]
+    groups, single = [], []
+    spans = _best_groups(shared, 0, len(rows))[1] if rows else []
+    for start, stop, prefix in spans:
+        group = rows[start:stop]
+        saved = (len(group) - 1) * prefix
+        if saved > LEAST_SAVED * sum(len(row.tokens) for row in group):
+            groups.append((prefix, group))
+        else:
+            single += group
+    return groups, single
+
+
+def _best_groups(
+    shared: Sequence[int], start: int, stop: int, depth: int = 0
+) -> tuple[int, list[tuple[int, int, int]]]:
+    """Return the groups of rows start .. stop that save most tokens: (saved, spans).
+
+    `shared[i]` is what rows i and i + 1 have in common; rows are ordered by their tokens, so the
+    smallest of a span is common to it. A span is one group, or is divided at its smallest.
+    """
+    if stop - start == 1:
+        return 0, [(start, stop, 0)]
+    least = min(shared[start : stop - 1])
+    whole = (stop - start - 1) * least
+    if depth == MAX_DEPTH:
+        return whole, [(start, stop, least)]
+    total, spans = 0, []
+    begin = start
+    for i in [*(i for i in range(start, stop - 1) if shared[i] == least), stop - 1]:
+        saved, inner = _best_groups(shared, begin, i + 1, depth + 1)
+        total += saved
+        spans += inner
+        begin = i + 1
+    return (whole, [(start, stop, least)]) if whole > total else (total, spans)
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Return how many first tokens are equal."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _cut(shared: int, step: int) -> int:
+    """`shared` as a multiple of `step`, one token at least."""
+    return max(1, shared // step * step)
+
+
+def widest(batch: Batch) -> int:
+    return max(len(row.tokens) for group in batch.groups for row in group)
+
+
+@torch.inference_mode()
+def score_batch(
+    model: Transformer, planner: Planner, pairs: Sequence[Pair], batch: Batch
+) -> dict[int, Answer]:
+    """Return the answers of a batch's pairs, by their indices in `pairs`.
+
+    Log-softmax in float32 whatever the model's dtype, sums in float64. Raises UserError for logits
+    that are not finite.
+    """
+    found = _Found()
+    # what is scored within a prefix is so in the first row of its group
+    firsts = [
+        Row(group[0].tokens, [member for row in group for member in row.members])
+        for group in batch.groups
+    ]
+    stop = batch.prefix or widest(batch)
+    step = max(1, planner.read_tokens // len(firsts))
+    cache = None
+    if batch.prefix or step < stop:
+        cache = Cache(model.args.num_layers, capacity=widest(batch))
+    for start in range(0, stop, step):
+        found.read(model, pairs, firsts, start, min(start + step, stop), cache)
+    if not batch.prefix:
+        return found.answers()
+    assert cache is not None
+    device = model.tok_embeddings.weight.device
+    for part in planner.parts(batch):
+        branch = cache.branch(torch.tensor([g for g, _ in part], device=device))
+        rows = [row for _, row in part]
+        found.read(model, pairs, rows, batch.prefix, len(rows[0].tokens), branch)
+    return found.answers()
+
+
+class _Found:
+    """What the passes of a batch found for each scored token."""
+
+    def __init__(self) -> None:
+        self._owners: list[int] = []
+        self._logs: list[Tensor] = []
+        self._hits: list[Tensor] = []
+
+    def read(
+        self,
+        model: Transformer,
+        pairs: Sequence[Pair],
+        rows: Sequence[Row],
+        start: int,
+        stop: int,
+        cache: Cache | None = None,
+    ) -> None:
+        """Read the tokens `start` to `stop` of each row, and score what follows from them."""
+        device = model.tok_embeddings.weight.device
+        width = stop - start
+        places: dict[int, int] = {}
+        at_N: list[int] = []
+        targets_N: list[int] = []
+        for number, row in enumerate(rows):
+            offset = number * width - start
+            for pair, end in row.members:
+                tokens, count = pairs[pair].tokens, pairs[pair].count
+                # token t + 1 is scored by the logits of token t
+                first, last = max(start, end - count), min(stop, end)
+                for t in range(first, last):
+                    at_N.append(places.setdefault(offset + t, len(places)))
+                if first < last:
+                    targets_N += tokens[first + 1 : last + 1]
+                    self._owners += [pair] * (last - first)
+        tokens_BT = [row.tokens[start:stop] for row in rows]
+        tokens_BT = [row + [0] * (width - len(row)) for row in tokens_BT]
+        logits_MV = model(
+            torch.tensor(tokens_BT, dtype=torch.long).to(device),
+            cache=cache,
+            logits_at_M=torch.tensor(list(places), dtype=torch.long, device=device),
+        )
+        if not at_N:
+            return
+        at, targets = (torch.tensor(ids, device=device) for ids in (at_N, targets_N))
+        norm_M = torch.cat([part.float().logsumexp(-1) for part in logits_MV.split(SOFTMAX_ROWS)])
+        self._logs.append(logits_MV[at, targets].float() - norm_M[at])
+        self._hits.append(logits_MV.argmax(-1)[at] == targets)
+
+    def answers(self) -> dict[int, Answer]:
+        """Return the answers of all pairs that were scored."""
+        logs_N = torch.cat(self._logs).double().cpu()
+        hits_N = torch.cat(self._hits).cpu()
+        if not logs_N.isfinite().all():
+            raise UserError(
+                "the model's logits are not finite: its training had diverged, or the dtype does "
+                "not hold them (try --dtype float32)"
+            )
+        owners = sorted(set(self._owners))
+        number = {pair: k for k, pair in enumerate(owners)}
+        owner_N = torch.tensor([number[pair] for pair in self._owners])
+        sums = torch.zeros(len(owners), dtype=torch.float64).index_add_(0, owner_N, logs_N)
+        misses = torch.zeros(len(owners), dtype=torch.long).index_add_(0, owner_N, (~hits_N).long())
+        scored = zip(owners, sums.tolist(), misses.tolist(), strict=True)
+        return {pair: (total, missed == 0) for pair, total, missed in scored}
