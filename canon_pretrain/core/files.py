@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
@@ -208,6 +208,27 @@ def write_atomic(path: Path, content: bytes) -> None:
         publish(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
+    """Write the folder `target`, for this user alone, so that it is there as a whole or not at all.
+
+    `contents` are its files by relative path. Raises OSError, also if `target` exists.
+    """
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir(mode=0o700)
+    try:
+        for name, content in contents.items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            with create_file(temporary / name, mode=0o600) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        publish(temporary, target)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 

@@ -1,4 +1,4 @@
-"""What a training step must not wait for, done by a thread of its own.
+"""Work that a training step must not wait for, done by a thread of its own.
 
 A shared file system may block every call on it for minutes (a Lustre failover). No torch here.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Background:
-    """Calls `action` in a thread, once more after the latest `request`; one call at a time.
+    """Call `action` in a thread, once more after the latest `request`; one call at a time.
 
     `action` must not raise. The thread is a daemon: a disk that hangs keeps no process from ending.
     """
@@ -21,7 +21,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def request(self) -> bool:
-        """Have `action` called; whether every earlier request has been served."""
+        """Request a call of `action`; return whether every earlier request has been served."""
         with self._changed:
             was_idle = self._served == self._requested
             self._requested += 1
@@ -32,14 +32,14 @@ class Background:
             return was_idle
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all requests so far are served, or none will be; whether they are."""
+        """Wait until all requests so far are served; return False if they are not."""
         with self._changed:
             last = self._requested
             self._changed.wait_for(lambda: self._is_closed or self._served >= last, timeout_s)
             return self._served >= last
 
     def close(self) -> None:
-        """Let the thread end after what it is doing; later requests do nothing."""
+        """End the thread after its current call; later requests do nothing."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

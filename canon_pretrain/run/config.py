@@ -1,20 +1,21 @@
 """Experiment files: TOML with `extends`, checked key by key and type by type, and our own sections.
 
-The first room of a run: train.py reads a file through `read_experiment`, titan/job_config.py puts
-our sections beside torchtitan's and builds the job from it. Nothing here knows torchtitan, so a
-laptop without it can read and check an experiment too.
+train.py reads a file through `read_experiment`; titan/job_config.py puts our sections beside
+torchtitan's and builds the job from it. Nothing here imports torchtitan, so a laptop without it can
+read and check an experiment too.
 """
 
 import dataclasses
 import errno
 import json
 import tomllib
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from canon_pretrain.core.errors import UserError, nearest
 from canon_pretrain.core.files import UnreadableFile, read_bytes
@@ -111,12 +112,12 @@ class Loss:
     z-loss (1e-4)."""
 
     chunk_tokens: int = 4096
-    """Tokens whose logits stand at a time; 0: those of the whole micro-batch. No part of what the
-    run is: it changes nothing but rounding."""
+    """Tokens whose logits exist at a time; 0: those of the whole micro-batch. Not part of the run's
+    identity: it changes nothing but rounding."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """A sentence that names the nearest of `known`, or all of them where none is near."""
+    """Return a sentence that names the nearest of `known`, or all of them if none is near."""
     options = sorted(known)
     near = nearest(name, options)
     return f"did you mean '{near}'?" if near else f"known are: {', '.join(options)}"
@@ -164,7 +165,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A new dict with `over` laid on `base`: tables are merged, any other value is replaced."""
+    """Return `base` updated by `over`: tables are merged, any other value is replaced."""
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
@@ -175,7 +176,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_toml(values: Mapping[str, Any], table: str = "") -> str:
-    """TOML that holds what `read_experiment` has returned."""
+    """Return TOML that holds what `read_experiment` has returned."""
     lines = [f"[{table}]"] if table else []
     tables = {key: value for key, value in values.items() if isinstance(value, dict)}
     lines += [f"{_text(key)} = {_text(v)}" for key, v in values.items() if key not in tables]
@@ -184,7 +185,7 @@ def to_toml(values: Mapping[str, Any], table: str = "") -> str:
 
 
 def _text(value: Any) -> str:
-    """A key or a value as TOML writes it."""
+    """Return a key or a value as TOML writes it."""
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, dict):  # in a list
@@ -195,10 +196,10 @@ def _text(value: Any) -> str:
 
 
 def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = "") -> T:
-    """An instance of dataclass `cls` from TOML `values`, every key and type checked.
+    """Return an instance of dataclass `cls` from TOML `values`, every key and type checked.
 
     `source` names the file in messages, `prefix` the section so far. Raises UserError for an
-    unknown key (with the nearest known one) or a value of the wrong type (with the right one).
+    unknown key (with the nearest known one) or a value of the wrong type.
     """
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -213,51 +214,11 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
             if not isinstance(value, dict):
                 raise UserError(f"{source}: '{dotted}' is a section, written [{dotted}]")
             arguments[key] = build(hint, value, source, prefix=f"{dotted}.")
-        elif fits(value, hint):
-            arguments[key] = value
-        else:
-            raise UserError(
-                f"{source}: '{dotted}' = {value!r} is {_kind(value)}; expected {describe(hint)}"
-            )
+            continue
+        try:
+            TypeAdapter(hint).validate_python(value, strict=True)
+        except ValidationError as error:
+            expected = error.errors()[0]["msg"]
+            raise UserError(f"{source}: '{dotted}' = {value!r}: {expected}") from None
+        arguments[key] = value
     return cls(**arguments)
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a TOML value is of the annotated type; an int may be a float, a bool no number."""
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        return value in typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, option) for option in typing.get_args(hint))
-    if origin is list:
-        (item,) = typing.get_args(hint)
-        return isinstance(value, list) and all(fits(entry, item) for entry in value)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return hint is Any or isinstance(value, hint)
-
-
-def describe(hint: Any) -> str:
-    """The annotated type in a person's words, for error messages."""
-    origin = typing.get_origin(hint)
-    arguments = typing.get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(option) for option in arguments)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(option) for option in arguments if option is not type(None))
-    if origin is list:
-        return f"a list of {describe(arguments[0])}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(
-        hint, getattr(hint, "__name__", str(hint))
-    )
-
-
-def _kind(value: Any) -> str:
-    """What a TOML value is, in the words of `describe`."""
-    if isinstance(value, dict):
-        return "a section"
-    if isinstance(value, list):
-        return "a list"
-    return describe(type(value))

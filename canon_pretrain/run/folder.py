@@ -1,30 +1,29 @@
-"""What lies in a run folder, and the rule that one folder holds one run.
+"""The files of a run folder, and the rule that one folder holds one run.
 
-    config.json     the resolved job, the facts that make the run what it is (`identity`), and the
-                    hash of each source file that the last launch used (`code`)
+    config.json     the resolved job, the facts that identify the run (`identity`), and the hash of
+                    each source file that the last launch used (`code`)
     run.json        the run's id, and how many launches it has had (run/launches.py)
-    log.jsonl       one line an event (run/log.py)
-    launches/NNN/   what each launch was: launch.json, config.json, packages.txt, environment.json,
-                    and source.patch where the code was not that of a commit (run/provenance.py)
-    code/NNN/       the source that job scripts launch the run from (run/snapshot.py)
-    README.md       the same in plain words, and the commands that go on, show and evaluate
-    status.json     where the run stands and whether it lives (run/status.py)
-    lock.json       the launch that writes the folder, while there is one (run/lock.py)
-    obeyed.json     options that act once in a job, and the job that obeyed them (run/once.py)
-    STOP            made by a person or a script: save, and end
+    log.jsonl       one line per event (run/log.py)
+    launches/NNN/   the record of each launch (run/provenance.py)
+    code/NNN/       the source that job scripts launch the run from (run/source.py)
+    README.md       the same in plain words, and the commands that resume, show and evaluate
+    status.json     the run's state and its last sign of life (run/status.py)
+    lock.json       the launch that writes the folder, while there is one (run/session.py)
+    obeyed.json     options that act once per job, and the job that obeyed them (run/launches.py)
+    STOP            made by a user or a script: save, and end (run/stop.py)
     checkpoint/     step-N/, written by the trainer
     evals/          results, written by `python -m eval`
-    archive/        abandoned branches, and what stood there before --checkpoint.fresh
+    archive/        abandoned branches, and the run before a --checkpoint.fresh
     comm_traces/    stacks and communication traces of ranks that hung
-    profile_traces/, memory_snapshot/    where --profiling.* is on
-    wandb/, tb/     copies of the log for wandb and TensorBoard, where they are on
-    slurm.log       what the launches of Slurm jobs have printed (slurm/pretrain_1b3.sh)
-    restarts.json   how often such a job failed without a new checkpoint (cluster/chain.py)
+    profile_traces/, memory_snapshot/    if --profiling.* is on
+    wandb/, tb/     copies of the log for wandb and TensorBoard
+    slurm.log       output of the launches by Slurm jobs (slurm/pretrain_1b3.sh)
+    restarts.json   failures of such a job without a new checkpoint (cluster/chain.py)
     restarts.toml   the config that it began with, for its restarts
-    preflight/      what its nodes reported before each launch
+    preflight/      reports of its nodes before each launch
     DONE            written last, when training.steps is reached
 
-The trainer writes it, eval and the report read it. No torch here.
+The trainer writes it, eval and report read it. No torch here.
 """
 
 from collections.abc import Mapping
@@ -43,63 +42,38 @@ EVALS = "evals"
 def config_record(
     config: dict[str, Any], identity: dict[str, Any], code: Mapping[str, str] | None
 ) -> dict[str, Any]:
-    """Return the content of config.json; without `code`, that is not known."""
+    """Return the content of config.json; without `code` if that is unknown."""
     return {"identity": identity, "config": config} | ({"code": dict(code)} if code else {})
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class RunFolder:
-    """Paths in one run folder and the few files that are not the log or a checkpoint."""
+    """Paths in one run folder, and its config.json and log.jsonl."""
 
     path: Path
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.json"
+    def __post_init__(self) -> None:
+        self.config_file = self.path / "config.json"
+        self.run_file = self.path / "run.json"
+        self.readme_file = self.path / "README.md"
+        self.launches = self.path / "launches"
+        self.code = self.path / "code"
+        self.log_file = self.path / "log.jsonl"
+        self.status_file = self.path / "status.json"
+        self.lock_file = self.path / "lock.json"
+        self.stop_file = self.path / "STOP"
+        self.done_file = self.path / "DONE"
+        self.obeyed_file = self.path / "obeyed.json"
 
     @property
-    def run_file(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def readme_file(self) -> Path:
-        return self.path / "README.md"
-
-    @property
-    def launches(self) -> Path:
-        return self.path / "launches"
+    def fresh_start(self) -> list[Path]:
+        """What a fresh start archives besides checkpoints, in this order: config.json is last."""
+        views = [self.path / name for name in ("report", "wandb", "tb")]
+        return [*views, self.run_file, self.launches, self.log_file, self.config_file]
 
     def launch_path(self, number: int) -> Path:
-        """Where the record of the run's launch `number`, from 1, lies."""
+        """Folder of the record of launch `number`, counted from 1."""
         return self.launches / f"{number:03}"
-
-    @property
-    def code(self) -> Path:
-        return self.path / "code"
-
-    @property
-    def log_file(self) -> Path:
-        return self.path / "log.jsonl"
-
-    @property
-    def status_file(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def lock_file(self) -> Path:
-        return self.path / "lock.json"
-
-    @property
-    def stop_file(self) -> Path:
-        return self.path / "STOP"
-
-    @property
-    def done_file(self) -> Path:
-        return self.path / "DONE"
-
-    @property
-    def obeyed_file(self) -> Path:
-        return self.path / "obeyed.json"
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> "RunFolder":
@@ -119,7 +93,7 @@ class RunFolder:
             ) from None
 
     def read_log(self) -> list[dict[str, Any]]:
-        """`read_log` of log.jsonl. Raises UserError where there is none that can be read."""
+        """Return the events of log.jsonl (see log.read_log). Raises UserError without a log."""
         try:
             return read_log(self.log_file)
         except UnreadableFile as error:
@@ -136,10 +110,10 @@ class RunFolder:
         identity: dict[str, Any],
         code: Mapping[str, str] | None = None,
     ) -> None:
-        """Record the resolved job, and the hashes of the code; the folder is made if need be."""
+        """Record the resolved job, and the hashes of the code; make the folder if need be."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.config_file, config_record(config, identity, code))
 
     def write_done(self, step: int) -> None:
-        """Mark the run finished; written after its last checkpoint."""
+        """Mark the run finished; called after its last checkpoint."""
         write_atomic(self.done_file, f"{step}\n".encode())

@@ -1,19 +1,32 @@
-"""RUN/run.json: the run's id and the number of its launches; and which launches have a record.
+"""The launches of a run: their numbers, their records, and the options that only the first obeys.
 
-A launch takes its number under the run's lock, before it writes a line to the log, and gives it
-back where it came to nothing. No torch here.
+    RUN/run.json       the run's id, and the number of its newest launch
+    RUN/obeyed.json    option -> the job that obeyed it, and its count of restarts then
+
+A launch takes its number under the run's lock, before it writes a line to the log, and returns it
+if it has trained nothing. `--checkpoint.fresh` and `--checkpoint.load_step` are in a job's command
+line, which a requeued job repeats: obeyed again, they would discard what the job has trained since.
+No torch here.
 """
 
 import os
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.core.files import UnreadableFile, parsing, read_json, read_lines, write_json
-from canon_pretrain.core.holder import utc_now
+from canon_pretrain.core.files import (
+    UnreadableFile,
+    parsing,
+    read_json,
+    read_lines,
+    read_record,
+    write_json,
+)
+from canon_pretrain.core.holder import boot_of, read_count, utc_now
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import read_tail
+from canon_pretrain.run.log import RunFacts, read_tail
 
 OWN_TO_A_LAUNCH = (
     "job.config_file",
@@ -24,38 +37,25 @@ OWN_TO_A_LAUNCH = (
     "checkpoint.load_step",
     "training.local_batch_size",
 )
-"""What belongs to one launch, or follows from its world size: no news when it differs."""
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """The content of run.json."""
-
-    run_id: str
-    """8 hexadecimal digits, for as long as the run lives; a fresh start is a new run."""
-    created: str
-    """UTC, ISO 8601."""
-    launches: int
-    """Launches that began to train, or wrote to the log; the number of the newest one."""
+"""Settings of one launch, or that follow from its world size: not reported when they differ."""
+FRESH = "checkpoint.fresh"
 
 
 def read_run(folder: RunFolder) -> RunFacts | None:
-    """What stands in run.json; None where there is none, or it is damaged."""
+    """Return the content of run.json; None if it is missing or damaged."""
     try:
-        record = read_json(folder.run_file)
-        with parsing(folder.run_file):
-            return RunFacts(str(record["run_id"]), str(record["created"]), int(record["launches"]))
+        return read_record(folder.run_file, RunFacts)
     except UnreadableFile:
         return None
 
 
 def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
-    """Count one more launch in run.json, which is made if need be; and what went wrong with that.
+    """Count one more launch in run.json; return it, and why that could not be written.
 
-    No number is given twice.
+    No number is used twice.
     """
     before = known_run(folder) or RunFacts(uuid.uuid4().hex[:8], utc_now(), 0)
-    facts = RunFacts(before.run_id, before.created, before.launches + 1)
+    facts = replace(before, launches=before.launches + 1)
     try:
         write_json(folder.run_file, asdict(facts))
     except OSError as error:
@@ -64,7 +64,7 @@ def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
 
 
 def take_back(folder: RunFolder, facts: RunFacts) -> None:
-    """Undo `begin_launch`, which gave `facts`, unless the log has a line of that launch."""
+    """Undo `begin_launch`, which returned `facts`, unless the log has a line of that launch."""
     number = facts.launches
     try:
         if _last_event(folder.log_file).get("segment") == number:
@@ -78,7 +78,7 @@ def take_back(folder: RunFolder, facts: RunFacts) -> None:
 
 
 def known_run(folder: RunFolder) -> RunFacts | None:
-    """run.json or, if it is lost, what the launches' records and the log say; None for a new run.
+    """Return run.json or, if it is lost, the same from launch records and log; None for a new run.
 
     A run that is older than its records has an id made up here.
     """
@@ -94,7 +94,7 @@ def known_run(folder: RunFolder) -> RunFacts | None:
 
 
 def _launches_logged(log: Path) -> int:
-    """Events that head a launch; the lines are not parsed, since an old log may be long."""
+    """Count events that head a launch; the lines are not parsed, since an old log may be long."""
     heads = (b'{"event": "start"', b'{"event": "resume"')
     try:
         return sum(line.startswith(heads) for line in read_lines(log))
@@ -103,7 +103,7 @@ def _launches_logged(log: Path) -> int:
 
 
 def _last_event(log: Path) -> dict[str, Any]:
-    """The log's last line; {} without one."""
+    """Return the log's last event; {} without one."""
     try:
         events = read_tail(log, until=None)
     except UnreadableFile as error:
@@ -114,7 +114,7 @@ def _last_event(log: Path) -> dict[str, Any]:
 
 
 def launch_numbers(folder: RunFolder) -> list[int]:
-    """The numbers of the launches that have a record, ascending; none in an older run."""
+    """Return the numbers of the launches that have a record, ascending."""
     try:
         names = os.listdir(folder.launches)
     except OSError:
@@ -123,7 +123,7 @@ def launch_numbers(folder: RunFolder) -> list[int]:
 
 
 def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
-    """launch.json of the newest launch whose record can be read; None without one."""
+    """Return launch.json of the newest launch whose record can be read; None without one."""
     for number in reversed(launch_numbers(folder)):
         path = folder.launch_path(number) / "launch.json"
         try:
@@ -134,3 +134,53 @@ def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
         except UnreadableFile:
             continue
     return None
+
+
+# -- options that act once ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One start of a command: Slurm's job and its restarts, torchrun's run and its attempts."""
+
+    job: str
+    restart: int
+    run: str
+    attempt: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> "_Attempt":
+        run = environ.get("TORCHELASTIC_RUN_ID", "")
+        if run == "none":  # torchrun without --rdzv_id: its process names the command, then
+            # two processes may start within one tick of the clock: by number and start
+            run = f"agent {os.getppid()} {boot_of(os.getppid())}"
+        restart = read_count(environ, "SLURM_RESTART_COUNT")
+        attempt = read_count(environ, "TORCHELASTIC_RESTART_COUNT")
+        return cls(environ.get("SLURM_JOB_ID", ""), restart, run, attempt)
+
+
+def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this launch is a restart of one that obeyed `option` (written with its value).
+
+    Slurm's job and torchrun's run count; a user who types the command again is obeyed again.
+    """
+    before, now = _read_obeyed(path).get(option), _Attempt.of(environ)
+    if before is None:
+        return False
+    if now.job and now.job == before.job and now.restart > before.restart:
+        return True
+    is_same_run = bool(now.run) and (now.job, now.run) == (before.job, before.run)
+    return is_same_run and now.attempt > before.attempt
+
+
+def mark_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Record that this launch has obeyed `option`."""
+    obeyed = _read_obeyed(path) | {option: _Attempt.of(environ)}
+    write_json(path, {name: asdict(attempt) for name, attempt in obeyed.items()})
+
+
+def _read_obeyed(path: Path) -> dict[str, _Attempt]:
+    try:
+        return read_record(path, dict[str, _Attempt])
+    except UnreadableFile:
+        return {}

@@ -1,9 +1,9 @@
 """wandb and TensorBoard while a run trains: processes beside global rank 0 that follow its log.
 
-They are `python -m canon_pretrain.run export ... --follow`. A process of its own is what makes the
-promise hold that neither tool ends, slows or hangs a run: the trainer starts it, asks now and then
-whether it still lives, and in the end waits for it a bounded time. It ends by itself when its pipe
-from the trainer closes, also because the trainer was killed.
+They are `python -m canon_pretrain.run export ... --follow`. Processes of their own, so that neither
+tool ends, slows or hangs a run: the trainer starts them, checks now and then that they still live,
+and in the end waits for them a bounded time. One ends by itself when its pipe from the trainer
+closes, also because the trainer was killed.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class LiveExports:
         self._folder = Path()
 
     def start(self, settings: Any, folder: Path) -> None:
-        """Start those that the job's `metrics` section asks for; what does not start is said."""
+        """Start those that the job's `metrics` section asks for; report what does not start."""
         self._folder = folder
         for target, command in follow_commands(settings, folder):
             output = folder / f".export-{target}.log"
@@ -46,53 +46,45 @@ class LiveExports:
                         start_new_session=True,
                     )
             except OSError as error:
-                self._tell(target, f"does not start: {error}")
+                self._report(target, f"does not start: {error}")
                 continue
             self._running[target] = (process, output)
 
     def check(self) -> None:
-        """Say once of each that has ended before the run did."""
+        """Report once each that has ended before the run did."""
         for target, (process, output) in list(self._running.items()):
             if process.poll() is not None:
                 del self._running[target]
-                self._close(process)
-                if process.returncode:  # the trainer calls this between two steps
+                _close_pipe(process)
+                if process.returncode:  # in a thread: the trainer calls this between two steps
                     threading.Thread(
-                        target=self._tell_end, args=(target, output), daemon=True
+                        target=self._report_end, args=(target, output), daemon=True
                     ).start()
 
-    def _tell_end(self, target: str, output: Path) -> None:
-        self._tell(target, f"has ended: {_last_line(output)}")
+    def _report_end(self, target: str, output: Path) -> None:
+        self._report(target, f"has ended: {_last_line(output)}")
 
     def finish(self, wait_s: float = WAIT_S) -> None:
-        """Let them copy what is left; those that take longer than `wait_s` together are ended."""
+        """Let them copy what is left; kill those that take longer than `wait_s` together."""
         for process, _ in self._running.values():
-            self._close(process)
+            _close_pipe(process)
         for target, (process, output) in self._running.items():
             try:
-                process.wait(wait_s)
+                if process.wait(wait_s):
+                    self._report(target, f"failed: {_last_line(output)}")
+                else:
+                    with contextlib.suppress(OSError):
+                        output.unlink(missing_ok=True)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # and what it has started itself
                 with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a dead disk
                     process.wait(1.0)
-                self._tell(target, f"did not end within {wait_s:.0f} s")
+                self._report(target, f"did not end within {wait_s:.0f} s")
                 wait_s = 0.1
-            else:
-                if process.returncode:
-                    self._tell(target, f"failed: {_last_line(output)}")
-                else:
-                    with contextlib.suppress(OSError):
-                        output.unlink(missing_ok=True)
         self._running.clear()
 
-    def _close(self, process: subprocess.Popen[bytes]) -> None:
-        """Close our end of the pipe: what the process waits for."""
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-
-    def _tell(self, target: str, what: str) -> None:
+    def _report(self, target: str, what: str) -> None:
         logger.warning(
             f"the live copy for {target} {what}. The run does not need it; `python -m "
             f"canon_pretrain.run export {target} {self._folder}` makes a whole one from the log"
@@ -100,7 +92,7 @@ class LiveExports:
 
 
 def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """(target, command) of each live copy that the job's `metrics` section asks for."""
+    """Yield (target, command) of each live copy that the job's `metrics` section asks for."""
     base = [sys.executable, "-m", "canon_pretrain.run", "export"]
     last = [str(folder.resolve()), "--follow", "--beside_trainer"]
     if settings.enable_tensorboard:
@@ -114,10 +106,17 @@ def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str
         yield "wandb", [*base, "wandb", *last, *words, *tags]
 
 
+def _close_pipe(process: subprocess.Popen[bytes]) -> None:
+    """Close our end of the pipe, which ends the process."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+
+
 def _last_line(output: Path) -> str:
-    """The last thing that a process said."""
+    """Return the last line that a process printed."""
     try:
         lines = output.read_text(errors="replace").strip().splitlines()
     except OSError:
-        return "it left no word"
+        lines = []
     return lines[-1].rstrip(".") if lines else "it left no word"

@@ -1,21 +1,21 @@
 """The run's log: JSON lines, appended whole, the source of every curve.
 
 An event is one line, appended whole to a file opened with O_APPEND, so that lines of two writers
-never mix and a crash tears the last line at most. A thread writes them: whoever reports an event
-does not wait for the disk, and a crash loses the lines that still wait. NaN and infinities are
-strings, since JSON has none; `number` gives them back. Plots, exports, status and reports read the
-log: `read_log` the whole, `read_tail` its end, `LogFollower` what comes.
+never mix and a crash tears the last line at most. A thread writes them: the trainer does not wait
+for the disk, and a crash loses the lines that still wait. NaN and infinities are strings, since
+JSON has none; `number` converts them back. Plots, exports, status and reports read the log:
+`read_log` the whole, `read_tail` its end, `LogFollower` what comes.
 
-    event, time (UTC)        in every line; run_id and segment too, where the folder has a run.json
+    event, time (UTC)        in every line; run_id and segment too, if the folder has a run.json
     start, resume            head a segment, that is a launch: where it begins and what it runs on
-    step                     loss and max_loss (nats a token), grad_norm, lr, tokens (so far),
+    step                     loss and max_loss (nats per token), grad_norm, lr, tokens (so far),
                              tokens_per_second, data_wait and mfu (shares of 1), memory_gib,
                              skipped_steps and restarts (so far), checkpoint_seconds (since the line
                              before; of them the step waited checkpoint_stall_seconds),
-                             data_digests (one a step since the line before)
+                             data_digests (one per step since the line before)
     validation               loss and bits_per_byte on held-out text, by source too
     lines_dropped            how many are missing here: too many waited for the disk
-    checkpoint, skip, ...    what happened; with the step and the tokens at which it did
+    checkpoint, skip, ...    other events, with the step and the tokens at which they happened
 """
 
 import contextlib
@@ -28,18 +28,20 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from canon_pretrain.core.files import (
     MAX_LINE_BYTES,
     UnreadableFile,
     open_regular,
     parse_json,
-    parsing,
-    read_json,
     read_lines,
+    read_record,
     write_atomic,
 )
 from canon_pretrain.run.background import Background
@@ -59,20 +61,31 @@ MAX_TAIL_BYTES = 1 << 24
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """The content of run.json."""
+
+    run_id: str
+    """8 hexadecimal digits, for as long as the run lives; a fresh start is a new run."""
+    created: str
+    """UTC, ISO 8601."""
+    launches: Annotated[int, Field(ge=0)]
+    """Launches that began to train, or wrote to the log; the number of the newest one."""
+
+
 class RunLog:
     """An append-only writer of events; for several threads.
 
-    `run_id` and `segment` (the number of the launch) come from the run.json beside it; without one
-    its lines do not have them. Lines wait while `may_write` returns False.
+    The run's id and the number of the launch, its segment, come from the run.json beside it;
+    without one its lines do not have them. Lines wait while `may_write` returns False.
     """
 
     def __init__(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = path
         self._may_write = may_write
-        self.run_id, self.segment = _read_run_file(path.parent / "run.json")
-        self._head: dict[str, Any] = {}
-        if self.run_id is not None:
-            self._head = {"run_id": self.run_id, "segment": self.segment}
+        facts = self._read_run_file()
+        self.segment = facts.launches if facts else 1
+        self._head = {"run_id": facts.run_id, "segment": self.segment} if facts else {}
         self._unwritten = bytearray()
         self._dropped = 0
         self._is_full = self._is_closed = False
@@ -87,6 +100,14 @@ class RunLog:
             os.close(self._descriptor)
             raise UnreadableFile(path, "is not a regular file")
         self._end_torn_line()
+
+    def _read_run_file(self) -> RunFacts | None:
+        try:
+            return read_record(self.path.with_name("run.json"), RunFacts)
+        except UnreadableFile as error:
+            if not error.is_missing:
+                logger.warning(f"{error}: the log's lines have no run_id")
+            return None
 
     def _end_torn_line(self) -> None:
         size = os.fstat(self._descriptor).st_size
@@ -127,7 +148,7 @@ class RunLog:
         return self._writing.wait(timeout_s) and not self._unwritten
 
     def _write_waiting(self) -> None:
-        """The thread's part."""
+        """Called in the thread."""
         if not self._unwritten or not self._may_write():
             return
         self._follow_path()
@@ -152,7 +173,8 @@ class RunLog:
             is_there = os.path.lexists(self.path)
             if is_there and os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
                 return
-            if _read_run_file(self.path.parent / "run.json")[0] != self.run_id:
+            facts = self._read_run_file()
+            if (facts and facts.run_id) != self._head.get("run_id"):
                 return  # another launch archived this run's log together with its run.json
             if not is_there:
                 size = os.fstat(self._descriptor).st_size
@@ -186,18 +208,6 @@ class RunLog:
                 os.close(self._descriptor)
 
 
-def _read_run_file(path: Path) -> tuple[str | None, int]:
-    """Return the run's id and the number of the launch; (None, 1) if there is no such file."""
-    try:
-        record = read_json(path)
-        with parsing(path):
-            return str(record["run_id"]), int(record["launches"])
-    except UnreadableFile as error:
-        if not error.is_missing:
-            logger.warning(f"{error}: the log's lines have no run_id")
-        return None, 1
-
-
 def json_value(value: Any) -> Any:
     """`value` as JSON can hold it: "NaN", "Infinity" or "-Infinity" for a non-finite float.
 
@@ -228,11 +238,13 @@ def number(value: Any) -> float:
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Return all events in order, without superseded ones (`drop_superseded`).
 
-    A line that is no event (torn by a crash, or changed since) is skipped; the skipped ones are
-    counted in one warning. Raises UnreadableFile.
+    Lines that are no events (torn by a crash, or changed since) are skipped with one warning.
+    Raises UnreadableFile.
     """
     events, faults = [], []
-    with _no_garbage_collection():
+    was_collecting = gc.isenabled()
+    gc.disable()  # collections would walk through all that was read again and again: half the time
+    try:
         for place, line in enumerate(read_lines(path), 1):
             event, fault = _parse(line)
             if not fault:
@@ -243,21 +255,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             if not is_whole:
                 break  # the file's end just now: its other half would be read as a line of its own
         events = drop_superseded(events)
+    finally:
+        if was_collecting:
+            gc.enable()
     if faults:
         logger.warning(f"{path}: {len(faults)} line(s) are no events and are skipped: {faults[0]}")
     return events
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collections would walk through all that was read again and again: half of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def read_tail(
@@ -286,9 +289,9 @@ def read_tail(
 def drop_superseded(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """`events` without steps and validations that were taken anew.
 
-    A `resume` with `from_step` takes anew what stands before it of later steps; a `start` (again,
-    after a run that died before its first checkpoint) takes all anew. Other kinds stay: they
-    happened. What a launch wrote after another had taken the run over is left out as well.
+    A `resume` with `from_step` repeats the later steps before it; a `start` (again, if the run died
+    before its first checkpoint) repeats all. Other kinds stay. What a launch wrote after another
+    had taken the run over is left out as well.
     """
     kept = []
     last = math.inf
@@ -338,30 +341,27 @@ def _fault(event: dict[str, Any]) -> str | None:
     """Return why the fields of an event are not what readers rely on; None if they are."""
     for name in ("step", "from_step", "tokens"):
         value = event.get(name)
-        is_needed = event["event"] in NEEDED.get(name, ())
-        if (is_needed or name in event) and not (type(value) is int and abs(value) < 1 << 63):
+        is_needed = name in event or event["event"] in NEEDED.get(name, ())
+        if is_needed and not (type(value) is int and abs(value) < 1 << 63):
             return f"has {name} = {str(value)[:40]}, expected an integer"
     for name in NUMBERS:
         value = event.get(name)
-        is_null_loss = name == "loss" and value is None and name in event
-        if is_null_loss or not (value is None or type(value) is float):
+        if type(value) is not float and (value is not None or (name == "loss" and name in event)):
             try:
                 number(value)
             except ValueError as error:
                 return f"has {name} = {error}"
-    sources = event.get("sources") or {}
+    sources, digests = event.get("sources") or {}, event.get("data_digests") or []
     if not isinstance(sources, dict) or not all(isinstance(x, dict) for x in sources.values()):
         return "has sources that are no objects"
-    if not isinstance(event.get("data_digests") or [], list):
-        return "has data_digests that are no list"
-    return None
+    return None if isinstance(digests, list) else "has data_digests that are no list"
 
 
 class LogFollower:
-    """Reads a log while it is written: each `poll` gives the whole lines that are new.
+    """A reader of a log that is being written: each `poll` returns the whole lines that are new.
 
-    Nothing is dropped: who follows over several launches looks at `resume` and `start`. A file that
-    is not there yet has no lines; one that was replaced or cut is read from its beginning.
+    Superseded events are not dropped. A missing file has no lines; one that was replaced or cut is
+    read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,6 +1,7 @@
 """Which runs a command means, and what they are called if several are shown together."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,13 +11,13 @@ from canon_pretrain.core.text import printable
 from canon_pretrain.run.folder import RunFolder
 
 PLAN = "sweep.json"
-"""Of a sweep, in its folder (cluster/sweep.py)."""
+"""The plan of a sweep, in its folder."""
 DEPTH = 4
-"""Folders of folders of runs that a named folder is searched for."""
+"""Levels of folders below a named one that are searched for runs."""
 
 
 def named_runs(given: Iterable[Path], *, planned: bool = False) -> list[Path]:
-    """The runs that paths of a command name: each a run, or a folder with runs in it (a sweep).
+    """Return the runs that a command's paths name: each a run, or a folder of runs (a sweep).
 
     With `planned` also those of a sweep that have not begun, and any path that holds no run.
     Raises UserError for such a path otherwise.
@@ -34,7 +35,7 @@ def named_runs(given: Iterable[Path], *, planned: bool = False) -> list[Path]:
 
 
 def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iterator[Path]:
-    """The run at `path`, or those in it: a sweep's in the order of its plan, others by name."""
+    """Yield the run at `path`, or those in it: a sweep's in the order of its plan, else by name."""
     if is_run(path):
         yield path
         return
@@ -45,46 +46,32 @@ def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iter
             names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
     except OSError:
         return
-    plan = _planned(path)
+    try:
+        plan = [run["name"] for run in read_json(path / PLAN)["runs"]]
+    except (UserError, KeyError, TypeError):
+        plan = []  # not a sweep
     for name in dict.fromkeys([*plan, *sorted(names, key=natural)]):
         found = list(runs_below(path / name, depth - 1, planned=planned))
         yield from found or ([path / name] if planned and name in plan else [])
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is the folder of a run, of which anything is there."""
+    """Whether `path` is the folder of a run: it has one of a run's files."""
     run = RunFolder(path)
     files = (run.config_file, run.status_file, run.log_file, run.lock_file, run.run_file)
     return any(os.path.isfile(file) for file in files)
 
 
-def _planned(folder: Path) -> list[str]:
-    """The names of a sweep's runs; none if the folder is not a sweep's."""
-    try:
-        return [run["name"] for run in read_json(folder / PLAN)["runs"]]
-    except (UserError, KeyError, TypeError):
-        return []
-
-
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A key that puts lr2 before lr10."""
-    parts: list[tuple[int, int, str]] = []
-    digits = text = ""
-    for character in f"{name}\0":
-        if character.isascii() and character.isdigit():
-            digits += character
-            continue
-        if digits:
-            parts += [(1, 0, text), (0, int(digits), digits)]
-            digits = text = ""
-        text += character
-    return [*parts, (1, 0, text)]
+    """Return a sort key that puts lr2 before lr10."""
+    parts = re.split("([0-9]+)", name)
+    return [(0, int(part), part) if k % 2 else (1, 0, part) for k, part in enumerate(parts)]
 
 
 def unique_labels(paths: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of their parents as it takes to tell them apart.
+    """Return the folders' names, with as many of their parents as it takes to differ.
 
-    Raises UserError where one folder is given twice.
+    Raises UserError if one folder is given twice.
     """
     resolved = [path.resolve() for path in paths]
     for k, path in enumerate(resolved):

@@ -1,16 +1,15 @@
-"""What a launch was, written down at its start: RUN/launches/NNN/ and RUN/README.md.
+"""The record of a launch, written at its start: RUN/launches/NNN/ and RUN/README.md.
 
     launches/NNN/       made by one rename, so what has that name is whole
       launch.json         command line, host and devices, job, data, versions, what git says
       config.json         the resolved job and the run's identity, as RUN/config.json was then
       packages.txt        every installed distribution, name==version
       environment.json    variables of an allow-list
-      source.patch        what the code differed in from its commit; absent where it did not
+      source.patch        the code's difference from its commit; absent if there is none
 
-Rank 0 does it under the run's lock (titan/launch.py): it numbers the launch (launches.py), gathers
-while the ranks meet, and writes where the launch begins to train. Command lines, variables and code
-may hold a secret, so its files are the user's alone (mode 0600). None of it ends a run: what fails
-is one sentence. No torch here.
+Rank 0 writes it under the run's lock: it numbers the launch (run/launches.py), gathers while the
+ranks meet, and writes when the launch begins to train. Command lines, variables and code may hold a
+secret, so its files are the user's alone (mode 0600). No failure of it ends a run. No torch here.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ import json
 import os
 import platform
 import re
-import shutil
+import shlex
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -28,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import canon_pretrain
-from canon_pretrain.core.files import create_file, fsync_folder, write_atomic
+from canon_pretrain.core.files import write_atomic, write_folder
 from canon_pretrain.core.holder import Holder, utc_now
 from canon_pretrain.run.folder import RunFolder, config_record
-from canon_pretrain.run.launches import RunFacts, take_back
-from canon_pretrain.run.readme import IS_OURS, command_again, readme
-from canon_pretrain.run.source_tree import SourceTree, look_at_source
+from canon_pretrain.run.launches import take_back
+from canon_pretrain.run.log import RunFacts
+from canon_pretrain.run.source import SourceTree, look_at_source
 
 GATHER_S = 10.0
 """How long the first step may wait for git and the package list, which had the whole start."""
@@ -59,7 +58,7 @@ _ALLOWED_NAMES = (
 
 
 def allowed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that may be recorded, sorted by name."""
+    """Return the variables that may be recorded, sorted by name."""
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -68,8 +67,10 @@ def allowed_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
-    """16 hexadecimal digits that are equal for equal configurations; `without` names, dotted,
-    what is no part of that."""
+    """Return 16 hexadecimal digits that are equal for equal configurations.
+
+    `without` are dotted names of settings that do not count.
+    """
     kept = {
         section: {key: v for key, v in keys.items() if f"{section}.{key}" not in without}
         if isinstance(keys, Mapping)
@@ -81,7 +82,7 @@ def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
 
 
 def packages() -> list[str]:
-    """`name==version` of every installed distribution, sorted; a broken one is left out."""
+    """Return `name==version` of every installed distribution, sorted, without broken ones."""
     found = set()
     # setuptools, once imported, puts what it carries along on the path: that is not installed
     path = [folder for folder in sys.path if Path(folder).name != "_vendor"]
@@ -96,7 +97,7 @@ def packages() -> list[str]:
 
 
 def own_version() -> str | None:
-    """canon_pretrain's; None where it runs from a folder and is not installed."""
+    """Return canon_pretrain's version; None if it runs from a folder and is not installed."""
     try:
         return importlib.metadata.version("canon_pretrain")
     except importlib.metadata.PackageNotFoundError:
@@ -104,9 +105,9 @@ def own_version() -> str | None:
 
 
 class LaunchRecord:
-    """One launch's record: made early, it gathers in a thread; `write` puts it into the folder.
+    """One launch's record: made early, it gathers in a thread; `write` writes it to the folder.
 
-    `arguments` are those of canon_pretrain.train. `folders` and `fingerprint` say which data.
+    `arguments` are those of canon_pretrain.train; `folders` and `fingerprint` identify the data.
     """
 
     def __init__(
@@ -138,12 +139,12 @@ class LaunchRecord:
             self._problem = f"{type(error).__name__}: {error}"
 
     def _wait(self) -> None:
-        """Until all is gathered; GATHER_S at most, once."""
+        """Wait until all is gathered; GATHER_S at most, once."""
         self._thread.join(0.0 if self._has_waited else GATHER_S)
         self._has_waited = True
 
     def header(self) -> dict[str, Any]:
-        """What heads the launch in the log; waits for git, GATHER_S at most."""
+        """Return what heads the launch in the log; waits for git, GATHER_S at most."""
         self._wait()
         launch = Holder.of_this_process(self._environ)
         return {
@@ -164,23 +165,33 @@ class LaunchRecord:
         code: Mapping[str, str] | None = None,
         facts: dict[str, Any],
     ) -> list[str]:
-        """Write the record and README.md; what went wrong, a sentence each.
+        """Write the record and README.md; return what went wrong, a sentence each.
 
-        `facts` join those of launch.json: what only the trainer knows.
+        `facts` are what only the trainer knows, for launch.json.
         """
         self._is_written = True
         problems = [f"the launch's record is not whole: {self._problem}"] if self._problem else []
         target = folder.launch_path(self.facts.launches)
         try:
             launch = self._launch() | facts
-            self._write_folder(target, launch, config_record(config, identity, code))
-            self._write_readme(folder, launch, config)
+            contents = {
+                "config.json": _json(config_record(config, identity, code)),
+                "packages.txt": "".join(f"{line}\n" for line in self._packages).encode(),
+                "environment.json": _json(allowed_environment(self._environ)),
+                "launch.json": _json(launch),
+            }
+            if self._source.patch:
+                contents["source.patch"] = self._source.patch
+            write_folder(target, contents)
+            path = folder.readme_file
+            if not path.exists() or IS_OURS in path.read_text(errors="replace"):
+                write_atomic(path, readme(folder.path.resolve(), launch, config))
         except Exception as error:  # a full disk, or what nobody thought of: the run goes on
             problems.append(f"what this launch is was not written to {target}: {error}")
         return problems
 
     def settle(self, folder: RunFolder) -> None:
-        """Give the launch's number back where it has left nothing: refused, or nothing to do."""
+        """Return the launch's number if it has left nothing: refused, or nothing to do."""
         if not self._is_written:
             take_back(folder, self.facts)
 
@@ -221,48 +232,14 @@ class LaunchRecord:
             },
         }
 
-    def _write_folder(self, target: Path, launch: dict[str, Any], config: dict[str, Any]) -> None:
-        temporary = target.with_name(f".{target.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        texts = {
-            "config.json": _json(config),
-            "packages.txt": "".join(f"{line}\n" for line in self._packages),
-            "environment.json": _json(allowed_environment(self._environ)),
-            "launch.json": _json(launch),
-        }
-        contents = {name: text.encode(errors="replace") for name, text in texts.items()}
-        if self._source.patch:
-            contents["source.patch"] = self._source.patch
-        try:
-            for name, content in contents.items():
-                with create_file(temporary / name, mode=0o600) as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-            os.rename(temporary, target)
-        except OSError:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        fsync_folder(target.parent)
 
-    def _write_readme(
-        self, folder: RunFolder, launch: dict[str, Any], config: dict[str, Any]
-    ) -> None:
-        """README.md, unless a person has written one of their own."""
-        path = folder.readme_file
-        if path.exists() and IS_OURS not in path.read_text(errors="replace"):
-            return
-        text = readme(folder.path.resolve(), launch, config)
-        write_atomic(path, text.encode(errors="replace"))
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+def _json(value: Any) -> bytes:
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+    return text.encode(errors="replace")
 
 
 def _launcher(environ: Mapping[str, str]) -> list[str] | None:
-    """The command line of torchrun's agent, this process's parent; None without one."""
+    """Return the command line of torchrun's agent, this process's parent; None without one."""
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
     try:
@@ -270,3 +247,99 @@ def _launcher(environ: Mapping[str, str]) -> list[str] | None:
     except OSError:
         return None
     return words.rstrip("\0").split("\0")
+
+
+# -- README.md ----------------------------------------------------------------------------------
+
+IS_OURS = "<!-- canon_pretrain writes this file at each launch; without this line it is yours -->"
+ACT_ONCE = ("--run.stop_at", "--run.allow_changes", "--checkpoint.fresh", "--checkpoint.load_step")
+"""What a launch that resumes does not repeat."""
+
+
+def command_again(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the shell command that resumes the run, without ACT_ONCE and their values."""
+    program = "python -m canon_pretrain.train"
+    ranks, here = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in environ or ranks != "1":
+        nodes = int(ranks) // max(int(here), 1)
+        many = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
+        per_node = f"--nproc-per-node {here}"
+        program = f"torchrun {many if nodes > 1 else ''}{per_node} -m canon_pretrain.train"
+    words: list[str] = []
+    is_dropped = False
+    for word in arguments:
+        if word.startswith("--"):
+            name = word.partition("=")[0].replace("-", "_").replace("__", "--", 1)
+            is_dropped = name in ACT_ONCE
+        if not is_dropped:
+            words.append(word)
+    return f"{program} {shlex.join(words)}".rstrip()
+
+
+def readme(run: Path, launch: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
+    """Return README.md of the folder `run` (absolute); `launch` is launch.json."""
+    title = config.get("job", {}).get("description") or run.name
+    step = config.get("training", {}).get("steps", "N")
+    created, begun = (launch[name][:16].replace("T", " ") for name in ("created", "time"))
+    git, folder = launch["git"], shlex.quote(str(run))
+    code = "in no commit that git knows"
+    if git["commit"]:
+        code = f"commit {git['commit'][:12]} of {git['origin'] or git['folder']}"
+        if git["dirty"]:
+            code += f", with the changes in launches/{launch['launch']:03}/source.patch"
+    return f"""\
+{IS_OURS}
+
+# {title}
+
+Run `{launch["run_id"]}`, to step {step}. Begun {created} UTC.
+
+Launch {launch["launch"]}, begun {begun} UTC: {launch["world_size"]} rank(s), the first on
+{launch["host"]}. Its code is {code}.
+
+The commands below are for the folder that it was started in:
+
+    cd {shlex.quote(launch["command"]["folder"])}
+
+## Show it
+
+    python -m canon_pretrain.run status {folder}
+    python -m canon_pretrain.run plot {folder} --out plot.html
+    python -m canon_pretrain.run diff {folder} ANOTHER_RUN
+    python -m canon_pretrain.checkpoint list {folder}
+
+## Resume it, or stop it
+
+    {launch["command"]["again"]}
+
+It resumes from the newest checkpoint that is whole. `touch {folder}/STOP` saves and stops.
+
+## Evaluate it
+
+    python -m eval run --checkpoint {folder}/checkpoint/step-{step} --suite validation
+    python -m eval report {folder}
+
+`python -m canon_pretrain.checkpoint list` names the steps that are there.
+
+## Files
+
+| file or folder | content |
+|---|---|
+| `config.json` | every setting of the run, and the facts that identify it |
+| `run.json` | the run's id, and how many launches it has had |
+| `launches/NNN/` | launch NNN: command, machine, packages, code, environment |
+| `code/NNN/` | the source that Slurm jobs launch it from; the newest counts |
+| `log.jsonl` | one line per event, the source of every curve; only ever appended to |
+| `status.json` | the run's state; rewritten every few seconds while it runs |
+| `lock.json` | who writes this folder now; gone when nobody does |
+| `checkpoint/step-N/` | weights and training state; manifest.json has every file's hash |
+| `checkpoint/quarantine/` | damaged checkpoints, with the reason beside each |
+| `evals/step-N/` | results of evaluations; holds/ names steps that one still waits for |
+| `report/` | a page of curves and scores, by `python -m eval report` |
+| `archive/` | abandoned branches, and the run before a fresh start |
+| `comm_traces/` | stacks of each rank when one hung |
+| `profile_traces/` | traces of --profiling; `python -m canon_pretrain.run profile` reads them |
+| `memory_snapshot/` | what held the GPU's memory, if that was recorded |
+| `wandb/, tb/` | copies of the log for wandb and TensorBoard, if they are on |
+| `DONE` | written last: the run has reached its end |
+""".encode(errors="replace")

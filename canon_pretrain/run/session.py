@@ -1,7 +1,7 @@
 """One launch's hold on a run folder: its lock, its status, and what asks it to stop.
 
 train.py opens it before the ranks meet and closes it last. The files are global rank 0's; the
-other ranks hold their signals only. No torch here.
+other ranks catch signals only. No torch here.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from canon_pretrain.run.stop import LOST_LOCK, StopRequests
 
 
 class Session:
-    """A context manager; leaving it by an exception makes the state `failed`.
+    """A context manager; an exception within it makes the state `failed`.
 
     `checkpoints`, a folder outside the run folder, is locked as well: the lock of the run folder
     does not keep another run out of it. Raises UserError on entry if another live launch holds one
@@ -65,11 +65,11 @@ class Session:
         return self
 
     def ranks_have_met(self) -> None:
-        """From here on every rank takes SIGTERM for a request to save and stop."""
+        """From here on every rank treats SIGTERM as a request to save and stop."""
         self.stop.catch([signal.SIGTERM])
 
     def _take_folder(self) -> None:
-        path = self.folder.path
+        path, files = self.folder.path, self.folder
         try:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path, prefix=".launch-") as probe:
@@ -79,33 +79,31 @@ class Session:
                 f"the run folder {path} cannot be written to: {error.strerror}; choose another "
                 "with --job.dump_folder, or make room"
             ) from None
-        options: dict[str, Any] = {"heartbeat_s": self._heartbeat_s, "say": self._say}
-        way_out = "choose another folder with --job.dump_folder"
-        lock_file, stop = self.folder.lock_file, f"stop it with `touch {self.folder.stop_file}`"
-        self._locks.append(
-            LinkLock.acquire(
-                lock_file, way_out=f"{stop}, or {way_out}", on_beat=self._beat, **options
-            )
-        )
+        another = "choose another folder with"
+        way_out = f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder"
+        self._lock(files.lock_file, way_out, on_beat=self._beat)
         if self._checkpoints is not None:
             lock_file = RunFolder(self._checkpoints).lock_file
-            way_out = "choose another folder with --checkpoint.folder"
-            self._locks.append(LinkLock.acquire(lock_file, way_out=way_out, **options))
-        for written in (self.folder.run_file, self.folder.config_file, self.folder.status_file):
+            self._lock(lock_file, f"{another} --checkpoint.folder")
+        for written in (files.run_file, files.config_file, files.status_file):
             remove_leftovers(path, written.name)
         self.status = StatusWriter(
-            self.folder.status_file, steps=self._steps, world_size=self._world_size
+            files.status_file, steps=self._steps, world_size=self._world_size
         )
-        self.stop = StopRequests(self.folder.stop_file, self._is_lost)
+        self.stop = StopRequests(files.stop_file, lambda: any(lock.lost for lock in self._locks))
         if self.stop.forget_leftover(began=began):
             self._say(
-                f"{self.folder.stop_file} was there before this launch began: left over from an "
+                f"{files.stop_file} was there before this launch began: left over from an "
                 "earlier one, it is removed, and the run goes on"
             )
         self.status.write()
 
-    def _is_lost(self) -> bool:
-        return any(lock.lost for lock in self._locks)
+    def _lock(self, path: Path, way_out: str, **options: Any) -> None:
+        self._locks.append(
+            LinkLock.acquire(
+                path, way_out=way_out, heartbeat_s=self._heartbeat_s, say=self._say, **options
+            )
+        )
 
     def still_ours(self) -> bool:
         """Whether the folder is this launch's, by a look at the lock; True above rank 0."""
@@ -125,17 +123,17 @@ class Session:
             self.status.write()
 
     def progress(self, step: int, phase: str, seconds_per_step: float | None = None) -> None:
-        """A sign of life of the trainer itself, cheap enough for every step."""
+        """Note a sign of life of the trainer itself, cheap enough for every step."""
         if self.status is not None:
             self.status.progress(step=step, phase=phase, seconds_per_step=seconds_per_step)
 
     def note(self, **fields: object) -> None:
-        """Set fields of status.json; they are written with the next heartbeat."""
+        """Set fields of status.json, to be written with the next heartbeat."""
         if self.status is not None:
             self.status.set(**fields)
 
     def end(self, state: States, reason: str, step: int) -> None:
-        """Write the launch's last state; `failed` is never overwritten."""
+        """Write the launch's last state; `failed` is never replaced."""
         if self.status is not None and self.still_ours():
             self.status.end(state, reason, step)
 
@@ -147,11 +145,12 @@ class Session:
     ) -> None:
         try:
             if self.status is not None and error is not None:
-                reason = f"{type(error).__name__}: {_first_line(error)}"
+                first_line = str(error).strip().partition("\n")[0]
+                reason = f"{type(error).__name__}: {first_line}"
                 self.end("failed", reason, self.status.status.step)
             self._release()
         finally:
-            # last: torchrun sends SIGTERM to those that are left just when one rank has failed
+            # last: torchrun sends SIGTERM to the remaining ranks when one has failed
             self.stop.__exit__()
 
     def _release(self) -> None:
@@ -159,15 +158,10 @@ class Session:
             lock.release()
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""
-
-
 def archive_traces(folder: Path) -> Path | None:
-    """Move the communication traces of an earlier launch into a folder of their own.
+    """Move an earlier launch's communication traces into a folder of their own; None if none.
 
-    A launch that hangs again would overwrite them. Gives that folder, None where there are none.
+    A launch that hangs again would overwrite them.
     """
     traces = [path for path in folder.glob("*") if path.is_file() and path.stat().st_size]
     if not traces:

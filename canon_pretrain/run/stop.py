@@ -1,4 +1,4 @@
-"""What asks a launch to stop: signals, a file named STOP, a lost lock.
+"""Requests to stop a launch: signals, a file named STOP, a lost lock.
 
 Each rank polls its own requests between steps; the trainer adds them up over all ranks, so that
 one rank's signal stops all of them after the same step. A poll waits for no disk: a thread looks
@@ -18,22 +18,20 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 STOP_FILE = "the file STOP"
 LOST_LOCK = "another launch took the run folder over"
 REASONS = (*(number.name for number in SIGNALS), STOP_FILE, LOST_LOCK)
-"""By position in what `poll` gives."""
+"""By position in the result of `poll`."""
 
 
 class StopRequests:
     """The requests that this process knows of. Used as a context manager, it catches signals.
 
-    `stop_file` is looked for where it is given (on global rank 0 alone), `lost` likewise. One
-    there already when the launch begins is left over from an earlier launch, which did not live to
-    obey it: `forget_leftover` removes it.
+    `stop_file` and `lost` are global rank 0's. A file older than the launch is a leftover of one
+    that did not live to obey it: `forget_leftover` removes it.
     """
 
     def __init__(
-        self, stop_file: Path | None = None, lost: Callable[[], bool] | None = None
+        self, stop_file: Path | None = None, lost: Callable[[], bool] = lambda: False
     ) -> None:
-        self._stop_file = stop_file
-        self._lost = lost
+        self._stop_file, self._lost = stop_file, lost
         self._is_there = False
         self._looking = Background(self._look, "STOP file")
         self._caught: set[str] = set()
@@ -44,12 +42,12 @@ class StopRequests:
         return self
 
     def catch(self, numbers: Iterable[signal.Signals]) -> None:
-        """Take these signals for requests from now on."""
+        """Treat these signals as requests from now on."""
         for number in numbers:
             self._old.setdefault(number, signal.signal(number, self._catch))
 
     def let_through(self, numbers: Iterable[signal.Signals]) -> None:
-        """Let these have the effect that they had before, until they are caught again.
+        """Restore the effect that these signals had before, until they are caught again.
 
         One that was ignored ends the process, though: a job script that shields torchrun's agent
         from it (slurm/lib.sh) did not mean this process, which has inherited that.
@@ -66,18 +64,16 @@ class StopRequests:
     def _catch(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if name == "SIGINT" and name in self._caught:
-            raise KeyboardInterrupt  # a person who presses Ctrl-C twice does not want to wait
+            raise KeyboardInterrupt  # a user who presses Ctrl-C twice does not want to wait
         self._caught.add(name)
 
     def forget_leftover(self, began: float) -> bool:
-        """Remove a STOP file older than `began`, by the folder's own clock; whether there was one.
+        """Remove a STOP file older than `began`, by the folder's clock; return if there was one.
 
         `began` is the st_mtime of a file that this launch wrote into the same folder.
         """
-        if self._stop_file is None:
-            return False
         try:
-            if self._stop_file.stat().st_mtime >= began:
+            if self._stop_file is None or self._stop_file.stat().st_mtime >= began:
                 return False
         except FileNotFoundError:
             return False
@@ -85,11 +81,10 @@ class StopRequests:
         return True
 
     def poll(self) -> list[bool]:
-        """Which of REASONS hold; of the STOP file, what the look begun by an earlier poll found."""
+        """Return which of REASONS hold; for the STOP file, what an earlier poll has found."""
         if self._stop_file is not None:
             self._looking.request()
-        lost = self._lost is not None and self._lost()
-        return [*(number.name in self._caught for number in SIGNALS), self._is_there, lost]
+        return [*(each.name in self._caught for each in SIGNALS), self._is_there, self._lost()]
 
     def _look(self) -> None:
         # os.path: a stale handle of a network disk is no request, and ends no run
@@ -97,7 +92,7 @@ class StopRequests:
         self._is_there = os.path.exists(self._stop_file)
 
     def obeyed(self) -> None:
-        """Consume the STOP file, so that the next launch goes on. Raises UserError if it can't."""
+        """Remove the STOP file, so that the next launch goes on. Raises UserError if it can't."""
         if self._stop_file is None:
             return
         try:
@@ -111,5 +106,5 @@ class StopRequests:
 
 
 def describe(reasons: Sequence[bool]) -> str:
-    """The names of the requests that hold, for a message."""
+    """Return the names of the requests that hold, for a message."""
     return ", ".join(name for name, holds in zip(REASONS, reasons, strict=True) if holds)

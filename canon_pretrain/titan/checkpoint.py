@@ -36,8 +36,7 @@ from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import reserve
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.launches import RunFacts
-from canon_pretrain.run.once import mark_obeyed, was_obeyed
+from canon_pretrain.run.launches import RunFacts, mark_obeyed, was_obeyed
 from canon_pretrain.run.stop import LOST_LOCK
 from canon_pretrain.titan.agree import Council
 from canon_pretrain.titan.job_config import Checkpoint

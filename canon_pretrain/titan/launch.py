@@ -20,8 +20,15 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import host_name
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, begin_launch, known_run, newest_launch
-from canon_pretrain.run.once import FRESH, mark_obeyed, was_obeyed
+from canon_pretrain.run.launches import (
+    FRESH,
+    OWN_TO_A_LAUNCH,
+    begin_launch,
+    known_run,
+    mark_obeyed,
+    newest_launch,
+    was_obeyed,
+)
 from canon_pretrain.run.provenance import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.titan.checkpoint import check_room, full_bytes

@@ -24,10 +24,10 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run.once import FRESH, was_obeyed
+from canon_pretrain.run.launches import FRESH, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord
 from canon_pretrain.run.session import Session
-from canon_pretrain.run.source_tree import code_hashes
+from canon_pretrain.run.source import code_hashes
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
 from canon_pretrain.titan import launch
 from canon_pretrain.titan.canon_choice import choose_canon

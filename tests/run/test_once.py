@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.run.once import mark_obeyed, was_obeyed
+from canon_pretrain.run.launches import mark_obeyed, was_obeyed
 
 OPTION = "checkpoint.load_step=4"
 

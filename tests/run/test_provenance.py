@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import setuptools
 
-from canon_pretrain.run import provenance, source_tree
+from canon_pretrain.run import provenance, source
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import (
     RunFacts,
@@ -24,9 +24,8 @@ from canon_pretrain.run.launches import (
     read_run,
 )
 from canon_pretrain.run.log import RunLog
-from canon_pretrain.run.provenance import LaunchRecord, config_hash, packages
-from canon_pretrain.run.readme import command_again
-from canon_pretrain.run.source_tree import SourceTree, look_at_source
+from canon_pretrain.run.provenance import LaunchRecord, command_again, config_hash, packages
+from canon_pretrain.run.source import SourceTree, look_at_source
 from tests.checkpoint_folders import fill, small_disk
 from tests.ranks import Ended, events, launch
 from tests.support import debug_run
@@ -475,7 +474,7 @@ def test_a_tree_that_takes_long_to_walk_costs_only_its_untracked_files(
     case = 'case "$*" in *--others*|*untracked-files=all*) exec sleep 60;; esac'
     broken_git(f'{case}; exec {git_itself} "$@"')(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(source_tree, "UNTRACKED_S", 0.3)
+    monkeypatch.setattr(source, "UNTRACKED_S", 0.3)
     (repository / "package" / "__init__.py").write_text("changed = 1\n")
     found = look_at_source(repository / "package" / "__init__.py")
     assert found.commit and found.dirty and b"+changed = 1" in found.patch

@@ -14,13 +14,14 @@ from canon_pretrain.cluster import chain
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.snapshot import (
+from canon_pretrain.run.source import (
     check_snapshot,
+    code_hashes,
     differences,
+    look_at_source,
     newest_snapshot,
     take_snapshot,
 )
-from canon_pretrain.run.source_tree import code_hashes, look_at_source
 from tests.support import ROOT
 
 CONFIG = ROOT / "train_configs" / "debug.toml"

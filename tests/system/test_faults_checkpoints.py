@@ -14,8 +14,7 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import verify
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.launches import read_run
-from canon_pretrain.run.once import mark_obeyed
+from canon_pretrain.run.launches import mark_obeyed, read_run
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan import trainer as trainer_module
 from canon_pretrain.titan.command_line import parse_job

@@ -12,7 +12,7 @@ import pytest
 import canon_pretrain
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.source_tree import code_hashes
+from canon_pretrain.run.source import code_hashes
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.identity import check_identity, code_changes, config_changes, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig

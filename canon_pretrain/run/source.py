@@ -1,0 +1,303 @@
+"""The program's own source: hashes, what git says of it, and the copy that a run keeps of it.
+
+    RUN/code/001/           made by one rename, never changed
+      canon_pretrain/       the package's *.py files
+      slurm/lib.sh          shared by the job scripts
+      source_tree.json      what git said of the place that they are from
+      manifest.json         each file's SHA-256
+
+A launch's record holds commit and patch (run/provenance.py), so that a year later the code can be
+restored. git may be missing, slow, or know nothing: then `problem` says so, and it is never an
+error. slurm/lib.sh takes a snapshot before a run's first launch, and puts the newest first on
+PYTHONPATH in every later one: whatever happens to the repository then changes no run. No torch
+here.
+"""
+
+import contextlib
+import json
+import os
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import canon_pretrain
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import (
+    UnreadableFile,
+    read_bytes,
+    read_json,
+    read_record,
+    sha256_file,
+    write_folder,
+)
+from canon_pretrain.run.folder import RunFolder
+
+PATCH_BYTES = 1 << 20
+UNTRACKED_KINDS = (".py", ".toml")
+MAX_NAMES = 200
+UNTRACKED_S = 5.0
+OWN_FOLDERS = ("data_prep", "eval")
+"""The project's source folders beside canon_pretrain/: the patch shows their *.py files only."""
+KEPT = "source_tree.json"
+MANIFEST = "manifest.json"
+SCRIPT = "slurm/lib.sh"
+_TRAINING = ("checkpoint/[!_]*", "core/*", "data/*", "kernels/**/*", "model/*", "run/[!_]*")
+TRAINING_CODE = ("train.py", *(f"{pattern}.py" for pattern in (*_TRAINING, "titan/*")))
+"""What a training run imports of canon_pretrain."""
+
+
+def code_hashes(package: Path = Path(canon_pretrain.__file__).parent) -> dict[str, str]:
+    """Return the first 16 digits of the SHA-256 of each file of TRAINING_CODE, by its path.
+
+    Equal for an installed package and a clone. A file that can't be read is left out.
+    """
+    hashes = {}
+    for path in sorted({path for pattern in TRAINING_CODE for path in package.glob(pattern)}):
+        with contextlib.suppress(OSError):
+            hashes[path.relative_to(package).as_posix()] = sha256_file(path)[:16]
+    return hashes
+
+
+# -- git ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SourceTree:
+    """What git says of the folder that the program runs from."""
+
+    folder: str | None = None
+    """The root of its working tree; None without one, see `problem`."""
+    commit: str | None = None
+    """HEAD; None before the first commit."""
+    branch: str | None = None
+    """None if HEAD is detached."""
+    origin: str | None = None
+    """Its URL without user and password."""
+    dirty: bool | None = None
+    """Whether tracked files differ from `commit`; None if git did not say."""
+    untracked: list[str] = field(default_factory=list)
+    """Files of UNTRACKED_KINDS that git neither tracks nor ignores, MAX_NAMES at most."""
+    left_out: list[str] = field(default_factory=list)
+    """Changed files that the patch does not show, MAX_NAMES at most."""
+    patch: bytes = b""
+    """`git diff HEAD` of the project's own *.py files, its first PATCH_BYTES."""
+    patch_cut: bool = False
+    problem: str | None = None
+    """Why something of this is missing."""
+
+
+class _GitFailed(Exception):
+    """git is missing, took too long, or ended with an error: the message says which."""
+
+
+def look_at_source(
+    inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = 20
+) -> SourceTree:
+    """Return the source tree that the file `inside` is tracked in; git has `timeout_s` in all.
+
+    For a file of a snapshot, what was found when the snapshot was taken.
+    """
+    if (kept := inside.parent.parent / KEPT).is_file():
+        tree = read_json(kept)
+        return SourceTree(**tree | {"patch": tree["patch"].encode(errors="surrogateescape")})
+    deadline = time.monotonic() + timeout_s
+    try:
+        root = Path(_git(inside.parent, deadline, "rev-parse", "--show-toplevel").rstrip("\n"))
+        _git(inside.parent, deadline, "ls-files", "--error-unmatch", "--", inside.name)
+    except _GitFailed as failure:
+        return SourceTree(problem=f"{inside.parent}: no git repository tracks it: {failure}")
+    status = ("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
+    try:
+        # each record: two letters, a space, the path
+        changed = [record[3:] for record in _git(root, deadline, *status).split("\0")[:-1]]
+    except _GitFailed as failure:
+        return SourceTree(folder=str(root), problem=str(failure))
+
+    def line(*arguments: str) -> str | None:
+        with contextlib.suppress(_GitFailed):
+            return _git(root, deadline, *arguments).strip()
+        return None
+
+    commit, problem, patch = line("rev-parse", "--verify", "HEAD"), None, b""
+    package = inside.parent.resolve().relative_to(root.resolve())
+    own = [package, *(package.parent / name for name in OWN_FOLDERS)]
+    shown = [
+        name
+        for name in changed
+        if name.endswith(".py") and any(Path(name).is_relative_to(folder) for folder in own)
+    ]
+    if shown:
+        diff = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
+        # without a commit everything is new, and there is nothing to differ from
+        since, names = "HEAD" if commit else "--cached", [f":(top,literal){n}" for n in shown]
+        try:
+            text = _git(root, deadline, *diff, since, "--", *names)
+            patch = text.encode(errors="surrogateescape")
+        except _GitFailed as failure:
+            problem = str(failure)
+    is_cut = len(patch) > patch_bytes
+    untracked = []
+    # a tree of runs and data takes long to walk, and the rest waits for it
+    hurry = min(deadline, time.monotonic() + UNTRACKED_S)
+    kinds = [f"*{kind}" for kind in UNTRACKED_KINDS]
+    others = ("ls-files", "--others", "--exclude-standard", "-z", "--", *kinds)
+    try:
+        untracked = _git(root, hurry, *others).split("\0")[:-1]
+    except _GitFailed as failure:
+        problem = problem or f"untracked files are not known: {failure}"
+    origin = line("remote", "get-url", "origin")
+    return SourceTree(
+        folder=str(root),
+        commit=commit,
+        branch=line("symbolic-ref", "--short", "HEAD"),
+        origin=origin and _without_user(origin),
+        dirty=bool(changed),
+        untracked=untracked[:MAX_NAMES],
+        left_out=[name for name in changed if name not in shown][:MAX_NAMES],
+        patch=patch[: patch.rfind(b"\n", 0, patch_bytes) + 1] if is_cut else patch,
+        patch_cut=is_cut,
+        problem=problem,
+    )
+
+
+def _without_user(url: str) -> str:
+    """Return `url` without `user:password@`; git@host:path, which is no URL, as it is."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _git(folder: Path, deadline: float, *arguments: str) -> str:
+    """Return what git prints, run in `folder` until a `deadline` of time.monotonic().
+
+    It prompts for nothing and locks nothing. Raises _GitFailed.
+    """
+    options = ("-c", "core.fsmonitor=false", "-c", "core.quotepath=off")
+    # without what points git elsewhere (GIT_DIR, in a hook)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    timeout_s = max(deadline - time.monotonic(), 0.1)
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *options, *arguments],
+            env=environ | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+        )
+    except FileNotFoundError:
+        raise _GitFailed("git is not installed") from None
+    except subprocess.TimeoutExpired:
+        raise _GitFailed(f"git {arguments[0]} took longer than {timeout_s:.0f} s") from None
+    except (OSError, subprocess.SubprocessError) as error:
+        raise _GitFailed(f"git cannot run: {error}") from None
+    if done.returncode:
+        message = done.stderr.decode(errors="replace").strip().splitlines()
+        raise _GitFailed(message[0] if message else f"git ended with {done.returncode}")
+    return done.stdout.decode(errors="surrogateescape")
+
+
+# -- snapshots ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    files: dict[str, str]
+
+
+def newest_snapshot(run: RunFolder) -> Path | None:
+    """Return RUN/code/NNN with the highest number; None without one."""
+    numbers = [int(path.name) for path in run.code.glob("[0-9]*") if path.name.isdecimal()]
+    return run.code / f"{max(numbers):03}" if numbers else None
+
+
+def take_snapshot(run: RunFolder) -> Path:
+    """Copy this program's source to the next RUN/code/NNN, unless the newest one is the same.
+
+    Raises UserError if it can't be written.
+    """
+    package = Path(canon_pretrain.__file__).resolve().parent
+    sources = {f"{package.name}/{p.relative_to(package).as_posix()}": p for p in _modules(package)}
+    if (script := package.parent / SCRIPT).is_file():
+        sources[SCRIPT] = script
+    hashes = {name: sha256_file(path) for name, path in sources.items()}
+    newest = newest_snapshot(run)
+    if newest is not None and not _faults(newest, expected=hashes):
+        return newest
+    number = int(newest.name) + 1 if newest is not None else 1
+    target = run.code / f"{number:03}"
+    tree = asdict(look_at_source(package / "__init__.py"))
+    tree["patch"] = tree["patch"].decode(errors="surrogateescape")
+    contents = {name: read_bytes(path) for name, path in sources.items()}
+    contents[KEPT] = json.dumps(tree, indent=2).encode()
+    contents[MANIFEST] = (json.dumps({"files": hashes}, indent=2) + "\n").encode()
+    try:
+        write_folder(target, contents)
+    except OSError as error:
+        raise UserError(f"the run's code can't be kept in {target}: {error.strerror}") from None
+    return target
+
+
+def check_snapshot(snapshot: Path) -> None:
+    """Raise UserError unless `snapshot` is as it was written, and this user's own."""
+    if faults := _faults(snapshot):
+        raise UserError(
+            f"{snapshot}, the code of the run's launches, is damaged: {'; '.join(faults[:5])}. Put "
+            "it back, or take the code of this repository with --run.allow_changes code"
+        )
+
+
+def differences(snapshot: Path) -> list[str]:
+    """Return the files of the package and slurm/lib.sh that differ from those in `snapshot`."""
+    hashes = _hashes(snapshot)
+    root = Path(canon_pretrain.__file__).resolve().parent.parent
+    names = {f"{p.relative_to(root).as_posix()}" for p in _modules(root / "canon_pretrain")}
+    return [
+        name
+        for name in sorted(names | hashes.keys())
+        if not (root / name).is_file() or sha256_file(root / name) != hashes.get(name)
+    ]
+
+
+def _modules(package: Path) -> Iterator[Path]:
+    return (path for path in sorted(package.rglob("*.py")) if path.is_file())
+
+
+def _hashes(snapshot: Path) -> dict[str, str]:
+    files = read_record(snapshot / MANIFEST, _Manifest).files
+    if not files:
+        raise UnreadableFile(snapshot / MANIFEST, "is damaged: it names no files")
+    return files
+
+
+def _faults(snapshot: Path, expected: dict[str, str] | None = None) -> list[str]:
+    """Return what in `snapshot` differs from its manifest, or the manifest from `expected`.
+
+    Compiled files don't count: Python writes them beside the modules, and reads only those that are
+    newer than these.
+    """
+    try:
+        info = os.lstat(snapshot)
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+            return ["it is no folder of yours"]
+        hashes = _hashes(snapshot)
+    except (OSError, UnreadableFile) as error:
+        return [str(error)]
+    if expected is not None and hashes != expected:
+        return ["another version"]
+    found, faults = set(), []
+    for path in snapshot.rglob("*"):
+        name = path.relative_to(snapshot).as_posix()
+        is_folder = path.is_dir() and not path.is_symlink()
+        if is_folder or "__pycache__" in name.split("/") or name in (MANIFEST, KEPT):
+            continue
+        found.add(name)
+        try:
+            as_written = not path.is_symlink() and sha256_file(path) == hashes.get(name)
+        except OSError:
+            as_written = False
+        if not as_written:
+            faults.append(f"{name} is not as written")
+    return faults + [f"{name} is missing" for name in sorted(hashes.keys() - found)]
