@@ -1,4 +1,4 @@
-"""Look at a run's checkpoints, prove them whole, and make room.
+"""Show a run's checkpoints, prove them whole, and make room.
 
     python -m canon_pretrain.checkpoint list RUN [--json]
     python -m canon_pretrain.checkpoint verify RUN [--step N] [--workers W] [--json]
@@ -14,8 +14,9 @@ import json
 import os
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -25,12 +26,15 @@ from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, as_r
 from canon_pretrain.checkpoint.retention import Retention, held_steps
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.link_lock import live_holder
 from canon_pretrain.core.terminal import Console
+from canon_pretrain.core.text import size
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.launches import known_run
 
 EXIT_DAMAGED = 1
 _PIPED_WIDTH = 100_000  # no line of a table is as long: nothing is cut or folded
+_WORKERS = min(8, os.cpu_count() or 1)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -39,18 +43,13 @@ def main(argv: list[str] | None = None) -> None:
     with command(prints=words[:1] == ["list"]):
         arguments = _parser().parse_args(words)
         run, folder = find_folder(arguments.run)
-        if arguments.command == "list":
-            _list(run, folder, as_json=arguments.json)
-        elif arguments.command == "verify":
-            _verify(run, folder, arguments)
-        elif arguments.dry_run:
-            _plan(run, folder, arguments)
-        else:
-            _prune(run, folder, arguments)
+        {"list": _list, "verify": _verify, "prune": _prune}[arguments.command](
+            run, folder, arguments
+        )
 
 
 def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
-    """The run folder and the checkpoint folder that `path`, one of the two, stands for.
+    """Return the run folder and the checkpoint folder for `path`, one of the two.
 
     Raises UserError for anything else.
     """
@@ -59,11 +58,9 @@ def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
     run = RunFolder(path)
     if run.config_file.exists():
         try:
-            config = run.read_config().get("config", {})
+            return path, CheckpointFolder.of_run(run)
         except UserError as error:
             raise UserError(f"{error}; the folder of the checkpoints will do as well") from None
-        name = config.get("checkpoint", {}).get("folder", CHECKPOINTS)
-        return path, CheckpointFolder(path / name)
     if (path / CHECKPOINTS).is_dir():
         return path, CheckpointFolder(path / CHECKPOINTS)
     folder = CheckpointFolder(path)
@@ -75,58 +72,56 @@ def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
     )
 
 
-# ---- list
-
-
-def _list(run: Path, folder: CheckpointFolder, *, as_json: bool) -> None:
-    held, run_id = held_steps(run), _run_id(run, folder)
-    looks = [_look_at(folder, step, held, run_id) for step in folder.steps()]
-    # a launch may delete steps while we look
-    checkpoints = [facts for facts in looks if Path(facts["path"]).exists()]
-    unfinished = folder.unfinished() + folder.leftovers()
-    found: dict[str, Any] = {
-        "folder": str(folder.path),
-        "checkpoints": checkpoints,
-        "unfinished": [_sized(path) for path in unfinished],
-        "quarantined": [{**q._asdict(), "path": str(q.path)} for q in folder.quarantined()],
-        "archives": [_sized(path) for path in folder.archives(run)],
-        "strays": folder.strays(),
-    }
-    if as_json:
-        _print_json(found)
-        return
-    console = _console()
-    _say(console, f"{len(checkpoints)} checkpoint(s) in {folder.path}")
-    if checkpoints:
-        console.print(_checkpoint_table(checkpoints))
-    headings = {
-        "unfinished": "in progress, or interrupted (the next start settles them)",
-        "quarantined": "in quarantine",
-        "archives": "archives",
-    }
-    for name, heading in headings.items():
-        if rows := found[name]:
-            _say(console, f"{heading}:")
-            console.print(_path_table(rows))
-    if found["strays"]:
-        _say(console, f"no part of it: {', '.join(found['strays'])}")
-
-
 def _run_id(run: Path, folder: CheckpointFolder) -> str | None:
-    """The run whose checkpoints these are: the run folder's or, without one, the only one named.
-
-    None if that is not known.
-    """
+    """The run whose checkpoints these are: the run folder's or, without one, the only one named."""
     if (facts := known_run(RunFolder(run))) is not None:
         return facts.run_id
     named = set(folder.of_other_runs(None).values())
     return named.pop() if len(named) == 1 else None
 
 
+def _list(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
+    held, run_id = held_steps(run), _run_id(run, folder)
+    looks = [_look_at(folder, step, held, run_id) for step in folder.steps()]
+    # a launch may delete steps meanwhile
+    checkpoints = [facts for facts in looks if Path(facts["path"]).exists()]
+
+    def sized(paths: list[Path]) -> list[dict[str, Any]]:
+        return [{"path": str(path), "bytes": tree_bytes(path)} for path in paths]
+
+    found: dict[str, Any] = {
+        "folder": str(folder.path),
+        "checkpoints": checkpoints,
+        "unfinished": sized(folder.unfinished() + folder.leftovers()),
+        "quarantined": [{**q._asdict(), "path": str(q.path)} for q in folder.quarantined()],
+        "archives": sized(folder.archives(run)),
+        "strays": folder.strays(),
+    }
+    if arguments.json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    console = _console()
+    _say(console, f"{len(checkpoints)} checkpoint(s) in {folder.path}")
+    columns = {"step": "step", "kind": "kind", "bytes": "size", "num_files": "files"}
+    columns |= {"saved": "saved", "world_size": "ranks", "held": "held", "state": "state"}
+    _print_table(console, columns, checkpoints)
+    columns = {"path": "path", "bytes": "size"}
+    for name, heading, more in (
+        ("unfinished", "in progress, or interrupted (the next start settles them)", {}),
+        ("quarantined", "in quarantine", {"reason": "reason"}),
+        ("archives", "archives", {}),
+    ):
+        if found[name]:
+            _say(console, f"{heading}:")
+            _print_table(console, columns | more, found[name])
+    if found["strays"]:
+        _say(console, f"no part of it: {', '.join(found['strays'])}")
+
+
 def _look_at(
     folder: CheckpointFolder, step: int, held: set[int], run_id: str | None
 ) -> dict[str, Any]:
-    """The facts of one checkpoint by its manifest, and its state by sizes."""
+    """Return the facts of one checkpoint by its manifest, and its state by sizes."""
     path = folder.step_path(step)
     facts: dict[str, Any] = {"step": step, "path": str(path), "held": step in held}
     try:
@@ -139,46 +134,19 @@ def _look_at(
 
 
 def _faults(path: Path, error: DamagedCheckpoint) -> str:
-    """What the message says without the folder's name."""
+    """The message without the folder's name."""
     return str(error).removeprefix(f"{path} is damaged: ").removeprefix(f"{path} ")
 
 
-def _checkpoint_table(checkpoints: list[dict[str, Any]]) -> Table:
-    table = _table("step", "kind", "size", "files", "saved", "ranks", "held", "state")
-    for facts in checkpoints:
-        row = (facts.get(key, "?") for key in ("kind", "bytes", "num_files", "saved", "world_size"))
-        kind, size, files, saved, ranks = row
-        held = "held" if facts["held"] else ""
-        cells = (facts["step"], kind, _size(size), files, saved, ranks, held, facts["state"])
-        table.add_row(*(Text(str(cell)) for cell in cells))
-    return table
-
-
-def _path_table(rows: list[dict[str, Any]]) -> Table:
-    with_reason = "reason" in rows[0]
-    table = _table("path", "size", *(["reason"] if with_reason else []))
-    for row in rows:
-        cells = [row["path"], _size(row["bytes"])] + ([row["reason"]] if with_reason else [])
-        table.add_row(*map(Text, cells))
-    return table
-
-
-def _sized(path: Path) -> dict[str, Any]:
-    return {"path": str(path), "bytes": tree_bytes(path)}
-
-
-# ---- verify
-
-
-def _verify(run: Path, folder: CheckpointFolder, arguments: argparse.Namespace) -> None:
-    """Read every byte; exit with code 1 where a checkpoint is damaged, or of another run."""
+def _verify(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
+    """Read every byte; exit with code 1 if a checkpoint is damaged, or of another run."""
     from canon_pretrain.checkpoint.safe_load import check_safe  # torch, behind the parser
 
-    step, workers, as_json = arguments.step, arguments.workers, arguments.json
+    step, workers = arguments.step, arguments.workers
     steps, run_id = folder.steps(), _run_id(run, folder)
     if step is not None and step not in steps:
         raise UserError(f"no step {step} in {folder.path}; there: {_names(steps)}")
-    if workers is not None and workers < 1:
+    if workers < 1:
         raise UserError(f"--workers {workers}: expected 1 or more")
     results = []
     console = _console()
@@ -187,143 +155,117 @@ def _verify(run: Path, folder: CheckpointFolder, arguments: argparse.Namespace) 
         start = time.perf_counter()
         result: dict[str, Any] = {"step": number, "path": str(path), "state": "whole"}
         try:
-            manifest = verify(path, workers=workers or min(8, os.cpu_count() or 1))
-            result["seconds"] = time.perf_counter() - start
+            manifest = verify(path, workers=workers)
+            result["seconds"] = seconds = time.perf_counter() - start
             result |= {"kind": manifest.kind, "bytes": manifest.total_bytes}
             result |= {"run_id": manifest.run_id, "launch": manifest.launch}
             check_safe(path)
             if manifest.run_id not in (None, run_id):
                 result["state"] = "of another run"
+            speed = manifest.total_bytes / max(seconds, 1e-9) / 1e9
+            facts = f"{manifest.kind}, {size(manifest.total_bytes)}, {speed:.2f} GB/s"
+            verdict = f"{result['state']}  {facts}"
         except DamagedCheckpoint as error:
             result |= {"state": "damaged", "faults": _faults(path, error)}
+            verdict = f"damaged: {result['faults']}"
         results.append(result)
-        if not as_json:
-            _say(console, _verdict(result))
-    if as_json:
-        _print_json(results)
+        if not arguments.json:
+            _say(console, f"step-{number}  {verdict}")
+    if arguments.json:
+        print(json.dumps(results, indent=2, ensure_ascii=False))
     elif not results:
         _say(console, f"no checkpoint in {folder.path}")
     if any(result["state"] != "whole" for result in results):
         raise SystemExit(EXIT_DAMAGED)
 
 
-def _verdict(result: dict[str, Any]) -> str:
-    if result["state"] == "damaged":
-        return f"step-{result['step']}  damaged: {result['faults']}"
-    speed = result["bytes"] / max(result["seconds"], 1e-9) / 1e9
-    return (
-        f"step-{result['step']}  {result['state']}  {result['kind']}, {_size(result['bytes'])}, "
-        f"{speed:.2f} GB/s"
-    )
-
-
-# ---- prune
-
-
-def _retention(run: Path, folder: CheckpointFolder, keep: int) -> Retention:
-    if keep < 1:
-        raise UserError(f"--keep {keep}: expected 1 or more")
-
-    def strip(checkpoint: Path, temporary: Path) -> None:
-        from canon_pretrain.checkpoint.weights import strip_to_weights  # torch, where needed
-
-        strip_to_weights(checkpoint, temporary)
-
-    workers, run_id = min(8, os.cpu_count() or 1), _run_id(run, folder)
-    if others := folder.of_other_runs(run_id):
-        names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
-        if run_id is None:
-            raise UserError(f"{folder.path} holds {names}: expected those of one run")
-        _say(_console(), f"skipped, not of run {run_id}: {names}")
-    return Retention(
-        folder,
-        keep,
-        holds=lambda: held_steps(run),
-        strip=strip,
-        run_id=lambda: run_id,
-        workers=workers,
-    )
-
-
-def _doomed(run: Path, folder: CheckpointFolder, arguments: argparse.Namespace) -> list[Path]:
-    """What --quarantine and --archive delete."""
+def _prune(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
+    """Delete, or say what would go; exit with code 1 if something could not be done."""
+    console, keep = _console(), arguments.keep
+    retention = _retention(run, folder, keep, console)
     quarantined = [found.path for found in folder.quarantined()] if arguments.quarantine else []
-    return quarantined + (folder.archives(run) if arguments.archive else [])
-
-
-def _plan(run: Path, folder: CheckpointFolder, arguments: argparse.Namespace) -> None:
-    """--dry_run: what would go and how many bytes."""
-    plan = _retention(run, folder, arguments.keep).plan()
-    console = _console()
-    total = 0
-    gone = _doomed(run, folder, arguments) + [folder.step_path(step) for step in plan.delete]
-    for path in gone:
-        size = tree_bytes(path)
-        total += size
-        _say(console, f"would delete {path} ({_size(size)})")
-    for step in plan.strip:
-        path = folder.step_path(step)
-        _say(console, f"would leave the weights alone of {path} ({_size(tree_bytes(path))})")
-    for step, fault in sorted(plan.bad.items()):
-        _say(console, f"would move step-{step} to quarantine: {fault}")
-    _say_kept(console, plan.kept, arguments.keep)
-    besides = f", and the training state of {_names(plan.strip)}" if plan.strip else ""
-    _say(console, f"dry run: {_size(total)} would be freed{besides}; nothing was changed")
-
-
-def _prune(run: Path, folder: CheckpointFolder, arguments: argparse.Namespace) -> None:
-    """Delete for real; exit with code 1 where something could not be done."""
-    from canon_pretrain.core.link_lock import live_holder
-
-    retention = _retention(run, folder, arguments.keep)
+    doomed = quarantined + (folder.archives(run) if arguments.archive else [])
+    if arguments.dry_run:
+        _say_plan(console, folder, retention, doomed)
+        return
     holder = live_holder(RunFolder(run).lock_file) or live_holder(RunFolder(folder.path).lock_file)
     if holder is not None:
         raise UserError(
             f"a launch is using {folder.path} ({holder}): it prunes by itself "
             "(checkpoint.keep_latest_k); stop it first, or look with --dry_run"
         )
-    console = _console()
     freed = 0
     errors = []
     # before retention: what that sets aside now stays there to be looked at
-    for path in _doomed(run, folder, arguments):
+    for path in doomed:
         try:
             freed += folder.discard(path)
             _say(console, f"deleted {path}")
         except OSError as error:
             errors.append(f"{path} can't be deleted: {error}")
     outcome = retention.apply()
-    freed += outcome.bytes_freed
     for step in outcome.deleted:
         waited = ", though an evaluation waits for it" if step in outcome.over_bound else ""
         _say(console, f"deleted step-{step}{waited}")
     for step in outcome.stripped:
-        _say(console, f"left the weights alone of step-{step}: an evaluation waits for it")
+        _say(console, f"kept only the weights of step-{step}: an evaluation waits for it")
     for step, fault in sorted(outcome.bad.items()):
         _say(console, f"moved step-{step} to quarantine: {fault}")
-    _say_kept(console, outcome.kept, arguments.keep)
-    _say(console, f"{_size(freed)} freed")
-    if errors := errors + outcome.errors:
-        _fail(errors)
+    _say_kept(console, outcome.kept, keep)
+    _say(console, f"{size(freed + outcome.bytes_freed)} freed")
+    for text in errors + outcome.errors:
+        _say(Console(stderr=True), f"error: {text}")
+    if errors or outcome.errors:
+        raise SystemExit(EXIT_DAMAGED)
+
+
+def _retention(run: Path, folder: CheckpointFolder, keep: int, console: Console) -> Retention:
+    if keep < 1:
+        raise UserError(f"--keep {keep}: expected 1 or more")
+
+    def strip(checkpoint: Path, temporary: Path) -> None:
+        from canon_pretrain.checkpoint.weights import strip_to_weights  # torch, when needed
+
+        strip_to_weights(checkpoint, temporary)
+
+    run_id = _run_id(run, folder)
+    if others := folder.of_other_runs(run_id):
+        names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
+        if run_id is None:
+            raise UserError(f"{folder.path} holds {names}: expected those of one run")
+        _say(console, f"skipped, not of run {run_id}: {names}")
+    return Retention(
+        folder,
+        keep,
+        holds=lambda: held_steps(run),
+        strip=strip,
+        run_id=lambda: run_id,
+        workers=_WORKERS,
+    )
+
+
+def _say_plan(
+    console: Console, folder: CheckpointFolder, retention: Retention, doomed: list[Path]
+) -> None:
+    """--dry_run: what would go and how many bytes."""
+    plan = retention.plan()
+    sizes = {p: tree_bytes(p) for p in doomed + [folder.step_path(s) for s in plan.delete]}
+    for path, num_bytes in sizes.items():
+        _say(console, f"would delete {path} ({size(num_bytes)})")
+    for step in plan.strip:
+        path = folder.step_path(step)
+        _say(console, f"would keep only the weights of {path} ({size(tree_bytes(path))})")
+    for step, fault in sorted(plan.bad.items()):
+        _say(console, f"would move step-{step} to quarantine: {fault}")
+    _say_kept(console, plan.kept, retention.keep)
+    besides = f", and the training state of {_names(plan.strip)}" if plan.strip else ""
+    freed = size(sum(sizes.values()))
+    _say(console, f"dry run: {freed} would be freed{besides}; nothing was changed")
 
 
 def _say_kept(console: Console, kept: list[int], keep: int) -> None:
-    if len(kept) < keep:
-        _say(
-            console,
-            f"verified whole: {_names(kept)}, fewer than --keep {keep}: no checkpoint is deleted",
-        )
-    else:
-        _say(console, f"verified whole and kept: {_names(kept)}")
-
-
-def _fail(errors: list[str]) -> NoReturn:
-    for error in errors:
-        _say(Console(stderr=True), f"error: {error}")
-    raise SystemExit(EXIT_DAMAGED)
-
-
-# ---- printing
+    few = f", fewer than --keep {keep}: no checkpoint is deleted" if len(kept) < keep else ""
+    _say(console, f"verified and kept: {_names(kept)}{few}")
 
 
 def _console() -> Console:
@@ -333,32 +275,26 @@ def _console() -> Console:
 
 
 def _say(console: Console, line: str) -> None:
-    """One line, as it is: paths are not markup, and are not cut."""
+    """Print one line as it is: paths are not markup, and are not cut."""
     console.print(Text(line), soft_wrap=True)
 
 
-def _table(*columns: str) -> Table:
+def _print_table(console: Console, columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    """Print `rows` under the headings of `columns`, by key; "?" for what a row does not have."""
+    if not rows:
+        return
     table = Table()
-    for column in columns:
-        right = column in ("step", "size", "files", "ranks")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
-    return table
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    for heading in columns.values():
+        is_number = heading in ("step", "size", "files", "ranks")
+        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
+        shown = row | {"bytes": size(row["bytes"]), "held": "held" if row.get("held") else ""}
+        table.add_row(*(Text(str(shown.get(key, "?"))) for key in columns))
+    console.print(table)
 
 
 def _names(steps: list[int]) -> str:
     return ", ".join(f"step-{step}" for step in steps) or "none"
-
-
-def _size(num_bytes: int) -> str:
-    """Decimal units, as disks are sold and `df -H` shows them."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:,.2f} {unit}"
-    return f"{num_bytes} B"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -368,17 +304,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("list", help="what there is, by manifests and sizes")
     check = commands.add_parser("verify", help="read every byte; moves nothing")
-    prune = commands.add_parser("prune", help="keep the newest K that are proved whole")
+    prune = commands.add_parser("prune", help="keep the newest K that are verified")
     for each in (show, check, prune):
         each.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     for each in (show, check):
         each.add_argument("--json", action="store_true")
     check.add_argument("--step", type=int, metavar="N", help="this one only")
-    check.add_argument("--workers", type=int, metavar="W", help="threads that read (CPUs, up to 8)")
+    check.add_argument("--workers", type=int, default=_WORKERS, metavar="W", help="reading threads")
     prune.add_argument("--keep", type=int, required=True, metavar="K", help="1 or more")
-    prune.add_argument(
-        "--quarantine", action="store_true", help="delete what is in quarantine, too"
-    )
+    prune.add_argument("--quarantine", action="store_true", help="delete quarantined ones, too")
     prune.add_argument("--archive", action="store_true", help="delete archived branches, too")
     prune.add_argument("--dry_run", "--dry-run", action="store_true", help="say what would go")
     return parser

@@ -1,6 +1,6 @@
-"""Which checkpoint a command means, which run it is of, and the model that the run records.
+"""Which checkpoint a command means, its run, and the architecture that the run records.
 
-Evaluation and export read a checkpoint with it; no torchtitan and no torch here.
+Used by evaluation and export. No torchtitan and no torch here.
 """
 
 import logging
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
-    """The run and the step-N folder that a command's `given` path names.
+    """Return the run and the step-N folder that a command's `given` path names.
 
-    RUN and RUN/checkpoint/latest name the newest checkpoint whose files are what was saved; damaged
-    ones are passed over with a warning. An import's folder names its one step. Any other path is
-    returned as it is, unchecked. Raises UserError if the run has no checkpoint.
+    RUN and RUN/checkpoint/latest name the newest undamaged checkpoint; damaged ones are skipped
+    with a warning. An import's folder names its one step. Any other path is returned unchecked.
+    Raises UserError if the run has no checkpoint.
     """
     if _holds_a_run(RunFolder(given)):
         run = RunFolder(given)
@@ -50,7 +50,7 @@ def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
 
 
 def run_of_checkpoint(checkpoint: Path) -> RunFolder:
-    """The run folder of RUN/checkpoint/step-N, of a step in one of its archives, or of an import.
+    """Return the run folder of RUN/checkpoint/step-N, of a step in its archives, or of an import.
 
     An import's is the folder that holds its step-N (hf/reading.py). An archived run has a
     config.json of its own, a mere branch has not: the nearest one counts.
@@ -69,9 +69,9 @@ def _holds_a_run(folder: RunFolder) -> bool:
 
 
 def model_args_of(folder: RunFolder) -> ModelArgs:
-    """The architecture that a run folder's config.json records.
+    """Return the architecture that a run folder's config.json records.
 
-    Raises UserError where it does not record the architecture as this version knows it.
+    Raises UserError if that is not an architecture of this version.
     """
     identity = folder.read_config()["identity"]
     given = {}

@@ -1,9 +1,9 @@
-"""The folder of a run's checkpoints: what lies in it, and moves that a kill leaves understandable.
+"""The folder of a run's checkpoints, and moves that a kill leaves understandable.
 
     RUN/checkpoint/step-N              a whole checkpoint
                   /.saving-step-N      a save in progress, or a killed one
                   /.replaced-step-N    a full one whose weights alone take its place
-                  /.deleting-step-N    one on its way out
+                  /.deleting-step-N    one that is being deleted
                   /quarantine/NAME.K   set aside, with NAME.K.reason.txt
     RUN/archive/K-LABEL/               an abandoned branch, or the run before a fresh start
 
@@ -18,17 +18,18 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.core.files import free_bytes, fsync_folder, rename, write_atomic
-from canon_pretrain.run.folder import CHECKPOINTS, EVALS, RunFolder
+from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 
 QUARANTINE = "quarantine"
 ARCHIVE = "archive"
+EVALS = "evals"
 HOLDS = "holds"
 INTERRUPTED = "a save that was interrupted"
 
@@ -49,15 +50,17 @@ class Quarantined(NamedTuple):
 
 
 class CheckpointFolder:
-    """RUN/checkpoint, whatever its name; it need not be there yet.
+    """RUN/checkpoint, whatever its name; it need not exist yet.
 
     `may_change` is asked before anything is moved or deleted: a launch that was stopped may find
-    the folder another's. Where it is False, PermissionError is raised.
+    the folder another's. If it returns False, PermissionError is raised.
     """
 
     def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
         self.path = path
         self._may_change = may_change
+        self.trial_path = path / f"{_DELETING}step-0"
+        """A folder for files that show whether a save could be written; `recover` deletes it."""
 
     def _check_may_change(self) -> None:
         if not self._may_change():
@@ -66,12 +69,12 @@ class CheckpointFolder:
 
     @classmethod
     def of_run(cls, run: RunFolder) -> "CheckpointFolder":
-        """Where the run's config.json says that they are; raises UserError if there is none."""
+        """The folder that the run's config.json names; raises UserError without one."""
         section = run.read_config().get("config", {}).get("checkpoint", {})
         return cls(run.path / section.get("folder", CHECKPOINTS))
 
     def steps(self) -> list[int]:
-        """The N of each folder (or link to one) named exactly step-N, ascending; none is opened."""
+        """Return the N of each folder (or link to one) named exactly step-N, ascending."""
         found = ((step_number(path.name), path) for path in entries(self.path))
         return sorted(step for step, path in found if step is not None and path.is_dir())
 
@@ -83,22 +86,17 @@ class CheckpointFolder:
         return self.path / f"{_SAVING}step-{step}"
 
     def of_other_runs(self, run_id: str | None) -> dict[int, str]:
-        """By step, the run_id of each checkpoint that names another run than `run_id`."""
+        """Return by step the run_id of each checkpoint that names another run than `run_id`."""
         found: dict[int, str] = {}
         for step in self.steps():
-            with contextlib.suppress(DamagedCheckpoint):  # says nothing that can be relied on
+            with contextlib.suppress(DamagedCheckpoint):
                 other = Manifest.read(self.step_path(step)).run_id
                 if other not in (None, run_id):
                     found[step] = str(other)
         return found
 
-    @property
-    def trial_path(self) -> Path:
-        """A folder for files that show whether a save could be written; `recover` deletes it."""
-        return self.path / f"{_DELETING}step-0"
-
     def make_trial(self) -> None:
-        """Make `trial_path`, empty. Raises OSError where no save could be made either."""
+        """Make `trial_path`, empty. Raises OSError if no save could be made either."""
         self._check_may_change()
         _make_folder(self.path)
         remove_tree(self.trial_path)
@@ -121,21 +119,17 @@ class CheckpointFolder:
         return [path.name for path in entries(self.path) if path.name not in known]
 
     def _marked(self, mark: str) -> list[Path]:
-        found = [
-            (step, path)
-            for path in entries(self.path)
-            if (step := step_number(path.name, mark)) is not None
-        ]
-        return [path for _, path in sorted(found)]
+        found = ((step_number(path.name, mark), path) for path in entries(self.path))
+        return [path for _, path in sorted(pair for pair in found if pair[0] is not None)]
 
     # ---- quarantine
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move `path` to quarantine/NAME.K, K the first free number, and write the reason beside.
 
-        Durable, and nothing is deleted. The rename comes first: it is what keeps a damaged step
-        from being read, and a kill or a full disk after it costs only the reason. Raises OSError
-        where the rename can't be done; `path` is then where it was.
+        Durable. The rename comes first: it is what keeps a damaged step from being read, and a kill
+        or a full disk after it costs only the reason. Raises OSError if the rename fails; `path` is
+        then where it was.
         """
         self._check_may_change()
         folder = self.path / QUARANTINE
@@ -157,16 +151,14 @@ class CheckpointFolder:
 
     def quarantined(self) -> list[Quarantined]:
         """All that was set aside, by name."""
-        return [
-            Quarantined(path, _read_reason(path), tree_bytes(path))
-            for path in self._quarantine_entries()
-        ]
+        paths = self._quarantine_entries()
+        return [Quarantined(path, _read_reason(path), tree_bytes(path)) for path in paths]
 
     def lack_of_room(self, num_bytes: int) -> str | None:
-        """What to report if the disk can't take `num_bytes`, even without interrupted saves."""
+        """Why the disk can't take `num_bytes`, even without interrupted saves; None if it can."""
         if free_bytes(self.path) >= num_bytes:
             return None
-        freed = self.reclaim()
+        freed = sum(self.discard(path) for path in self._quarantined_saves())
         if freed and free_bytes(self.path) >= num_bytes:
             logger.warning(f"deleted {freed:,} bytes of interrupted saves to make room")
             return None
@@ -175,20 +167,15 @@ class CheckpointFolder:
             f"{free_bytes(self.path):,} are free"
         )
 
-    def reclaim(self) -> int:
-        """Delete the interrupted saves in quarantine, for a full disk; returns the bytes freed."""
-        return sum(self.discard(path) for path in self._quarantined_saves())
-
     def discard(self, path: Path) -> int:
-        """Delete an entry of quarantine with its reason, or an archive; returns the bytes freed."""
+        """Delete an entry of quarantine with its reason, or an archive; return the bytes freed."""
         self._check_may_change()
         freed = remove_tree(path)
         _reason_file(path).unlink(missing_ok=True)
         return freed
 
     def _quarantine_entries(self) -> list[Path]:
-        folder = self.path / QUARANTINE
-        return [p for p in entries(folder) if not _IS_REASON.search(p.name)]
+        return [p for p in entries(self.path / QUARANTINE) if not _IS_REASON.search(p.name)]
 
     def _quarantined_saves(self) -> list[Path]:
         """Interrupted saves in quarantine, the oldest first.
@@ -202,7 +189,7 @@ class CheckpointFolder:
     # ---- steps that leave
 
     def delete_step(self, step: int) -> int:
-        """Delete step N; returns the bytes freed. A kill leaves step-N whole, or no step-N."""
+        """Delete step N; return the bytes freed. A kill leaves step-N whole, or no step-N."""
         self._check_may_change()
         doomed = self.path / f"{_DELETING}step-{step}"
         remove_tree(doomed)  # of an earlier step N, whose deletion failed
@@ -210,10 +197,10 @@ class CheckpointFolder:
         return remove_tree(doomed)
 
     def replace_step(self, step: int) -> int:
-        """Put the whole checkpoint at `saving_path` in the place of step N, which is deleted.
+        """Replace step N by the whole checkpoint at `saving_path`; return the bytes freed.
 
-        Returns the bytes freed. A kill leaves the old one, which `recover` may have to rename
-        back, or the new one. Raises OSError with the old one in its place where a rename fails.
+        A kill leaves the old one, which `recover` may have to rename back, or the new one. Raises
+        OSError with the old one in its place if a rename fails.
         """
         self._check_may_change()
         final, replaced = self.step_path(step), self.path / f"{_REPLACED}step-{step}"
@@ -228,14 +215,14 @@ class CheckpointFolder:
     # ---- after a kill
 
     def recover(self) -> list[str]:
-        """Finish what a kill interrupted; returns one sentence for each act.
+        """Finish what a kill interrupted; return one sentence for each act.
 
         For one process, under the run lock, before anything reads or saves here. Half deleted
-        steps are deleted. A replaced step is deleted where a whole one has its name, else it gets
-        the name back. Interrupted saves go to quarantine, where only the newest is kept: they hold
+        steps are deleted. A replaced step is deleted if a whole one has its name, else it gets the
+        name back. Interrupted saves go to quarantine, where only the newest is kept: they hold
         nothing that can be used, and would fill the disk. A deletion that fails is reported, not
-        raised: it must not keep a run from going on. Raises OSError where a step that is whole
-        can't get its name back.
+        raised: it must not keep a run from resuming. Raises OSError if a step that is whole can't
+        get its name back.
         """
         said = [self._try_delete(path, "half deleted") for path in self._marked(_DELETING)]
         for replaced in self._marked(_REPLACED):
@@ -246,10 +233,8 @@ class CheckpointFolder:
                 said.append(f"{saving.name} is {INTERRUPTED}; it was moved to {target}")
             except OSError as error:
                 # on a full disk its bytes are what the next save needs
-                said.append(
-                    f"{saving.name} is {INTERRUPTED}, and quarantine can't take it "
-                    f"({error.strerror})"
-                )
+                refused = f"quarantine can't take it ({error.strerror})"
+                said.append(f"{saving.name} is {INTERRUPTED}, and {refused}")
                 said.append(self._try_delete(saving, INTERRUPTED))
         for old in self._quarantined_saves()[:-1]:
             said.append(self._try_delete(old, "an older interrupted save"))
@@ -276,94 +261,94 @@ class CheckpointFolder:
             return f"{path}, {what}, can't be deleted: {error.strerror or error}"
         return f"{path.name}, {what}, was deleted ({freed:,} bytes)"
 
-    # ---- branches that are left
+    # ---- abandoned branches
 
     def archive_after(self, step: int, run: Path, why: str) -> Path | None:
         """Move all that the run did after `step` to RUN/archive/K-back-to-step-N; None if nothing.
 
-        Steps, results in RUN/evals and holds above `step`, and DONE. Nothing is deleted. For one
-        process, under the run lock, after `recover`. The order: README.txt, DONE, results, then
-        steps, the newest first. Killed before the first step, the run is as it was, not done (the
-        next start goes on at its end, and says so again); killed later, its steps are an unbroken
-        beginning of the old branch. The same call then moves the rest, into an archive of its own.
+        For one process, under the run lock, after `recover`. The order: README.txt, DONE, results
+        and holds, then steps, the newest first. Killed before the first step, the run is as it was,
+        not done; killed later, its steps are an unbroken beginning of the old branch. The same call
+        then moves the rest, into an archive of its own.
         """
         later: list[tuple[Path, str]] = []
-        for folder, name in ((run / EVALS, EVALS), (run / EVALS / HOLDS, f"{EVALS}/{HOLDS}")):
-            for path in entries(folder):
+        for name in (EVALS, f"{EVALS}/{HOLDS}"):
+            for path in entries(run / name):
                 number = step_number(path.name.split(".")[0])
                 if number is not None and number > step:
                     later.append((path, f"{name}/{path.name}"))
-        later += [self._archived_step(old) for old in reversed(self.steps()) if old > step]
-        if not later:
-            return None
-        done = [(RunFolder(run).done_file, RunFolder(run).done_file.name)]
-        return self._archive(run, f"back-to-step-{step}", why, done + later)
+        later += self._archived_steps(after=step)
+        done = RunFolder(run).done_file
+        return self._archive(run, f"back-to-step-{step}", why, [(done, done.name), *later], later)
 
     def archive_all(self, run: Path, why: str) -> Path | None:
         """Move what makes the run to RUN/archive/K-before-a-fresh-start; None if there is nothing.
 
-        Nothing is deleted. For one process, under the run lock, after `recover`. The order:
-        README.txt, DONE, steps newest first, quarantine, evals/, report/, copies of the log, what
-        its launches were, log.jsonl, config.json.
-        Killed in between, the steps that remain are an unbroken beginning of the run with its log
-        and configuration, from which it can go on; or there is no step and a log that says that
-        there were some. The same call then moves the rest, into an archive of its own.
+        For one process, under the run lock, after `recover`. The order: README.txt, DONE, steps
+        newest first, quarantine, evals/, RunFolder.fresh_start. Killed in between, the steps that
+        remain are an unbroken beginning of the run with its log and configuration, from which it
+        can resume; or there is no step and a log that says that there were some. The same call then
+        moves the rest, into an archive of its own.
         """
         files = RunFolder(run)
-        moves = [(files.done_file, files.done_file.name)]
-        moves += [self._archived_step(old) for old in reversed(self.steps())]
+        moves = [(files.done_file, files.done_file.name), *self._archived_steps()]
         moves.append((self.path / QUARANTINE, f"{self.path.name}/{QUARANTINE}"))
-        names = [EVALS, "report", "wandb", "tb", files.run_file.name, files.launches.name]
-        names += [files.log_file.name, files.config_file.name]
-        moves += [(run / name, name) for name in names]
+        moves += [(path, path.name) for path in (run / EVALS, *files.fresh_start)]
         if files.log_file.is_file() and not files.log_file.stat().st_size:
             moves.remove((files.log_file, files.log_file.name))  # of a launch that was refused
-        return self._archive(run, "before-a-fresh-start", why, moves)
+        return self._archive(run, "before-a-fresh-start", why, moves, moves)
 
     def archives(self, run: Path) -> list[Path]:
         """What `archive_after` and `archive_all` made, the oldest first."""
-        places = (run / ARCHIVE, self.path / ARCHIVE)
-        found = (path for place in places for path in entries(place))
+        found = [*entries(run / ARCHIVE), *entries(self.path / ARCHIVE)]
         return sorted((p for p in found if _archive_number(p)), key=_archive_number)
 
-    def _archived_step(self, step: int) -> tuple[Path, str]:
-        path = self.step_path(step)
-        return path, f"{self.path.name}/{path.name}"
+    def _archived_steps(self, after: int = -1) -> list[tuple[Path, str]]:
+        """Steps later than `after`, the newest first, and their names in an archive."""
+        paths = [self.step_path(step) for step in reversed(self.steps()) if step > after]
+        return [(path, f"{self.path.name}/{path.name}") for path in paths]
 
     def _archive(
-        self, run: Path, label: str, why: str, moves: list[tuple[Path, str]]
+        self,
+        run: Path,
+        label: str,
+        why: str,
+        moves: list[tuple[Path, str]],
+        needed: list[tuple[Path, str]],
     ) -> Path | None:
-        """Move the sources that exist, in this order, to their names in a new archive of `run`."""
-        moves = [(source, name) for source, name in moves if os.path.lexists(source)]
-        if not moves:
+        """Move the sources that exist, in this order, to their names in a new archive of `run`.
+
+        None if none of `needed` exists.
+        """
+        if not any(os.path.lexists(source) for source, _ in needed):
             return None
         self._check_may_change()
         number = 1 + max(map(_archive_number, self.archives(run)), default=0)
         archive = run / ARCHIVE / f"{number}-{label}"
         _make_folder(archive)
         beside = self.path / ARCHIVE / archive.name
-
-        def target(source: Path, name: str) -> Path:
-            # a rename needs one file system, and RUN/checkpoint may be a link to a larger one
-            far = source.parent == self.path and _device(self.path) != _device(archive)
-            return beside / source.name if far else archive / name
-
-        pairs = [(source, target(source, name)) for source, name in moves]
+        # a rename needs one file system, and RUN/checkpoint may be a link to a larger one
+        is_far = self.path.is_dir() and self.path.stat().st_dev != archive.stat().st_dev
+        pairs = [
+            (path, beside / path.name if is_far and path.parent == self.path else archive / name)
+            for path, name in moves
+            if os.path.lexists(path)
+        ]
         _write_note(archive / "README.txt", _readme(archive, why, pairs))
-        for source, goal in pairs:
-            _make_folder(goal.parent)
-            _move(source, goal)
+        for source, target in pairs:
+            _make_folder(target.parent)
+            _move(source, target)
         return archive
 
 
 def step_number(name: str, mark: str = "") -> int | None:
-    """The N of a name that is exactly `mark`step-N, without leading zeros; None for any other."""
+    """Return the N of a name that is exactly `mark`step-N, without leading zeros; else None."""
     match = re.fullmatch(rf"{re.escape(mark)}step-(0|[1-9][0-9]{{0,17}})", name)
     return int(match.group(1)) if match else None
 
 
 def entries(folder: Path) -> list[Path]:
-    """What lies in `folder`, by name; nothing where it does not exist."""
+    """Return the content of `folder`, by name; nothing if it does not exist."""
     try:
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -371,21 +356,18 @@ def entries(folder: Path) -> list[Path]:
 
 
 def tree_bytes(path: Path) -> int:
-    """The sizes of the files at and below `path`; links are not followed.
+    """Return the sizes of the files at and below `path`; links are not followed.
 
     What vanishes meanwhile counts nothing: a launch may be deleting it.
     """
-    if path.is_symlink() or not path.is_dir():
-        return _file_bytes(path)
-    walk = os.walk(path)
-    return sum(_file_bytes(Path(folder, name)) for folder, _, names in walk for name in names)
-
-
-def _file_bytes(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except FileNotFoundError:
-        return 0
+    files: Iterable[Path] = [path]
+    if path.is_dir() and not path.is_symlink():
+        files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    total = 0
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            total += file.lstat().st_size
+    return total
 
 
 def _last_write_ns(folder: Path) -> int:
@@ -395,9 +377,9 @@ def _last_write_ns(folder: Path) -> int:
 
 
 def remove_tree(path: Path) -> int:
-    """Delete `path`, a folder with all that is in it; returns the bytes freed.
+    """Delete `path`, a folder with its content; return the bytes freed.
 
-    Of a link only the link goes. What is not there frees nothing.
+    Of a link only the link is deleted. What does not exist frees nothing.
     """
     if not os.path.lexists(path):
         return 0
@@ -425,10 +407,6 @@ def _make_folder(folder: Path) -> None:
         fsync_folder(folder.parent)
 
 
-def _device(folder: Path) -> int:
-    return folder.stat().st_dev
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -438,7 +416,7 @@ def _reason_file(path: Path) -> Path:
 
 
 def _read_reason(path: Path) -> str:
-    """The reason without the line of the time."""
+    """Return the reason without the line of the time."""
     try:
         _, _, reason = _reason_file(path).read_text(errors="replace").partition("\n")
     except OSError:
@@ -447,7 +425,7 @@ def _read_reason(path: Path) -> str:
 
 
 def _write_note(path: Path, text: str) -> None:
-    """Write what explains a move to people; a full disk must not stop the move itself."""
+    """Write what explains a move to users; a full disk must not stop the move itself."""
     try:
         write_atomic(path, text.encode())
     except OSError as error:
@@ -461,15 +439,15 @@ def _archive_number(archive: Path) -> int:
 
 
 def _readme(archive: Path, why: str, pairs: list[tuple[Path, Path]]) -> str:
-    lines = [
-        f"{archive.name}, {_now()}",
-        "",
-        f"Why: {why}",
-        "",
-        "Moved in this order. A launch that was killed meanwhile left the rest in its place; the",
-        "next one moves that into an archive of its own. To go back, move all of it back while no",
-        "launch is running.",
-        "",
-        *(f"{source} -> {target}" for source, target in pairs),
-    ]
-    return "\n".join(lines) + "\n"
+    moves = "\n".join(f"{source} -> {target}" for source, target in pairs)
+    return f"""\
+{archive.name}, {_now()}
+
+Why: {why}
+
+Moved in this order. A launch that was killed meanwhile left the rest in its place; the
+next one moves that into an archive of its own. To go back, move all of it back while no
+launch is running.
+
+{moves}
+"""

@@ -4,7 +4,7 @@
                             each other file
 
 A checkpoint folder without a readable manifest, or one that differs from its manifest in any byte,
-is damaged; nothing goes on from it. No torch here.
+is damaged; nothing resumes from it. No torch here.
 """
 
 import errno
@@ -18,10 +18,12 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, parsing, read_json, sha256_file, write_json
+from canon_pretrain.core.files import UnreadableFile, read_record, sha256_file, write_json
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -46,9 +48,24 @@ class DamagedCheckpoint(UserError):
     """A checkpoint that is not what was saved; the message names the folder and each fault."""
 
 
+def _check_inside(name: str) -> str:
+    """Raise ValueError unless a path of a manifest stays in the checkpoint's folder."""
+    path = PurePosixPath(name)
+    is_path = name and "\0" not in name and len(os.fsencode(name)) < 4096  # PATH_MAX
+    if not is_path or path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name[:80]!r} is no file of this folder")
+    return name
+
+
+def _check_version(version: int) -> int:
+    if version != VERSION:
+        raise ValueError(f"expected {VERSION}: another version of canon_pretrain wrote it")
+    return version
+
+
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file of a checkpoint was when it was saved."""
+    """A file of a checkpoint when it was saved."""
 
     bytes: int
     sha256: str
@@ -64,7 +81,7 @@ class Manifest:
     world_size: int
     torch: str
     """The version that wrote it."""
-    files: dict[str, FileEntry]
+    files: dict[Annotated[str, AfterValidator(_check_inside)], FileEntry]
     """By path relative to the folder: all of it except the manifest."""
     saved: str
     """UTC, ISO 8601."""
@@ -72,9 +89,9 @@ class Manifest:
     """Of the run that saved it; None if the writer had no run or did not record it yet."""
     launch: int | None = None
     """Number of the launch that saved it, within the run; None if `run_id` is."""
-    version: int = VERSION
+    version: Annotated[int, AfterValidator(_check_version)] = VERSION
     weights_of: str | None = None
-    """The `content` of the full checkpoint whose weights these are; None if they are no such."""
+    """The `content` of the full checkpoint whose weights these are; None for a full one."""
 
     @staticmethod
     def now() -> str:
@@ -106,9 +123,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            record = read_json(path)
-            with parsing(path):
-                return cls._of(record)
+            return read_record(path, cls)
         except UnreadableFile as error:
             if error.is_missing:
                 text = f"{folder} has no {MANIFEST}: it was never finished"
@@ -117,41 +132,9 @@ class Manifest:
                 raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
             raise DamagedCheckpoint(str(error)) from None
 
-    @classmethod
-    def _of(cls, record: dict[str, Any]) -> "Manifest":
-        if (version := record["version"]) != VERSION:
-            raise ValueError(
-                f"it has version {version!r}, expected {VERSION}: it was written by another "
-                "version of canon_pretrain"
-            )
-        files = {
-            name: FileEntry(int(entry["bytes"]), str(entry["sha256"]))
-            for name, entry in record["files"].items()
-        }
-        outside = [name for name in files if not _is_inside(name)]
-        if outside:
-            raise ValueError(f"it names {outside[0][:80]!r}, which is no file of this folder")
-        if record["kind"] not in ("full", "weights"):
-            raise ValueError(f"kind {record['kind']!r}")
-        origin = record.get("run_id"), record.get("launch")
-        if not (isinstance(origin[0], str | None) and isinstance(origin[1], int | None)):
-            raise ValueError(f"run_id and launch {origin!r}")
-        if not isinstance(record.get("weights_of"), str | None):
-            raise ValueError(f"weights_of {record['weights_of']!r}")
-        texts = {name: str(record[name]) for name in ("torch", "saved")}
-        numbers = {name: int(record[name]) for name in ("step", "world_size")}
-        return cls(**{**record, **texts, **numbers, "files": files})
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a path of a manifest stays in the checkpoint's folder."""
-    path = PurePosixPath(name)
-    fits = "\0" not in name and len(os.fsencode(name)) < 4096  # PATH_MAX
-    return bool(name) and fits and not path.is_absolute() and ".." not in path.parts
-
 
 def files_of(folder: Path) -> list[str]:
-    """Paths, relative to `folder`, of all files that a manifest of it must name."""
+    """Return the paths, relative to `folder`, of all files that a manifest of it must name."""
     found = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
     return sorted(
         name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST
@@ -166,28 +149,26 @@ def find_faults(
     hashes: bool = True,
     workers: int = 1,
 ) -> list[str]:
-    """How the files `names` (default: all) of `folder` differ from its manifest, in sentences.
+    """Return how the files `names` (default: all) of `folder` differ from its manifest.
 
-    An empty list means that they are what was saved. With `hashes=False` only presence and sizes
-    are compared. Where `names` is None, a file that the manifest does not name is a fault too.
-    Raises OSError where this process could not look.
+    A sentence each. With `hashes=False` only presence and sizes are compared. If `names` is None, a
+    file that the manifest does not name is a fault too. Raises OSError if this process cannot tell.
     """
     chosen = sorted(manifest.files if names is None else names)
     check = partial(_file_fault, folder, manifest, sha256=sha256_file if hashes else None)
     with ThreadPoolExecutor(workers) as pool:
         faults = [fault for fault in pool.map(check, chosen) if fault]
     if names is None:
-        faults += [
-            f"{name} is not in the manifest"
-            for name in files_of(folder)
-            if name not in manifest.files
-        ]
+        unknown = (name for name in files_of(folder) if name not in manifest.files)
+        faults += [f"{name} is not in the manifest" for name in unknown]
     return faults
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """The content of a file that `manifest` names; raises DamagedCheckpoint unless it is what was
-    saved, and OSError where this process could not look."""
+    """Return the content of a file that `manifest` names.
+
+    Raises DamagedCheckpoint if it is not what was saved, OSError if this process cannot tell.
+    """
     content = b""
 
     def sha256(path: Path) -> str:
@@ -208,9 +189,8 @@ def _file_fault(
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             return f"{name} is not a regular file"
-        size = status.st_size
-        if size != entry.bytes:
-            return f"{name} has {size:,} bytes, expected {entry.bytes:,}"
+        if status.st_size != entry.bytes:
+            return f"{name} has {status.st_size:,} bytes, expected {entry.bytes:,}"
         if sha256 is not None and (found := sha256(path)) != entry.sha256:
             return f"{name} has SHA-256 {found[:12]}..., expected {entry.sha256[:12]}..."
     except FileNotFoundError:
@@ -223,11 +203,9 @@ def _file_fault(
 
 
 def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
-    """The manifest of a checkpoint that holds what was saved; raises DamagedCheckpoint else.
+    """Return the manifest of a checkpoint in step-N, its step, that holds what was saved.
 
-    And OSError where this process could not look.
-
-    The folder's name must be that of the manifest's step: step-N.
+    Raises DamagedCheckpoint for any other, OSError if this process cannot tell.
     """
     manifest = Manifest.read(folder)
     faults = find_faults(folder, manifest, hashes=hashes, workers=workers)
@@ -239,7 +217,7 @@ def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
 
 
 def as_record(manifest: Manifest) -> dict[str, Any]:
-    """The manifest's facts without its files, for a log line or a table."""
+    """Return the manifest's facts without its files, for a log line or a table."""
     record = asdict(manifest)
     del record["files"]
     return record | {"bytes": manifest.total_bytes, "num_files": len(manifest.files)}

@@ -1,9 +1,9 @@
-"""Which checkpoints stay: the newest K that are proved whole, and weights that are waited for.
+"""Which checkpoints stay: the newest K that are verified, and weights that evaluations wait for.
 
 Between a save and the next one the trainer applies it in a thread; `python -m
-canon_pretrain.checkpoint prune` applies it by hand. A step counts only when its hashes were
-computed while it was written, or read back since and found right: newer broken ones cost no good
-one. No torch here.
+canon_pretrain.checkpoint prune` applies it by hand. A step counts only if its hashes were computed
+while it was written, or read back since and found right: newer broken ones cost no good one. No
+torch here.
 
     RUN/evals/holds/step-N.NAME    an evaluation that still waits for step N; its content is free
 """
@@ -23,12 +23,7 @@ from canon_pretrain.checkpoint.folder import (
     remove_tree,
     step_number,
 )
-from canon_pretrain.checkpoint.manifest import (
-    DamagedCheckpoint,
-    Manifest,
-    find_faults,
-    verify,
-)
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults, verify
 from canon_pretrain.core.files import fsync_folder
 
 MAX_HELD = 4
@@ -41,7 +36,7 @@ class Plan:
     """What retention would do; each list ascending."""
 
     kept: list[int] = field(default_factory=list)
-    """Full steps that are proved whole and stay."""
+    """Full steps that are verified and stay; fewer than asked for mean that nothing is deleted."""
     delete: list[int] = field(default_factory=list)
     strip: list[int] = field(default_factory=list)
     """Full steps of which the weights alone stay, for an evaluation."""
@@ -57,18 +52,15 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What retention did."""
+    """What retention did; see Plan."""
 
     kept: list[int] = field(default_factory=list)
-    """Full steps that are proved whole; fewer than asked for mean that nothing was deleted."""
     deleted: list[int] = field(default_factory=list)
     stripped: list[int] = field(default_factory=list)
     over_bound: list[int] = field(default_factory=list)
-    """Those in `deleted` that an evaluation waited for."""
     bad: dict[int, str] = field(default_factory=dict)
-    """Steps that were found damaged and went to quarantine, and how they were damaged."""
     weights_only: list[int] = field(default_factory=list)
-    """Steps of which only the weights are there now."""
+    """Steps of which only the weights exist now."""
     bytes_freed: int = 0
     errors: list[str] = field(default_factory=list)
     """What could not be done; the next `apply` tries it again."""
@@ -111,10 +103,10 @@ class Retention:
         self._lock = threading.Lock()
 
     def trust(self, step: int) -> None:
-        """Take `step` for whole as long as none of its files is touched.
+        """Treat `step` as verified as long as none of its files is touched.
 
-        For the one that wrote it just now and computed the hashes meanwhile. A step that can't be
-        looked at is not trusted.
+        For its writer, which computed the hashes meanwhile. A step that can't be read is not
+        trusted.
         """
         try:
             self._verified[step] = _signature(self.folder.step_path(step))
@@ -122,9 +114,9 @@ class Retention:
             self._verified.pop(step, None)
 
     def plan(self) -> Plan:
-        """What `apply` would do now; reads hashes of steps that are not known, and moves nothing.
+        """Return what `apply` would do now; reads hashes of unverified steps, and moves nothing.
 
-        Raises OSError where the folder or the holds can't be read.
+        Raises OSError if the folder or the holds can't be read.
         """
         plan = Plan()
         if self.keep == 0:
@@ -149,7 +141,7 @@ class Retention:
         return plan
 
     def _sort(self, plan: Plan) -> tuple[list[int], list[int]]:
-        """Fill `kept` and `bad`; returns older full steps and weights-only ones, ascending."""
+        """Fill `kept` and `bad`; return older full steps and weights-only ones, ascending."""
         older: list[int] = []
         weights: list[int] = []
         for step in reversed(self.folder.steps()):
@@ -175,7 +167,7 @@ class Retention:
         return older, weights
 
     def _fault(self, step: int) -> str | None:
-        """How a step is damaged; None if it is known to be whole or its hashes are right now."""
+        """How a step is damaged; None if it is verified, by now at the latest."""
         path = self.folder.step_path(step)
         try:
             # taken first: a file that changes while it is read makes the next look differ
@@ -207,13 +199,10 @@ class Retention:
                 return outcome
             outcome.kept, outcome.weights_only = plan.kept, plan.weights_only
             outcome.errors += plan.errors
-            acts: list[Callable[[], None]] = [
-                partial(self._set_aside, step, fault, outcome)
-                for step, fault in sorted(plan.bad.items())
-            ]
+            acts = [partial(self._set_aside, step, plan, outcome) for step in sorted(plan.bad)]
             # room first: a full disk leaves none for the weights
             acts += [partial(self._delete, step, plan, outcome) for step in plan.delete]
-            acts += [partial(self._strip, step, outcome) for step in plan.strip]
+            acts += [partial(self._strip, step, plan, outcome) for step in plan.strip]
             for act in acts:
                 if not self._may_act():
                     outcome.errors.append("left as it is: the folder is another launch's now")
@@ -222,13 +211,13 @@ class Retention:
         outcome.weights_only.sort()
         return outcome
 
-    def _set_aside(self, step: int, fault: str, outcome: Outcome) -> None:
+    def _set_aside(self, step: int, plan: Plan, outcome: Outcome) -> None:
         self._verified.pop(step, None)
         try:
-            self.folder.quarantine(self.folder.step_path(step), fault)
-            outcome.bad[step] = fault
+            self.folder.quarantine(self.folder.step_path(step), plan.bad[step])
+            outcome.bad[step] = plan.bad[step]
         except OSError as error:
-            outcome.errors.append(f"{fault}; it can't be moved to quarantine: {error}")
+            outcome.errors.append(f"{plan.bad[step]}; it can't be moved to quarantine: {error}")
 
     def _delete(self, step: int, plan: Plan, outcome: Outcome) -> None:
         try:
@@ -244,12 +233,17 @@ class Retention:
             if step in plan.over_bound:
                 outcome.over_bound.append(step)
 
-    def _strip(self, step: int, outcome: Outcome) -> None:
-        temporary = self.folder.saving_path(step)
+    def _strip(self, step: int, plan: Plan, outcome: Outcome) -> None:
+        final, temporary = self.folder.step_path(step), self.folder.saving_path(step)
         try:
             remove_tree(temporary)
-            self._strip_weights(self.folder.step_path(step), temporary)
-            _check_stripped(temporary, step)
+            self._strip_weights(final, temporary)
+            manifest = Manifest.read(temporary)
+            faults = find_faults(temporary, manifest, hashes=False)
+            if manifest.kind != "weights" or manifest.step != step:
+                faults.append(f"it is the {manifest.kind} checkpoint of step {manifest.step}")
+            if faults:
+                raise DamagedCheckpoint(f"{temporary} is damaged: {'; '.join(faults)}")
             outcome.bytes_freed += self.folder.replace_step(step)
         # torch raises RuntimeError and more on a full disk; a thread's end would be silent
         except Exception as error:
@@ -258,27 +252,15 @@ class Retention:
                 remove_tree(temporary)
             except OSError as second:
                 outcome.errors.append(f"{temporary} can't be deleted: {second}")
-        if self._is_stripped(step):
+        # the folder tells: of a replacement, the last deletion alone may fail
+        try:
+            is_stripped = Manifest.read(final).kind == "weights"
+        except (DamagedCheckpoint, OSError):
+            is_stripped = False
+        if is_stripped:
             self._verified.pop(step, None)
             outcome.stripped.append(step)
             outcome.weights_only.append(step)
-
-    def _is_stripped(self, step: int) -> bool:
-        """What lies there says it best: of a replacement, the last deletion alone may fail."""
-        try:
-            return Manifest.read(self.folder.step_path(step)).kind == "weights"
-        except (DamagedCheckpoint, OSError):
-            return False
-
-
-def _check_stripped(temporary: Path, step: int) -> None:
-    """Raise DamagedCheckpoint unless `temporary` is the weights of `step`, all there by size."""
-    manifest = Manifest.read(temporary)
-    faults = find_faults(temporary, manifest, hashes=False)
-    if manifest.kind != "weights" or manifest.step != step:
-        faults.append(f"it is the {manifest.kind} checkpoint of step {manifest.step}")
-    if faults:
-        raise DamagedCheckpoint(f"{temporary} is damaged: {'; '.join(faults)}")
 
 
 def _signature(folder: Path) -> _Signature:
@@ -290,18 +272,15 @@ def _signature(folder: Path) -> _Signature:
     for path in sorted(folder.rglob("*")):
         stat = path.lstat()
         if not path.is_dir():
-            found[path.relative_to(folder).as_posix()] = (
-                stat.st_size,
-                stat.st_mtime_ns,
-                stat.st_ino,
-                stat.st_ctime_ns,
-            )
+            times = stat.st_mtime_ns, stat.st_ctime_ns
+            found[path.relative_to(folder).as_posix()] = (stat.st_size, stat.st_ino, *times)
     return found
 
 
 def held_steps(run: Path) -> set[int]:
-    """Steps that an evaluation of `run` still waits for."""
-    numbers = (step_number(path.name.partition(".")[0]) for path in _holds(run))
+    """Return the steps that an evaluation of `run` still waits for."""
+    holds = (path.name.partition(".") for path in entries(run / EVALS / HOLDS))
+    numbers = (step_number(name) for name, dot, _ in holds if dot)
     return {step for step in numbers if step is not None}
 
 
@@ -314,12 +293,8 @@ def hold(run: Path, step: int, name: str) -> None:
 
 
 def release(run: Path, step: int, name: str) -> None:
-    """Take back a `hold`; there need not be one."""
+    """Take back a `hold`, if there is one."""
     _hold_file(run, step, name).unlink(missing_ok=True)
-
-
-def _holds(run: Path) -> list[Path]:
-    return [path for path in entries(run / EVALS / HOLDS) if "." in path.name]
 
 
 def _hold_file(run: Path, step: int, name: str) -> Path:

@@ -1,12 +1,10 @@
-"""Reading a checkpoint without running what it says: an allow-list, and torch's weights-only load.
+"""Reading a checkpoint without running its pickles: an allow-list, and torch's weights-only load.
 
-torch's own reader unpickles `.metadata` and every entry that is no tensor freely, so a checkpoint
-from elsewhere can run anything. Here `.metadata` may name only what torch 2.11 to 2.13 write into
-it, and an entry only what torch.load(weights_only=True) takes:
+torch's own reader unpickles `.metadata` and every entry that is no tensor, so a checkpoint from
+elsewhere can run anything. Here `.metadata` may name only what torch 2.11 to 2.13 write into it,
+and an entry only what torch.load(weights_only=True) accepts:
 
     dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner())
-
-The manifest says that a checkpoint is what was saved; this says that it does no harm.
 """
 
 import io
@@ -100,11 +98,10 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
-    """What a checkpoint's `.metadata` says, with every entry's place checked to lie inside.
+    """Return a checkpoint's metadata, whose entries are all in its folder.
 
-    `content` is that of the file, if it was read. Raises DamagedCheckpoint where it is missing,
-    torn, names a global outside ALLOWED or a file outside the checkpoint's folder, or lacks the
-    place of an entry.
+    `content` is that of the file, if it was read. Raises DamagedCheckpoint if it is missing, torn,
+    names a global outside ALLOWED or a file outside the folder, or lacks the place of an entry.
     """
     path = checkpoint / METADATA
     try:
@@ -120,7 +117,7 @@ def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
 
 
 def _check_places(metadata: object) -> None:
-    """Every entry has a place in a file below the folder; raises UnpicklingError else."""
+    """Raise UnpicklingError unless every entry has a place in a file below the folder."""
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, expected Metadata")
     for info in metadata.storage_data.values():
@@ -178,7 +175,7 @@ class _DroppingPlanner(DefaultLoadPlanner):
 
 
 def _load_entry(name: str, value: io.BytesIO) -> Any:
-    """The value of an entry; raises DamagedCheckpoint, naming it, for more than plain values."""
+    """Return the value of an entry. Raises DamagedCheckpoint for more than plain values."""
     try:
         return torch.load(value, map_location="cpu", weights_only=True)
     except Exception as error:  # from damaged bytes torch.load may raise anything
@@ -190,10 +187,10 @@ def _load_entry(name: str, value: io.BytesIO) -> Any:
 
 
 def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
-    """The metadata of a checkpoint in which no pickle does more than make plain values.
+    """Return the metadata of a checkpoint in which no pickle does more than make plain values.
 
-    `content` is that of `.metadata`, if it was read. Reads all entries that are no tensors and
-    drops them. Raises DamagedCheckpoint naming the first that does more, or that can't be read.
+    `content` is that of `.metadata`, if it was read. Reads all entries that are no tensors. Raises
+    DamagedCheckpoint naming the first that does more, or that can't be read.
     """
     metadata = read_metadata(checkpoint, content)
     nothing = torch.Size(())
@@ -221,9 +218,9 @@ def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
 
 
 def describe(error: BaseException) -> str:
-    """A failed load or save in one line, without the stacks that torch adds.
+    """Return a failed load or save in one line, without the stacks that torch adds.
 
-    Of a failure that torch gathered from several ranks, the lowest of them.
+    Of failures that torch gathered from several ranks, that of the lowest rank.
     """
     if isinstance(error, CheckpointException) and error.failures:
         rank, (failure, _) = min(error.failures.items())

@@ -1,8 +1,7 @@
-"""Checkpoints from outside the trainer: find one, and read its weights on one process.
+"""Weights of a checkpoint, read on one process: evaluation and export use it.
 
 A checkpoint is RUN/checkpoint/step-N in torch's distributed format, written by any number of
-ranks. Model parameters stand at its top level under their own names. No torchtitan here, so that
-evaluation and export run where it is not installed.
+ranks. Model parameters are at its top level under their own names. No torchtitan here.
 """
 
 import re
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from canon_pretrain.checkpoint.architecture import run_of_checkpoint
+from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import (
     HASH_WORKERS,
     DamagedCheckpoint,
@@ -37,11 +37,11 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS
 
 TRAINING_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "guards.")
-"""What else than weights a checkpoint holds, by the beginning of its names."""
+"""Prefixes of names in a checkpoint that are not weights."""
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """The N of a folder named step-N; raises UserError for any other name."""
+    """Return the N of a folder named step-N. Raises UserError for any other name."""
     match = re.fullmatch(r"step-(\d+)", checkpoint.name)
     if match is None:
         raise UserError(
@@ -51,25 +51,21 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Raise UserError, naming the steps that there are, unless `checkpoint` was finished.
+    """Raise UserError, naming the steps that exist, unless `checkpoint` was finished.
 
-    That is: it has a readable manifest, and torch's metadata. Whether its files are what the
-    manifest says is for `read_weights` to check.
+    That is: it has a readable manifest, and torch's metadata. `read_weights` checks its files.
     """
     checkpoint_step(checkpoint)
     if (fault := _fault(checkpoint)) is None:
         return
-    steps = sorted(
-        int(path.name.removeprefix("step-"))
-        for path in checkpoint.parent.glob("step-*")
-        if re.fullmatch(r"step-\d+", path.name) and _fault(path) is None
-    )
+    folder = CheckpointFolder(checkpoint.parent)
+    steps = [step for step in folder.steps() if _fault(folder.step_path(step)) is None]
     there = ", ".join(map(str, steps)) or "none"
     raise UserError(f"{fault}; steps in {checkpoint.parent}: {there}")
 
 
 def _fault(checkpoint: Path) -> str | None:
-    """Why a folder is no finished checkpoint; None where it is one."""
+    """Why a folder is no finished checkpoint; None if it is one."""
     if not checkpoint.is_dir():
         return f"no checkpoint at {checkpoint}"
     try:
@@ -82,10 +78,9 @@ def _fault(checkpoint: Path) -> str | None:
 
 
 def read_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a checkpoint as whole CPU tensors with the names, shapes and dtypes of `like`.
+    """Return a checkpoint's weights as CPU tensors with the names, shapes and dtypes of `like`.
 
-    `like` may be on the meta device. Every file is checked against the manifest first. Raises
-    DamagedCheckpoint naming each fault, and UserError where the checkpoint has no such weights.
+    `like` may be on the meta device. Raises as `check_weights`.
     """
     check_weights(checkpoint, like)
     weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()}
@@ -98,8 +93,7 @@ def stream_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight of a checkpoint that `check_weights` has passed, in the order of `like`.
 
-    Whole CPU tensors of `dtype`. About `group_bytes` are held at a time, one tensor at least, and
-    what one rank saved of a tensor.
+    CPU tensors of `dtype`, of which about `group_bytes`, one tensor at least, are held at a time.
     """
     group: dict[str, Tensor] = {}
     last = list(like)[-1]
@@ -113,10 +107,9 @@ def stream_weights(
 
 
 def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
-    """The manifest of a checkpoint that is whole and holds weights of these names and shapes.
+    """Return the manifest of a checkpoint that is whole and holds weights such as `like`.
 
-    Reads every file. Raises DamagedCheckpoint naming each fault, and UserError where the checkpoint
-    has other weights.
+    Reads every file. Raises DamagedCheckpoint naming each fault, UserError for other weights.
     """
     check_checkpoint(checkpoint)
     try:
@@ -143,7 +136,7 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
 
 
 def read_plain_values(checkpoint: Path, beginnings: tuple[str, ...]) -> dict[str, Any]:
-    """The values, tensors left out, whose full names begin so; empty where there are none."""
+    """Return the values whose full names begin so, without tensors."""
     found = read_metadata(checkpoint).state_dict_metadata.items()
     state: dict[str, Any] = {
         name: None
@@ -156,9 +149,9 @@ def read_plain_values(checkpoint: Path, beginnings: tuple[str, ...]) -> dict[str
 
 
 def tensor_shapes(checkpoint: Path) -> dict[str, torch.Size]:
-    """Shape by name of every tensor in a checkpoint: weights and optimizer state.
+    """Return the shape by name of every tensor in a checkpoint: weights and optimizer state.
 
-    Raises DamagedCheckpoint where its metadata can't be read.
+    Raises DamagedCheckpoint if its metadata can't be read.
     """
     return {name: entry.size for name, entry in _stored_tensors(checkpoint).items()}
 
@@ -173,8 +166,8 @@ def _stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
     """Fill `state` in place from a checkpoint, in a process without ranks.
 
-    Tensors keep their dtype. Nothing is compared with the manifest. Raises DamagedCheckpoint where
-    an entry is not there or can't be read.
+    Tensors keep their dtype. Nothing is compared with the manifest. Raises DamagedCheckpoint if an
+    entry is missing or can't be read.
     """
     try:
         with warnings.catch_warnings():
@@ -190,10 +183,9 @@ def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
 def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     """Write the weights of a full checkpoint into the new folder `temporary`, as a whole one.
 
-    Names, shapes, dtypes, values, step and run are the same; the manifest's kind is `weights`, and
-    it fits the name step-N: the caller renames. Takes the memory of the weights. Every file is
-    checked first, or damage would get a manifest that fits it. Raises DamagedCheckpoint naming each
-    fault, FileExistsError where `temporary` exists, and OSError where writing fails.
+    The manifest's kind is `weights`, and it fits the name step-N: the caller renames. Takes the
+    memory of the weights. Every file is checked first, or damage would get a manifest that fits it.
+    Raises DamagedCheckpoint naming each fault, and OSError if writing fails or `temporary` exists.
     """
     manifest = verify(checkpoint, workers=HASH_WORKERS)
     weights = {

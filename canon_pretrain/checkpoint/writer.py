@@ -1,13 +1,13 @@
-"""Writing a checkpoint so that it is there as a whole or not at all.
+"""Writing a checkpoint so that it exists as a whole or not at all.
 
-A storage writer for dcp.save and dcp.async_save, one for each save. DCP's own order of calls
-carries the protocol, and so every rank learns of any rank's failure as a CheckpointException:
+A storage writer for dcp.save and dcp.async_save, one per save. DCP's own order of calls carries the
+protocol, and so every rank receives any rank's failure as a CheckpointException:
 
     coordinator   prepare_global_plan   the final name is free; the temporary folder is made anew
     every rank    write_data            its file, hashed while it is written, synced
     coordinator   finish                .metadata, the manifest, the folder's sync, the rename
 
-A folder under the final name is therefore whole; what a failed save leaves is the temporary one.
+A folder under the final name is therefore whole; a failed save leaves the temporary one.
 """
 
 import errno
@@ -41,10 +41,11 @@ from canon_pretrain.core.files import fsync_folder, rename
 
 
 class _HashedFile:
-    """A new file that knows the SHA-256 of what was written to it; closing it syncs it."""
+    """A new file with the SHA-256 of what was written to it; closing it syncs it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest, self._bytes = file, hashlib.sha256(), 0
+        self.tell, self.flush, self.fileno = lambda: self._bytes, file.flush, file.fileno
         self.failure: OSError | None = None
         """Of the first write that failed."""
 
@@ -58,17 +59,8 @@ class _HashedFile:
         self._bytes += written
         return written
 
-    def tell(self) -> int:
-        return self._bytes
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
     def close(self) -> None:
-        """Returns once the bytes are on the disk; a second call does nothing."""
+        """Return once the bytes are on the disk; a second call does nothing."""
         if self.failure is not None:
             raise self.failure
         if not self._file.closed:
@@ -82,7 +74,7 @@ class _HashedFile:
 
 
 class _HashingFileSystem(FileSystem):
-    """torch's, noting size and hash of every file that is written through it."""
+    """torch's, recording size and hash of every file that is written through it."""
 
     def __init__(self) -> None:
         self.written: dict[str, FileEntry] = {}
@@ -108,25 +100,20 @@ class _HashingFileSystem(FileSystem):
 
 @dataclass(frozen=True)
 class _WrittenFile(WriteResult):
-    """On its way to the coordinator: a file of one rank, whether or not any item is in it."""
+    """A file of one rank, sent to the coordinator whether or not any item is in it."""
 
     name: str
     entry: FileEntry
 
 
-def _always() -> bool:
-    return True
-
-
 class VerifiedWriter(dcp.FileSystemWriter):
     """Saves to `temporary`, and renames it to `final` once all of it and its manifest are synced.
 
-    Both lie in one folder, and all ranks give the same. Where they are one, the rename is left to
-    the caller, and a manifest is what tells a whole folder. Fails with FileExistsError where
-    `final` exists, and with the OSError of any rank's writing: then `final` is as it was, and the
-    caller takes `temporary` away (remove_unfinished); the next save to it does so too. A writer
-    serves one save. `may_commit` is asked on the coordinator, immediately before the rename.
-    `run_id` and `launch` go into the manifest.
+    Both are in one folder, and the same on all ranks. If they are equal, the caller renames, and a
+    manifest marks a whole folder. Fails with FileExistsError if `final` exists, and with the
+    OSError of any rank's writing: then `final` is as it was, and the caller removes `temporary`
+    (remove_unfinished); the next save to it does so too. `may_commit` is asked on the coordinator,
+    immediately before the rename. `run_id` and `launch` go into the manifest.
     """
 
     def __init__(
@@ -139,7 +126,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         world_size: int,
         run_id: str | None = None,
         launch: int | None = None,
-        may_commit: Callable[[], bool] = _always,
+        may_commit: Callable[[], bool] = lambda: True,
     ) -> None:
         if temporary.parent != final.parent:
             raise ValueError(
@@ -241,7 +228,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
             raise FileExistsError(errno.EEXIST, text, str(self.final))
 
     def _check_shared(self, manifest: Manifest) -> None:
-        """Every rank's file is where the coordinator looks: not so on disks of their own."""
+        """Raise DamagedCheckpoint if a rank's file is missing: it wrote to a disk of its own."""
         faults = find_faults(self.temporary, manifest, hashes=False)
         if faults:
             raise DamagedCheckpoint(
@@ -251,9 +238,9 @@ class VerifiedWriter(dcp.FileSystemWriter):
 
 
 def remove_unfinished(temporary: Path) -> None:
-    """Take away what a failed save left, as far as that goes: the next save needs its disk space.
+    """Remove what a failed save left, as far as possible: the next save needs its disk space.
 
-    For one process, after all ranks have learnt of the failure.
+    For one process, after all ranks have received the failure.
     """
     shutil.rmtree(temporary, ignore_errors=True)
 
@@ -271,7 +258,7 @@ def save_alone(
     """Save `state` as a whole checkpoint folder, in a process without ranks.
 
     With `in_place` it has its name from the start, for a caller that renames it. Raises
-    FileExistsError where there is one, and the OSError that a write met; then nothing is left.
+    FileExistsError if it exists, and the OSError of a failed write; then nothing is left.
     """
     # the name that folder.py knows for a save in progress
     temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")

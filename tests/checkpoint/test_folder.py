@@ -93,7 +93,6 @@ def test_only_exact_names_are_steps(folder: CheckpointFolder, tmp_path: Path) ->
 def test_nothing_is_there_yet(folder: CheckpointFolder, tmp_path: Path) -> None:
     assert folder.steps() == folder.unfinished() == folder.strays() == folder.quarantined() == []
     assert folder.recover() == []
-    assert folder.reclaim() == 0
     assert folder.archive_after(0, tmp_path, "why") is None
     assert folder.archive_all(tmp_path, "why") is None
     assert folder.archives(tmp_path) == []
@@ -171,16 +170,14 @@ def test_on_a_full_disk_the_step_is_set_aside_all_the_same(
         assert sorted(path.name for path in target.parent.iterdir()) == ["step-5.1"]
 
 
-def test_reclaim_deletes_interrupted_saves_alone(folder: CheckpointFolder) -> None:
+def test_for_room_interrupted_saves_alone_are_deleted(folder: CheckpointFolder) -> None:
     make_step(folder.path, 5)
     bad = folder.quarantine(folder.step_path(5), "bad")
     saving = make_step(folder.path, 6, name=".saving-step-6", num_bytes=1000)
-    size = sum(map(len, contents(saving)))
     folder.quarantine(saving, INTERRUPTED)
-    assert folder.reclaim() == size
+    assert "no room" in str(folder.lack_of_room(1 << 60))
     assert [entry.path for entry in folder.quarantined()] == [bad]
     assert {path.name for path in bad.parent.iterdir()} == {bad.name, f"{bad.name}.reason.txt"}
-    assert folder.reclaim() == 0
 
 
 def test_of_a_link_only_the_link_goes(folder: CheckpointFolder, tmp_path: Path) -> None:
@@ -192,7 +189,7 @@ def test_of_a_link_only_the_link_goes(folder: CheckpointFolder, tmp_path: Path) 
     assert not any("can't" in sentence for sentence in said)
     (entry,) = folder.quarantined()
     assert entry.path.is_symlink() and entry.bytes < 200
-    assert folder.reclaim() == entry.bytes
+    assert folder.lack_of_room(1 << 60)
     assert folder.quarantined() == folder.leftovers() == []
     assert contents(target) == before
 

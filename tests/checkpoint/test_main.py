@@ -249,7 +249,7 @@ def test_prune_keeps_the_newest_whole_ones(run: Path, capsys: Output) -> None:
     assert sorted(run.rglob("*")) == before
     assert f"would delete {run}/checkpoint/step-10 (" in output
     assert "would move step-40 to quarantine: " in output
-    assert "verified whole and kept: step-20, step-30" in output
+    assert "verified and kept: step-20, step-30" in output
     size = sum(f.stat().st_size for f in (run / "checkpoint/step-10").rglob("*") if f.is_file())
     assert f"dry run: {size / 1000:.2f} kB would be freed; nothing was changed" in output
 
@@ -265,10 +265,10 @@ def test_prune_leaves_the_weights_of_a_held_step(tmp_path: Path, capsys: Output)
     weights = {step: real_step(tmp_path, step) for step in (10, 20, 30)}
     hold(tmp_path, 10, "validation")
     dry = output_of(capsys, "prune", tmp_path, "--keep", 1, "--dry-run")
-    assert f"would leave the weights alone of {tmp_path}/checkpoint/step-10" in dry
+    assert f"would keep only the weights of {tmp_path}/checkpoint/step-10" in dry
     assert "freed, and the training state of step-10; nothing was changed" in dry
     output = output_of(capsys, "prune", tmp_path, "--keep", 1)
-    assert "left the weights alone of step-10" in output and "deleted step-20" in output
+    assert "kept only the weights of step-10" in output and "deleted step-20" in output
     stripped = tmp_path / "checkpoint" / "step-10"
     assert Manifest.read(stripped).kind == "weights"
     assert set(tensor_shapes(stripped)) == set(weights[10])

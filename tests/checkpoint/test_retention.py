@@ -462,7 +462,6 @@ ODD = {
     "long path": lambda record: record | {"files": {"x/" * 3000: {"bytes": 1, "sha256": "0"}}},
     "no files": lambda record: record | {"files": None},
     "huge": lambda record: record | {"step": 10**30},
-    "more": lambda record: record | {"more": 1},
     "list": lambda record: [record],
 }
 

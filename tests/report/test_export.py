@@ -47,7 +47,7 @@ def loss_of(step: int) -> float:
 def write_launch(folder: Path, number_: int) -> None:
     """One launch of a run that is killed twice and ends on one rank; what was lost is WRONG."""
     first, steps, good = LAUNCHES[number_]
-    run_file = {"run_id": "0a1b2c3d", "launches": number_ + 1}
+    run_file = {"run_id": "0a1b2c3d", "created": "t", "launches": number_ + 1}
     (folder / "run.json").write_text(json.dumps(run_file))
     log = RunLog(folder / "log.jsonl")
     log.write(**first)  # type: ignore[arg-type]

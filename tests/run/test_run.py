@@ -259,7 +259,7 @@ def test_each_line_names_its_run_and_launch(
     def lines() -> list[tuple[object, object]]:
         return [(event.get("run_id"), event.get("segment")) for event in read_log(path)]
 
-    for run_file in (None, {"run_id": "0a1b2c3d", "launches": 4}, "damaged"):
+    for run_file in (None, {"run_id": "0a1b2c3d", "created": "t", "launches": 4}, "damaged"):
         if run_file is not None:
             (tmp_path / "run.json").write_text(json.dumps(run_file))
         log = RunLog(path)
@@ -339,12 +339,12 @@ def test_a_log_that_is_replaced_while_it_is_written_is_continued(tmp_path: Path)
 
 def test_a_log_that_another_launch_archived_is_not_written_again(tmp_path: Path) -> None:
     """Issue 17, item 21: a fresh start moved it away with its run.json."""
-    (tmp_path / "run.json").write_text('{"run_id": "11111111", "launches": 1}')
+    (tmp_path / "run.json").write_text('{"run_id": "11111111", "created": "t", "launches": 1}')
     log = RunLog(tmp_path / "log.jsonl")
     log.write("step", step=1)
     log.flush()
     log.path.rename(tmp_path / "archived")
-    (tmp_path / "run.json").write_text('{"run_id": "22222222", "launches": 1}')
+    (tmp_path / "run.json").write_text('{"run_id": "22222222", "created": "t", "launches": 1}')
     log.write("step", step=2)
     log.close()
     assert not log.path.exists()

@@ -167,22 +167,21 @@ def test_unknown_names_are_refused_in_memory_and_ignored_in_a_newer_file(path: P
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        ({"state": "lost"}, "state 'lost', expected one of"),
-        ({"phase": "x"}, "phase 'x'"),
-        ({"step": "many"}, "step 'many', expected an integer"),
-        ({"written": "yesterday"}, "yesterday"),
-        ({"heartbeat": "2026-01-02T03:04:05"}, "has no time zone"),
-        ({"heartbeat": None}, "damaged"),
+        {"state": "lost"},
+        {"phase": "x"},
+        {"step": "many"},
+        {"written": "yesterday"},
+        {"heartbeat": "2026-01-02T03:04:05"},
+        {"heartbeat": None},
     ],
 )
-def test_a_damaged_file_is_named(path: Path, change: dict[str, object], said: str) -> None:
+def test_a_damaged_file_is_named(path: Path, change: dict[str, object]) -> None:
     record = asdict(status_of(written_s=0, heartbeat_s=0))
     path.write_text(json.dumps(record | change))
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=f"{path} is damaged: {[*change][0]}: .*given"):
         read_status(path)
-    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff\xfe", b'{"state": "run'])
