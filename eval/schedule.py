@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from canon_pretrain.checkpoint.architecture import find_checkpoint
-from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder, entries
+from canon_pretrain.checkpoint.folder import CheckpointFolder, entries
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
 from canon_pretrain.checkpoint.retention import held_steps, hold, release
 from canon_pretrain.cluster.jobs import Slurm
@@ -31,7 +31,7 @@ from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
 from canon_pretrain.data.held_out import open_apart
 from canon_pretrain.report.evaluations import is_outdated
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.results import RESULTS, read_results
 from eval.run_command import add_how
 from eval.suite_names import SUITES, asked_how, is_file, suite_name

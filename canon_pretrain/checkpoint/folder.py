@@ -25,11 +25,10 @@ from typing import NamedTuple
 
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.core.files import free_bytes, fsync_folder, rename, write_atomic
-from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
+from canon_pretrain.run.folder import CHECKPOINTS, EVALS, RunFolder
 
 QUARANTINE = "quarantine"
 ARCHIVE = "archive"
-EVALS = "evals"
 HOLDS = "holds"
 INTERRUPTED = "a save that was interrupted"
 

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 from canon_pretrain.checkpoint.folder import (
-    EVALS,
     HOLDS,
     CheckpointFolder,
     entries,
@@ -25,6 +24,7 @@ from canon_pretrain.checkpoint.folder import (
 )
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults, verify
 from canon_pretrain.core.files import fsync_folder
+from canon_pretrain.run.folder import EVALS
 
 MAX_HELD = 4
 

@@ -27,7 +27,7 @@ from canon_pretrain.core.holder import Holder, read_count
 from canon_pretrain.core.link_lock import live_holder
 from canon_pretrain.run.config import read_experiment, to_toml
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
-from canon_pretrain.run.snapshot import check_snapshot, differences, newest_snapshot, take_snapshot
+from canon_pretrain.run.source import check_snapshot, differences, newest_snapshot, take_snapshot
 from canon_pretrain.run.status import Status, read_status
 
 RESTARTS = 3

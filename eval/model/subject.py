@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from canon_pretrain.checkpoint.architecture import find_checkpoint
-from canon_pretrain.checkpoint.folder import EVALS, CheckpointFolder
+from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.weights import check_checkpoint, checkpoint_step
 from canon_pretrain.core.errors import UserError
@@ -28,7 +28,7 @@ from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import RECORD
 from canon_pretrain.hf.reading import CONFIG, folder_args, is_folder
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.launches import read_run
 from eval.model.load import load_model
 
