@@ -57,7 +57,7 @@ def test_code_is_compared_by_its_files(tmp_path: Path) -> None:
     loss = copied / "titan" / "loss.py"
     loss.write_text(loss.read_text() + "\nSCALE = 1.7\n")
     (copied / "titan" / "more.py").touch()
-    (copied / "run" / "show" / "plot.py").unlink()  # training does not use it
+    (copied / "report" / "plot.py").unlink()  # training does not use it
     changed = code_changes(run, code_hashes(copied), refuse=False)
     assert changed.keys() == {"titan/loss.py", "titan/more.py"}
     assert changed["titan/more.py"][0] is None
