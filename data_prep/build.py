@@ -16,16 +16,26 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
+from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes
-from canon_pretrain.core.lock import remove_locks
+from canon_pretrain.core.text import duration, size
 from canon_pretrain.data.hub import COMMIT
 from canon_pretrain.data.shard_writer import drop_changed_marks, unit_marks
-from canon_pretrain.data.shards import MANIFEST, dtype_for
+from canon_pretrain.data.shards import MANIFEST, CommitMark, dtype_for
 from data_prep import sources
-from data_prep.disk import disk_errors
-from data_prep.finish import LOCK, add_limits, say_finished, settling, write_manifests
-from data_prep.parts import available_cores
+from data_prep.finish import is_finished, write_manifests
+from data_prep.folder import (
+    LOCK,
+    SPLITS,
+    TRAIN,
+    add_limits,
+    disk_errors,
+    is_complete,
+    limits_of,
+    say,
+    settling,
+)
 from data_prep.plan import (
     MAX_LINE_BYTES,
     NO_LIMITS,
@@ -36,10 +46,9 @@ from data_prep.plan import (
     hash_small,
     load_plan,
 )
-from data_prep.progress import BuildProgress, Counts, say
 from data_prep.settle import TokenizerRequest, settle_plan
-from data_prep.units import SPLITS, TRAIN, UNIT_LOCKS, UnitJob, is_complete, unit_job
-from data_prep.workers import run_jobs
+from data_prep.units import Counts, UnitJob
+from data_prep.workers import BuildProgress, run_jobs
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ def run(arguments: argparse.Namespace) -> None:
         revision=arguments.revision,
         text_field=arguments.text_field,
         eos=arguments.eos,
-        limits=Limits(arguments.max_documents, arguments.max_tokens),
+        limits=limits_of(arguments),
         shard=Shard.parse(arguments.shard) if arguments.shard else None,
     )
 
@@ -164,20 +173,16 @@ def build(
         raise UserError(f"--workers is {workers}, expected at least 1")
     _check_folder(out)
     request = TokenizerRequest.parse(tokenizer, eos)
-    selection = sources.select(
-        source,
-        files,
-        revision=revision or (None if files else _planned_commit(out, source)),
-        text_field=text_field,
-    )
+    if revision is None and not files:
+        revision = _planned_commit(out, source)
+    selection = sources.select(source, files, revision=revision, text_field=text_field)
     if files or source not in sources.HUB_SOURCES:  # else files come later, with the hub's hashes
         selection = replace(selection, inputs=hash_small(selection.root, selection.inputs))
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         with settling(out):
             plan, loaded = settle_plan(out, selection, request, options)
-            if say_finished(out, plan, limits):
-                remove_locks(out / UNIT_LOCKS)  # the last run may have been killed before it did
+            if is_finished(out, plan, limits):
                 return
             needed = _Needed(out, plan, limits)
             jobs = _jobs(out, selection.root, plan, shard, needed)
@@ -185,13 +190,13 @@ def build(
         _encode(out, plan, jobs, workers, shard, needed)
         if shard:
             say(
-                f"{out}: shard {shard} is built in {time.monotonic() - started:.1f} s; when all "
-                f"{shard.count} are: python -m data_prep finish {out}"
+                f"{out}: shard {shard} is built in {duration(time.monotonic() - started)}; when "
+                f"all {shard.count} are: python -m data_prep finish {out}"
             )
             return
         with settling(out):
-            write_manifests(out, selection.root, plan, limits)
-    say(f"{out}: finished in {time.monotonic() - started:.1f} s")
+            write_manifests(out, plan, limits)
+    say(f"{out}: finished in {duration(time.monotonic() - started)}")
 
 
 def _check_folder(out: Path) -> None:
@@ -200,7 +205,8 @@ def _check_folder(out: Path) -> None:
         raise UserError(f"--out {out}: is a file, expected a folder; give a new one")
     if out.is_dir() and not (out / PLAN).exists():
         names = sorted(path.name for path in out.iterdir())
-        foreign = [name for name in names if name != LOCK and not fnmatch(name, f"{PLAN}.*tmp")]
+        ours = (f"{LOCK}*", f"{PLAN}.*tmp")
+        foreign = [name for name in names if not any(fnmatch(name, known) for known in ours)]
         if foreign:
             raise UserError(
                 f"--out {out}: holds other files ({', '.join(foreign[:3])}) and no {PLAN}; "
@@ -210,12 +216,11 @@ def _check_folder(out: Path) -> None:
 
 def _planned_commit(out: Path, source: str) -> str | None:
     """The commit that the folder's plan has, so that a branch that moved does not change it."""
-    if not (out / PLAN).exists():
+    if source not in sources.HUB_SOURCES or not (out / PLAN).exists():
         return None
     plan = load_plan(out)
-    is_commit = COMMIT.fullmatch(plan.source_version)
-    same = source in sources.HUB_SOURCES and plan.source == source
-    return plan.source_version if same and is_commit else None
+    is_commit = plan.source == source and COMMIT.fullmatch(plan.source_version)
+    return plan.source_version if is_commit else None
 
 
 class _Needed:
@@ -247,8 +252,8 @@ class _Needed:
         return sum(documents for documents, _ in known), sum(tokens for _, tokens in known)
 
 
-def _count(marks: list[dict]) -> tuple[int, int]:
-    return sum(mark["documents"] for mark in marks), sum(mark["tokens"] for mark in marks)
+def _count(marks: Sequence[CommitMark]) -> tuple[int, int]:
+    return sum(mark.documents for mark in marks), sum(mark.tokens for mark in marks)
 
 
 def _jobs(out: Path, root: Path, plan: Plan, shard: Shard | None, needed: _Needed) -> list[UnitJob]:
@@ -261,7 +266,7 @@ def _jobs(out: Path, root: Path, plan: Plan, shard: Shard | None, needed: _Neede
     # a manifest must never stand above parts that are being replaced
     for split in SPLITS if missing else ():
         (out / split / MANIFEST).unlink(missing_ok=True)
-    return [unit_job(out, root, plan, unit) for unit in missing]
+    return [UnitJob.of(out, root, plan, unit) for unit in missing]
 
 
 def _encode(
@@ -272,54 +277,35 @@ def _encode(
     shard: Shard | None,
     needed: _Needed,
 ) -> None:
-    """Run the jobs, saying how far they are."""
+    """Run the jobs, saying how far they are and, once, that the disk will not hold the rest."""
     num_units = len(shard.units(len(plan.units))) if shard else len(plan.units)
-    size = sum(known.size for known in plan.inputs)
     say(
-        f"{plan.source}: {len(plan.inputs):,} inputs, {size / 1e6:,.1f} MB, "
+        f"{plan.source}: {len(plan.inputs):,} inputs, {size(sum(i.size for i in plan.inputs))}, "
         f"{len(plan.units):,} units{f', shard {shard}: {num_units:,}' if shard else ''}; "
         f"{workers} worker(s); plan {plan.sha256[:12]}"
     )
     finished = num_units - len(jobs)
     if finished:
         say(f"resuming: {finished:,} of {num_units:,} units are finished or not needed")
-    space = _Space(out, plan)
-    with BuildProgress(num_units, finished, _goal(plan, jobs, shard, needed)) as progress:
-        for unit in run_jobs(jobs, workers, progress.update, needed):
-            marks = [m for s in SPLITS for m in unit_marks(out / s, unit, plan.sha256) or []]
-            progress.unit_done(unit, *_count(marks))
-            space.warn_once(progress.counts, progress.share())
-
-
-def _goal(plan: Plan, jobs: list[UnitJob], shard: Shard | None, needed: _Needed) -> Counts:
-    """What the run has to do: its inputs' bytes, or what the limits still leave for its share."""
+    # what the limits still leave for this run's share
     documents, tokens = needed.before(len(plan.units))
-    shards = shard.count if shard else 1
-    limits = needed.limits
-    return Counts(
+    shards, limits = shard.count if shard else 1, needed.limits
+    goal = Counts(
         documents=max(0, (limits.max_documents or 0) - documents) // shards,
         tokens=max(0, (limits.max_tokens or 0) - tokens) // shards,
         read=sum(job.size for job in jobs),
     )
-
-
-class _Space:
-    """Says once, and early, that the disk will not hold what the rest of a run writes."""
-
-    def __init__(self, out: Path, plan: Plan) -> None:
-        self._out = out
-        self._width = dtype_for(plan.tokenizer.vocab_size).itemsize
-        self._warned = False
-
-    def warn_once(self, counts: Counts, share: float) -> None:
-        """`counts` were written so far, which is `share` of all that the run has to do."""
-        if self._warned or not share:
-            return
-        needed = counts.tokens * self._width * (1 / share - 1)
-        free = free_bytes(self._out)
-        if needed > free:
-            self._warned = True
-            say(
-                f"warning: {self._out} will need about {needed / 1e9:,.3f} GB more, "
-                f"{free / 1e9:,.3f} GB are free; a run that fills the disk can be continued"
-            )
+    width = dtype_for(plan.tokenizer.vocab_size).itemsize
+    warned = False
+    with BuildProgress(num_units, finished, goal) as progress:
+        for unit in run_jobs(jobs, workers, progress.update, needed):
+            marks = [m for s in SPLITS for m in unit_marks(out / s, unit, plan.sha256) or []]
+            progress.unit_done(unit, *_count(marks))
+            share = progress.share()
+            still = progress.counts.tokens * width * (1 / share - 1) if share else 0
+            if not warned and still > (free := free_bytes(out)):
+                warned = True
+                say(
+                    f"warning: {out} will need about {size(still)} more, {size(free)} are free; "
+                    f"a run that fills the disk can be continued"
+                )

@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import sha256_file, write_json
-from canon_pretrain.data.shards import MAX_PART_TOKENS
+from canon_pretrain.core.files import read_record, sha256_file, write_json
+from canon_pretrain.data.shards import MAX_PART_TOKENS, VERSION, WITHOUT_BYTE_ENDS
 
-VERSION = 2
 PLAN = "plan.json"
-# Inputs of no more than this in all are hashed before the plan is made: a second of reading.
+MAX_PLAN_BYTES = 1 << 32
 MAX_LINE_BYTES = 64_000_000
 HASH_AHEAD_BYTES = 256 << 20
-# Enough to see what happened; an upgraded Python changes hundreds of inputs.
+"""Inputs of no more in all are hashed before the plan is made: a second of reading."""
 MAX_DIFFERENCES = 8
+"""Named in an error: an upgraded Python changes hundreds of inputs."""
 
 
 @dataclass(frozen=True)
 class Input:
     """One input file: its path below the source's root, its size in bytes and its content.
 
-    `sha256` is "" where nobody has told it and the inputs are too large to read them twice: they
-    are then hashed while they are read, and the commit marks have what was found.
+    `sha256` is "" if it is not known and the inputs are too large to read them twice: they are then
+    hashed while they are read, and the commit marks have what was found.
     """
 
     path: str
@@ -55,7 +55,7 @@ class TokenizerRecord:
 class Options:
     """What else decides the bytes of the parts.
 
-    A unit is `unit_files` consecutive inputs or, where that is None, inputs of about `unit_bytes`
+    A unit is `unit_files` consecutive inputs or, if that is None, inputs of about `unit_bytes`
     together; both None: the source's own rule. `bos` puts the BOS id before every document.
     """
 
@@ -102,8 +102,8 @@ NO_LIMITS = Limits()
 class Plan:
     """The inputs in the stream's order, the units as ranges [first, end) of them, and the rest.
 
-    `root` is the folder of the inputs when the plan was made. It is not part of the plan's
-    identity: the inputs may move, or be mounted elsewhere on another machine.
+    `root`, the folder of the inputs when the plan was made, and `version`, the format of the parts,
+    are not part of the plan's identity: inputs may move, and a folder keeps its format.
     """
 
     source: str
@@ -115,6 +115,7 @@ class Plan:
     units: tuple[tuple[int, int], ...]
     inputs: tuple[Input, ...]
     root: str = field(default="", compare=False)
+    version: int = field(default=VERSION, compare=False)
 
     @cached_property
     def sha256(self) -> str:
@@ -125,45 +126,48 @@ class Plan:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def record(self) -> dict[str, Any]:
-        """The fields as JSON values; the limit of lines if it is not the default, as ever."""
+        """Return the fields as JSON values, without the version and a default limit of lines."""
         fields = asdict(self)
+        del fields["version"]
         if self.options.max_line_bytes == MAX_LINE_BYTES:
             del fields["options"]["max_line_bytes"]
         return fields
 
     def unit_inputs(self, unit: int) -> tuple[Input, ...]:
-        """The inputs of a unit, in order."""
+        """Return the inputs of a unit, in order."""
         first, end = self.units[unit]
         return self.inputs[first:end]
 
 
 def hash_small(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
-    """The inputs with their hashes, where these are unknown and all are small together.
+    """Return the inputs with their hashes, if all are small together and on disk.
 
     So a small input that was changed, at the same size too, is refused before anything is written.
-    All must be on disk. Raises UserError for an input that cannot be read or has another size than
-    listed.
+    Raises UserError for an input that cannot be read or has another size than listed.
     """
     if sum(known.size for known in inputs) > HASH_AHEAD_BYTES:
         return tuple(inputs)
-    return tuple(known if known.sha256 else _hashed(root, known) for known in inputs)
-
-
-def _hashed(root: Path, known: Input) -> Input:
-    path = root / known.path
-    try:
-        size, sha256 = path.stat().st_size, sha256_file(path)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read: {error.strerror}; every input is needed"
-        ) from None
-    if size != known.size:
-        raise UserError(f"{path}: {size} bytes, {known.size} a moment ago; is it being written?")
-    return replace(known, sha256=sha256)
+    hashed = []
+    for known in inputs:
+        if not known.sha256:
+            path = root / known.path
+            try:
+                size, sha256 = path.stat().st_size, sha256_file(path)
+            except OSError as error:
+                raise UserError(
+                    f"{path}: cannot be read: {error.strerror}; every input is needed"
+                ) from None
+            if size != known.size:
+                raise UserError(
+                    f"{path}: {size} bytes, {known.size} a moment ago; is it being written?"
+                )
+            known = replace(known, sha256=sha256)
+        hashed.append(known)
+    return tuple(hashed)
 
 
 def cut_units(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int], ...]:
-    """Ranges [first, end) of consecutive inputs by the rule of the options, one input at least."""
+    """Return ranges [first, end) of consecutive inputs, at least one each, as the options say."""
     if options.unit_files is not None:
         step = options.unit_files
         return tuple((at, min(at + step, len(inputs))) for at in range(0, len(inputs), step))
@@ -182,46 +186,36 @@ def cut_units(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int
 
 def save_plan(folder: Path, plan: Plan) -> None:
     """Write plan.json, with its own hash in front."""
-    write_json(folder / PLAN, {"version": VERSION, "sha256": plan.sha256, **plan.record()})
+    content = {"version": plan.version, "sha256": plan.sha256, **plan.record()}
+    write_json(folder / PLAN, content)
+
+
+@dataclass(frozen=True)
+class _Header:
+    version: int
+    sha256: str
 
 
 def load_plan(folder: Path) -> Plan:
-    """Read plan.json. Raises UserError where it is missing, damaged or of another version."""
+    """Read plan.json. Raises UserError if it is missing, damaged or of another version."""
     path = folder / PLAN
+    restore = "restore this file from a copy, or build into a new folder"
+    if not path.exists():
+        raise UserError(f"{folder}: no {PLAN}, so not a folder of `python -m data_prep build`")
     try:
-        stored: dict[str, Any] = json.loads(path.read_bytes())
-        version = stored.pop("version")
-        sha256 = stored.pop("sha256")
-    except FileNotFoundError:
+        header = read_record(path, _Header, max_bytes=MAX_PLAN_BYTES)
+        is_known = header.version in (WITHOUT_BYTE_ENDS, VERSION)
+        plan = read_record(path, Plan, max_bytes=MAX_PLAN_BYTES) if is_known else None
+    except UserError as error:
+        raise UserError(f"{path}: damaged ({error}); {restore}") from None
+    if plan is None:
         raise UserError(
-            f"{folder}: no {PLAN}, so not a folder of `python -m data_prep build`"
-        ) from None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise UserError(f"{path}: damaged; {_RESTORE}") from None
-    if version != VERSION:
-        raise UserError(
-            f"{path}: version {version!r}, this program reads {VERSION}; build into a new folder"
+            f"{path}: version {header.version}, this program reads {WITHOUT_BYTE_ENDS} and "
+            f"{VERSION}; build into a new folder"
         )
-    try:
-        plan = Plan(
-            source=stored.pop("source"),
-            source_version=stored.pop("source_version"),
-            text_field=stored.pop("text_field"),
-            group_field=stored.pop("group_field"),
-            options=Options(**stored.pop("options")),
-            tokenizer=TokenizerRecord(**stored.pop("tokenizer")),
-            units=tuple((first, end) for first, end in stored.pop("units")),
-            inputs=tuple(Input(**entry) for entry in stored.pop("inputs")),
-            root=stored.pop("root"),
-        )
-    except (KeyError, TypeError, ValueError, UserError):
-        raise UserError(f"{path}: damaged; {_RESTORE}") from None
-    if stored or plan.sha256 != sha256:
-        raise UserError(f"{path}: damaged: its content does not fit its hash; {_RESTORE}")
+    if plan.sha256 != header.sha256:
+        raise UserError(f"{path}: damaged: its content does not fit its hash; {restore}")
     return plan
-
-
-_RESTORE = "restore this file from a copy, or build into a new folder"
 
 
 def refuse_changes(folder: Path, old: Plan, new: Plan) -> None:
@@ -238,29 +232,34 @@ def refuse_changes(folder: Path, old: Plan, new: Plan) -> None:
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
-    """Each difference as "field: old -> new", options first, then inputs by path."""
-    lines = []
-    names = ("source", "source_version", "text_field", "group_field")
-    pairs = [(name, getattr(old, name), getattr(new, name)) for name in names]
-    pairs += [(key, value, asdict(new.options)[key]) for key, value in asdict(old.options).items()]
-    old_tokenizer, new_tokenizer = asdict(old.tokenizer), asdict(new.tokenizer)
-    pairs += [(f"tokenizer {key}", old_tokenizer[key], new_tokenizer[key]) for key in old_tokenizer]
-    lines += [f"{name}: {before} -> {after}" for name, before, after in pairs if before != after]
+    """Return each difference as "field: old -> new", options first, then inputs by path."""
+
+    def fields(plan: Plan) -> dict[str, Any]:
+        names = ("source", "source_version", "text_field", "group_field")
+        tokenizer = {f"tokenizer {key}": value for key, value in asdict(plan.tokenizer).items()}
+        return {name: getattr(plan, name) for name in names} | asdict(plan.options) | tokenizer
+
+    def described(known: Input | None) -> str:
+        if known is None:
+            return "none"
+        return f"{known.size} bytes, sha256 {known.sha256[:12] or 'unknown'}"
+
+    new_fields = fields(new)
+    lines = [
+        f"{name}: {before} -> {new_fields[name]}"
+        for name, before in fields(old).items()
+        if before != new_fields[name]
+    ]
     before = {known.path: known for known in old.inputs}
     after = {known.path: known for known in new.inputs}
-    for path in [*before, *(path for path in after if path not in before)]:
-        one, other = _describe(before.get(path)), _describe(after.get(path))
-        if before.get(path) != after.get(path):
-            lines.append(f"input {path}: {one} -> {other}")
+    lines += [
+        f"input {path}: {described(before.get(path))} -> {described(after.get(path))}"
+        for path in dict.fromkeys([*before, *after])
+        if before.get(path) != after.get(path)
+    ]
     if not lines and old != new:
         lines.append("inputs: the same, in another order or other units")
     return lines
-
-
-def _describe(known: Input | None) -> str:
-    if known is None:
-        return "none"
-    return f"{known.size} bytes, sha256 {known.sha256[:12] or 'unknown'}"
 
 
 def is_held_out(utf8: bytes, holdout: float) -> bool:

@@ -14,20 +14,19 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, Protocol
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import open_at_once
-from data_prep import stdlib
 from data_prep.plan import MAX_LINE_BYTES, Input
-from data_prep.rows import Document, Skipped, clean, from_text, from_utf8
-from data_prep.unpack import Frame, unpack
+from data_prep.rows import Document, Skipped, clean, from_text, from_utf8, stdlib_rows
 
 READ_BYTES = 1 << 20
 PACKED_READ_BYTES = 1 << 16
-# zlib's way to ask for gzip's header and checksum
-GZIP_WBITS = 31
+STEP_BYTES = 1 << 10
+"""Decompressed at once: zstd packs repetition up to 30,000-fold."""
 # of a parquet file's rows, as its footer counts bytes: large documents come in small batches
 BATCH_BYTES = 8 << 20
 MAX_BATCH_ROWS = 1024
@@ -37,6 +36,18 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SUFFIXES = (".jsonl.zst", ".jsonl.gz", ".jsonl", ".parquet", ".txt")
 
 Rows = Iterator[Document | Skipped]
+
+
+class _Frame(Protocol):
+    """What decompresses one zstd frame or one gzip member."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, /) -> bytes: ...
 
 
 class InputReader:
@@ -91,68 +102,55 @@ class InputReader:
         """How the file is read, and what its decoder raises for damage."""
         name = self.path.name
         if name.endswith(".jsonl.zst"):
-            from zstandard import ZstdError
+            from zstandard import ZstdDecompressor, ZstdError
 
-            return self._read_zst, (EOFError, ZstdError)
+            # memory is taken only by a frame that asks for it (zstd --long does)
+            unpacker = ZstdDecompressor(max_window_size=1 << 31)
+            return partial(self._read_json, new_frame=unpacker.decompressobj), (EOFError, ZstdError)
         if name.endswith(".jsonl.gz"):
-            return self._read_gz, (EOFError, zlib.error)
+            read = partial(self._read_json, new_frame=_gzip_member, padding=b"\0")
+            return read, (EOFError, zlib.error)
         if name.endswith(".jsonl"):
-            return self._read_jsonl, ()
+            return self._read_json, ()
         if name.endswith(".parquet"):
             # pyarrow takes 0.3 s to import, and the other formats need none
             from pyarrow import ArrowException
 
             return self._read_parquet, (EOFError, ArrowException, ValueError, OverflowError)
-        if name.endswith(".txt"):
-            return self._read_txt, ()
-        if name.endswith(".py"):
-            return self._read_stdlib, ()
+        if name.endswith((".txt", ".py")):
+            return self._read_whole, ()
         raise UserError(f"{self.path}: unknown format; expected one of: {', '.join(SUFFIXES)}")
 
     # Whole files
 
-    def _read_txt(self, file: IO[bytes]) -> Rows:
-        yield from_utf8(self._read_all(file).removeprefix(BYTE_ORDER_MARK))
-
-    def _read_stdlib(self, file: IO[bytes]) -> Rows:
-        yield from stdlib.read_rows(self.known.path, self._read_all(file))
-
-    def _read_all(self, file: IO[bytes]) -> bytes:
+    def _read_whole(self, file: IO[bytes]) -> Rows:
         content = b"".join(self._chunks(file, READ_BYTES))
         self._check_end()
-        return content
+        if self.path.suffix == ".py":
+            yield from stdlib_rows(self.known.path, content)
+        else:
+            yield from_utf8(content.removeprefix(BYTE_ORDER_MARK))
 
     # Lines of JSON
 
-    def _read_jsonl(self, file: IO[bytes]) -> Rows:
-        yield from self._read_lines(self._chunks(file, READ_BYTES))
-        self._check_end()
-
-    def _read_gz(self, file: IO[bytes]) -> Rows:
-        yield from self._read_packed(file, lambda: zlib.decompressobj(GZIP_WBITS), padding=b"\0")
-
-    def _read_zst(self, file: IO[bytes]) -> Rows:
-        from zstandard import ZstdDecompressor
-
-        # memory is taken only by a frame that asks for it (zstd --long does)
-        unpacker = ZstdDecompressor(max_window_size=1 << 31)
-        yield from self._read_packed(file, unpacker.decompressobj)
-
-    def _read_packed(
-        self, file: IO[bytes], new_frame: Callable[[], Frame], padding: bytes = b""
+    def _read_json(
+        self,
+        file: IO[bytes],
+        new_frame: Callable[[], _Frame] | None = None,
+        padding: bytes = b"",
     ) -> Rows:
-        self._refuse_empty()
-        chunks = self._chunks(file, PACKED_READ_BYTES)
-        yield from self._read_lines(unpack(chunks, new_frame, padding))
-        self._check_end()
-
-    def _read_lines(self, pieces: Iterator[bytes]) -> Rows:
+        if new_frame is None:
+            pieces = self._chunks(file, READ_BYTES)
+        else:
+            self._refuse_empty()
+            pieces = _unpack(self._chunks(file, PACKED_READ_BYTES), new_frame, padding)
         for number, line in enumerate(self._lines(pieces)):
             if number == 0:
                 line = line.removeprefix(BYTE_ORDER_MARK)
             # blank lines hold no row; `datasets` and pandas leave them out as well
             if line.strip():
                 yield self._parse(line)
+        self._check_end()
 
     def _lines(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         """Lines without their end, and without most blank ones, which may be billions.
@@ -230,7 +228,9 @@ class InputReader:
         ) as parquet:
             columns = self._columns(parquet.schema_arrow)
             total = parquet.metadata.num_rows
-            batch_rows = _batch_rows(parquet.metadata)
+            groups_of_rows = range(parquet.metadata.num_row_groups)
+            size = sum(parquet.metadata.row_group(g).total_byte_size for g in groups_of_rows)
+            batch_rows = min(MAX_BATCH_ROWS, max(1, BATCH_BYTES * total // max(size, 1)))
             for batch in parquet.iter_batches(batch_rows, columns=columns, use_threads=False):
                 # by name: the batch has them in the file's order
                 texts = _bytes_of(batch.column(columns[0]))
@@ -323,6 +323,33 @@ _MISSING = object()
 _NEWLINES = re.compile(rb"\n*")
 
 
+def _gzip_member() -> _Frame:
+    # with gzip's header and checksum
+    return zlib.decompressobj(31)
+
+
+def _unpack(
+    chunks: Iterator[bytes], new_frame: Callable[[], _Frame], padding: bytes
+) -> Iterator[bytes]:
+    """Decompress frame after frame (gzip's members), with `padding` allowed between them.
+
+    zstandard's stream readers end without an error where a frame is cut short; the decompressor of
+    one frame knows whether it is whole. Raises EOFError where the last one is not.
+    """
+    frame = None
+    steps = (c[at : at + STEP_BYTES] for c in chunks for at in range(0, len(c), STEP_BYTES))
+    for chunk in steps:
+        while chunk := chunk if frame else chunk.lstrip(padding):
+            frame = frame or new_frame()
+            if content := frame.decompress(chunk):
+                yield content
+            chunk = b""
+            if frame.eof:
+                chunk, frame = frame.unused_data, None
+    if frame:
+        raise EOFError("it ends in the middle of a compressed frame, so it was cut short")
+
+
 def _look_up(row: dict[str, Any], field: str) -> Any:
     """The value of `field`, or of "a.b" the value of b within a; _MISSING where there is none."""
     if field in row:
@@ -331,13 +358,6 @@ def _look_up(row: dict[str, Any], field: str) -> Any:
     if dot and isinstance(row.get(outer), dict):
         return _look_up(row[outer], inner)
     return _MISSING
-
-
-def _batch_rows(metadata: Any) -> int:
-    """How many rows of the file hold about BATCH_BYTES."""
-    groups = range(metadata.num_row_groups)
-    size = sum(metadata.row_group(group).total_byte_size for group in groups)
-    return min(MAX_BATCH_ROWS, max(1, BATCH_BYTES * metadata.num_rows // max(size, 1)))
 
 
 def _bytes_of(column: Any) -> list[bytes | None]:

@@ -5,12 +5,21 @@ A model sees valid Unicode only, and no document is lost for a broken character:
 UTF-8 and lone surrogates become U+FFFD, and the document is counted as repaired, by reason.
 """
 
+import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from canon_pretrain.core.errors import UserError
 
 EMPTY = "empty"
 INVALID_UTF8 = "invalid UTF-8"
 LONE_SURROGATE = "lone surrogate"
+UNDECODABLE = "undecodable"
+TOPICS = "pydoc_data/topics.py"
+"""The input of the source stdlib that holds the help topics."""
 REPLACEMENT = "\ufffd"
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -73,3 +82,30 @@ def clean(text: str) -> str:
 
 def _repaired(text: str, group: str, reason: str) -> Document:
     return Document(text, text.encode(), group, reason)
+
+
+def stdlib_rows(path: str, content: bytes) -> Iterator[Document | Skipped]:
+    """The rows of the source stdlib's input `path`, whose bytes are `content`, in order.
+
+    The help topics are one row each, in sorted order; any other file is one row, decoded as its
+    PEP 263 line says (UTF-8 without one), line ends kept. A file of another encoding than it says
+    is skipped: nothing tells what its characters are.
+    """
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        text = content.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError, LookupError):
+        yield Skipped(UNDECODABLE)
+        return
+    if path != TOPICS:
+        yield from_text(text)
+        return
+    # read from the file rather than imported: so they are the input that was hashed
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+            topics = ast.literal_eval(statement.value)
+            yield from (from_text(topics[key]) for key in sorted(topics))
+            return
+    raise UserError(
+        f"{TOPICS}: no dict of topics in it; this Python's pydoc_data is not known here"
+    )

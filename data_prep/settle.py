@@ -4,15 +4,21 @@ The first stage of `build.py`, under the folder's lock. The order of writing is 
 kill: plan.json, then the tokenizer, which a run that finds it missing makes again.
 """
 
+import io
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import sentencepiece
+
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
+from canon_pretrain.core.text import duration
+from canon_pretrain.data.shards import VERSION
 from canon_pretrain.data.tokenizer import FILE_NAMES, Tokenizer
 from data_prep import sources
+from data_prep.folder import load_tokenizer, say
 from data_prep.plan import (
     PLAN,
     Options,
@@ -24,14 +30,17 @@ from data_prep.plan import (
     refuse_changes,
     save_plan,
 )
-from data_prep.progress import say
 from data_prep.rows import Document
-from data_prep.train_tokenizer import train_tokenizer
-from data_prep.units import load_tokenizer
 
 # SentencePiece holds what it learns from in memory, several times; more text changes few pieces.
 TRAIN_BYTES = 100_000_000
 TRAIN_INPUTS = 16
+# 256 bytes and <unk>, <s>, </s>
+MIN_VOCAB_SIZE = 259
+MAX_LINE_BYTES = 1 << 16
+MAX_CHARACTER_BYTES = 4
+# Written into the model file: a number taken from the machine would change its hash.
+NUM_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -70,14 +79,19 @@ def settle_plan(
     """
     old = load_plan(out) if (out / PLAN).exists() else None
     tokenizer = request.given
-    if tokenizer:
-        record = _record("file", tokenizer)
-    elif old:
+    if old and not tokenizer:
         # trained once: what was asked for is compared, the result is the plan's
         record = replace(old.tokenizer, requested=request.name)
     else:
-        tokenizer = _train(selection, options, request)
-        record = _record(request.name, tokenizer)
+        tokenizer = tokenizer or _train(selection, options, request)
+        record = TokenizerRecord(
+            requested=request.name,
+            sha256=tokenizer.sha256,
+            vocab_size=tokenizer.vocab_size,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+            probe_ids=tokenizer.probe_ids(),
+        )
     if options.bos and record.bos_id < 0:
         raise UserError("--bos: this tokenizer has no BOS token; leave --bos out")
     if options.unit_files is None and options.unit_bytes is None:
@@ -92,22 +106,12 @@ def settle_plan(
         units=cut_units(selection.inputs, options),
         inputs=selection.inputs,
         root=str(selection.root),
+        version=old.version if old else VERSION,
     )
     if old:
         refuse_changes(out, old, plan)
     else:
         save_plan(out, plan)
-    return plan, _place_tokenizer(out, selection, request, plan, tokenizer)
-
-
-def _place_tokenizer(
-    out: Path,
-    selection: sources.Selection,
-    request: TokenizerRequest,
-    plan: Plan,
-    tokenizer: Tokenizer | None,
-) -> Tokenizer:
-    """The folder's tokenizer; where its file is missing it is written, trained again if need be."""
     if not any((out / name).exists() for name in FILE_NAMES):
         tokenizer = tokenizer or _train(selection, plan.options, request)
         path = out / tokenizer.file_name
@@ -117,25 +121,14 @@ def _place_tokenizer(
                 f"(another version of sentencepiece?); build into a new folder"
             )
         write_atomic(path, tokenizer.model)
-    return load_tokenizer(out, plan.tokenizer)
-
-
-def _record(requested: str, tokenizer: Tokenizer) -> TokenizerRecord:
-    return TokenizerRecord(
-        requested=requested,
-        sha256=tokenizer.sha256,
-        vocab_size=tokenizer.vocab_size,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        probe_ids=tokenizer.probe_ids(),
-    )
+    return plan, load_tokenizer(out, plan.tokenizer)
 
 
 def _train(selection: sources.Selection, options: Options, request: TokenizerRequest) -> Tokenizer:
     say(f"tokenizer: training {request.vocab_size:,} pieces")
     started = time.monotonic()
     model = train_tokenizer(training_texts(selection, options), request.vocab_size)
-    say(f"tokenizer: trained in {time.monotonic() - started:.1f} s")
+    say(f"tokenizer: trained in {duration(time.monotonic() - started)}")
     return Tokenizer(model, request.name)
 
 
@@ -166,3 +159,55 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
                 left -= len(row.utf8)
             if left <= 0:
                 break
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Train a SentencePiece BPE model with byte fallback, with Llama-2's settings.
+
+    Returns the content of a .model with `vocab_size` pieces: the same for the same texts. They are
+    trained on as lines (SentencePiece's sentences; a line end itself becomes the byte piece <0x0A>,
+    as in Llama-2). Raises UserError for a vocabulary that these texts cannot give.
+    """
+    asked = f"--tokenizer train:{vocab_size}"
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise UserError(
+            f"{asked}: too small: the byte and control pieces alone are {MIN_VOCAB_SIZE}; "
+            f"try train:2048"
+        )
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(texts),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            character_coverage=0.99995,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            add_dummy_prefix=True,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            max_sentence_length=MAX_LINE_BYTES,
+            num_threads=NUM_THREADS,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        # "INTERNAL: src/file.cc(12) [(condition)] The reason."
+        reason = str(error).rpartition("] ")[2].strip() or "there is no text to train on"
+        raise UserError(f"{asked}: cannot be trained on this source: {reason}") from None
+    return model.getvalue()
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """The texts' lines; those that SentencePiece would skip for their length, cut."""
+    most = MAX_LINE_BYTES // MAX_CHARACTER_BYTES
+    for text in texts:
+        for line in text.split("\n"):
+            if len(line) > most and len(line.encode()) > MAX_LINE_BYTES:
+                yield from (line[at : at + most] for at in range(0, len(line), most))
+            elif line:
+                yield line

@@ -5,7 +5,7 @@
 
 A window is sample I of a run with data_seed S: seq_len + 1 tokens, read through the same sampler
 and shards as in training. Lines of text begin with "│ ", other lines are ours; characters that
-could act on the terminal are shown as signs (`visible.py`).
+could act on the terminal become U+FFFD.
 """
 
 import argparse
@@ -17,44 +17,41 @@ from pathlib import Path
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.text import printable
 from canon_pretrain.data.sampler import Order, permuted_offset, window_offset
-from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.data.shards import Part, TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.parts import Part, read_parts
+from data_prep.folder import SPLITS, TRAIN, load_tokenizer
 from data_prep.plan import load_plan
-from data_prep.units import SPLITS, TRAIN, load_tokenizer
-from data_prep.visible import visible
 
-GUTTER = "│ "
 WIDTH = 100
 DEFAULT_SEQ_LEN = 4096
 
 
 def show_document(folder: Path, number: int, *, split: str = TRAIN, ids: bool = False) -> str:
     """Document `number` of a split, from 0, with its ids on request. Raises UserError."""
-    tokenizer = _tokenizer(folder)
+    tokenizer = load_tokenizer(folder, load_plan(folder).tokenizer)
     with TokenShards.open(folder / split) as shards:
         if not 0 <= number < shards.num_documents:
+            there = f"the documents 0 to {shards.num_documents - 1}"
             raise UserError(
-                f"--document {number}: {folder / split} has the documents 0 to "
-                f"{shards.num_documents - 1}"
-                if shards.num_documents
-                else f"--document {number}: {folder / split} has no documents"
+                f"--document {number}: {folder / split} has "
+                f"{there if shards.num_documents else 'no documents'}"
             )
         part = next(
             part
-            for part in read_parts(folder / split)
-            if part.first_document <= number < part.first_document + part.documents
+            for part in shards.parts
+            if number < part.entry.first_document + part.entry.documents
         )
-        ends = part.document_ends()
-        at = number - part.first_document
-        start = int(ends[at - 1]) if at else 0
-        tokens = shards.read(part.first_token + start, int(ends[at]) - start)
+        at = number - part.entry.first_document
+        start, end = np.concatenate([[0], part.document_ends()])[at : at + 2].tolist()
+        first = part.entry.first_token + start
+        tokens = shards.read(first, end - start)
     head = (
-        f"== {split}, document {number}: {len(tokens):,} tokens from "
-        f"{part.first_token + start:,}, in {part.name}"
+        f"== {split}, document {number}: {len(tokens):,} tokens from {first:,}, in "
+        f"{part.entry.name}"
     )
-    return "\n".join([head, *_piece(tokenizer, tokens, ids), "== end of the document"])
+    return "\n".join([head, *_lines(tokenizer, tokens, ids), "== end of the document"])
 
 
 def show_window(
@@ -73,52 +70,49 @@ def show_window(
             raise UserError(f"{name} is {value}, expected 0 to 2**64 - 1")
     if seq_len < 1:
         raise UserError(f"--seq-len is {seq_len}, expected at least 1")
-    tokenizer = _tokenizer(folder)
+    tokenizer = load_tokenizer(folder, load_plan(folder).tokenizer)
     with TokenShards.open(folder / split) as shards:
         place = permuted_offset if order == "permute" else window_offset
         offset = place(seed, sample, shards.num_tokens, seq_len)
         tokens = shards.read(offset, seq_len + 1)
+        documents = list(_documents(shards.parts, offset, seq_len + 1))
     lines = [
         f"== {split}, window {sample} of seed {seed}: tokens {offset:,} to "
         f"{offset + seq_len:,} (seq_len {seq_len:,} and the last target)"
     ]
     begin = offset
-    for number, start, end in _documents(read_parts(folder / split), offset, seq_len + 1):
+    for number, start, end in documents:
         stop = min(end, offset + seq_len + 1)
         before = f", {begin - start:,} of its tokens lie before" if begin > start else ""
         lines.append(f"== document {number}: {stop - begin:,} of {end - start:,} tokens{before}")
-        lines += _piece(tokenizer, tokens[begin - offset : stop - offset], ids)
+        lines += _lines(tokenizer, tokens[begin - offset : stop - offset], ids)
         begin = stop
     return "\n".join([*lines, "== end of the window"])
-
-
-def _tokenizer(folder: Path) -> Tokenizer:
-    return load_tokenizer(folder, load_plan(folder).tokenizer)
 
 
 def _documents(parts: Sequence[Part], offset: int, count: int) -> Iterator[tuple[int, int, int]]:
     """(number, first token, end) of each document in the tokens [offset, offset + count)."""
     for part in parts:
-        if part.first_token + part.tokens <= offset or offset + count <= part.first_token:
+        first_token = part.entry.first_token
+        if first_token + part.entry.tokens <= offset or offset + count <= first_token:
             continue
-        ends = part.document_ends() + part.first_token
+        ends = part.document_ends() + first_token
         first = int(np.searchsorted(ends, offset, side="right"))
         last = int(np.searchsorted(ends, offset + count - 1, side="right"))
         for at in range(first, min(last + 1, len(ends))):
-            start = int(ends[at - 1]) if at else part.first_token
-            yield part.first_document + at, start, int(ends[at])
+            start = int(ends[at - 1]) if at else first_token
+            yield part.entry.first_document + at, start, int(ends[at])
 
 
-def _piece(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]:
+def _lines(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]:
     """The lines of a document or a piece of one."""
-    ended = len(tokens) > 0 and int(tokens[-1]) == tokenizer.eos_id
-    text = visible(tokenizer.decode(tokens))
+    text = printable(tokenizer.decode(tokens), keep="\n\t")
     # only \n: splitlines would break a line where the text has none
-    yield from (GUTTER + line for line in text.split("\n"))
+    yield from (f"│ {line}" for line in text.split("\n"))
     if ids:
         numbers = " ".join(str(i) for i in tokens.tolist())
         yield from textwrap.wrap(numbers, WIDTH, initial_indent="ids: ", subsequent_indent="     ")
-    if ended:
+    if len(tokens) and int(tokens[-1]) == tokenizer.eos_id:
         yield f"-- EOS ({tokenizer.eos_id})"
 
 
@@ -156,18 +150,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """`python -m data_prep show` with parsed arguments. Raises UserError."""
+    folder, split, ids = arguments.folder, arguments.split, arguments.ids
     if arguments.document is not None:
-        text = show_document(
-            arguments.folder, arguments.document, split=arguments.split, ids=arguments.ids
-        )
-    else:
-        text = show_window(
-            arguments.folder,
-            arguments.window,
-            arguments.seed,
-            seq_len=arguments.seq_len,
-            order=arguments.order,
-            split=arguments.split,
-            ids=arguments.ids,
-        )
+        print(show_document(folder, arguments.document, split=split, ids=ids))
+        return
+    text = show_window(
+        folder,
+        arguments.window,
+        arguments.seed,
+        seq_len=arguments.seq_len,
+        order=arguments.order,
+        split=split,
+        ids=ids,
+    )
     print(text)

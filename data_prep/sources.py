@@ -2,7 +2,9 @@
 
 The first stage of data_prep: the plan lists a source's inputs, the tokenizer's training and the
 build read their documents. A source of the hub is downloaded at a pinned commit, file by file when
-a unit needs it, or read from a copy on disk.
+a unit needs it, or read from a copy on disk. Paths of inputs are relative to one root and their
+order is never the disk's, so that a folder may move, and a mirror makes the same plan as a
+download.
 
 | source | what it is | a unit |
 |---|---|---|
@@ -15,17 +17,17 @@ a unit needs it, or read from a copy on disk.
 import os
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, suggestion
+from canon_pretrain.core.text import size
 from canon_pretrain.data import hub
-from data_prep import stdlib
-from data_prep.files import find_files, match_tails, name_some, natural_key, to_inputs
+from data_prep.folder import say
 from data_prep.plan import MAX_LINE_BYTES, Input
-from data_prep.progress import say
 from data_prep.readers import SUFFIXES, InputReader
+from data_prep.rows import TOPICS
 
 STDLIB = "stdlib"
 LOCAL = "local"
@@ -35,8 +37,13 @@ WAYS_OUT = hub.WaysOut(
     revision="give --revision a commit, tag or branch that has it",
     without_hub="or give a copy of the files with --files FOLDER",
 )
-# the version of inputs whose commit nothing tells
 ON_DISK = "files"
+"""The version of inputs whose commit nothing tells."""
+EXCLUDED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
+MAX_NAMED = 3
+"""Enough to see what kind of files they are."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +99,10 @@ class Selection:
     version: str
     root: Path
     inputs: tuple[Input, ...]
-    text_field: str
-    group_field: str | None
-    unit_files: int | None
-    unit_bytes: int | None
+    text_field: str = TEXT_FIELD
+    group_field: str | None = None
+    unit_files: int | None = None
+    unit_bytes: int | None = None
 
 
 def select(
@@ -105,16 +112,15 @@ def select(
     revision: str | None = None,
     text_field: str | None = None,
 ) -> Selection:
-    """What `--source`, `--files`, `--revision` and `--text-field` name.
+    """Return what `--source`, `--files`, `--revision` and `--text-field` name.
 
     Without `files` a source of the hub is listed there, at `revision` or its pinned commit. Raises
     UserError.
     """
     if source not in SOURCES:
-        near = nearest(source, SOURCES)
         raise UserError(
             f"--source {source!r} is unknown; expected one of: {', '.join(SOURCES)}"
-            + (f"; {near!r} perhaps?" if near else "")
+            f"{suggestion(source, SOURCES)}"
         )
     if text_field is not None and (source != LOCAL or not text_field):
         raise UserError(
@@ -142,32 +148,31 @@ def select(
         version=version,
         root=root,
         inputs=inputs,
-        text_field=TEXT_FIELD,
         group_field=hub_source.group_field,
         unit_files=hub_source.unit_files,
-        unit_bytes=None,
     )
 
 
 def _select_stdlib(files: Sequence[Path]) -> Selection:
+    """The help topics, then the .py files of the library without its tests."""
     if files:
         raise UserError(
             f"--files {files[0]} with --source {STDLIB}: it takes none, it is the running Python's "
             f"own library; give --source {LOCAL} for files"
         )
     root = source_root(STDLIB)
-    inputs = to_inputs(root, {path: root / path for path in stdlib.list_inputs(root)}, {})
-    topics = [known for known in inputs if known.path == stdlib.TOPICS]
-    return Selection(
-        source=STDLIB,
-        version=source_version(),
-        root=root,
-        inputs=(*topics, *(known for known in inputs if known.path != stdlib.TOPICS)),
-        text_field=TEXT_FIELD,
-        group_field=None,
-        unit_files=None,
-        unit_bytes=UNIT_BYTES,
-    )
+    found = {}
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            found[path.relative_to(root).as_posix()] = path
+    if not found:
+        raise UserError(
+            f"{root}: no .py sources here, so the source stdlib is empty; use a Python that was "
+            f"installed with its standard library as files"
+        )
+    inputs = sorted(to_inputs(root, found, {}), key=lambda known: known.path != TOPICS)
+    return Selection(STDLIB, source_version(), root, tuple(inputs), unit_bytes=UNIT_BYTES)
 
 
 def _select_local(files: Sequence[Path], text_field: str) -> Selection:
@@ -193,41 +198,31 @@ def _select_local(files: Sequence[Path], text_field: str) -> Selection:
         )
     root = Path(os.path.commonpath([path.parent for path in readable]))
     inputs = to_inputs(root, {path.relative_to(root).as_posix(): path for path in readable}, {})
-    return Selection(
-        source=LOCAL,
-        version=ON_DISK,
-        root=root,
-        inputs=inputs,
-        text_field=text_field,
-        group_field=None,
-        unit_files=None,
-        unit_bytes=UNIT_BYTES,
-    )
+    return Selection(LOCAL, ON_DISK, root, inputs, text_field, unit_bytes=UNIT_BYTES)
 
 
 def _list_hub(
     source: str, hub_source: HubSource, revision: str | None
 ) -> tuple[str, Path, tuple[Input, ...]]:
-    commit = revision or hub_source.commit
+    repo, commit = hub_source.repo, revision or hub_source.commit
     if not hub.COMMIT.fullmatch(commit):
-        commit = hub.find_commit(hub_source.repo, commit, WAYS_OUT)
-    root = hub.snapshot(hub_source.repo, commit)
+        commit = hub.find_commit(repo, commit, WAYS_OUT)
+    root = hub.snapshot(repo, commit)
     listed = {
-        known.path: Input(known.path, known.size, known.sha256)
-        for known in hub.list_files(hub_source.repo, commit, hub_source.folder, WAYS_OUT)
+        known.path: known for known in hub.list_files(repo, commit, hub_source.folder, WAYS_OUT)
     }
     # below the root of the repository, as a mirror's files are below theirs
     matched = match_tails((root / path for path in listed), hub_source.tail)
     if matched is None or matched[0] != root:
         raise UserError(
-            f"{hub_source.repo}@{commit[:12]}: no files {'/'.join(hub_source.tail)} in it; give "
-            f"the --revision of a commit that has them, or leave it out"
+            f"{repo}@{commit[:12]}: no files {'/'.join(hub_source.tail)} in it; give the "
+            f"--revision of a commit that has them, or leave it out"
         )
-    paths = sorted(matched[1], key=lambda path: (natural_key(path), path))
-    inputs = tuple(listed[path] for path in paths)
+    paths = sorted(matched[1], key=natural_order)
+    inputs = tuple(Input(path, listed[path].size, listed[path].sha256) for path in paths)
     say(
-        f"{source}: {len(inputs):,} files, {sum(known.size for known in inputs) / 1e9:.1f} GB at "
-        f"commit {commit[:12]}, fetched when they are needed into {root}"
+        f"{source}: {len(inputs):,} files, {size(sum(known.size for known in inputs))} at commit "
+        f"{commit[:12]}, fetched when they are needed into {root}"
     )
     return commit, root, inputs
 
@@ -240,33 +235,21 @@ def _list_mirror(
             f"--revision {revision} with --files: a copy on disk has no branches or tags; give the "
             f"40-digit commit that it was made from, or leave --revision out"
         )
+    tail = "/".join(hub_source.tail)
     found, named = find_files(files)
     matched = match_tails(found, hub_source.tail)
     if matched is None:
         raise UserError(
-            f"--files {name_some(map(str, files))}: no files {'/'.join(hub_source.tail)} of "
-            f"{source} in it; give --source {LOCAL} for other files"
+            f"--files {name_some(map(str, files))}: no files {tail} of {source} in it; give "
+            f"--source {LOCAL} for other files"
         )
     root, paths = matched
-    strangers = named - set(paths.values())
-    if strangers:
+    if strangers := named - set(paths.values()):
         raise UserError(
-            f"--files {name_some(map(str, strangers))}: not named {'/'.join(hub_source.tail)} as "
-            f"the files of {source} are; give --source {LOCAL} for other files"
+            f"--files {name_some(map(str, strangers))}: not named {tail} as the files of {source} "
+            f"are; give --source {LOCAL} for other files"
         )
-    _refuse_another_part(root, source, hub_source)
-    commit, hashes = hub.known_hashes(root, paths)
-    if revision and commit and commit != revision:
-        raise UserError(
-            f"--revision {revision}: the files below {root} were fetched at commit {commit}; leave "
-            f"--revision out, or fetch the other one"
-        )
-    return revision or commit or ON_DISK, root, to_inputs(root, paths, hashes)
-
-
-def _refuse_another_part(root: Path, source: str, hub_source: HubSource) -> None:
-    """Raise UserError for a folder that is named as a sibling of the one that the source takes."""
-    for literal in hub_source.tail[:-1]:
+    for literal in hub_source.tail[:-1]:  # a folder named as a sibling of the source's
         shape = re.sub("[0-9]+", "[0-9]+", literal)
         if "[" in literal or shape == literal:
             continue
@@ -276,6 +259,13 @@ def _refuse_another_part(root: Path, source: str, hub_source: HubSource) -> None
                     f"--files {root}: this is {name} by its name, {source} is {literal}; give that "
                     f"folder, or --source {LOCAL} for other files"
                 )
+    commit, hashes = hub.known_hashes(root, paths)
+    if revision and commit and commit != revision:
+        raise UserError(
+            f"--revision {revision}: the files below {root} were fetched at commit {commit}; leave "
+            f"--revision out, or fetch the other one"
+        )
+    return revision or commit or ON_DISK, root, to_inputs(root, paths, hashes)
 
 
 def fetch(
@@ -287,7 +277,7 @@ def fetch(
 ) -> None:
     """Make sure that the inputs are on disk, downloading what the hub's cache does not hold yet.
 
-    `advance` gets the number of bytes that arrived, again and again. Several processes may fetch at
+    `advance` receives the number of bytes that arrived, repeatedly. Several processes may fetch at
     once. Raises UserError.
     """
     missing = [known for known in inputs if not (root / known.path).exists()]
@@ -307,7 +297,7 @@ def open_input(
     group_field: str | None,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> InputReader:
-    """The reader of one input of a selection."""
+    """Return the reader of one input of a selection."""
     return InputReader(
         root / known.path,
         known,
@@ -325,3 +315,107 @@ def source_root(source: str) -> Path:
 def source_version() -> str:
     """What stdlib's inputs belong to: the running Python's version."""
     return f"python {platform.python_version()}"
+
+
+def natural_order(path: str) -> tuple[list[tuple[int, int, str]], str]:
+    """A sort key in which chunk2 comes before chunk10."""
+    words = re.findall(r"[0-9]+|[^0-9]+", path)
+    return [(0, int(w), "") if w[0] in "0123456789" else (1, 0, w) for w in words], path
+
+
+def find_files(given: Sequence[Path]) -> tuple[list[Path], frozenset[Path]]:
+    """Return all files named by, or below, `given` as absolute paths, and those named themselves.
+
+    Hidden files and folders are left out below a folder; symbolic links are followed, since that is
+    what a hub cache is made of, and never resolved, since their targets have no suffix. Raises
+    UserError for a path that is not there, or a file that is reached twice.
+    """
+    found: dict[Path, Path] = {}
+    named = set()
+    for path in given:
+        absolute = Path(os.path.abspath(path))
+        if absolute.is_dir():
+            files: Iterable[Path] = _walk(absolute)
+        elif absolute.is_file():
+            files = [absolute]
+            named.add(absolute)
+        else:
+            raise UserError(f"--files {path}: no file or folder of this name")
+        for file in files:
+            if file in found:
+                raise UserError(
+                    f"--files {path}: {file} is already given by {found[file]}; name it once, or "
+                    f"its documents would be in the stream twice"
+                )
+            found[file] = path
+    return list(found), frozenset(named)
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    seen = set()
+
+    def refuse(error: OSError) -> None:
+        raise UserError(
+            f"{error.filename}: cannot be listed: {error.strerror}; every input is needed"
+        )
+
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
+        status = os.stat(folder)
+        identity = (status.st_dev, status.st_ino)
+        if identity in seen:
+            raise UserError(
+                f"--files {root}: {folder} is a link to a folder that was reached before; name the "
+                f"folders that are meant"
+            )
+        seen.add(identity)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder) / name for name in names if not name.startswith("."))
+
+
+def match_tails(files: Iterable[Path], tail: Sequence[str]) -> tuple[Path, dict[str, Path]] | None:
+    """Return the files whose last path components match the patterns of `tail`, and their one root.
+
+    Shorter tails are tried where no file matches the whole, so the folder that holds the files does
+    as well as the dataset's own. Returns (root, {path below root: file}), None without a match.
+    Raises UserError where the matches have several roots: which of two copies is meant?
+    """
+    files = list(files)
+    for first in range(len(tail)):
+        patterns = [re.compile(pattern) for pattern in tail[first:]]
+        matches: dict[Path, dict[str, Path]] = {}
+        for file in files:
+            last = file.parts[-len(patterns) :]
+            if len(last) == len(patterns) and all(
+                pattern.fullmatch(part) for pattern, part in zip(patterns, last, strict=True)
+            ):
+                root = file.parents[len(patterns) - 1]
+                matches.setdefault(root, {})["/".join(last)] = file
+        if len(matches) > 1:
+            raise UserError(
+                f"--files: several folders hold {'/'.join(tail[first:])}: "
+                f"{name_some(str(root) for root in matches)}; name the one that is meant"
+            )
+        if matches:
+            return matches.popitem()
+    return None
+
+
+def to_inputs(root: Path, files: dict[str, Path], hashes: dict[str, str]) -> tuple[Input, ...]:
+    """Return inputs in natural order, with the sizes that the files have. Raises UserError."""
+    inputs = []
+    for path in sorted(files, key=natural_order):
+        try:
+            num_bytes = files[path].stat().st_size
+        except OSError as error:
+            raise UserError(
+                f"{root / path}: cannot be read: {error.strerror}; every input is needed"
+            ) from None
+        inputs.append(Input(path, num_bytes, hashes.get(path, "")))
+    return tuple(inputs)
+
+
+def name_some(names: Iterable[str]) -> str:
+    """The first few of the names, and how many more there are."""
+    names = sorted(names, key=natural_order)
+    more = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -3,36 +3,38 @@
     python -m data_prep stats DATA [--html FILE] [--workers N]
 
 Every token is read once, its CRC32 checked. Tables go to the terminal; `--html` also writes a page
-with plots (`stats_page.py`).
+with plots.
 """
 
 import argparse
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes, write_atomic
-from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.core.terminal import Progress
+from canon_pretrain.core.text import printable, size
+from canon_pretrain.data.shards import CommitMark, TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.disk import disk_errors
-from data_prep.duplicates import (
+from data_prep.folder import SPLITS, disk_errors, load_tokenizer, say
+from data_prep.plan import Plan, load_plan
+from data_prep.stats_pass import (
+    MAX_COUNTED_LENGTH,
     RECORD,
+    Counts,
     Duplicates,
     bucket_bits,
+    count_parts,
     find_duplicates,
 )
-from data_prep.parts import Part, available_cores, read_parts, reading
-from data_prep.plan import Plan, load_plan
-from data_prep.progress import say
-from data_prep.stats_pass import MAX_COUNTED_LENGTH, Counts, count_parts
-from data_prep.stats_table import print_tables
-from data_prep.units import SPLITS, load_tokenizer
-from data_prep.visible import visible
+from data_prep.stats_table import html_page, print_tables
 
 TOP_TOKENS = 30
 MAX_GROUPS = 100
@@ -55,9 +57,6 @@ def stats(folder: Path, html: Path | None = None, *, workers: int = 1) -> dict[s
     content = data_content(folder, plan, workers)
     print_tables(content)
     if html is not None:
-        # late: plotly's script takes a while to import, and only the page needs it
-        from data_prep.stats_page import html_page
-
         with disk_errors(html.parent):
             write_atomic(html, html_page(content).encode())
         say(f"stats: {html}")
@@ -71,20 +70,26 @@ def data_content(folder: Path, plan: Plan, workers: int) -> dict[str, Any]:
     for split in SPLITS:
         with TokenShards.open(folder / split) as shards:
             opened.append(shards)
-    parts = [(at, part) for at, split in enumerate(SPLITS) for part in read_parts(folder / split)]
+    parts = [(at, part) for at, shards in enumerate(opened) for part in shards.parts]
     totals = [Counts.none(shards.vocab_size) for shards in opened]
     num_documents = sum(shards.num_documents for shards in opened)
-    _check_room(num_documents * RECORD.itemsize)
+    scratch, needed = Path(tempfile.gettempdir()), num_documents * RECORD.itemsize
+    if (free := free_bytes(scratch)) < needed:
+        raise UserError(
+            f"{scratch}: {size(free)} are free, finding duplicates needs {size(needed)} for a "
+            f"while; make room, or name another folder with TMPDIR"
+        )
     bits = bucket_bits(num_documents)
-    with tempfile.TemporaryDirectory(prefix="canon-stats-") as buckets:
-        size = sum(part.mark["files"]["bin"]["size"] for _, part in parts)
-        with reading("stats", size) as advance:
-            for at, part, counts in count_parts(folder, Path(buckets), bits, parts, workers):
-                totals[at].add(counts)
-                advance(part.mark["files"]["bin"]["size"])
+    with tempfile.TemporaryDirectory(prefix="canon-stats-") as buckets, Progress() as progress:
+        total = sum(part.entry.tokens for _, part in parts) or 1
+        done = 0
+        for at, part, counts in count_parts(folder, Path(buckets), bits, parts, workers):
+            totals[at].add(counts)
+            done += part.entry.tokens
+            progress.update(done / total, f"stats: {done:,} of {total:,} tokens")
         duplicates = find_duplicates(Path(buckets), bits, len(SPLITS))
     return {
-        "folder": visible(str(folder), keep=""),
+        "folder": printable(str(folder)),
         "source": plan.source,
         "source_version": plan.source_version,
         "plan_sha256": plan.sha256,
@@ -94,55 +99,37 @@ def data_content(folder: Path, plan: Plan, workers: int) -> dict[str, Any]:
             "vocab_size": plan.tokenizer.vocab_size,
         },
         "splits": [
-            _split_content(
-                split,
-                opened[at],
-                [part for where, part in parts if where == at],
-                totals[at],
-                duplicates[at],
-                tokenizer,
+            {"split": split, **_split_content(shards, counts, copies, tokenizer)}
+            for split, shards, counts, copies in zip(
+                SPLITS, opened, totals, duplicates, strict=True
             )
-            for at, split in enumerate(SPLITS)
         ],
     }
 
 
-def _check_room(needed: int) -> None:
-    """Raise UserError where the folder for temporary files has less than `needed` bytes free."""
-    folder = Path(tempfile.gettempdir())
-    free = free_bytes(folder)
-    if free < needed:
-        raise UserError(
-            f"{folder}: {free / 1e6:,.1f} MB free, finding duplicates needs {needed / 1e6:,.1f} MB "
-            f"for a while; make room, or name another folder with TMPDIR"
-        )
-
-
 def _split_content(
-    split: str,
-    shards: TokenShards,
-    parts: list[Part],
-    counts: Counts,
-    duplicates: Duplicates,
-    tokenizer: Tokenizer,
+    shards: TokenShards, counts: Counts, duplicates: Duplicates, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     tokens, documents = shards.num_tokens, shards.num_documents
+    marks = [part.read_mark() for part in shards.parts]
+    sizes = [known.size for part in shards.parts for known in vars(part.files).values()]
     return {
-        "split": split,
         "fingerprint": shards.fingerprint,
-        "parts": len(parts),
+        "parts": len(marks),
         "documents": documents,
         "tokens": tokens,
         "bytes": shards.num_bytes,
-        "stored_bytes": sum(f["size"] for part in parts for f in part.mark["files"].values()),
+        "stored_bytes": sum(sizes),
         "lengths": _length_content(counts, documents, tokens),
         "duplicates": asdict(duplicates),
         "top_tokens": _top_tokens(counts.tokens, tokens, tokenizer),
         "unused_ids": int((counts.tokens == 0).sum()),
         "frequencies": _frequencies(counts.tokens),
-        **_groups(parts),
-        "skipped": _summed(parts, "skipped"),
-        "repaired": _summed(parts, "repaired"),
+        **_groups(marks),
+        # marks know nothing of the limit that ends the stream inside a part
+        "groups_count_more": sum(mark.documents for mark in marks) > documents,
+        "skipped": _summed(mark.skipped for mark in marks),
+        "repaired": _summed(mark.repaired for mark in marks),
     }
 
 
@@ -203,7 +190,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
     # after itself: at a text's beginning SentencePiece drops a piece's leading space
     twice, once = tokenizer.decode([token, token]), tokenizer.decode([token])
     text = twice[len(once) :] if twice.startswith(once) else once
-    return f'"{visible(text, keep="")}"' if text else "no text"
+    return f'"{printable(text)}"' if text else "no text"
 
 
 def _frequencies(counts: np.ndarray) -> dict[str, list[int]]:
@@ -215,38 +202,35 @@ def _frequencies(counts: np.ndarray) -> dict[str, list[int]]:
     return {"ranks": ranks.tolist(), "counts": ordered[ranks - 1].tolist()}
 
 
-def _groups(parts: list[Part]) -> dict[str, Any]:
+def _groups(marks: list[CommitMark]) -> dict[str, Any]:
     """Documents, tokens and bytes by group, of the whole parts; the largest groups first."""
     sums: dict[str, np.ndarray] = {}
-    for part in parts:
-        for group, numbers in part.mark.get("groups", {}).items():
+    for mark in marks:
+        for group, numbers in mark.groups.items():
             sums[group] = sums.get(group, 0) + np.array(numbers, dtype=np.int64)
     total = sum(int(numbers[1]) for numbers in sums.values())
-    ordered = sorted(sums.items(), key=lambda item: (-int(item[1][1]), item[0]))
     rows = [
         {
-            "group": visible(group, keep=""),
-            "documents": int(numbers[0]),
-            "tokens": int(numbers[1]),
-            "bytes": int(numbers[2]),
-            "share": int(numbers[1]) / max(total, 1),
+            "group": printable(group),
+            "documents": documents,
+            "tokens": tokens,
+            "bytes": num_bytes,
+            "share": tokens / max(total, 1),
         }
-        for group, numbers in ordered
+        for group, (documents, tokens, num_bytes) in (
+            (group, numbers.tolist()) for group, numbers in sums.items()
+        )
     ]
-    return {
-        "groups": rows[:MAX_GROUPS],
-        "num_groups": len(rows),
-        # marks know nothing of the limit that ends the stream inside a part
-        "groups_count_more": any(part.is_cut for part in parts),
-    }
+    rows.sort(key=lambda row: (-row["tokens"], row["group"]))
+    return {"groups": rows[:MAX_GROUPS], "num_groups": len(rows)}
 
 
-def _summed(parts: list[Part], field: str) -> dict[str, int]:
-    """A count by reason, over the marks of all parts."""
+def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Counts by reason, over all parts."""
     total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part.mark.get(field, {}))
-    return {visible(reason, keep=""): count for reason, count in sorted(total.items())}
+    for more in counts:
+        total.update(more)
+    return {printable(reason): count for reason, count in sorted(total.items())}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

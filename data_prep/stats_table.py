@@ -1,12 +1,16 @@
-"""The tables of `python -m data_prep stats` on a terminal; `stats_page.py` has the same as HTML."""
+"""What `python -m data_prep stats` shows: tables on a terminal, and a page with the same."""
 
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from canon_pretrain.core.terminal import Console
+from canon_pretrain.core.text import size
 
+TEMPLATES = Path(__file__).parent / "templates"
+PLOTTED = ("split", "documents", "tokens", "lengths", "frequencies", "groups")
 SHOWN_TOKENS = 15
 SHOWN_GROUPS = 20
 BAR_WIDTH = 20
@@ -29,6 +33,21 @@ def print_tables(content: dict[str, Any], console: Console | None = None) -> Non
             console.print(
                 f"{split['split']}: {sentence}", markup=False, highlight=False, soft_wrap=True
             )
+
+
+def html_page(content: dict[str, Any]) -> str:
+    """The page of `stats.data_content`: tables and plots in one self-contained file."""
+    # plotly's script takes a while to import, and only the page needs it
+    from canon_pretrain.core import page
+
+    return page.html_page(
+        TEMPLATES,
+        "stats",
+        [{key: split[key] for key in PLOTTED} for split in content["splits"]],
+        filters={"facts": facts, "notes": notes, "span": span},
+        ratio=ratio,
+        content=content,
+    )
 
 
 def facts(split: dict[str, Any]) -> list[tuple[str, str]]:
@@ -83,14 +102,6 @@ def notes(split: dict[str, Any]) -> list[str]:
     if split["num_groups"] > len(split["groups"]):
         sentences.append(f"{split['num_groups']:,} groups; the largest are shown.")
     return sentences
-
-
-def size(count: int) -> str:
-    """A number of bytes, readable."""
-    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
-        if count >= 10**power:
-            return f"{count / 10**power:,.1f} {unit}"
-    return f"{count} B"
 
 
 def span(entry: dict[str, Any]) -> str:

@@ -7,30 +7,32 @@ plan alone, not on who builds it or when. Memory holds one batch of documents at
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.lock import locked
-from canon_pretrain.data.shard_writer import UnitWriter, remove_unit, unit_marks
+from canon_pretrain.data.shard_writer import UnitWriter, remove_unit
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep import sources
+from data_prep.folder import SPLITS, TRAIN, VALIDATION, is_complete, load_tokenizer, unit_lock
 from data_prep.plan import Input, Options, Plan, TokenizerRecord, is_held_out
-from data_prep.progress import Counts
 from data_prep.rows import Document, Skipped
 
-TRAIN = "train"
-VALIDATION = "validation"
-SPLITS = (TRAIN, VALIDATION)
-UNIT_LOCKS = "locks"
-# A killed run's worker notices within milliseconds; more means a second run is at work.
-UNIT_PATIENCE_S = 10.0
-# Encoded together, and the progress is told after each.
+# Encoded together, and the progress is reported after each.
 BATCH_DOCUMENTS = 256
 BATCH_BYTES = 1 << 20
+
+
+class Counts(NamedTuple):
+    """How far a unit is, or a run: documents, tokens, bytes of inputs read and downloaded."""
+
+    documents: int = 0
+    tokens: int = 0
+    read: int = 0
+    downloaded: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,76 +48,72 @@ class UnitJob:
     group_field: str | None
     inputs: tuple[Input, ...]
     plan_sha256: str
+    version: int
     tokenizer: TokenizerRecord
     options: Options
+
+    @classmethod
+    def of(cls, folder: Path, root: Path, plan: Plan, unit: int) -> "UnitJob":
+        """The job that builds `unit` of `plan` below `folder` from the inputs below `root`."""
+        return cls(
+            folder=folder,
+            root=root,
+            unit=unit,
+            source=plan.source,
+            source_version=plan.source_version,
+            text_field=plan.text_field,
+            group_field=plan.group_field,
+            inputs=plan.unit_inputs(unit),
+            plan_sha256=plan.sha256,
+            version=plan.version,
+            tokenizer=plan.tokenizer,
+            options=plan.options,
+        )
 
     @property
     def size(self) -> int:
         """Bytes of the inputs."""
         return sum(known.size for known in self.inputs)
 
-
-def unit_job(folder: Path, root: Path, plan: Plan, unit: int) -> UnitJob:
-    """The job that builds `unit` of `plan` below `folder` from the inputs below `root`."""
-    return UnitJob(
-        folder=folder,
-        root=root,
-        unit=unit,
-        source=plan.source,
-        source_version=plan.source_version,
-        text_field=plan.text_field,
-        group_field=plan.group_field,
-        inputs=plan.unit_inputs(unit),
-        plan_sha256=plan.sha256,
-        tokenizer=plan.tokenizer,
-        options=plan.options,
-    )
-
-
-def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
-    """The folder's tokenizer. Raises UserError where it is not, or encodes not as, the plan's."""
-    tokenizer = Tokenizer.find(out, eos=record.eos_id)
-    path = out / tokenizer.file_name
-    if tokenizer.sha256 != record.sha256:
-        raise UserError(
-            f"{path}: sha256 {tokenizer.sha256[:16]}..., the plan's is {record.sha256[:16]}...: it "
-            f"was changed; delete it and run the same `python -m data_prep build` again"
+    def writer(self, split: str) -> UnitWriter:
+        """A writer of the unit's parts in one split."""
+        return UnitWriter(
+            self.folder / split,
+            self.unit,
+            vocab_size=self.tokenizer.vocab_size,
+            eos_id=self.tokenizer.eos_id,
+            plan_sha256=self.plan_sha256,
+            max_part_tokens=self.options.max_part_tokens,
+            version=self.version,
         )
-    for text, ids in tokenizer.probe_ids().items():
-        if ids != record.probe_ids[text]:
-            raise UserError(
-                f"{path}: {text!r} gives the ids {ids}, the plan has {record.probe_ids[text]}: "
-                f"this version of the tokenizer's library encodes otherwise than the one that made "
-                f"the plan; install that one, or build into a new folder"
-            )
-    return tokenizer
 
 
 @lru_cache(maxsize=1)
 def _kept_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
-    """`load_tokenizer`, once a process: what it has learned of the text's words stays warm."""
+    """`load_tokenizer`, once per process: what it has learned of the text's words stays warm."""
     return load_tokenizer(out, record)
 
 
-def is_complete(out: Path, unit: int, plan_sha256: str) -> bool:
-    """Whether the unit is committed in both splits."""
-    return all(unit_marks(out / split, unit, plan_sha256) is not None for split in SPLITS)
-
-
-def build_unit(job: UnitJob, report: Callable[[Counts], None] | None = None) -> None:
+def build_unit(job: UnitJob, report: Callable[[Counts], None] = lambda counts: None) -> None:
     """Write one unit's parts in both splits; where that fails, leave none of them.
 
     `report` is called now and then with how far it is. Raises UserError, OSError where the disk is
     full.
     """
-    lock = job.folder / UNIT_LOCKS / f"unit-{job.unit:05d}.lock"
-    with locked(lock, f"unit {job.unit} of {job.folder}", patience_s=UNIT_PATIENCE_S):
+    with unit_lock(job.folder, job.unit):
         # a killed run's worker may have committed it, or may come here after another run did
         if is_complete(job.folder, job.unit, job.plan_sha256):
             return
         tokenizer = _kept_tokenizer(job.folder, job.tokenizer)
-        report = report or (lambda counts: None)
-        downloaded = _fetch(job, report)
+        downloaded = 0
+
+        def advance(more: int) -> None:
+            nonlocal downloaded
+            downloaded += more
+            report(Counts(downloaded=downloaded))
+
+        # before anything that the inputs made is removed
+        sources.fetch(job.source, job.source_version, job.root, job.inputs, advance)
         for split in SPLITS:
             (job.folder / split).mkdir(exist_ok=True)
             remove_unit(job.folder / split, job.unit)
@@ -129,33 +127,19 @@ def build_unit(job: UnitJob, report: Callable[[Counts], None] | None = None) -> 
             raise
 
 
-def _fetch(job: UnitJob, report: Callable[[Counts], None]) -> int:
-    """Make sure of the unit's inputs, before anything that they made is removed; bytes that came.
-
-    Raises UserError where one is not there.
-    """
-    downloaded = 0
-
-    def advance(more: int) -> None:
-        nonlocal downloaded
-        downloaded += more
-        report(Counts(downloaded=downloaded))
-
-    sources.fetch(job.source, job.source_version, job.root, job.inputs, advance)
-    return downloaded
-
-
 def _write_unit(
     job: UnitJob, tokenizer: Tokenizer, report: Callable[[Counts], None], downloaded: int
 ) -> None:
-    rows = Rows(job)
+    rows = _Rows(job)
+    bos = np.array([job.tokenizer.bos_id] if job.options.bos else [], dtype=np.int64)
+    eos = np.array([job.tokenizer.eos_id], dtype=np.int64)
     documents = tokens = 0
-    with _writer(job, TRAIN) as train, _writer(job, VALIDATION) as validation:
+    with job.writer(TRAIN) as train, job.writer(VALIDATION) as validation:
         for batch in _batches(rows):
             encoded = tokenizer.encode_batch([document.text for _, document in batch])
             for (row, document), ids in zip(batch, encoded, strict=True):
                 held_out = is_held_out(document.utf8, job.options.holdout)
-                framed = _framed(ids, job)
+                framed = np.concatenate([bos, ids, eos])
                 (validation if held_out else train).add(
                     framed,
                     num_bytes=len(document.utf8),
@@ -172,29 +156,18 @@ def _write_unit(
     report(Counts(documents, tokens, job.size, downloaded))
 
 
-def _framed(ids: np.ndarray, job: UnitJob) -> np.ndarray:
-    """The document as it is stored: BOS where asked for, the ids, EOS."""
-    before = int(job.options.bos)
-    framed = np.empty(before + len(ids) + 1, dtype=np.int64)
-    framed[before:-1] = ids
-    framed[-1] = job.tokenizer.eos_id
-    if before:
-        framed[0] = job.tokenizer.bos_id
-    return framed
-
-
-@dataclass
-class Rows:
-    """The documents of a unit's inputs with their row numbers, and what reading them tells.
+class _Rows:
+    """The documents of a unit's inputs with their row numbers, and what reading them finds.
 
     `skipped` counts the rows without a document by reason, `sha256` has each input's hash once it
     was read to its end, `bytes_read` grows while rows are read.
     """
 
-    job: UnitJob
-    skipped: Counter[str] = field(default_factory=Counter)
-    sha256: dict[str, str] = field(default_factory=dict)
-    bytes_read: int = 0
+    def __init__(self, job: UnitJob) -> None:
+        self.job = job
+        self.skipped: Counter[str] = Counter()
+        self.sha256: dict[str, str] = {}
+        self.bytes_read = 0
 
     def __iter__(self) -> Iterator[tuple[int, Document]]:
         job = self.job
@@ -213,7 +186,7 @@ class Rows:
             self.sha256[known.path] = reader.sha256
 
 
-def _batches(rows: Rows) -> Iterator[list[tuple[int, Document]]]:
+def _batches(rows: _Rows) -> Iterator[list[tuple[int, Document]]]:
     """Documents in batches of at most BATCH_DOCUMENTS and of about BATCH_BYTES."""
     batch: list[tuple[int, Document]] = []
     size = 0
@@ -225,14 +198,3 @@ def _batches(rows: Rows) -> Iterator[list[tuple[int, Document]]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _writer(job: UnitJob, split: str) -> UnitWriter:
-    return UnitWriter(
-        job.folder / split,
-        job.unit,
-        vocab_size=job.tokenizer.vocab_size,
-        eos_id=job.tokenizer.eos_id,
-        plan_sha256=job.plan_sha256,
-        max_part_tokens=job.options.max_part_tokens,
-    )

@@ -4,33 +4,45 @@
 
 Opening a split checks sizes and marks, reading checks the blocks touched; level "full" reads
 everything once. Every fault is listed, not only the first. `--repair` rebuilds damaged parts from
-their inputs (`repair.py`).
+their inputs. What is wrong with one part, and its rebuilding, is in `parts.py`.
 """
 
 import argparse
-import hashlib
-import json
-import os
 import random
-from collections.abc import Collection, Iterator
+import shutil
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+
+from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.shards import MANIFEST, make_manifest, part_name
-from data_prep.part_check import LEVELS, Ids, part_faults
-from data_prep.parts import (
-    available_cores,
-    names_on_disk,
-    over_parts,
-    reading,
-    unit_and_part,
+from canon_pretrain.core.lock import locked
+from canon_pretrain.core.terminal import Progress
+from canon_pretrain.data.shards import (
+    MANIFEST,
+    CommitMark,
+    Manifest,
+    NamedMark,
+    ShardError,
+    part_name,
+    read_manifest,
 )
+from data_prep.folder import SPLITS, TRAIN, disk_errors, load_tokenizer, say
+from data_prep.parts import LEVELS, Ids, Name, names_on_disk, part_faults, rebuild, unit_and_part
 from data_prep.plan import Plan, load_plan
-from data_prep.progress import say
-from data_prep.repair import Name, rebuild_parts
-from data_prep.units import SPLITS, TRAIN, load_tokenizer
+
+LOCK = "repair.lock"
+SCRATCH = ".repair"
+_FINISH = "delete it and run the same `python -m data_prep build` (or `finish`) again"
+_WORDS = {
+    "size": "sizes, commit marks and manifests; no content was read",
+    "sample": "sizes, commit marks, manifests and a sample of each part's blocks",
+    "full": "everything was read",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,7 @@ class ListedPart:
 
     split: str
     name: str
-    mark: Any
+    mark: CommitMark
 
 
 def verify(
@@ -67,8 +79,6 @@ def verify(
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the --out of `python -m data_prep build`")
-    if level not in LEVELS:
-        raise UserError(f"--level {level!r} is unknown; expected one of: {', '.join(LEVELS)}")
     if workers < 1:
         raise UserError(f"--workers is {workers}, expected at least 1")
     plan = load_plan(folder)
@@ -82,7 +92,7 @@ def verify(
     if not repair:
         way_out = f"; --repair rebuilds {len(damaged)} part(s)" if damaged else ""
         raise UserError(f"{folder}: {len(faults)} fault(s) found{way_out}")
-    mended = rebuild_parts(folder, plan, damaged, root)
+    mended = repair_parts(folder, plan, damaged, root)
     left = [fault for fault in faults if fault.part and (fault.split, fault.part) not in mended]
     left += find_faults(folder, plan, "size", workers=workers, seed=seed)
     left += find_faults(folder, plan, "full", workers=workers, seed=seed, only=mended)
@@ -92,13 +102,6 @@ def verify(
     if texts:
         raise UserError(f"{folder}: {len(texts)} fault(s) left after the repair")
     say(f"{folder}: ok again, {len(mended)} part(s) rebuilt")
-
-
-_WORDS = {
-    "size": "sizes, commit marks and manifests; no content was read",
-    "sample": "sizes, commit marks, manifests and a sample of each part's blocks",
-    "full": "everything was read",
-}
 
 
 def find_faults(
@@ -131,105 +134,77 @@ def find_faults(
     ids = Ids.of(plan)
 
     def check(part: ListedPart) -> list[Fault]:
-        stem = folder / part.split / part.name
-        found = part_faults(stem, part.mark, ids, level, seed)
+        found = part_faults(folder / part.split / part.name, part.mark, ids, level, seed)
         return [Fault(text, part.split, part.name) for text in found]
 
-    sizes = [_bin_bytes(part) for part in parts]
-    with reading(f"verify, level {level}", sum(sizes)) as advance:
-        for found, size in zip(over_parts(check, parts, workers), sizes, strict=True):
-            faults += found
-            advance(size)
+    total = sum(part.mark.files.bin.size for part in parts) or 1
+    done = 0
+    # threads: hashing lets go of the GIL
+    with Progress() as progress, ThreadPoolExecutor(workers) as pool:
+        try:
+            for part, found in zip(parts, pool.map(check, parts), strict=True):
+                faults += found
+                done += part.mark.files.bin.size
+                progress.update(done / total, f"verify, level {level}: {part.split}/{part.name}")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     return faults
-
-
-def _bin_bytes(part: ListedPart) -> int:
-    """The bytes to read of a part, for the progress; 0 where its mark does not say."""
-    try:
-        return int(part.mark["files"]["bin"]["size"])
-    except (KeyError, TypeError, ValueError):
-        return 0
 
 
 def _split_faults(folder: Path, split: str, plan: Plan) -> tuple[list[Fault], list[ListedPart]]:
     """The faults of manifest and commit marks, and the parts whose files are to be checked."""
     faults: list[Fault] = []
-    stored = _manifest(folder)
-    if isinstance(stored, str):
-        faults.append(Fault(stored, split))
+    manifest = None
+    try:
+        manifest = read_manifest(folder)
+        entries = {entry.name: entry.mark_sha256 for entry in manifest.parts}
+        for name in entries:
+            unit_and_part(name)
+    except (ShardError, ValueError) as error:
+        manifest = None
+        faults.append(Fault(f"{folder / MANIFEST}: cannot be read ({error}); {_FINISH}", split))
         entries = dict.fromkeys(names_on_disk(folder), "")
-    else:
-        entries = {entry["name"]: entry["mark_sha256"] for entry in stored["parts"]}
+    marks: list[NamedMark] = []
     listed: list[ListedPart] = []
-    contents: list[tuple[str, bytes]] = []
-    for name, mark_sha256 in entries.items():
+    for name, sha256 in entries.items():
         path = folder / f"{name}.json"
         try:
-            content = path.read_bytes()
+            named = NamedMark.parse(name, path.read_bytes())
         except OSError as error:
             faults.append(Fault(f"{path}: {error.strerror}: no commit mark", split, name))
             continue
-        as_listed = mark_sha256 in ("", hashlib.sha256(content).hexdigest())
-        if not as_listed:
-            faults.append(Fault(f"{path}: is not the mark in the manifest", split, name))
-        try:
-            mark = json.loads(content)
-        except ValueError:
-            if as_listed:
-                faults.append(Fault(f"{path}: is no JSON", split, name))
+        except ValueError as error:
+            faults.append(Fault(f"{path}: no commit mark of this format ({error})", split, name))
             continue
-        listed.append(ListedPart(split, name, mark))
-        if as_listed:
-            contents.append((name, content))
-            faults += [Fault(f"{path}: {text}", split, name) for text in _mark(name, mark, plan)]
+        listed.append(ListedPart(split, name, named.mark))
+        if sha256 in ("", named.sha256):
+            marks.append(named)
+            faults += [Fault(f"{path}: {text}", split, name) for text in _mark(named, plan)]
+        else:
+            faults.append(Fault(f"{path}: is not the mark in the manifest", split, name))
     # what a damaged mark says about the whole is not worth a sentence of its own
-    if not isinstance(stored, str) and len(contents) == len(entries):
+    if manifest is not None and len(marks) == len(entries):
         path = folder / MANIFEST
-        faults += [
-            Fault(f"{path}: {text}", split)
-            for text in _whole(folder, split, stored, contents, plan)
-        ]
+        texts = _manifest(folder, split, manifest, marks, plan)
+        faults += [Fault(f"{path}: {text}; {_FINISH}", split) for text in texts]
     return faults, listed
 
 
-def _manifest(folder: Path) -> dict[str, Any] | str:
-    """The split's manifest with a usable list of parts, or what is wrong with it."""
-    path = folder / MANIFEST
-    try:
-        stored = json.loads(path.read_bytes())
-        for entry in stored["parts"]:
-            unit_and_part(entry["name"])
-            if not isinstance(entry["mark_sha256"], str):
-                raise TypeError("mark_sha256 is no text")
-    except OSError as error:
-        return f"{path}: cannot be read ({error.strerror}); {_FINISH}"
-    except (ValueError, KeyError, TypeError) as error:
-        return f"{path}: cannot be read ({error!r}); {_FINISH}"
-    assert isinstance(stored, dict)
-    return stored
-
-
-_FINISH = "delete it and run the same `python -m data_prep build` (or `finish`) again"
-
-
-def _mark(name: str, mark: Any, plan: Plan) -> Iterator[str]:
+def _mark(named: NamedMark, plan: Plan) -> Iterator[str]:
     """What one commit mark says that is not so."""
-    try:
-        unit, part = unit_and_part(name)
-        if (mark["unit"], mark["part"]) != (unit, part):
-            yield f"is the mark of {part_name(mark['unit'], mark['part'])}"
-        if mark["plan_sha256"] != plan.sha256:
-            yield "is the mark of another plan"
-        planned = {known.path: known.sha256 for known in plan.inputs}
-        for path, found in mark.get("inputs", {}).items():
-            if path not in planned or planned[path] not in ("", found):
-                yield f"was made from {path} with sha256 {found[:16]}..., not the plan's"
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        yield f"is no commit mark of this format ({error!r})"
+    mark = named.mark
+    if part_name(mark.unit, mark.part) != named.name:
+        yield f"is the mark of {part_name(mark.unit, mark.part)}"
+    if mark.plan_sha256 != plan.sha256:
+        yield "is the mark of another plan"
+    planned = {known.path: known.sha256 for known in plan.inputs}
+    for path, found in mark.inputs.items():
+        if path not in planned or planned[path] not in ("", found):
+            yield f"was made from {path} with sha256 {found[:16]}..., not the plan's"
 
 
-def _whole(
-    folder: Path, split: str, stored: dict[str, Any], marks: list[tuple[str, bytes]], plan: Plan
+def _manifest(
+    folder: Path, split: str, manifest: Manifest, marks: Sequence[NamedMark], plan: Plan
 ) -> Iterator[str]:
     """What a manifest says that is not so, its marks being what it lists."""
     # the plan's: a manifest of other data would fit itself
@@ -240,53 +215,70 @@ def _whole(
         "plan_sha256": plan.sha256,
     }
     for field, value in header.items():
-        if stored.get(field) != value:
-            yield f"{field} is {stored.get(field)!r}, the plan's is {value!r}; {_FINISH}"
-    try:
-        fits = make_manifest(stored, marks) == stored
-        lacking = _lacking(stored, [json.loads(content) for _, content in marks], plan)
-    except (KeyError, TypeError, ValueError):
-        fits, lacking = False, ""
-    if not fits:
-        yield f"does not fit the commit marks that it lists; {_FINISH}"
+        if (stored := getattr(manifest, field)) != value:
+            yield f"{field} is {stored!r}, the plan's is {value!r}"
+    if not manifest.fits(marks):
+        yield "does not fit the commit marks that it lists"
         return
-    if lacking:
-        yield f"{lacking}; {_FINISH}"
-    for count, limit in (("num_documents", "max_documents"), ("num_tokens", "max_tokens")):
-        most = stored["limits"][limit]
-        if split == TRAIN and most is not None and stored[count] > most:
-            yield f"{count} is {stored[count]}, more than the limit {most}; {_FINISH}"
-    if stored["cut"]:
-        yield from _cut(folder / f"{marks[-1][0]}.docs", **stored["cut"])
-
-
-def _cut(docs: Path, *, documents: int, tokens: int, text_bytes: int) -> Iterator[str]:
-    """Whether the stream ends where a document of its last part ends."""
-    try:
-        with open(docs, "rb") as file:
-            content = os.pread(file.fileno(), 8, 8 * (documents - 1))
-    except OSError:  # a fault of the part, and listed there
-        return
-    if int.from_bytes(content, "little") != tokens:
-        yield (
-            f"ends after {documents} documents and {tokens} tokens of its last part, and no "
-            f"document ends there; {_FINISH}"
-        )
-
-
-def _lacking(stored: dict[str, Any], marks: list[dict[str, Any]], plan: Plan) -> str:
-    """Where the list of parts is not every part of every unit, in order; "" where it is."""
     unit = part = 0
-    for mark in marks:
-        if (mark["unit"], mark["part"]) != (unit, part):
-            listed = part_name(mark["unit"], mark["part"])
-            return f"lists {listed} where {part_name(unit, part)} is due"
-        unit, part = (unit + 1, 0) if mark["last_in_unit"] else (unit, part + 1)
-    # a limit ends the stream where it likes
-    limited = any(value is not None for value in (stored.get("limits") or {}).values())
-    if not limited and (unit, part) != (len(plan.units), 0):
-        return f"ends before unit {unit}, part {part}; the plan has {len(plan.units)} units"
-    return ""
+    for named in marks:
+        if named.name != part_name(unit, part):
+            yield f"lists {named.name} where {part_name(unit, part)} is due"
+            break
+        unit, part = (unit + 1, 0) if named.mark.last_in_unit else (unit, part + 1)
+    else:
+        # a limit ends the stream where it likes
+        is_limited = any(value is not None for value in manifest.limits.values())
+        if not is_limited and (unit, part) != (len(plan.units), 0):
+            yield f"ends before unit {unit}, part {part}; the plan has {len(plan.units)} units"
+    for count, limit in (("num_documents", "max_documents"), ("num_tokens", "max_tokens")):
+        most = manifest.limits[limit]
+        if split == TRAIN and most is not None and (have := getattr(manifest, count)) > most:
+            yield f"{count} is {have}, more than the limit {most}"
+    if cut := manifest.cut:
+        try:
+            ends = np.fromfile(folder / f"{marks[-1].name}.docs", dtype="<u8")
+        except OSError:  # a fault of the part, and listed there
+            return
+        if len(ends) < cut.documents or ends[cut.documents - 1] != cut.tokens:
+            yield (
+                f"ends after {cut.documents} documents and {cut.tokens} tokens of its last part, "
+                f"and no document ends there"
+            )
+
+
+def repair_parts(
+    folder: Path, plan: Plan, damaged: Collection[Name], root: Path | None = None
+) -> set[Name]:
+    """Rebuild the `damaged` parts of `folder`; returns those that are whole again.
+
+    The inputs are read below `root`, by default where they were when the plan was made. Says why
+    where a part cannot be rebuilt: the inputs have changed, or make other bytes now. Raises
+    UserError where another repair of this folder is at work.
+    """
+    units: dict[int, set[Name]] = defaultdict(set)
+    for split, name in damaged:
+        units[unit_and_part(name)[0]].add((split, name))
+    root = Path(plan.root) if root is None else root
+    mended: set[Name] = set()
+    with locked(folder / LOCK, f"the repair of {folder}"):
+        scratch = folder / SCRATCH
+        for unit, names in sorted(units.items()):
+            if unit >= len(plan.units):
+                say(f"unit {unit}: the plan has {len(plan.units)} units only")
+                continue
+            say(f"repairing unit {unit}: {', '.join('/'.join(name) for name in sorted(names))}")
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir()
+            try:
+                with disk_errors(folder):
+                    rebuild(folder, scratch, root, plan, unit, names)
+                mended |= names
+            except UserError as error:
+                say(f"unit {unit} cannot be repaired: {error}")
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    return mended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,17 +2,20 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from canon_pretrain.core.files import write_json
 from canon_pretrain.data.shard_writer import UnitWriter, write_manifest
-from canon_pretrain.data.shards import MAX_PART_TOKENS
+from canon_pretrain.data.shards import MAX_PART_TOKENS, make_manifest, read_manifest, read_mark
 from canon_pretrain.data.tokenizer import Tokenizer
+from data_prep.folder import TRAIN, VALIDATION
 from data_prep.plan import Input, Options, Plan, TokenizerRecord, save_plan
-from data_prep.train_tokenizer import train_tokenizer
-from data_prep.units import TRAIN, VALIDATION
+from data_prep.settle import train_tokenizer
 
 WORDS = "the of and to in is was for on as with by he at from his an were are which".split()
 
@@ -27,6 +30,15 @@ def tokenizer() -> Tokenizer:
     """A SentencePiece model of 300 pieces; whatever it does not know becomes bytes."""
     texts = [sentence(seed, 200) for seed in range(20)]
     return Tokenizer(train_tokenizer(texts, 300), "test")
+
+
+def forge_manifest(folder: Path, names: Sequence[str], **changes: Any) -> None:
+    """Write the manifest of these parts, with its header changed, as if it were made so."""
+    fields = ("vocab_size", "eos_id", "tokenizer_sha256", "plan_sha256", "version", "limits", "cut")
+    stored = read_manifest(folder)
+    header = {name: getattr(stored, name) for name in fields} | changes
+    marks = [read_mark(folder, name) for name in names]
+    write_json(folder / "manifest.json", asdict(make_manifest(marks, **header)))
 
 
 def plant_data(

@@ -96,6 +96,13 @@ def words() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def stdout_failure() -> OSError | None:
     """Return why stdout takes no more words, if it does not."""
     failure: OSError | None = getattr(

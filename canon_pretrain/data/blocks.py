@@ -1,19 +1,20 @@
-"""The blocks of one split's .bin files, read and compared with their CRC32s at every read.
+"""The 64-KiB blocks of .bin files, compared with their CRC32s at every read.
 
-Under `shards.py`, which knows parts and the stream. This is the hot path of a training run's data:
-a window of 4,096 tokens costs one preadv of one or two 64-KiB blocks, their CRC32 and one
-conversion to int64.
+The hot path of a training run's data, below `shards.py`: a window of 4,096 tokens costs one preadv
+of one or two blocks, their CRC32s and one conversion to int64.
 """
 
 import hashlib
 import logging
 import os
 import zlib
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from canon_pretrain.core.errors import UserError
 
@@ -25,17 +26,35 @@ except ImportError:  # there is no wheel for every machine
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 16
-# What is read at once, so that a reader's memory does not grow with what is asked of it; it fits
-# a core's second-level cache, which the CRC and the conversion then read from.
 BUFFER_BYTES = 4 * BLOCK_BYTES
-# SlimPajama has 2,466 parts, a usual limit on open files is 1,024.
+"""Read at once: fits a core's second-level cache, from which CRC and conversion then read."""
 MAX_OPEN_FILES = 128
+"""SlimPajama has 2,466 parts; a usual limit on open files is 1,024."""
 
 BUILD_AGAIN = "run the same `python -m data_prep build` again"
+
+Count = Annotated[int, Field(ge=0)]
 
 
 class ShardError(UserError):
     """A shard folder that is missing, unfinished, of another version or damaged."""
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a commit mark knows of a file."""
+
+    size: Count
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PartFiles:
+    """The files of a part, in the order in which they get their names."""
+
+    bin: FileFacts
+    docs: FileFacts
+    crc: FileFacts
 
 
 def way_out(name: str) -> str:
@@ -44,8 +63,8 @@ def way_out(name: str) -> str:
 
 
 @cache
-def _tell_slow_crc() -> None:
-    """Say, once a process, that CRC32s are computed at a tenth of their speed."""
+def _log_slow_crc() -> None:
+    """Log, once per process, that CRC32s are computed at a tenth of their speed."""
     logger.info(
         "token shards are checked by zlib, which takes about half of the time to read them; "
         "`pip install isal` computes the same CRC32 ten times as fast"
@@ -53,14 +72,14 @@ def _tell_slow_crc() -> None:
 
 
 def block_crcs(content: bytes | memoryview) -> np.ndarray:
-    """The CRC32 of every 64 KiB of `content`, uint32 [ceil(bytes / 65536)]."""
+    """Return the CRC32 of every 64 KiB of `content`, uint32 [ceil(bytes / 65536)]."""
     view = memoryview(content)
     starts = range(0, len(view), BLOCK_BYTES)
     return np.array([crc32(view[at : at + BLOCK_BYTES]) for at in starts], dtype="<u4")
 
 
 def read_small(path: Path) -> bytes:
-    """The whole of one of a part's small files. Raises ShardError."""
+    """Return the content of one of a part's small files. Raises ShardError."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -70,7 +89,7 @@ def read_small(path: Path) -> bytes:
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
-    """The whole .docs or .crc file, compared with the hash in the commit mark."""
+    """Return the content of a .docs or .crc file, compared with the hash in the commit mark."""
     content = read_small(path)
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
@@ -84,13 +103,12 @@ def read_checked(path: Path, sha256: str) -> bytes:
 class BlockReader:
     """Reads ids, stored as `dtype`, from the .bin files of the parts in `folder`.
 
-    A part is given by its name and the `files` of its commit mark. Files are opened when they are
-    first read, and .crc files are read then. Not for use by several threads at once.
+    Files are opened when they are first read. Not for use by several threads at once.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype) -> None:
         if crc32 is zlib.crc32:
-            _tell_slow_crc()
+            _log_slow_crc()
         self._folder = folder
         self._width = dtype.itemsize
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -98,15 +116,13 @@ class BlockReader:
         self._crcs: dict[str, np.ndarray] = {}
         self._descriptors: dict[str, int] = {}
 
-    def read(
-        self, name: str, files: dict[str, dict[str, Any]], start: int, out: np.ndarray
-    ) -> None:
+    def read(self, name: str, files: PartFiles, start: int, out: np.ndarray) -> None:
         """Fill `out`, int64 [count], with the ids [start, start + count) of part `name`.
 
         Every block touched is compared with its CRC32. Raises ShardError for a short read or
         damage, and `out` is then not to be used.
         """
-        width, size = self._width, files["bin"]["size"]
+        width, size = self._width, files.bin.size
         at, end = start * width, (start + len(out)) * width
         done = 0
         while at < end:
@@ -129,59 +145,46 @@ class BlockReader:
 
     def _fill(self, name: str, buffer: memoryview, offset: int, size: int) -> None:
         """Fill `buffer` from byte `offset` of the part's .bin file, which has `size` bytes."""
+        path = self._folder / f"{name}.bin"
         done = 0
         try:
-            descriptor = self._descriptor(name)
+            descriptor = self._open(path)
             while done < len(buffer):
                 # one call may return less than asked for: only 0 is the end of the file
                 got = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if got == 0:
                     raise ShardError(
-                        f"{self._bin(name)}: short read: the file ends at byte {offset + done}, "
-                        f"expected {size} bytes: it was truncated after it was opened; "
-                        f"{way_out(name)}"
+                        f"{path}: short read: the file ends at byte {offset + done}, expected "
+                        f"{size} bytes: it was truncated after it was opened; {way_out(name)}"
                     )
                 done += got
         except OSError as error:
             raise ShardError(
-                f"{self._bin(name)}: cannot be read: {error.strerror}; check the disk or network "
-                f"folder"
+                f"{path}: cannot be read: {error.strerror}; check the disk or network folder"
             ) from error
 
-    def _check(
-        self,
-        name: str,
-        files: dict[str, dict[str, Any]],
-        content: memoryview,
-        first_block: int,
-    ) -> None:
-        """Compare the blocks in `content`, from `first_block` on, with their CRC32s."""
-        if name not in self._crcs:
-            path = self._folder / f"{name}.crc"
-            known = read_checked(path, files["crc"]["sha256"])
-            self._crcs[name] = np.frombuffer(known, dtype="<u4")
-        crcs = self._crcs[name]
-        for i, at in enumerate(range(0, len(content), BLOCK_BYTES)):
-            found = crc32(content[at : at + BLOCK_BYTES])
-            if found != crcs[first_block + i]:
-                block = first_block + i
-                raise ShardError(
-                    f"{self._bin(name)}: damaged: 64-KiB block {block} (byte offset "
-                    f"{block * BLOCK_BYTES}) has CRC32 {found:08x}, expected "
-                    f"{crcs[block]:08x}; {way_out(name)}"
-                )
-
-    def _bin(self, name: str) -> Path:
-        return self._folder / f"{name}.bin"
-
-    def _descriptor(self, name: str) -> int:
-        """An open descriptor of a .bin file; the one opened first makes room for one too many."""
+    def _open(self, path: Path) -> int:
+        """Return a descriptor of a .bin file; the one opened first is closed for one too many."""
+        name = path.name
         if name not in self._descriptors:
             if len(self._descriptors) >= MAX_OPEN_FILES:
-                oldest = next(iter(self._descriptors))
-                os.close(self._descriptors.pop(oldest))
-            descriptor = os.open(self._bin(name), os.O_RDONLY)
-            self._descriptors[name] = descriptor
+                os.close(self._descriptors.pop(next(iter(self._descriptors))))
+            self._descriptors[name] = descriptor = os.open(path, os.O_RDONLY)
             if hasattr(os, "posix_fadvise"):  # windows are drawn at random: what follows is no use
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return self._descriptors[name]
+
+    def _check(self, name: str, files: PartFiles, content: memoryview, first_block: int) -> None:
+        """Compare the blocks in `content`, from `first_block` on, with their CRC32s."""
+        if name not in self._crcs:
+            known = read_checked(self._folder / f"{name}.crc", files.crc.sha256)
+            self._crcs[name] = np.frombuffer(known, dtype="<u4")
+        crcs = self._crcs[name]
+        for block, at in enumerate(range(0, len(content), BLOCK_BYTES), first_block):
+            found = crc32(content[at : at + BLOCK_BYTES])
+            if found != crcs[block]:
+                raise ShardError(
+                    f"{self._folder / name}.bin: damaged: 64-KiB block {block} (byte offset "
+                    f"{block * BLOCK_BYTES}) has CRC32 {found:08x}, expected {crcs[block]:08x}; "
+                    f"{way_out(name)}"
+                )

@@ -225,7 +225,12 @@ def hub_errors(
 
         kind: type[UserError] = UserError
         is_offline = is_any(errors.LocalEntryNotFoundError)
-        if any(_is_full(cause) for cause in causes):
+        # `datasets` checks beforehand and raises a bare OSError
+        if any(
+            getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            or (isinstance(cause, OSError) and str(cause).startswith("Not enough disk space"))
+            for cause in causes
+        ):
             kind = HubUnavailable
             problem = (
                 "the disk is full, here or under huggingface_hub's cache; make room or set "
@@ -257,12 +262,6 @@ def hub_errors(
         what = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
         detail = f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         raise kind(f"{what}: {problem} {detail}") from None
-
-
-def _is_full(error: BaseException) -> bool:
-    # `datasets` checks beforehand and raises a bare OSError
-    is_checked = isinstance(error, OSError) and str(error).startswith("Not enough disk space")
-    return is_checked or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:

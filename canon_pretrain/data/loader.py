@@ -210,7 +210,10 @@ class BatchLoader:
         source_tokens = state["source_tokens"]
         if "fingerprint" in changed:
             source_tokens = [0] * len(self.source_tokens)
-        if not _are_counts(source_tokens, len(self.source_tokens)):
+        are_counts = isinstance(source_tokens, list) and all(
+            isinstance(count, int) and count >= 0 for count in source_tokens
+        )
+        if not are_counts or len(source_tokens) != len(self.source_tokens):
             raise UserError(
                 f"the checkpoint's source_tokens is {source_tokens!r}, expected a count for each "
                 f"of the data's {len(self.source_tokens)} source(s): it is not from this loader; "
@@ -218,11 +221,3 @@ class BatchLoader:
             )
         self.next_sample, self._origin = next_sample, origin
         self.source_tokens = list(source_tokens)
-
-
-def _are_counts(value: object, length: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == length
-        and all(isinstance(count, int) and count >= 0 for count in value)
-    )

@@ -95,7 +95,13 @@ class Mixture:
         self.vocab_size, self.eos_id = first.vocab_size, first.eos_id
         self.tokenizer_sha256 = first.tokenizer_sha256
         self.num_tokens = sum(source.num_tokens for source in self.sources)
-        self.fingerprint = first.fingerprint if len(sources) == 1 else self._mixed_fingerprint()
+        self.fingerprint = first.fingerprint
+        if len(sources) > 1:  # of each source's fingerprint and share, in order
+            parts = [
+                [source.fingerprint, str(share)]
+                for source, share in zip(self.sources, self.shares, strict=True)
+            ]
+            self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @classmethod
     def open(cls, folders: Sequence[str | Path], weights: Sequence[float] = (1.0,)) -> Self:
@@ -144,14 +150,6 @@ class Mixture:
                     f"{twin.folder} and {source.folder} hold the same stream; name it once, with "
                     f"the sum of the weights"
                 )
-
-    def _mixed_fingerprint(self) -> str:
-        """SHA-256 over each source's fingerprint and share, in order."""
-        parts = [
-            [source.fingerprint, str(share)]
-            for source, share in zip(self.sources, self.shares, strict=True)
-        ]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def short_names(folders: Sequence[str]) -> list[str]:

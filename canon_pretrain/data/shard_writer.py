@@ -7,33 +7,39 @@ on the documents and options alone, never on time, process or machine.
 """
 
 import hashlib
-import json
 import os
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from canon_pretrain.core.files import create_file, publish, sha256_file, write_atomic, write_json
+from canon_pretrain.core.files import (
+    create_file,
+    publish,
+    sha256_file,
+    write_atomic,
+    write_json,
+)
+from canon_pretrain.data.blocks import BLOCK_BYTES, FileFacts, PartFiles, ShardError, block_crcs
 from canon_pretrain.data.shards import (
-    BLOCK_BYTES,
     FORMAT,
     MANIFEST,
     MAX_PART_TOKENS,
     VERSION,
-    ShardError,
-    block_crcs,
+    WITHOUT_BYTE_ENDS,
+    CommitMark,
+    NamedMark,
     dtype_for,
     make_manifest,
     part_name,
-    way_out,
+    read_manifest,
+    read_mark,
 )
-
-SUFFIXES = ("bin", "docs", "crc")
 
 
 class _PartFile:
@@ -48,50 +54,49 @@ class _PartFile:
         self.text_bytes = 0
         self.max_id = 0
         self.ends = array("Q")
+        self.byte_ends = array("Q")
         self.groups: dict[str, list[int]] = {}
         self.repaired: Counter[str] = Counter()
         self._crcs: list[np.ndarray] = []
         self._pending = bytearray()
         self._digest = hashlib.sha256()
-        self._temporary().unlink(missing_ok=True)  # a killed build's
-        self._file: BinaryIO = create_file(self._temporary())
-
-    def _temporary(self) -> Path:
-        return self.path.with_name(self.path.name + ".bin.tmp")
+        self._temporary = path.with_name(f"{path.name}.bin.tmp")
+        self._temporary.unlink(missing_ok=True)  # a killed build's
+        self._file: BinaryIO = create_file(self._temporary)
 
     def add(self, content: bytes) -> None:
         self._pending += content
-        whole = len(self._pending) // BLOCK_BYTES * BLOCK_BYTES
-        if whole:
-            self._flush(whole)
+        self._flush(len(self._pending) // BLOCK_BYTES * BLOCK_BYTES)
 
     def _flush(self, count: int) -> None:
-        piece = bytes(self._pending[:count])
-        del self._pending[:count]
-        self._crcs.append(block_crcs(piece))
-        self._digest.update(piece)
-        self._file.write(piece)
-        self.size += count
+        if count:
+            block = bytes(self._pending[:count])
+            del self._pending[:count]
+            self._crcs.append(block_crcs(block))
+            self._digest.update(block)
+            self._file.write(block)
+            self.size += count
 
-    def publish(self) -> dict[str, dict[str, Any]]:
+    def publish(self, version: int) -> PartFiles:
         """Give the three files their names; return each one's size and sha256."""
         self._flush(len(self._pending))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        publish(self._temporary(), self.path.with_name(self.path.name + ".bin"))
-        files = {"bin": {"size": self.size, "sha256": self._digest.hexdigest()}}
-        docs = np.array(self.ends, dtype="<u8").tobytes()
-        for suffix, content in (("docs", docs), ("crc", np.concatenate(self._crcs).tobytes())):
+        publish(self._temporary, self.path.with_name(f"{self.path.name}.bin"))
+        ends = self.ends if version == WITHOUT_BYTE_ENDS else self.ends + self.byte_ends
+        crcs = np.concatenate([np.empty(0, dtype="<u4"), *self._crcs])
+        files = {"bin": FileFacts(self.size, self._digest.hexdigest())}
+        for suffix, values in (("docs", np.array(ends, dtype="<u8")), ("crc", crcs)):
+            content = values.tobytes()
             write_atomic(self.path.with_name(f"{self.path.name}.{suffix}"), content)
-            digest = hashlib.sha256(content).hexdigest()
-            files[suffix] = {"size": len(content), "sha256": digest}
-        return files
+            files[suffix] = FileFacts(len(content), hashlib.sha256(content).hexdigest())
+        return PartFiles(**files)
 
     def abandon(self) -> None:
         with suppress(OSError):  # on a full disk, closing tries to write once more
             self._file.close()
-        self._temporary().unlink(missing_ok=True)
+        self._temporary.unlink(missing_ok=True)
 
 
 class UnitWriter:
@@ -99,6 +104,7 @@ class UnitWriter:
 
     A unit has at least one part, if an empty one; its last part's mark says so and thereby commits
     the unit (`unit_marks`). Leaving the `with` block by an exception drops the part in progress.
+    `version` is that of the folder's other parts.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class UnitWriter:
         eos_id: int,
         plan_sha256: str = "",
         max_part_tokens: int = MAX_PART_TOKENS,
+        version: int = VERSION,
     ) -> None:
         if not 0 <= eos_id < vocab_size:
             raise ShardError(f"eos id {eos_id} is outside the vocabulary of {vocab_size}")
@@ -119,6 +126,7 @@ class UnitWriter:
         self._dtype = dtype_for(vocab_size)
         self._plan_sha256 = plan_sha256
         self._max_part_tokens = max_part_tokens
+        self._version = version
         self._num_parts = 0
         self._part: _PartFile | None = None
 
@@ -133,27 +141,29 @@ class UnitWriter:
         longer than a part.
         """
         count = len(ids)
+        where = f"row {row} of unit {self._unit}"
         if count == 0:
-            raise ShardError(f"row {row} of unit {self._unit}: a document without tokens")
+            raise ShardError(f"{where}: a document without tokens")
         if count > self._max_part_tokens:
             raise ShardError(
-                f"row {row} of unit {self._unit}: a document of {count} tokens, a part holds at "
-                f"most {self._max_part_tokens}; split or drop this document in the source"
+                f"{where}: a document of {count} tokens, a part holds at most "
+                f"{self._max_part_tokens}; split or drop this document in the source"
             )
         low, high = int(ids.min()), int(ids.max())
         # before the cast: numpy would store 70000 as uint16 4464 without a word
         if low < 0 or high >= self._vocab_size:
             raise ShardError(
-                f"row {row} of unit {self._unit}: token id {low if low < 0 else high} is outside "
-                f"the vocabulary of {self._vocab_size}; the tokenizer is not the plan's"
+                f"{where}: token id {low if low < 0 else high} is outside the vocabulary of "
+                f"{self._vocab_size}; the tokenizer is not the plan's"
             )
         if self._part and self._part.tokens + count > self._max_part_tokens:
             self._commit({}, {}, last=False)
         part = self._part = self._part or self._new_part(row)
         part.add(ids.astype(self._dtype).tobytes())
         part.tokens += count
-        part.ends.append(part.tokens)
         part.text_bytes += num_bytes
+        part.ends.append(part.tokens)
+        part.byte_ends.append(part.text_bytes)
         part.max_id = max(part.max_id, high)
         part.last_row = row + 1
         counts = part.groups.setdefault(group, [0, 0, 0])
@@ -175,7 +185,7 @@ class UnitWriter:
         self._part = self._part or self._new_part(0)
         self._commit(skipped or {}, inputs or {}, last=True)
 
-    def __enter__(self) -> "UnitWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -189,10 +199,9 @@ class UnitWriter:
     def _commit(self, skipped: Mapping[str, int], inputs: Mapping[str, str], *, last: bool) -> None:
         part = self._part
         assert part is not None
-        files = part.publish()
         mark = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": self._version,
             "unit": self._unit,
             "part": self._num_parts,
             "last_in_unit": last,
@@ -206,33 +215,44 @@ class UnitWriter:
             "skipped": dict(sorted(skipped.items())),
             "inputs": dict(inputs),
             "plan_sha256": self._plan_sha256,
-            "files": files,
+            "files": asdict(part.publish(self._version)),
         }
         write_json(self._folder / f"{part.path.name}.json", mark)
         self._part = None
         self._num_parts += 1
 
 
-def unit_marks(folder: Path, unit: int, plan_sha256: str) -> list[dict[str, Any]] | None:
-    """The commit marks of a unit's parts in order, or None when the unit is not complete.
+def unit_marks(folder: Path, unit: int, plan_sha256: str) -> list[CommitMark] | None:
+    """Return the commit marks of a unit's parts in order; None if the unit is not complete.
 
     Complete: an unbroken row of marks of this plan up to the last one of the unit, and files of
     the sizes that the marks name (contents are verify's work).
     """
-    marks: list[dict[str, Any]] = []
-    while not marks or not marks[-1]["last_in_unit"]:
-        name = part_name(unit, len(marks))
-        try:
-            mark = json.loads((folder / f"{name}.json").read_bytes())
-            if (mark["version"], mark["plan_sha256"]) != (VERSION, plan_sha256):
+    try:
+        marks = [named.mark for named in read_marks(folder, [unit])]
+        for part, mark in enumerate(marks):
+            if mark.plan_sha256 != plan_sha256:
                 return None
-            for suffix in SUFFIXES:
-                if (folder / f"{name}.{suffix}").stat().st_size != mark["files"][suffix]["size"]:
+            for suffix, known in vars(mark.files).items():
+                path = folder / f"{part_name(unit, part)}.{suffix}"
+                if path.stat().st_size != known.size:
                     return None
-            mark["last_in_unit"]
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None
-        marks.append(mark)
+    except (ShardError, FileNotFoundError):
+        return None
+    return marks
+
+
+def read_marks(folder: Path, units: Iterable[int]) -> list[NamedMark]:
+    """Return the commit marks of every part of these units, in order.
+
+    Raises ShardError for a unit whose marks do not reach its last part.
+    """
+    marks: list[NamedMark] = []
+    for unit in units:
+        part = 0
+        while part == 0 or not marks[-1].mark.last_in_unit:
+            marks.append(read_mark(folder, part_name(unit, part)))
+            part += 1
     return marks
 
 
@@ -242,12 +262,12 @@ def drop_changed_marks(folder: Path) -> None:
     Otherwise writing the manifest again would take a damaged mark for the truth.
     """
     try:
-        parts = json.loads((folder / MANIFEST).read_bytes())["parts"]
-        expected = {folder / f"{part['name']}.json": part["mark_sha256"] for part in parts}
-    except (OSError, ValueError, KeyError, TypeError):
+        entries = read_manifest(folder).parts
+    except ShardError:
         return
-    for path, digest in expected.items():
-        if path.exists() and sha256_file(path) != digest:
+    for entry in entries:
+        path = folder / f"{entry.name}.json"
+        if path.exists() and sha256_file(path) != entry.mark_sha256:
             path.unlink()
 
 
@@ -258,48 +278,13 @@ def remove_unit(folder: Path, unit: int) -> None:
         path.unlink()
 
 
-def read_marks(folder: Path, units: Iterable[int]) -> list[tuple[str, bytes]]:
-    """Every part's (name, commit mark's bytes) of these units, in order.
+def write_manifest(folder: Path, num_units: int, **header: Any) -> None:
+    """Finish the split: write the manifest over all its parts (see make_manifest).
 
-    Raises ShardError for a unit whose marks do not reach its last part.
+    Raises ShardError.
     """
-    marks = []
-    for unit in units:
-        last = False
-        part = 0
-        while not last:
-            name = part_name(unit, part)
-            try:
-                content = (folder / f"{name}.json").read_bytes()
-                last = bool(json.loads(content)["last_in_unit"])
-            except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-                raise ShardError(
-                    f"{folder / name}.json: missing or no commit mark ({error!r}); {way_out(name)}"
-                ) from None
-            marks.append((name, content))
-            part += 1
-    return marks
-
-
-def write_manifest(
-    folder: Path,
-    num_units: int,
-    *,
-    vocab_size: int,
-    eos_id: int,
-    tokenizer_sha256: str = "",
-    plan_sha256: str = "",
-) -> dict[str, Any]:
-    """Finish the split: write and return the manifest over all its parts. Raises ShardError."""
-    header = {
-        "vocab_size": vocab_size,
-        "eos_id": eos_id,
-        "tokenizer_sha256": tokenizer_sha256,
-        "plan_sha256": plan_sha256,
-    }
-    manifest = make_manifest(header, read_marks(folder, range(num_units)))
-    write_json(folder / MANIFEST, manifest)
-    return manifest
+    manifest = make_manifest(read_marks(folder, range(num_units)), **header)
+    write_json(folder / MANIFEST, asdict(manifest))
 
 
 def write_shards(

@@ -4,13 +4,14 @@ Between data_prep, which writes a split (`shard_writer.py`), and the loader, whi
 from it. A split is a folder of parts and a manifest:
 
     part-UUUUU-K.bin   token ids, little-endian uint16 (uint32 where the vocabulary is > 65,535)
-    part-UUUUU-K.docs  uint64 document ends in this part, exclusive
+    part-UUUUU-K.docs  uint64 document ends in this part, exclusive: in tokens, then in text bytes
     part-UUUUU-K.crc   uint32 CRC32 of every 64 KiB of the .bin file
     part-UUUUU-K.json  the part's commit mark, written last: sizes, sha256, counts, range of rows
     manifest.json      written when every part is there: prefix sums, fingerprint over the marks
 
 A split made with a limit ends inside its last part: the manifest's "cut" says how many of that
-part's tokens and documents belong to the stream. The part itself stays whole.
+part's tokens and documents belong to the stream. The part itself stays whole. Version 2 has no ends
+in text bytes; splits of both versions are read.
 
 Files are read with preadv, not mapped: a file truncated under a map ends the process with SIGBUS
 and no traceback, a short read is an error with a name.
@@ -19,16 +20,20 @@ and no traceback, a short read is an error with a name.
 import hashlib
 import json
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 
+from canon_pretrain.core.files import UnreadableFile, parse_record, read_json, read_record
 from canon_pretrain.data.blocks import BLOCK_BYTES as BLOCK_BYTES
 from canon_pretrain.data.blocks import (
     BUILD_AGAIN,
     BlockReader,
+    Count,
+    PartFiles,
     ShardError,
     read_checked,
     read_small,
@@ -36,105 +41,200 @@ from canon_pretrain.data.blocks import (
 )
 from canon_pretrain.data.blocks import block_crcs as block_crcs
 
-FORMAT = "canon-shards"
-VERSION = 2
+FORMAT: Final = "canon-shards"
+VERSION: Final = 3
+WITHOUT_BYTE_ENDS = 2
 MANIFEST = "manifest.json"
 MAX_PART_TOKENS = 1 << 28
 MAX_UINT16_VOCAB = 65_535
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of the stream, and where it begins in it.
+class CommitMark:
+    """A part's commit mark; `rows` is its range in the unit, `groups` documents, tokens, bytes."""
 
-    Of the last part, `tokens` and `documents` may be fewer than its files hold (the cut).
-    """
+    format: Literal["canon-shards"]
+    version: Literal[2, 3]
+    unit: Count
+    part: Count
+    last_in_unit: bool
+    tokens: Count
+    documents: Count
+    text_bytes: Count
+    rows: tuple[Count, Count]
+    max_id: Count
+    groups: dict[str, tuple[Count, Count, Count]]
+    repaired: dict[str, Count]
+    skipped: dict[str, Count]
+    inputs: dict[str, str]
+    plan_sha256: str
+    files: PartFiles
+
+
+@dataclass(frozen=True)
+class NamedMark:
+    """A commit mark with its part's name and its file's SHA-256."""
 
     name: str
-    first_token: int
-    tokens: int
-    documents: int
-    files: dict[str, dict[str, Any]]
+    sha256: str
+    mark: CommitMark
+
+    @classmethod
+    def parse(cls, name: str, content: bytes) -> Self:
+        """Raises ValueError for a mark that is not of this format."""
+        return cls(name, hashlib.sha256(content).hexdigest(), parse_record(content, CommitMark))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of the last part belongs to the stream."""
+
+    tokens: Count
+    documents: Count
+    text_bytes: Count
+
+
+@dataclass(frozen=True)
+class PartEntry:
+    """A part in the manifest: of the last one, the counts are those of the cut."""
+
+    name: str
+    first_token: Count
+    first_document: Count
+    tokens: Count
+    documents: Count
+    text_bytes: Count
+    mark_sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a split consists of; `fingerprint` is the SHA-256 of the stream's identity."""
+
+    format: str
+    version: int
+    dtype: str
+    vocab_size: Count
+    eos_id: Count
+    tokenizer_sha256: str
+    plan_sha256: str
+    limits: dict[str, int | None]
+    cut: Cut | None
+    fingerprint: str
+    num_tokens: Count
+    num_documents: Count
+    num_bytes: Count
+    parts: tuple[PartEntry, ...]
+
+    def fits(self, marks: Sequence[NamedMark]) -> bool:
+        """Whether it is the manifest of the parts with these commit marks."""
+        names = ("vocab_size", "eos_id", "tokenizer_sha256", "plan_sha256", "version", "limits")
+        try:
+            header = {name: getattr(self, name) for name in names}
+            return make_manifest(marks, **header, cut=self.cut) == self
+        except ValueError:
+            return False
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """The stored type of an id: uint16 up to a vocabulary of 65,535, else uint32."""
+    """Return the stored type of an id: uint16 up to a vocabulary of 65,535, else uint32."""
     return np.dtype("<u2" if vocab_size <= MAX_UINT16_VOCAB else "<u4")
 
 
 def part_name(unit: int, part: int) -> str:
-    """The stem of a part's four files."""
+    """Return the stem of a part's four files."""
     return f"part-{unit:05d}-{part}"
 
 
-def make_manifest(header: dict[str, Any], marks: list[tuple[str, bytes]]) -> dict[str, Any]:
-    """The manifest of the parts whose commit marks are given as (part name, content), in order.
+def make_manifest(
+    marks: Sequence[NamedMark],
+    *,
+    vocab_size: int,
+    eos_id: int,
+    tokenizer_sha256: str = "",
+    plan_sha256: str = "",
+    version: int = VERSION,
+    limits: dict[str, int | None] | None = None,
+    cut: Cut | None = None,
+) -> Manifest:
+    """Return the manifest of the parts with these commit marks, in order.
 
-    A pure function: writer, reader and verify compare its value. `header` has vocab_size, eos_id,
-    tokenizer_sha256 and plan_sha256, and may have `limits` (max_documents, max_tokens) and `cut`
-    (tokens, documents and text_bytes of the last part that belong to the stream): a manifest is
-    itself such a header. The fingerprint is the SHA-256 of the header and the marks' hashes: it
-    names the stream's content, since each mark has the hashes of its files.
-    Raises KeyError, TypeError or ValueError on a mark or cut that is not of this format.
+    A pure function: writer, reader and verify compare its value. The fingerprint is that of header,
+    cut and marks, and since each mark has the hashes of its files, it names the stream's content.
+    Raises ValueError for a mark of another version, or a cut that its part does not have.
     """
-    limits = header.get("limits") or {}
-    cut = header.get("cut")
-    parts = []
-    totals = dict.fromkeys(_COUNTS, 0)
-    for index, (name, content) in enumerate(marks):
-        mark = json.loads(content)
-        counts = {key: mark[key] for key in _COUNTS}
+    parts: list[PartEntry] = []
+    tokens = documents = text_bytes = 0
+    for index, named in enumerate(marks):
+        mark = named.mark
+        if mark.version != version:
+            raise ValueError(f"{named.name} is of version {mark.version}, not {version}")
+        kept = Cut(mark.tokens, mark.documents, mark.text_bytes)
         if cut is not None and index == len(marks) - 1:
-            counts = _cut_counts(cut, counts)
-        parts.append(
-            {
-                "name": name,
-                "first_token": totals["tokens"],
-                "first_document": totals["documents"],
-                **counts,
-                "mark_sha256": hashlib.sha256(content).hexdigest(),
-            }
-        )
-        totals = {key: totals[key] + counts[key] for key in _COUNTS}
-    identity = {
+            is_inside = 0 < cut.tokens < mark.tokens and 0 < cut.documents < mark.documents
+            if not is_inside or cut.text_bytes > mark.text_bytes:
+                raise ValueError(f"{cut} in a part of {kept}")
+            kept = cut
+        counts = (kept.tokens, kept.documents, kept.text_bytes)
+        parts.append(PartEntry(named.name, tokens, documents, *counts, named.sha256))
+        tokens += kept.tokens
+        documents += kept.documents
+        text_bytes += kept.text_bytes
+    known_limits = {key: (limits or {}).get(key) for key in ("max_documents", "max_tokens")}
+    identity: dict[str, Any] = {
         "format": FORMAT,
-        "version": VERSION,
-        "dtype": dtype_for(header["vocab_size"]).str,
-        **{key: header[key] for key in ("vocab_size", "eos_id", "tokenizer_sha256", "plan_sha256")},
-        "limits": {key: limits.get(key) for key in ("max_documents", "max_tokens")},
-        "cut": None if cut is None else {key: cut[key] for key in _COUNTS},
+        "version": version,
+        "dtype": dtype_for(vocab_size).str,
+        "vocab_size": vocab_size,
+        "eos_id": eos_id,
+        "tokenizer_sha256": tokenizer_sha256,
+        "plan_sha256": plan_sha256,
+        # the parts and the cut say what the stream is: limits that cut alike name the same one
+        "limits": dict.fromkeys(known_limits),
+        "cut": None if cut is None else asdict(cut),
     }
-    # the parts and the cut say what the stream is: limits that cut alike name the same one
-    named = identity | {"limits": dict.fromkeys(identity["limits"])}
-    hashed = json.dumps([named, [part["mark_sha256"] for part in parts]])
-    return {
-        **identity,
-        "fingerprint": hashlib.sha256(hashed.encode()).hexdigest(),
-        "num_tokens": totals["tokens"],
-        "num_documents": totals["documents"],
-        "num_bytes": totals["text_bytes"],
-        "parts": parts,
-    }
+    hashed = json.dumps([identity, [part.mark_sha256 for part in parts]])
+    return Manifest(
+        **identity | {"limits": known_limits, "cut": cut},
+        fingerprint=hashlib.sha256(hashed.encode()).hexdigest(),
+        num_tokens=tokens,
+        num_documents=documents,
+        num_bytes=text_bytes,
+        parts=tuple(parts),
+    )
 
 
-_COUNTS = ("tokens", "documents", "text_bytes")
+@dataclass(frozen=True)
+class Part:
+    """A part of an opened split: its place in the stream, and its files."""
 
+    folder: Path
+    entry: PartEntry
+    files: PartFiles
 
-def _cut_counts(cut: dict[str, int], whole: dict[str, int]) -> dict[str, int]:
-    """The counts of a last part that has `whole` in all. Raises ValueError for no such cut."""
-    counts = {key: cut[key] for key in _COUNTS}
-    low = {"tokens": 1, "documents": 1, "text_bytes": 0}
-    high = {**whole, "tokens": whole["tokens"] - 1, "documents": whole["documents"] - 1}
-    if not all(low[key] <= counts[key] <= high[key] for key in _COUNTS):
-        raise ValueError(f"a cut of {counts} in a part of {whole}")
-    return counts
+    @property
+    def stem(self) -> Path:
+        """The path of its files without a suffix."""
+        return self.folder / self.entry.name
 
+    def read_mark(self) -> CommitMark:
+        """Return its commit mark. Raises ShardError."""
+        return read_mark(self.folder, self.entry.name, self.entry.mark_sha256).mark
 
-_FACTS = (
-    *("num_tokens", "num_documents", "num_bytes", "vocab_size", "eos_id"),
-    *("fingerprint", "tokenizer_sha256", "plan_sha256"),
-)
-"""What TokenShards has of its manifest."""
+    def document_ends(self) -> np.ndarray:
+        """Return the exclusive ends of its documents in the stream, from its first token, int64.
+
+        The .docs file is compared with its hash. Raises ShardError.
+        """
+        name, documents = self.entry.name, self.entry.documents
+        content = read_checked(self.folder / f"{name}.docs", self.files.docs.sha256)
+        ends = np.frombuffer(content, dtype="<u8")[:documents].astype(np.int64)
+        if documents and ends[-1] != self.entry.tokens:
+            raise ShardError(
+                f"{self.stem}.docs: document {documents} ends at token {ends[-1]}, expected "
+                f"{self.entry.tokens} by {MANIFEST}; {way_out(name)}"
+            )
+        return ends
 
 
 class TokenShards:
@@ -144,18 +244,19 @@ class TokenShards:
     `fingerprint` a hex SHA-256 that two folders share when they hold the same stream.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], parts: list[Part]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, parts: tuple[Part, ...]) -> None:
         self.folder = folder
-        self.num_tokens: int = manifest["num_tokens"]
-        self.num_documents: int = manifest["num_documents"]
-        self.num_bytes: int = manifest["num_bytes"]
-        self.vocab_size: int = manifest["vocab_size"]
-        self.eos_id: int = manifest["eos_id"]
-        self.fingerprint: str = manifest["fingerprint"]
-        self.tokenizer_sha256: str = manifest["tokenizer_sha256"]
-        self.plan_sha256: str = manifest["plan_sha256"]
-        self._parts = parts
-        self._starts = [part.first_token for part in parts]
+        self.parts = parts
+        self.num_tokens = manifest.num_tokens
+        self.num_documents = manifest.num_documents
+        self.num_bytes = manifest.num_bytes
+        self.vocab_size = manifest.vocab_size
+        self.eos_id = manifest.eos_id
+        self.fingerprint = manifest.fingerprint
+        self.tokenizer_sha256 = manifest.tokenizer_sha256
+        self.plan_sha256 = manifest.plan_sha256
+        self._manifest = manifest
+        self._starts = [part.entry.first_token for part in parts]
         self._blocks = BlockReader(folder, dtype_for(self.vocab_size))
 
     @classmethod
@@ -166,39 +267,26 @@ class TokenShards:
         Raises ShardError.
         """
         folder = Path(folder)
-        manifest = _read_manifest(folder)
-        marks = []
-        for entry in manifest["parts"]:
-            content = read_small(folder / f"{entry['name']}.json")
-            if hashlib.sha256(content).hexdigest() != entry["mark_sha256"]:
-                raise ShardError(
-                    f"{folder / entry['name']}.json: this commit mark's hash does not fit the "
-                    f"manifest's fingerprint: one of the two was changed; "
-                    f"{way_out(entry['name'])}"
-                )
-            marks.append((entry["name"], content))
-        try:
-            fits = make_manifest(manifest, marks) == manifest
-        except (KeyError, TypeError, ValueError):
-            fits = False
-        if not fits:
+        manifest = read_manifest(folder)
+        marks = [read_mark(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
+        if not manifest.fits(marks):
             raise ShardError(
                 f"{folder / MANIFEST}: does not fit its own fingerprint and the parts' commit "
                 f"marks: it was changed; delete it and {BUILD_AGAIN}"
             )
-        parts = [
-            _open_part(folder, entry, json.loads(content))
-            for entry, (_, content) in zip(manifest["parts"], marks, strict=True)
-        ]
-        return cls(folder, manifest, parts)
+        parts = []
+        for entry, named in zip(manifest.parts, marks, strict=True):
+            for suffix, known in vars(named.mark.files).items():
+                _check_size(folder / f"{entry.name}.{suffix}", known.size)
+            parts.append(Part(folder, entry, named.mark.files))
+        return cls(folder, manifest, tuple(parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process on a machine with the same folder: no commit mark is read there."""
-        facts = {name: getattr(self, name) for name in _FACTS}
-        return type(self), (self.folder, facts, self._parts)
+        return type(self), (self.folder, self._manifest, self.parts)
 
     def read(self, offset: int, count: int) -> np.ndarray:
-        """The tokens [offset, offset + count) of the stream, int64 [count].
+        """Return the tokens [offset, offset + count) of the stream, int64 [count].
 
         Every 64-KiB block touched is compared with its CRC32. Raises ValueError for a range
         outside the stream, ShardError for a short read or damage.
@@ -214,10 +302,10 @@ class TokenShards:
         self._check_range(offset, count)
         index = bisect_right(self._starts, offset) - 1
         while done < count:
-            part = self._parts[index]
-            start = offset + done - part.first_token
-            take = min(count - done, part.tokens - start)
-            self._blocks.read(part.name, part.files, start, tokens[done : done + take])
+            part = self.parts[index]
+            start = offset + done - part.entry.first_token
+            take = min(count - done, part.entry.tokens - start)
+            self._blocks.read(part.entry.name, part.files, start, tokens[done : done + take])
             done += take
             index += 1
 
@@ -229,22 +317,12 @@ class TokenShards:
             )
 
     def document_ends(self) -> np.ndarray:
-        """The exclusive end of every document in the whole stream, int64 [num_documents].
+        """Return the exclusive end of every document in the whole stream, int64 [num_documents].
 
         Each part's .docs file is compared with its hash. Raises ShardError.
         """
-        ends = [np.empty(0, dtype=np.int64)]
-        for part in self._parts:
-            path = self.folder / f"{part.name}.docs"
-            content = read_checked(path, part.files["docs"]["sha256"])
-            found = np.frombuffer(content, dtype="<u8")[: part.documents].astype(np.int64)
-            if len(found) and found[-1] != part.tokens:
-                raise ShardError(
-                    f"{self.folder / part.name}.docs: document {part.documents} ends at token "
-                    f"{found[-1]}, expected {part.tokens} by {MANIFEST}; {way_out(part.name)}"
-                )
-            ends.append(found + part.first_token)
-        return np.concatenate(ends)
+        ends = [part.document_ends() + part.entry.first_token for part in self.parts]
+        return np.concatenate([np.empty(0, dtype=np.int64), *ends])
 
     def close(self) -> None:
         """Close the open files; reading again opens them again."""
@@ -257,8 +335,8 @@ class TokenShards:
         self.close()
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """manifest.json with a known format and version, and a list of parts."""
+def read_manifest(folder: Path) -> Manifest:
+    """Return the split's manifest, if it is of a known format and version. Raises ShardError."""
     build = "`python -m data_prep build --source ... --tokenizer ... --out DATA` makes one"
     if not folder.is_dir():
         raise ShardError(f"{folder}: no such folder of token shards; {build}")
@@ -267,41 +345,44 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         if any(folder.glob("part-*")):
             raise ShardError(f"{folder}: the build is unfinished (no {MANIFEST}); {BUILD_AGAIN}")
         raise ShardError(f"{folder}: no {MANIFEST}, so not a folder of token shards; {build}")
-    damaged = f"{path}: unfinished or damaged; delete it and {BUILD_AGAIN}"
     try:
-        manifest = json.loads(read_small(path))
-    except ValueError:
-        raise ShardError(damaged) from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ShardError(f"{path}: not a manifest of the format {FORMAT!r}; {build}")
-    if manifest.get("version") != VERSION:
+        stored = read_json(path)
+        if stored.get("format") != FORMAT:
+            raise ShardError(f"{path}: not a manifest of the format {FORMAT!r}; {build}")
+        if stored.get("version") not in (WITHOUT_BYTE_ENDS, VERSION):
+            raise ShardError(
+                f"{path}: format version {stored.get('version')!r}, this program reads "
+                f"{WITHOUT_BYTE_ENDS} and {VERSION}; build the data again"
+            )
+        return read_record(path, Manifest)
+    except UnreadableFile as error:
+        raise ShardError(f"{error}; delete it and {BUILD_AGAIN}") from None
+
+
+def read_mark(folder: Path, name: str, sha256: str = "") -> NamedMark:
+    """Return the commit mark of part `name`, compared with `sha256` unless it is "".
+
+    Raises ShardError.
+    """
+    path = folder / f"{name}.json"
+    content = read_small(path)
+    if sha256 and hashlib.sha256(content).hexdigest() != sha256:
         raise ShardError(
-            f"{path}: format version {manifest.get('version')!r}, this program reads {VERSION}; "
-            f"build the data again"
+            f"{path}: this commit mark's hash does not fit the manifest's fingerprint: one of the "
+            f"two was changed; {way_out(name)}"
         )
     try:
-        for entry in manifest["parts"]:
-            if not isinstance(entry["name"] + entry["mark_sha256"], str):
-                raise TypeError
-    except (KeyError, TypeError):
-        raise ShardError(damaged) from None
-    return manifest
+        return NamedMark.parse(name, content)
+    except ValueError as error:
+        raise ShardError(f"{path}: no commit mark ({error}); {way_out(name)}") from None
 
 
-def _open_part(folder: Path, entry: dict[str, Any], mark: dict[str, Any]) -> Part:
-    """The part of a manifest's entry, once its files have the sizes in its commit mark."""
-    for suffix, known in mark["files"].items():
-        path = folder / f"{entry['name']}.{suffix}"
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise ShardError(f"{path}: is missing; {way_out(entry['name'])}") from None
-        except OSError as error:
-            raise ShardError(f"{path}: cannot be read: {error.strerror}") from error
-        if size != known["size"]:
-            raise ShardError(
-                f"{path}: {size} bytes, expected {known['size']}; {way_out(entry['name'])}"
-            )
-    return Part(
-        entry["name"], entry["first_token"], entry["tokens"], entry["documents"], mark["files"]
-    )
+def _check_size(path: Path, expected: int) -> None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise ShardError(f"{path}: is missing; {way_out(path.stem)}") from None
+    except OSError as error:
+        raise ShardError(f"{path}: cannot be read: {error.strerror}") from error
+    if found != expected:
+        raise ShardError(f"{path}: {found} bytes, expected {expected}; {way_out(path.stem)}")

@@ -20,7 +20,7 @@ import sentencepiece
 import tokenizers
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.piece_bounds import SPACE, ModelFacts
+from canon_pretrain.data.pieces import SPACE, ModelFacts
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 
 NUM_PROBES = 2000

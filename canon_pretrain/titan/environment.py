@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
+from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.kernels.hardware import near_cores
@@ -35,13 +36,6 @@ def prepare_process(environ: MutableMapping[str, str] = os.environ) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS has a lower one than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextmanager

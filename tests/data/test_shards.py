@@ -235,16 +235,16 @@ def test_a_unit_is_complete_with_its_last_mark(tmp_path: Path) -> None:
     ]
     assert not list(tmp_path.glob("*.tmp"))
     assert unit_marks(tmp_path, 3, "") is None
-    with pytest.raises(ShardError, match="part-00000-0.json: missing"):
+    with pytest.raises(ShardError, match="part-00000-0.json: is missing"):
         write_manifest(tmp_path, 1, vocab_size=VOCAB, eos_id=2)
     remove_unit(tmp_path, 3)
     assert list(tmp_path.iterdir()) == []
     write(finish=True)
     marks = unit_marks(tmp_path, 3, "")
     assert marks is not None
-    assert [mark["last_in_unit"] for mark in marks] == [False, False, True]
-    assert [mark["rows"] for mark in marks] == [[0, 1], [1, 2], [2, 3]]
-    assert marks[-1]["skipped"] == {"empty": 2}
+    assert [mark.last_in_unit for mark in marks] == [False, False, True]
+    assert [mark.rows for mark in marks] == [(0, 1), (1, 2), (2, 3)]
+    assert marks[-1].skipped == {"empty": 2}
     assert unit_marks(tmp_path, 3, "another plan") is None
     (tmp_path / "part-00003-1.crc").write_bytes(b"")
     assert unit_marks(tmp_path, 3, "") is None
@@ -312,8 +312,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "mark missing": (lambda f: (f / "part-00000-0.json").unlink(), "part-00000-0.json: is missing"),
     "mark edited": (lambda f: flip(f / "part-00000-1.json", 60), "does not fit the manifest's"),
     "manifest missing": (lambda f: (f / "manifest.json").unlink(), "the build is unfinished"),
-    "manifest cut": (lambda f: os.truncate(f / "manifest.json", 99), "unfinished or damaged"),
-    "manifest a list": (lambda f: (f / "manifest.json").write_text("[]"), "not a manifest of"),
+    "manifest cut": (lambda f: os.truncate(f / "manifest.json", 99), "is damaged"),
+    "manifest a list": (lambda f: (f / "manifest.json").write_text("[]"), "no JSON object"),
     "other format": (lambda f: edit_manifest(f, lambda m: m.update(format="mds")), "not a manif"),
     "other version": (lambda f: edit_manifest(f, lambda m: m.update(version=9)), "version 9"),
     "count edited": (
@@ -330,9 +330,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "field dropped": (
         lambda f: edit_manifest(f, lambda m: m.pop("eos_id")),
-        "does not fit its own fingerprint",
+        "is damaged: eos_id",
     ),
-    "parts dropped": (lambda f: edit_manifest(f, lambda m: m.pop("parts")), "or damaged"),
+    "parts dropped": (lambda f: edit_manifest(f, lambda m: m.pop("parts")), "is damaged: parts"),
 }  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """Every faster way to encode gives the ids of SentencePieceProcessor.encode, on any text."""
 
+import hashlib
 import io
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,10 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from canon_pretrain.data.piece_bounds import ModelFacts, PieceBounds
-from canon_pretrain.data.piece_encoder import PieceEncoder
-from canon_pretrain.data.sentencepiece_model import SentencePieceModel
-from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.train_tokenizer import train_tokenizer
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.pieces import ModelFacts, PieceBounds, PieceEncoder
+from canon_pretrain.data.tokenizer import SentencePieceModel, Tokenizer
+from data_prep.settle import train_tokenizer
 
 LINES = (
     "the cat sat on the mat, and the end of it came: don't ask (why)!",
@@ -167,7 +168,7 @@ def test_a_model_that_fails_the_check_at_load_is_encoded_whole(
 
 
 def _no_pairs(bounds: PieceBounds, pieces: list[str]) -> None:
-    bounds.pairs = bounds._pairs = frozenset()
+    bounds.pairs = frozenset()
     bounds.before_spaces = bounds.around_newlines = bounds.around_letters = True
 
 
@@ -177,3 +178,39 @@ def test_a_giant_document_has_the_same_ids() -> None:
     reference = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
     assert len(text) > 900_000
     assert tokenizer.encode(text).tolist() == reference.encode(text)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    path.write_bytes(train_tokenizer(LINES, 400))
+    return path
+
+
+def test_facts_of_the_model(path: Path) -> None:
+    tokenizer = Tokenizer.load(path)
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (400, 1, 2)
+    assert tokenizer.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    for text, ids in tokenizer.probe_ids().items():
+        assert ids == reference.encode(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "  two", "tab\tand\r\nline\n\n", "a\x00b", "h\u00e9llo \U0001f642 \u6f22\u5b57",
+             "\ufeffmark", "<0x0A> 123", "a</s><s><unk></s>", *LINES[:2]],
+)  # fmt: skip
+def test_round_trip_and_control_pieces_are_text(path: Path, text: str) -> None:
+    tokenizer = Tokenizer.load(path)
+    ids = tokenizer.encode(text)
+    assert not {0, tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist())
+    assert tokenizer.decode(np.append(ids, tokenizer.eos_id)) == text
+
+
+def test_files_that_are_no_model_are_refused(tmp_path: Path) -> None:
+    for place, message in ((tmp_path / "none.model", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(UserError, match=f"cannot be read: {message}"):
+            Tokenizer.load(place)
+    for content, message in ((b"", "is empty"), (b"\x0a\xff", "not a readable Sentence")):
+        with pytest.raises(UserError, match=message):
+            Tokenizer(content, "bad")

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data import hf_slices
-from canon_pretrain.data.hf_slices import SplitEncoder
+from canon_pretrain.data import hf_tokenizer
+from canon_pretrain.data.hf_tokenizer import SplitEncoder
 from canon_pretrain.data.tokenizer import FILE_NAMES, Tokenizer, load_tokenizer
-from data_prep.train_tokenizer import train_tokenizer
+from data_prep.settle import train_tokenizer
 
 LINES = [
     "the cat sat on the mat, and the end of it came: don't ask (why)!",
@@ -94,8 +94,8 @@ def llama_2() -> dict[str, Any]:
 FILES: dict[str, Callable[[], dict[str, Any]]] = {
     "gpt-2": lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "gpt-2 with a prefix": lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "llama-3": lambda: byte_level(split_by(hf_slices._SPLITS[0])),
-    "qwen-2": lambda: byte_level(split_by(hf_slices._SPLITS[1])),
+    "llama-3": lambda: byte_level(split_by(hf_tokenizer._SPLITS[0])),
+    "qwen-2": lambda: byte_level(split_by(hf_tokenizer._SPLITS[1])),
     "other": lambda: byte_level(split_by(r"\w+ \w+|\s|.")),
     "llama-2": llama_2,
 }

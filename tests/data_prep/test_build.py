@@ -116,21 +116,6 @@ def test_every_document_is_there_in_order(library: Path, reference: Path) -> Non
     assert stored_texts(reference / "validation", tokenizer) == held_out
 
 
-def test_held_out_documents_stay_when_the_source_grows(
-    tmp_path: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_library(tmp_path / "library")
-    for i in range(20):
-        (tmp_path / f"library/a{i}.py").write_text(f"another = {i}\n")
-    monkeypatch.setattr(sources, "source_root", lambda source: tmp_path / "library")
-    build(tmp_path / "data", "stdlib", str(reference / "tokenizer.model"), OPTIONS, workers=1)
-    tokenizer = Tokenizer.load(tmp_path / "data/tokenizer.model")
-    for split in ("train", "validation"):
-        before = stored_texts(reference / split, tokenizer)
-        after = stored_texts(tmp_path / "data" / split, tokenizer)
-        assert set(before) < set(after)
-
-
 def test_workers_do_not_change_the_bytes(tmp_path: Path, reference: Path) -> None:
     build(tmp_path / "data", "stdlib", TOKENIZER, OPTIONS, workers=2)
     assert snapshot(tmp_path / "data") == snapshot(reference)
@@ -258,8 +243,8 @@ def test_a_second_run_at_the_same_time_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("data_prep.finish.SETTLE_PATIENCE_S", 0.2)
-    monkeypatch.setattr("data_prep.units.UNIT_PATIENCE_S", 0.2)
+    monkeypatch.setattr("data_prep.folder.SETTLE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("data_prep.folder.UNIT_PATIENCE_S", 0.2)
     with locked(tmp_path / "build.lock", "x"):
         with pytest.raises(UserError, match="is being built by another process"):
             build(tmp_path, "stdlib", TOKENIZER, OPTIONS, workers=1)

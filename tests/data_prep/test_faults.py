@@ -21,7 +21,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.__main__ import main
 from data_prep.plan import Options, load_plan
-from data_prep.units import build_unit, unit_job
+from data_prep.units import UnitJob, build_unit
 from tests.checkpoint_folders import fill, small_disk
 from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
 from tests.support import ROOT
@@ -223,7 +223,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, disk: Path, workers: int) -> None:
     assert 1.5e6 < size < 3e6
     out = disk / "data"
     ballast = fill(disk)
-    with pytest.raises(UserError, match="the disk is full.*0.0 MB are free.*Make room"):
+    with pytest.raises(UserError, match="the disk is full.*are free.*Make room"):
         build_corpus(out, corpus, workers=workers, options=options)
 
     counts = []
@@ -252,7 +252,7 @@ def test_the_disk_is_foreseen_to_fill_up(
     build_corpus(tmp_path / "data", base / "corpus")
     printed = capsys.readouterr().out
     assert printed.count("warning:") == 1
-    assert "GB more, 0.000 GB are free" in printed.partition("unit 1:")[0]
+    assert "20.00 kB are free" in printed.partition("unit 1:")[0]
 
 
 # ---- changed inputs
@@ -448,7 +448,7 @@ def test_a_unit_whose_inputs_are_gone_keeps_its_parts(base: Path, tmp_path: Path
     for path in corpus.iterdir():
         path.unlink()
     with pytest.raises(UserError, match="is missing; every input is needed"):
-        build_unit(unit_job(tmp_path / "data", corpus, plan, 0))
+        build_unit(UnitJob.of(tmp_path / "data", corpus, plan, 0))
     after = snapshot(tmp_path / "data")
     del after["locks/unit-00000.lock"]
     assert after == before and damaged.exists()

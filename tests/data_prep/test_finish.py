@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.shards import ShardError, TokenShards
+from canon_pretrain.data.shards import Cut, ShardError, TokenShards
 from data_prep import finish as finish_module
 from data_prep.__main__ import main
 from data_prep.build import Shard
 from data_prep.finish import finish
+from data_prep.folder import SPLITS
 from data_prep.plan import Limits, is_held_out
-from data_prep.units import SPLITS
 from tests.corpora import OPTIONS, build_corpus, snapshot, write_corpus, write_tokenizer
-from tests.data_folders import tokenizer
+from tests.data_folders import forge_manifest, tokenizer
 
 UNITS = 5
 
@@ -155,10 +155,8 @@ def test_a_cut_elsewhere_than_at_a_document_end_is_found(base: Path) -> None:
     folder = base / "data/train"
     manifest = json.loads((folder / "manifest.json").read_bytes())
     names = [part["name"] for part in manifest["parts"]]
-    marks = [(name, (folder / f"{name}.json").read_bytes()) for name in names]
-    header = {**manifest, "cut": {**manifest["cut"], "tokens": manifest["cut"]["tokens"] - 1}}
-    forged = finish_module.make_manifest(header, marks)
-    (folder / "manifest.json").write_text(json.dumps(forged))
+    cut = Cut(**manifest["cut"] | {"tokens": manifest["cut"]["tokens"] - 1})
+    forge_manifest(folder, names, cut=cut)
     with TokenShards.open(folder) as shards, pytest.raises(ShardError, match="ends at token"):
         shards.document_ends()
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -174,23 +172,51 @@ def test_limits_that_nothing_fits_in_are_refused(base: Path) -> None:
     assert snapshot(base / "data") == before
 
 
-def test_a_cut_is_counted_from_the_inputs_that_were_built(base: Path, tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus")
+def test_a_cut_needs_no_inputs(base: Path, tmp_path: Path) -> None:
+    """The ends in text bytes are beside those in tokens."""
+    shutil.copytree(base / "corpus", tmp_path / "corpus")
     write_tokenizer(tmp_path / "tokenizer.model")
     build_corpus(tmp_path / "data", tmp_path / "corpus")
-    before = snapshot(tmp_path / "data")
-    path = tmp_path / "corpus/part1.jsonl"
-    good = path.read_bytes()
-    path.write_bytes(good.replace(b"the", b"thx", 1))
-    with pytest.raises(UserError, match=r"part1\.jsonl"):
-        finish(tmp_path / "data", Limits(max_documents=4))
-    path.unlink()
-    with pytest.raises(UserError, match=r"part1\.jsonl"):
-        finish(tmp_path / "data", Limits(max_documents=4))
-    assert snapshot(tmp_path / "data") == before
-    path.write_bytes(good)
+    shutil.rmtree(tmp_path / "corpus")
     finish(tmp_path / "data", Limits(max_documents=4))
     check_limited(base, tmp_path / "data", Limits(max_documents=4))
+
+
+def test_a_folder_without_byte_ends_goes_on(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built by an earlier program: read, continued and repaired in its own format, not cut."""
+    out = tmp_path / "data"
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.settle.VERSION", 2)
+        build_corpus(out, base / "corpus")
+    finish(base / "data", Limits())
+    old, new = snapshot(out), snapshot(base / "data")
+    assert json.loads(old["plan.json"])["version"] == 2
+    assert {name for name in new if name.endswith((".bin", ".crc")) and old[name] != new[name]} == (
+        set()
+    )
+    docs = [name for name in new if name.endswith(".docs")]
+    assert all(new[name].startswith(old[name]) for name in docs)
+    assert all(len(new[name]) == 2 * len(old[name]) for name in docs)
+    plain, other = TokenShards.open(base / "data/train"), TokenShards.open(out / "train")
+    assert plain.num_bytes == other.num_bytes and plain.fingerprint != other.fingerprint
+    assert plain.document_ends().tolist() == other.document_ends().tolist()
+
+    for path in out.glob("*/part-00003-*"):
+        path.unlink()
+    build_corpus(out, base / "corpus")
+    assert snapshot(out) == old
+    (out / "train/part-00001-0.docs").write_bytes(b"")
+    main(["verify", str(out), "--repair"])
+    assert snapshot(out).items() >= old.items()
+
+    with pytest.raises(UserError, match="into a new folder"):
+        finish(out, Limits(max_documents=30))
+    # at the end of a part there is nothing to cut
+    first = plain.parts[0].entry.documents
+    finish(out, Limits(max_documents=first))
+    assert len(stored(out / "train")) == first
 
 
 def test_a_kill_between_the_manifests_leaves_no_pair_of_two_limits(
@@ -268,15 +294,3 @@ def test_a_changed_mark_is_not_taken_for_the_truth(base: Path, tmp_path: Path) -
     build_corpus(out, base / "corpus")
     finish(base / "data", Limits())
     assert snapshot(out) == snapshot(base / "data")
-
-
-def test_inputs_that_moved_are_found_by_root(base: Path, tmp_path: Path) -> None:
-    shutil.copytree(base / "corpus", tmp_path / "before")
-    shutil.copy(base / "tokenizer.model", tmp_path)
-    build_corpus(tmp_path / "data", tmp_path / "before")
-    (tmp_path / "before").rename(tmp_path / "after")
-    with pytest.raises(UserError, match="is missing"):
-        finish(tmp_path / "data", Limits(max_documents=30))
-    finish(tmp_path / "data", Limits(max_documents=30), tmp_path / "after")
-    with TokenShards.open(tmp_path / "data/train") as shards:
-        assert shards.num_documents == 30

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from data_prep.files import natural_key
+from data_prep import sources
 from data_prep.plan import Input
-from data_prep.rows import Document, Skipped
-from data_prep.sources import HUB_SOURCES, Selection, fetch, open_input, select
-from data_prep.stdlib import TOPICS, list_inputs, read_rows
+from data_prep.rows import TOPICS, Document, Skipped, stdlib_rows
+from data_prep.sources import Selection, fetch, natural_order, open_input, select
 
 FINEWEB = "sample/100BT/{:03d}_{:05d}.parquet"
 SLIMPAJAMA = "train/chunk{}/example_train_{}.jsonl.zst"
@@ -32,7 +31,7 @@ def paths(selection: Selection) -> list[str]:
 
 def test_natural_order() -> None:
     given = ["chunk10/a", "chunk2/b", "chunk2/a10", "chunk2/a9", "Z", "7"]
-    assert sorted(given, key=natural_key) == [
+    assert sorted(given, key=natural_order) == [
         "7", "Z", "chunk2/a9", "chunk2/a10", "chunk2/b", "chunk10/a",
     ]  # fmt: skip
 
@@ -40,19 +39,23 @@ def test_natural_order() -> None:
 # stdlib
 
 
-def test_inputs_are_topics_then_sources_without_tests(tmp_path: Path) -> None:
+def test_inputs_are_topics_then_sources_without_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left_out = ["x/test/a.py", "x/tests/a.py", "idlelib/idle_test/a.py", "x/__pycache__/a.py"]
     left_out += ["site-packages/a.py", "d.txt"]
     make(tmp_path, "b10.py", "b9.py", TOPICS, "a/c.py", "x/testing.py", *left_out)
-    assert list_inputs(tmp_path) == [TOPICS, "a/c.py", "b9.py", "b10.py", "x/testing.py"]
+    monkeypatch.setattr(sources, "source_root", lambda source: tmp_path)
+    assert paths(select("stdlib")) == [TOPICS, "a/c.py", "b9.py", "b10.py", "x/testing.py"]
+    make(tmp_path / "y", "z.txt")
+    monkeypatch.setattr(sources, "source_root", lambda source: tmp_path / "y")
     with pytest.raises(UserError, match="no .py sources"):
-        list_inputs(make(tmp_path / "y", "z.txt"))
+        select("stdlib")
 
 
 def test_the_running_python_has_topics_and_sources() -> None:
     selection = select("stdlib")
     assert selection.inputs[0].path == TOPICS
-    assert [known.path for known in selection.inputs] == list_inputs(selection.root)
     assert {"os.py", "json/decoder.py"} <= {known.path for known in selection.inputs}
     assert 8e6 < sum(known.size for known in selection.inputs) < 3e7
     assert (selection.unit_files, selection.unit_bytes) == (None, 2_000_000)
@@ -67,7 +70,7 @@ def test_the_running_python_has_topics_and_sources() -> None:
 
 def test_decoding() -> None:
     def only(content: bytes) -> Document | Skipped:
-        (row,) = read_rows("a.py", content)
+        (row,) = stdlib_rows("a.py", content)
         return row
 
     assert only("é\r\n".encode()) == Document("é\r\n", "é\r\n".encode())
@@ -80,11 +83,11 @@ def test_decoding() -> None:
 
 
 def test_topics_that_are_no_documents() -> None:
-    rows = list(read_rows(TOPICS, b"topics = {'b': '', 'a': 'y\\ud800', 'c': 'x'}"))
+    rows = list(stdlib_rows(TOPICS, b"topics = {'b': '', 'a': 'y\\ud800', 'c': 'x'}"))
     repaired = Document("y\ufffd", "y\ufffd".encode(), "", "lone surrogate")
     assert rows == [repaired, Skipped("empty"), Document("x", b"x")]
     with pytest.raises(UserError, match="no dict of topics"):
-        list(read_rows(TOPICS, b"x = 1"))
+        list(stdlib_rows(TOPICS, b"x = 1"))
 
 
 # local
@@ -123,20 +126,6 @@ def test_links_are_followed_but_never_twice(tmp_path: Path) -> None:
         select("local", [folder])
 
 
-def test_local_errors(tmp_path: Path) -> None:
-    make(tmp_path, "a/x.jsonl", "a/y.csv", "b/z.csv")
-    with pytest.raises(UserError, match="needs --files FILE_OR_FOLDER"):
-        select("local")
-    with pytest.raises(UserError, match=r"--files .*/c: no file or folder of this name"):
-        select("local", [tmp_path / "c"])
-    with pytest.raises(UserError, match=r"y\.csv: unknown format; expected one of: .jsonl.zst"):
-        select("local", [tmp_path / "a" / "y.csv"])
-    with pytest.raises(UserError, match="no file of a known format"):
-        select("local", [tmp_path / "b"])
-    with pytest.raises(UserError, match=r"x\.jsonl is already given by .*name it once"):
-        select("local", [tmp_path / "a", tmp_path / "a" / "x.jsonl"])
-
-
 # mirrors of the hub's datasets
 
 
@@ -167,25 +156,6 @@ def test_slimpajama_is_its_train_chunks_in_natural_order(tmp_path: Path) -> None
     assert (selection.unit_files, selection.group_field) == (24, "meta.redpajama_set_name")
     one = select("slimpajama", [tmp_path / "train" / "chunk2"])
     assert (one.root, paths(one)) == (tmp_path, [SLIMPAJAMA.format(2, i) for i in (0, 9, 10)])
-
-
-def test_mirror_errors(tmp_path: Path) -> None:
-    make(tmp_path / "a", "x.jsonl", "sample/10BT/000_00000.parquet", "b/sample/100BT/other.parquet")
-    with pytest.raises(UserError, match="no files train/chunk.* of slimpajama in it"):
-        select("slimpajama", [tmp_path / "a"])
-    make(tmp_path / "two", FINEWEB.format(0, 0), "copy/" + FINEWEB.format(0, 0))
-    with pytest.raises(UserError, match="several folders hold .*; name the one that is meant"):
-        select("fineweb-edu", [tmp_path / "two"])
-    # no folder is ever guessed: of two samples, neither is the one of 100BT
-    make(tmp_path / "a", "sample/350BT/000_00000.parquet")
-    with pytest.raises(UserError, match="several folders hold"):
-        select("fineweb-edu", [tmp_path / "a"])
-    make(tmp_path / "c", FINEWEB.format(0, 0), "sample/100BT/x.parquet")
-    given = [tmp_path / "c" / FINEWEB.format(0, 0), tmp_path / "c/sample/100BT/x.parquet"]
-    with pytest.raises(UserError, match=r"x\.parquet: not named sample/100BT/"):
-        select("fineweb-edu", given)
-    with pytest.raises(UserError, match="a copy on disk has no branches or tags"):
-        select("fineweb-edu", [tmp_path / "c"], revision="main")
 
 
 COMMIT, OTHER = "1" * 40, "2" * 40
@@ -245,31 +215,36 @@ def test_fetch_of_files_on_disk(tmp_path: Path) -> None:
             fetch(source, COMMIT, tmp_path, [Input("a.jsonl", 1, ""), Input("b.jsonl", 1, "")])
 
 
-def test_the_table() -> None:
-    assert {name: (s.folder, s.unit_files) for name, s in HUB_SOURCES.items()} == {
-        "fineweb-edu": ("sample/100BT", 1),
-        "slimpajama": ("train", 24),
-    }
-
-
-def test_errors(tmp_path: Path) -> None:
-    known = "stdlib, fineweb-edu, slimpajama, local"
-    with pytest.raises(UserError, match=f"'pile' is unknown; expected one of: {known}"):
-        select("pile")
-    with pytest.raises(UserError, match="'slimpyjama' .*'slimpajama' perhaps"):
-        select("slimpyjama")
-    with pytest.raises(UserError, match="--files .* with --source stdlib: it takes none"):
-        select("stdlib", [tmp_path])
-    with pytest.raises(UserError, match="--revision main with --source local"):
-        select("local", [tmp_path], revision="main")
-    with pytest.raises(UserError, match="--text-field 'body' with --source fineweb-edu"):
-        select("fineweb-edu", [tmp_path], text_field="body")
-    with pytest.raises(UserError, match="--text-field '' with --source local"):
-        select("local", [tmp_path], text_field="")
-
-
-def test_another_sample_of_the_dataset_is_refused(tmp_path: Path) -> None:
-    mirror = make(tmp_path / "m", "sample/350BT/000_00000.parquet")
-    for folder in (mirror, mirror / "sample" / "350BT"):
-        with pytest.raises(UserError, match="this is 350BT by its name, fineweb-edu is 100BT"):
-            select("fineweb-edu", [folder])
+@pytest.mark.parametrize(
+    ("source", "files", "more", "message"),
+    [
+        ("pile", [], {}, "'pile' is unknown; expected one of: stdlib, fineweb-edu"),
+        ("slimpyjama", [], {}, "'slimpyjama' .*\"slimpajama\""),
+        ("stdlib", ["a"], {}, "--files .* with --source stdlib"),
+        ("local", ["a"], {"revision": "main"}, "--revision main with --source local"),
+        ("fineweb-edu", ["a"], {"text_field": "body"}, "--text-field 'body' with"),
+        ("local", ["a"], {"text_field": ""}, "--text-field '' with --source local"),
+        ("local", [], {}, "needs --files FILE_OR_FOLDER"),
+        ("local", ["c"], {}, "--files .*/c: no file or folder"),
+        ("local", ["a/y.csv"], {}, r"y\.csv: unknown format; expected one of: .jsonl.zst"),
+        ("local", ["b"], {}, "no file of a known format"),
+        ("local", ["a", "a/x.jsonl"], {}, r"x\.jsonl is already given by"),
+        ("slimpajama", ["a"], {}, "no files train/chunk.* of slimpajama in it"),
+        ("fineweb-edu", ["two"], {}, "several folders hold"),
+        # no folder is ever guessed: of two samples, neither is the one of 100BT
+        ("fineweb-edu", ["samples"], {}, "several folders hold"),
+        ("fineweb-edu", ["m"], {}, "this is 350BT by its name, fineweb-edu is 100BT"),
+        ("fineweb-edu", ["m/sample/350BT"], {}, "this is 350BT by its name"),
+        ("fineweb-edu", ["d", "x.parquet"], {}, r"x\.parquet: not named sample/100BT/"),
+        ("fineweb-edu", ["d"], {"revision": "main"}, "a copy on disk has no branches"),
+    ],
+)
+def test_refusals(
+    tmp_path: Path, source: str, files: list[str], more: dict[str, str], message: str
+) -> None:
+    make(tmp_path, "a/x.jsonl", "a/y.csv", "b/z.csv", "x.parquet", "d/" + FINEWEB.format(0, 0))
+    make(tmp_path / "two", FINEWEB.format(0, 0), "copy/" + FINEWEB.format(0, 0))
+    make(tmp_path / "samples", "10BT/000_00000.parquet", "350BT/000_00000.parquet")
+    make(tmp_path / "m", "sample/350BT/000_00000.parquet")
+    with pytest.raises(UserError, match=message):
+        select(source, [tmp_path / name for name in files], **more)

@@ -12,18 +12,20 @@ import pytest
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.lock import locked
 from canon_pretrain.data import shard_writer
-from canon_pretrain.data.shards import BLOCK_BYTES, make_manifest
-from data_prep import repair
+from canon_pretrain.data.shards import BLOCK_BYTES, Cut
+from data_prep import parts
+from data_prep import verify as verify_module
 from data_prep.__main__ import main
 from data_prep.build import build
 from data_prep.finish import finish
-from data_prep.part_check import LEVELS
+from data_prep.folder import SPLITS
+from data_prep.parts import LEVELS
 from data_prep.plan import Limits, Options
 from data_prep.show import show_document
 from data_prep.stats import stats
-from data_prep.units import SPLITS
 from data_prep.verify import verify
-from tests.data_folders import plant_data, sentence
+from tests import corpora
+from tests.data_folders import forge_manifest, plant_data, sentence
 
 OPTIONS = Options(holdout=0.3, unit_bytes=1500, max_part_tokens=300)
 
@@ -53,22 +55,18 @@ def flip(path: Path, at: int | None = None) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.suffix != ".lock"
-    }
+    return {name: data for name, data in corpora.snapshot(folder).items() if ".lock" not in name}
 
 
-def edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes, indent=2) + "\n")
+def names_of(split: Path) -> list[str]:
+    return [part["name"] for part in json.loads((split / "manifest.json").read_bytes())["parts"]]
 
 
-def damaged_by(folder: Path, level: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What verify says of a damaged folder."""
+def refused(capsys: pytest.CaptureFixture[str], folder: Path, *level: str, **more: Any) -> str:
+    """What verify says of a folder that is, or stays, damaged."""
     capsys.readouterr()
     with pytest.raises(UserError) as caught:
-        verify(folder, level)
+        verify(folder, *level, **more)
     return capsys.readouterr().out + str(caught.value)
 
 
@@ -85,7 +83,7 @@ def test_a_flipped_byte_in_any_file_is_found(
         flip(path)
         # these files are small: a sample is all of them
         for level in ("sample", "full") if good else ("size",):
-            assert path.name in damaged_by(data, level, capsys)
+            assert path.name in refused(capsys, data, level)
         path.write_bytes(good)
     verify(data)
 
@@ -96,9 +94,8 @@ def test_level_size_reads_no_content(data: Path, capsys: pytest.CaptureFixture[s
     verify(data, "size")
     (data / "train/part-00001-0.crc").write_bytes(b"")
     flip(data / "validation/part-00000-0.json")
-    said = damaged_by(data, "size", capsys)
-    assert "part-00001-0.crc: 0 bytes, expected" in said
-    assert "part-00000-0.json: is not the mark in the manifest" in said
+    said = refused(capsys, data, "size")
+    assert "part-00001-0.crc: 0 bytes, expected" in said and "part-00000-0.json: " in said
 
 
 def test_missing_files_are_all_reported(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,9 +107,9 @@ def test_missing_files_are_all_reported(data: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit, match="2"):
         main(["verify", str(data)])
     printed = capsys.readouterr()
-    for name in ("train/part-00000-0.bin: is missing", "validation/manifest.json", "00002-0.docs"):
+    for name in ("00000-0.bin: is missing", "validation/manifest.json", "00002-0.docs",
+                 "validation/part-00003-0.bin", "train/part-00001-0"):  # fmt: skip
         assert name in printed.out
-    assert "validation/part-00003-0.bin" in printed.out and "train/part-00001-0" in printed.out
     assert printed.err.startswith(f"error: {data}: 5 fault(s) found; --repair rebuilds 4 part(s)")
 
 
@@ -123,8 +120,8 @@ def test_the_damaged_blocks_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
     flip(path, 3 * BLOCK_BYTES + 5)
     flip(path, 11 * BLOCK_BYTES)
     for level in ("sample", "full"):
-        said = damaged_by(tmp_path / "data", level, capsys)
-        assert f"64-KiB blocks 3, 11 (from byte {3 * BLOCK_BYTES}) not as the CRC32 says" in said
+        said = refused(capsys, tmp_path / "data", level)
+        assert f"64-KiB blocks 3, 11 (from byte {3 * BLOCK_BYTES})" in said
 
 
 def test_a_part_that_was_written_wrong_is_found(
@@ -145,7 +142,7 @@ def test_a_part_that_was_written_wrong_is_found(
         patch.setattr(shard_writer.UnitWriter, "add", without_eos)
         patch.setattr(shard_writer, "block_crcs", lambda content: np.zeros(1, dtype="<u4"))
         build(data, "local", "train:300", OPTIONS, workers=1, files=[built[0]])
-    said = damaged_by(data, "full", capsys)
+    said = refused(capsys, data)
     assert "documents ending with EOS: 0, expected" in said
     assert "64-KiB block 0 (from byte 0) not as the CRC32 says" in said
 
@@ -160,8 +157,7 @@ def test_an_eos_inside_a_document_is_found(
 
     monkeypatch.setattr(shard_writer.UnitWriter, "add", with_eos)
     plant_data(tmp_path / "data", [[sentence(1, 40), sentence(2, 40)]])
-    said = damaged_by(tmp_path / "data", "full", capsys)
-    assert "EOS ids inside documents: 2, expected 0" in said
+    assert "EOS ids inside documents: 2, expected 0" in refused(capsys, tmp_path / "data")
 
 
 def test_documents_begin_with_bos(
@@ -172,54 +168,48 @@ def test_documents_begin_with_bos(
 ) -> None:
     options = Options(holdout=0.3, bos=True, unit_bytes=600)
     build(tmp_path / "data", "local", "train:300", options, workers=1, files=[built[0]])
-    # documents that lie across the pieces that are read
-    monkeypatch.setattr("data_prep.part_check.PIECE_BYTES", 50)
-    monkeypatch.setattr("data_prep.part_check.block_crcs", lambda content: np.zeros(0, "<u4"))
-    capsys.readouterr()
-    with pytest.raises(UserError):
-        verify(tmp_path / "data")
-    said = capsys.readouterr().out
+    # documents that lie across the chunks that are read; those have no CRCs then
+    monkeypatch.setattr("data_prep.parts.CHUNK_BYTES", 50)
+    monkeypatch.setattr("data_prep.parts.block_crcs", lambda content: np.zeros(0, "<u4"))
+    said = refused(capsys, tmp_path / "data")
     assert "EOS" not in said and "BOS" not in said
-    monkeypatch.setattr(
-        "data_prep.part_check.Ids.of", classmethod(lambda cls, plan: cls(300, 2, 9))
-    )
-    with pytest.raises(UserError):
-        verify(tmp_path / "data")
-    assert "documents beginning with BOS: 0, expected" in capsys.readouterr().out
+    monkeypatch.setattr("data_prep.parts.Ids.of", classmethod(lambda cls, plan: cls(300, 2, 9)))
+    said = refused(capsys, tmp_path / "data")
+    assert "documents beginning with BOS: 0, expected" in said
 
 
 def test_a_manifest_that_fits_itself_and_not_the_plan(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = data / "train/manifest.json"
-    good = json.loads(path.read_bytes())
-    names = [part["name"] for part in good["parts"]]
-    marks = [(name, (data / f"train/{name}.json").read_bytes()) for name in names]
-    for header, listed, fault in (
-        (good, marks[:-1], "ends before unit"),
-        (good, marks[1:], "lists part-"),
-        (good, [*marks[:2], *marks[3:]], "lists part-"),
-        (good | {"vocab_size": 301}, marks, "vocab_size is 301, the plan's is 300"),
-        (good | {"eos_id": 1}, marks, "eos_id is 1, the plan's is 2"),
-        (good | {"plan_sha256": "0" * 64}, marks, "plan_sha256 is"),
-        (good | {"tokenizer_sha256": "0" * 64}, marks, "tokenizer_sha256 is"),
-        (good | {"limits": {"max_tokens": 9}}, marks, "more than the limit 9"),
-    ):
-        path.write_text(json.dumps(make_manifest(header, listed)))
-        said = damaged_by(data, "size", capsys)
+    good, names = path.read_bytes(), names_of(data / "train")
+    forged: list[tuple[dict[str, Any], list[str], str]] = [
+        ({}, names[:-1], "ends before unit"),
+        ({}, names[1:], "lists part-"),
+        ({}, [*names[:2], *names[3:]], "lists part-"),
+        ({"vocab_size": 301}, names, "vocab_size is 301, the plan's is 300"),
+        ({"eos_id": 1}, names, "eos_id is 1, the plan's is 2"),
+        ({"plan_sha256": "0" * 64}, names, "plan_sha256 is"),
+        ({"tokenizer_sha256": "0" * 64}, names, "tokenizer_sha256 is"),
+        ({"limits": {"max_tokens": 9}}, names, "more than the limit 9"),
+    ]
+    for changes, listed, fault in forged:
+        path.write_bytes(good)
+        forge_manifest(data / "train", listed, **changes)
+        said = refused(capsys, data, "size")
         assert "train/manifest.json: " in said and fault in said
-    path.write_text(json.dumps(good | {"num_tokens": good["num_tokens"] + 1}))
-    assert "does not fit the commit marks" in damaged_by(data, "size", capsys)
-    for damage in (b"", b"[]", b'{"parts": [{"name": "../x", "mark_sha256": ""}]}', b"\xff"):
+    stored = json.loads(good)
+    path.write_text(json.dumps(stored | {"num_tokens": stored["num_tokens"] + 1}))
+    assert "does not fit the commit marks" in refused(capsys, data, "size")
+    stored["parts"][0]["name"] = "../x"
+    for damage in (b"", b"[]", json.dumps(stored).encode(), b"\xff"):
         path.write_bytes(damage)
-        assert "train/manifest.json: cannot be read" in damaged_by(data, "full", capsys)
+        assert "train/manifest.json: cannot be read" in refused(capsys, data)
 
 
 def test_limits(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = json.loads((data / "train/manifest.json").read_bytes())
     limit = whole["num_documents"] - whole["parts"][-1]["documents"] - 2
-    (data / "train/manifest.json").unlink()
-    (data / "validation/manifest.json").unlink()
     finish(data, Limits(max_documents=limit))
     manifest = json.loads((data / "train/manifest.json").read_bytes())
     assert manifest["cut"] and manifest["num_documents"] == limit
@@ -232,38 +222,33 @@ def test_limits(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_document(data, limit - 1)
     with pytest.raises(UserError, match=f"has the documents 0 to {limit - 1}"):
         show_document(data, limit)
-    marks = [
-        (part["name"], (data / f"train/{part['name']}.json").read_bytes())
-        for part in manifest["parts"]
-    ]
-    cut = manifest["cut"] | {"tokens": manifest["cut"]["tokens"] - 1}
-    (data / "train/manifest.json").write_text(
-        json.dumps(make_manifest(manifest | {"cut": cut}, marks))
-    )
-    assert "no document ends there" in damaged_by(data, "size", capsys)
-    fewer = make_manifest(manifest | {"cut": None}, marks[:1])
-    (data / "train/manifest.json").write_text(json.dumps(fewer))
-    assert "the splits do not end together" in damaged_by(data, "size", capsys)
+    names = names_of(data / "train")
+    cut = Cut(**manifest["cut"] | {"tokens": manifest["cut"]["tokens"] - 1})
+    forge_manifest(data / "train", names, cut=cut)
+    assert "no document ends there" in refused(capsys, data, "size")
+    forge_manifest(data / "train", names[:1], cut=None)
+    assert "the splits do not end together" in refused(capsys, data, "size")
 
 
-def test_a_mark_of_other_inputs_is_found(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Marks and manifest agree with each other; the plan says something else."""
-    for change, fault in (
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
         ({"inputs": {"m0.jsonl": "0" * 64}}, "was made from m0.jsonl with sha256 0000"),
         ({"plan_sha256": "0" * 64}, "is the mark of another plan"),
         ({"unit": 1}, "is the mark of part-00001-0"),
-    ):
-        folder = data.with_name("changed")
-        shutil.copytree(data, folder)
-        edit(folder / "train/part-00000-0.json", **change)
-        path = folder / "train/manifest.json"
-        manifest = json.loads(path.read_bytes())
-        names = [part["name"] for part in manifest["parts"]]
-        marks = [(name, (folder / f"train/{name}.json").read_bytes()) for name in names]
-        path.write_text(json.dumps(make_manifest(manifest, marks)))
-        said = damaged_by(folder, "size", capsys)
-        assert "train/part-00000-0.json: " in said and fault in said
-        shutil.rmtree(folder)
+        ({"max_id": -1}, "no commit mark of this format"),
+    ],
+)
+def test_a_mark_of_something_else_is_found(
+    data: Path, change: dict[str, Any], fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Marks and manifest agree with each other; the plan says something else."""
+    path = data / "train/part-00000-0.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
+    if "max_id" not in change:
+        forge_manifest(data / "train", names_of(data / "train"))
+    said = refused(capsys, data, "size")
+    assert "train/part-00000-0.json: " in said and fault in said
 
 
 def test_not_a_data_folder(tmp_path: Path, data: Path) -> None:
@@ -271,8 +256,6 @@ def test_not_a_data_folder(tmp_path: Path, data: Path) -> None:
         verify(tmp_path / "none")
     with pytest.raises(UserError, match=r"no plan\.json"):
         verify(tmp_path)
-    with pytest.raises(UserError, match="--level 'most' is unknown"):
-        verify(data, "most")
     with pytest.raises(UserError, match="--workers is 0"):
         verify(data, workers=0)
 
@@ -287,12 +270,14 @@ def test_repair_gives_every_damaged_file_its_bytes_again(
         (data / f"{split}/part-00002-0.crc").write_bytes(b"")
         flip(data / f"{split}/part-00003-0.json")
     kept = (data / "train/part-00004-0.bin").stat().st_ino
+    (data / verify_module.SCRATCH).mkdir()
+    (data / verify_module.SCRATCH / "left by a kill").touch()
     verify(data, repair=True)
     assert snapshot(data) == good
     assert "ok again, 8 part(s) rebuilt" in capsys.readouterr().out
     # what is whole was not touched
     assert (data / "train/part-00004-0.bin").stat().st_ino == kept
-    assert not (data / repair.SCRATCH).exists() and not (data / "locks").exists()
+    assert not (data / verify_module.SCRATCH).exists() and not (data / "locks").exists()
     verify(data, repair=True)
 
 
@@ -302,9 +287,8 @@ def test_repair_of_a_damaged_manifest_is_finish(
     good = snapshot(data)
     flip(data / "train/part-00000-0.bin")
     (data / "train/manifest.json").unlink()
-    with pytest.raises(UserError, match=r"1 fault\(s\) left"):
-        verify(data, repair=True)
-    assert "still damaged: " in capsys.readouterr().out
+    said = refused(capsys, data, repair=True)
+    assert "1 fault(s) left" in said and "still damaged: " in said
     finish(data, Limits())
     assert snapshot(data) == good
 
@@ -318,9 +302,7 @@ def test_repair_refuses_changed_inputs(
     before = snapshot(data)
     source = texts / "m0.jsonl"
     source.write_text(source.read_text().replace("the", "The"))
-    with pytest.raises(UserError, match=r"1 fault\(s\) left"):
-        verify(data, repair=True, root=texts)
-    said = capsys.readouterr().out
+    said = refused(capsys, data, repair=True, root=texts)
     assert "unit 0 cannot be repaired" in said and "m0.jsonl" in said
     after = snapshot(data)
     assert {name for name in after if after[name] != before[name]} == {"train/part-00002-0.bin"}
@@ -339,51 +321,32 @@ def test_repair_puts_nothing_in_place_that_is_not_the_marks(
         real(self, np.append(ids[1:], ids[-1]), **known)
 
     monkeypatch.setattr(shard_writer.UnitWriter, "add", other)
-    with pytest.raises(UserError, match=r"1 fault\(s\) left"):
-        verify(data, repair=True)
-    assert "the inputs make other bytes now" in capsys.readouterr().out
+    assert "the inputs make other bytes now" in refused(capsys, data, repair=True)
     assert snapshot(data) == before
 
 
-def test_repair_needs_room_and_no_other_repair(
+def test_repair_needs_room_its_tokenizer_and_no_other_repair(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flip(data / "train/part-00000-0.bin")
-    with (
-        locked(data / repair.LOCK, "x"),
-        pytest.raises(UserError, match="the repair of .* another process"),
-    ):
-        verify(data, repair=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(repair, "free_bytes", lambda path: 10)
-        with pytest.raises(UserError, match="left after the repair"):
-            verify(data, repair=True)
-    assert "make room" in capsys.readouterr().out
-    (data / repair.SCRATCH).mkdir()
-    (data / repair.SCRATCH / "left by a kill").touch()
-    verify(data, repair=True)
-
-
-def test_repair_without_its_tokenizer_or_room_replaces_nothing(
-    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flip(data / "train/part-00000-0.bin")
-    model = (data / "tokenizer.model").read_bytes()
-    flip(data / "tokenizer.model", 0)
     before = snapshot(data)
-    with pytest.raises(UserError, match=r"2 fault\(s\) left"):
-        verify(data, repair=True)
-    assert snapshot(data) == before
-    (data / "tokenizer.model").write_bytes(model)
+    with locked(data / verify_module.LOCK, "x"):
+        assert "another process" in refused(capsys, data, repair=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "free_bytes", lambda path: 10)
+        assert "make room" in refused(capsys, data, repair=True)
 
     def full(self: object, *args: object, **known: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(shard_writer.UnitWriter, "add", full)
-        with pytest.raises(UserError, match=r"1 fault\(s\) left"):
-            verify(data, repair=True)
-    assert "the disk is full" in capsys.readouterr().out
+        assert "the disk is full" in refused(capsys, data, repair=True)
+    assert snapshot(data) == before
+    flip(data / "tokenizer.model", 0)
+    assert "2 fault(s) left" in refused(capsys, data, repair=True)
+    flip(data / "tokenizer.model", 0)
+    assert snapshot(data) == before
     verify(data, repair=True)
 
 

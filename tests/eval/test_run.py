@@ -32,7 +32,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Results, read_results, write_results
-from data_prep.train_tokenizer import train_tokenizer
+from data_prep.settle import train_tokenizer
 from eval import harness
 from eval.__main__ import main
 from eval.harness import open_tasks

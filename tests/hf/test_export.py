@@ -237,7 +237,7 @@ def test_a_tokenizer_that_cannot_be_carried_over(
 
 
 def test_another_tokenizer_is_refused(of_texts: Path, checkpoint: Path, tmp_path: Path) -> None:
-    from data_prep.train_tokenizer import train_tokenizer
+    from data_prep.settle import train_tokenizer
 
     other = tmp_path / "tokenizer.model"
     other.write_bytes(train_tokenizer([sentence(seed, 90) for seed in range(40, 60)], 300))

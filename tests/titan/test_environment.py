@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from canon_pretrain import train
+from canon_pretrain.core.cli import available_cores
 from canon_pretrain.titan import environment
-from canon_pretrain.titan.environment import available_cores, prepare_process
+from canon_pretrain.titan.environment import prepare_process
 from tests.support import ROOT
 
 STAND_IN = """

@@ -4,7 +4,7 @@ import pytest
 import sentencepiece
 
 from canon_pretrain.core.errors import UserError
-from data_prep.train_tokenizer import MAX_LINE_BYTES, train_tokenizer
+from data_prep.settle import MAX_LINE_BYTES, train_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 2024\n", "the cat sat on the mat, then the end\n" * 5]
 

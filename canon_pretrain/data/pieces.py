@@ -1,0 +1,261 @@
+"""Texts encoded slice by slice and word by word, where that gives the ids of the whole text.
+
+Used by both tokenizer formats: SentencePiece takes GBs for a document of 30 MB, and most words have
+been seen before. The argument, for BPE: every symbol that arises while a text is merged is a piece
+of the vocabulary (bpe_model.cc looks each candidate up in it). Where two neighbouring characters
+occur side by side in no piece, no merge joins them; the merges left and right of that place then
+have no symbol in common, and the order in which they are done, by score and then from the left, is
+within each side the same as without the other. Characters without a piece become bytes one by one.
+What could reach across is excluded by `ModelFacts.refusal`: normalisation, symbols matched before
+merging, runs of unknown characters made one.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+SPACE = "\u2581"
+"""What the format writes for a space; in a text the two are the same."""
+
+_BPE = 2
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+
+# Encoders take several times as long, and GBs, for a character of a document of 30 MB.
+SLICE_CHARACTERS = 1 << 18
+# Encoded both ways when a model is loaded: what another version of a library could change.
+CHECK = (
+    "Hello world.  Two   spaces,\n\n\tand (a_1b2) 'quotes'\n    return x[10:]  \n </s> <0x0A>"
+    "\u2581\u2581marks \u2581 Z\u00fcrich \u6f22\u5b57\u3002 \U0001f9ec\U0001f9ec e\u0301\x00 "
+)
+# Two generations of this many words and of runs: 170 MB where no word ever repeats (measured).
+CAPACITY = 1 << 18
+# Longer ones are seldom seen twice.
+MAX_WORD = 48
+# Ids are kept as the bytes of an array: joining those is several times faster than chaining lists.
+_STORED = np.dtype("=u4")
+
+_WORDS = re.compile(r" *[^ ]+| +").findall
+_WORDS_AND_NEWLINES = re.compile(r" *[^ \n]+|\n+| +").findall
+_RUNS = re.compile(r" *[A-Za-z]+| *[^ A-Za-z]+| +").findall
+
+
+@dataclass
+class ModelFacts:
+    """What a SentencePiece file says that decides where its texts can be cut."""
+
+    model_type: int = 1
+    byte_fallback: bool = False
+    space_is_suffix: bool = False
+    dummy_prefix: bool = True
+    drops_spaces: bool = True
+    escapes_spaces: bool = True
+    normalizes: bool = False
+    pieces: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    odd_pieces: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, model: bytes) -> "ModelFacts":
+        """Read them from the bytes of a sentencepiece_model.proto, which SentencePiece could load.
+
+        By hand: SentencePiece's own Python module for it wants one exact version of protobuf.
+        """
+        facts = cls()
+        for number, value in _fields(model):
+            if number == 1:
+                facts._add_piece(dict(_fields(value)))
+            elif number == 2:
+                trainer = dict(_fields(value))
+                facts.model_type = trainer.get(3, facts.model_type)
+                facts.space_is_suffix = bool(trainer.get(24, facts.space_is_suffix))
+                facts.byte_fallback = bool(trainer.get(35, facts.byte_fallback))
+            elif number == 3:
+                normalizer = dict(_fields(value))
+                facts.normalizes = facts.normalizes or bool(normalizer.get(2))
+                facts.dummy_prefix = bool(normalizer.get(3, facts.dummy_prefix))
+                facts.drops_spaces = bool(normalizer.get(4, facts.drops_spaces))
+                facts.escapes_spaces = bool(normalizer.get(5, facts.escapes_spaces))
+        return facts
+
+    def _add_piece(self, piece: dict[int, Any]) -> None:
+        kind = piece.get(3, _NORMAL)
+        if kind == _BYTE:
+            self.num_bytes += 1
+        elif kind not in (_UNKNOWN, _CONTROL):  # those two are never matched in a text
+            text = piece[1].decode()
+            self.pieces.append(text)
+            if kind != _NORMAL:
+                self.odd_pieces.append(text)
+
+    def refusal(self) -> str:
+        """Return why a text must be encoded whole; empty where the argument above holds."""
+        for refused, reason in (
+            (self.model_type != _BPE, "it is no BPE model"),
+            (not self.byte_fallback or self.num_bytes != 256, "it has no byte fallback"),
+            (self.normalizes, "it normalises characters"),
+            (self.drops_spaces, "it drops repeated spaces"),
+            (not self.escapes_spaces, "it does not escape spaces"),
+            (self.space_is_suffix, "its spaces end words"),
+            (bool(self.odd_pieces), f"it has user-defined or unused pieces {self.odd_pieces[:1]}"),
+        ):
+            if refused:
+                return reason
+        return ""
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """The (number, value) of each field of a protobuf message; a value that is no varint: bytes."""
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        kind = tag & 7
+        if kind == 0:
+            value, at = _varint(message, at)
+            yield tag >> 3, value
+            continue
+        if kind == 2:
+            size, at = _varint(message, at)
+        else:
+            size = {1: 8, 5: 4}[kind]
+        yield tag >> 3, message[at : at + size]
+        at += size
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        at += 1
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return value, at
+
+
+class PieceBounds:
+    """The pairs of characters that some piece holds side by side; cuts are between all others."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        pairs = {
+            left + right for piece in pieces for left, right in zip(piece, piece[1:], strict=False)
+        }
+        spaces = {pair.replace(SPACE, " ") for pair in pairs}
+        self.pairs = frozenset(pairs | spaces)
+        self.before_spaces = not any(pair[1] == " " != pair[0] for pair in spaces)
+        """Whether a text can be cut before every run of spaces."""
+        self.around_newlines = not any("\n" in pair and pair != "\n\n" for pair in spaces)
+        """Whether it can be cut before and after every run of newlines."""
+        self.around_letters = not any(
+            _is_letter(pair[0]) != _is_letter(pair[1]) and pair[0] != " " for pair in spaces
+        )
+        """Whether it can be cut where ASCII letters begin (unless after a space) or end."""
+
+    def cut(self, text: str, size: int) -> Iterator[str]:
+        """Yield `text` in slices of `size` characters, or more where no cut is safe before."""
+        start = 0
+        while len(text) - start > size:
+            at = start + size
+            while at < len(text) and text[at - 1 : at + 1] in self.pairs:
+                at += 1
+            yield text[start:at]
+            start = at
+        if start < len(text):
+            yield text[start:]
+
+
+def _is_letter(character: str) -> bool:
+    return character.isascii() and character.isalpha()
+
+
+class PieceEncoder:
+    """`encode` of a text, in slices and through a word cache where `pieces` allow one.
+
+    `encode` returns the ids of a text, nothing added, in a model for which the argument above
+    holds; `pieces` are all that it can match; `prefix` goes before each text.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        pieces: list[str],
+        prefix: str,
+        *,
+        slice_characters: int = SLICE_CHARACTERS,
+        capacity: int = CAPACITY,
+    ) -> None:
+        self._prefix = prefix
+        self._bounds = PieceBounds(pieces)
+        self._slice_characters = slice_characters
+        self._encode = encode
+        self._cache: _WordCache | None = None
+        self.method = "giant documents in slices"
+        if self._bounds.before_spaces:
+            self._cache = _WordCache(encode, self._bounds, capacity)
+            self.method = "word cache"
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of `text`, int64 [tokens]."""
+        if not text:
+            return np.empty(0, dtype=np.int64)
+        text = self._prefix + text.replace(SPACE, " ")
+        if len(text) <= self._slice_characters:
+            return self._encode_slice(text)
+        slices = self._bounds.cut(text, self._slice_characters)
+        return np.concatenate([self._encode_slice(part) for part in slices])
+
+    def _encode_slice(self, text: str) -> np.ndarray:
+        if self._cache is not None:
+            return self._cache.encode(text)
+        return np.array(self._encode(text), dtype=np.int64)
+
+
+class _WordCache:
+    """An exact, bounded cache of words over `encode`, for bounds that allow cuts before spaces.
+
+    A text's ids are those of its words, one after the other. A word keeps the spaces before it; a
+    run of newlines is a word. A new word is put together from its runs of letters and of other
+    characters, where no piece crosses those either.
+    """
+
+    def __init__(
+        self, encode: Callable[[str], list[int]], bounds: PieceBounds, capacity: int
+    ) -> None:
+        def encode_bytes(word: str) -> bytes:
+            return np.array(encode(word), dtype=_STORED).tobytes()
+
+        of_new = encode_bytes
+        if bounds.around_letters:
+            runs = _Remembered(encode_bytes, capacity)
+
+            def of_new(word: str) -> bytes:
+                return b"".join(map(runs.__getitem__, _RUNS(word)))
+
+        self._words = _Remembered(of_new, capacity)
+        self._split = _WORDS_AND_NEWLINES if bounds.around_newlines else _WORDS
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of `text`, int64 [tokens]; U+2581 must have been made a space."""
+        ids = b"".join(map(self._words.__getitem__, self._split(text)))
+        return np.frombuffer(ids, dtype=_STORED).astype(np.int64)
+
+
+class _Remembered(dict[str, bytes]):
+    """word -> its ids, computed where missing; the words of the last two generations are kept."""
+
+    def __init__(self, compute: Callable[[str], bytes], capacity: int) -> None:
+        super().__init__()
+        self._compute = compute
+        self._capacity = capacity
+        self._old: dict[str, bytes] = {}
+
+    def __missing__(self, word: str) -> bytes:
+        ids = self._old.get(word) or self._compute(word)
+        if len(word) <= MAX_WORD:
+            if len(self) >= self._capacity:
+                self._old = dict(self)
+                self.clear()
+            self[word] = ids
+        return ids

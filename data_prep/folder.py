@@ -1,0 +1,125 @@
+"""A data folder: its splits, locks, tokenizer and which of its units are there.
+
+    DATA/plan.json  DATA/tokenizer.model (or .json)  DATA/train/  DATA/validation/
+
+Shared by the commands that write one. flock drops a lock when its process ends, so that no kill
+leaves one behind.
+"""
+
+import argparse
+import errno
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import free_bytes
+from canon_pretrain.core.lock import locked
+from canon_pretrain.core.text import size
+from canon_pretrain.data.shard_writer import unit_marks
+from canon_pretrain.data.tokenizer import Tokenizer
+from data_prep.plan import Limits, TokenizerRecord
+
+TRAIN = "train"
+VALIDATION = "validation"
+SPLITS = (TRAIN, VALIDATION)
+LOCK = "build.lock"
+UNIT_LOCKS = "locks"
+# Training a tokenizer is the longest that another process may hold the lock.
+SETTLE_PATIENCE_S = 3600.0
+# A killed run's worker notices within milliseconds; more means a second run is at work.
+UNIT_PATIENCE_S = 10.0
+
+
+def say(line: str) -> None:
+    """Print one line at once, also into a pipe."""
+    print(line, flush=True)
+
+
+def settling(folder: Path) -> AbstractContextManager[None]:
+    """The lock under which a folder's plan, tokenizer and manifests are written."""
+    return locked(
+        folder / LOCK,
+        str(folder),
+        patience_s=SETTLE_PATIENCE_S,
+        on_wait=lambda: say(
+            f"waiting: another process settles the plan of {folder} (it holds {folder / LOCK})"
+        ),
+    )
+
+
+def unit_lock(folder: Path, unit: int) -> AbstractContextManager[None]:
+    """The lock under which one unit's parts are written."""
+    path = folder / UNIT_LOCKS / f"unit-{unit:05d}.lock"
+    return locked(path, f"unit {unit} of {folder}", patience_s=UNIT_PATIENCE_S)
+
+
+def is_complete(out: Path, unit: int, plan_sha256: str) -> bool:
+    """Whether the unit is committed in both splits."""
+    return all(unit_marks(out / split, unit, plan_sha256) is not None for split in SPLITS)
+
+
+def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
+    """Load the folder's tokenizer. Raises UserError unless it is, and encodes as, the plan's."""
+    tokenizer = Tokenizer.find(out, eos=record.eos_id)
+    path = out / tokenizer.file_name
+    if tokenizer.sha256 != record.sha256:
+        raise UserError(
+            f"{path}: sha256 {tokenizer.sha256[:16]}..., the plan's is {record.sha256[:16]}...: it "
+            f"was changed; delete it and run the same `python -m data_prep build` again"
+        )
+    for text, ids in tokenizer.probe_ids().items():
+        if ids != record.probe_ids[text]:
+            raise UserError(
+                f"{path}: {text!r} gives the ids {ids}, the plan has {record.probe_ids[text]}: "
+                f"this version of the tokenizer's library encodes otherwise than the one that made "
+                f"the plan; install that one, or build into a new folder"
+            )
+    return tokenizer
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add --max-documents and --max-tokens."""
+    parser.add_argument(
+        "--max-documents",
+        type=int,
+        metavar="N",
+        help="end the training stream after N documents (default: all)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="end the training stream at the last document that fits into N tokens (default: all)",
+    )
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    """The limits that the command line names. Raises UserError."""
+    return Limits(arguments.max_documents, arguments.max_tokens)
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Raise UserError where the disk of `folder` is full or refuses; other errors pass through.
+
+    A unit that could not be written is left out whole: its commit mark is missing, so the next run
+    builds it.
+    """
+    refused = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            quota = "the quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
+            raise UserError(
+                f"{folder}: {quota}{where}: {size(free_bytes(folder))} are free; what was finished "
+                f"stays whole. Make room and run the same command again, which continues"
+            ) from error
+        if error.errno in refused:
+            raise UserError(
+                f"{folder}: cannot be written: {error.strerror}{where}; what was finished stays "
+                f"whole. Check the disk and its permissions and run the same command again"
+            ) from error
+        raise
