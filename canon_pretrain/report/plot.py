@@ -71,6 +71,8 @@ def html_page(content: Json) -> str:
 
 def figure(value: object, form: str = ",.4f") -> str:
     """Return a figure for a table: – for None, words ("NaN") as they are."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "–"
     if value is None:
         return "–"
     return format(value, form) if isinstance(value, int | float) else str(value)

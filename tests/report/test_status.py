@@ -475,15 +475,3 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m canon_pretrain.run status {tmp_path} --json | head -c 10"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == '{\n  "time"' and done.stderr == ""
-
-
-def test_every_command_is_there() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "canon_pretrain.run", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    for name in ("status", "plot", "diff", "export", "profile"):
-        assert f"    {name} " in done.stdout

@@ -51,7 +51,8 @@
 
   // ---- traces: a style is the label, the runs and the color of what is drawn
 
-  const brief = (value) => (page.narrow() ? value?.toPrecision(3) : value?.toPrecision(5));
+  const brief = (value) => value?.toLocaleString(
+    "en-US", { maximumSignificantDigits: page.narrow() ? 3 : 5 });
   const quiet = { hoverinfo: "skip", hovertemplate: null };
   const faded = (hex, alpha) => hex + Math.round(255 * alpha).toString(16).padStart(2, "0");
   const named = (style, more) => ({ type: "scatter", name: plain(short(style.label)), ...more });
