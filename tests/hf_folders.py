@@ -80,7 +80,7 @@ def refused(folder: Path, match: str, **options: Any) -> None:
     out = folder.with_name(f"{folder.name}-out")
     with pytest.raises(UserError, match=match):
         import_folder(folder, out, **options)
-    assert not out.exists() and not list(folder.parent.glob(".importing*"))
+    assert not out.exists() and not list(folder.parent.glob(".*.importing*"))
 
 
 FORKED = multiprocessing.get_context("forkserver")  # with all imports done: see tests/ranks.py

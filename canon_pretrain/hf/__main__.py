@@ -48,11 +48,9 @@ def _import(arguments: argparse.Namespace) -> None:
         ignore=arguments.ignore,
     )
     print(f"imported to {found.checkpoint}; the [model] section is {found.model_toml}")
-    model_only = [] if arguments.state_from else ["--checkpoint.initial_load_model_only"]
-    if arguments.state_from:
-        model_only = ["--checkpoint.no_initial_load_model_only"]
-    words = ["--checkpoint.initial_load_path", str(found.checkpoint), *model_only]
-    print(f"train on from it in a new run folder with: {' '.join(words)}")
+    switch = "no_initial_load_model_only" if arguments.state_from else "initial_load_model_only"
+    words = f"--checkpoint.initial_load_path {found.checkpoint} --checkpoint.{switch}"
+    print(f"train on from it in a new run folder with: {words}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,39 +59,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True)
     out = commands.add_parser("export", help="a checkpoint as a folder for transformers")
-    out.add_argument(
-        "checkpoint",
-        type=Path,
-        metavar="RUN",
-        help="its newest step, or RUN/checkpoint/step-N",
-    )
-    out.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    out.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    out.add_argument("--tokenizer", type=Path, metavar="PATH", help="where the tokenizer is now")
-    out.add_argument(
-        "--eos", metavar="TOKEN", help="what ends a text, where its file leaves it open"
-    )
-    out.add_argument("--no-tokenizer", action="store_true", help="weights and code alone")
-    out.add_argument("--force", action="store_true", help="replace an earlier export")
     out.set_defaults(run=_export)
+    add = out.add_argument
+    about = "its newest step, or RUN/checkpoint/step-N"
+    add("checkpoint", type=Path, metavar="RUN", help=about)
+    add("out", type=Path, metavar="OUT", help="a new folder")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--tokenizer", type=Path, metavar="PATH", help="where the tokenizer is now")
+    add("--eos", metavar="TOKEN", help="what ends a text, where its file leaves it open")
+    add("--no-tokenizer", action="store_true", help="weights and code alone")
+    add("--force", action="store_true", help="replace an earlier export")
     into = commands.add_parser("import", help="a Hugging Face folder as a checkpoint")
-    into.add_argument("folder", type=Path, metavar="HF_FOLDER")
-    into.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    into.add_argument(
-        "--state-from",
-        type=Path,
-        metavar="RUN/checkpoint/step-N",
-        help="take optimizer, schedule and data position from here, for a run that goes on",
-    )
-    into.add_argument("--step", type=int, default=0, metavar="N", help="the checkpoint's name (0)")
-    into.add_argument(
-        "--ignore",
-        nargs="+",
-        default=[],
-        metavar="FIELD",
-        help="fields of config.json that are known to change nothing",
-    )
     into.set_defaults(run=_import)
+    add = into.add_argument
+    add("folder", type=Path, metavar="HF_FOLDER")
+    add("out", type=Path, metavar="OUT", help="a new folder")
+    about = "take optimizer, schedule and data position from here, for a run that goes on"
+    add("--state-from", type=Path, metavar="RUN/checkpoint/step-N", help=about)
+    add("--step", type=int, default=0, metavar="N", help="the checkpoint's name (0)")
+    about = "fields of config.json that are known to change nothing"
+    add("--ignore", nargs="+", default=[], metavar="FIELD", help=about)
     return parser
 
 

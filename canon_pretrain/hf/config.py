@@ -95,6 +95,23 @@ _LLAMA_FIELDS = (
     *("tie_word_embeddings", "rope_theta", "attention_bias", "attention_dropout", "mlp_bias", OWN),
 )
 
+_SAME = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+    "rope_theta": "rope_theta",
+    "canon_set": "canon_set",
+    "canon_kernel": "canon_kernel",
+    "canon_activation": "canon_activation",
+    "canon_residual": "canon_residual",
+}
+"""Fields that are ours under another name."""
+
 # what only the sub-dictionary can say, by its name in ModelArgs; the second part changes how a
 # model is trained and not what it computes
 _CHANGES_THE_MODEL = ("position", "ffn", "norm", "bias", "qk_norm", "document_mask")
@@ -108,24 +125,12 @@ def to_fields(args: ModelArgs) -> dict[str, Any]:
     is_expressible = not own.keys() & set(_CHANGES_THE_MODEL)
     found: dict[str, Any] = {
         **DEFAULTS,
-        "vocab_size": args.vocab_size,
-        "hidden_size": args.dim,
-        "intermediate_size": args.ffn_dim,
-        "num_hidden_layers": args.num_layers,
-        "num_attention_heads": args.num_heads,
+        **{theirs: getattr(args, ours) for theirs, ours in _SAME.items()},
         "num_key_value_heads": args.kv_heads,
         "head_dim": args.head_dim,
         "hidden_act": GELU if args.ffn_activation == "gelu" else args.ffn_activation,
-        "max_position_embeddings": args.max_seq_len,
-        "rms_norm_eps": args.norm_eps,
-        "tie_word_embeddings": args.tie_embeddings,
-        "rope_theta": args.rope_theta,
         "rope_version": LINGUA if is_expressible else OWN,
         "qk_norm": args.qk_norm != "none",
-        "canon_set": args.canon_set,
-        "canon_kernel": args.canon_kernel,
-        "canon_activation": args.canon_activation,
-        "canon_residual": args.canon_residual,
     }
     if args.position == "nope":
         found["rope_scaling"] = {"rope_type": "linear", "factor": NO_ROTATION}
@@ -159,25 +164,18 @@ def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
 
 
 def _own(args: ModelArgs) -> dict[str, Any]:
-    """What of `args` the released class has no field for."""
-    own: dict[str, Any] = {}
-    if args.position in _OWN_POSITIONS:
-        own["position"] = args.position
-    for name in ("ffn", "norm", "bias"):
-        if getattr(args, name) != getattr(ModelArgs, name):
-            own[name] = getattr(args, name)
-    if args.qk_norm == "per_head":
-        own["qk_norm"] = args.qk_norm
-    if args.document_mask:
-        own |= {"document_mask": True, "eos_id": args.eos_id}
-    for name in _CHANGES_TRAINING:
-        if getattr(args, name) != getattr(ModelArgs, name):
-            own[name] = getattr(args, name)
-    return own
+    """Return what of `args` the released class has no field for."""
+    own = {name: getattr(args, name) for name in _CHANGES_THE_MODEL + _CHANGES_TRAINING}
+    if args.position not in _OWN_POSITIONS:
+        del own["position"]
+    if args.qk_norm == "full":
+        del own["qk_norm"]
+    kept = ("eos_id",) if args.document_mask else ()
+    return {n: value for n, value in own.items() if n in kept or value != getattr(ModelArgs, n)}
 
 
 def to_args(given: Mapping[str, Any]) -> ModelArgs:
-    """The model that the fields of a config.json describe; what they leave out is DEFAULTS'.
+    """Return the model that the fields of a config.json describe, with DEFAULTS for the others.
 
     `rope_version` only says how the weights are laid out, and is `layout`'s. Raises UserError,
     naming the field, for what these models can't be.
@@ -187,30 +185,19 @@ def to_args(given: Mapping[str, Any]) -> ModelArgs:
     _check_kinds(found)
     _refuse_others(found)
     own = _own_fields(found)
-    num_heads = found["num_attention_heads"]
-    num_kv_heads = found["num_key_value_heads"] or num_heads
+    num_kv_heads = found["num_key_value_heads"] or 0
     known = {
-        "vocab_size": found["vocab_size"],
-        "num_layers": found["num_hidden_layers"],
-        "dim": found["hidden_size"],
-        "num_heads": num_heads,
-        "num_kv_heads": 0 if num_kv_heads == num_heads else num_kv_heads,
-        "ffn_dim": found["intermediate_size"],
+        **{ours: found[theirs] for theirs, ours in _SAME.items()},
+        "num_kv_heads": 0 if num_kv_heads == found["num_attention_heads"] else num_kv_heads,
         "ffn_activation": "gelu" if found["hidden_act"] == GELU else found["hidden_act"],
-        "max_seq_len": found["max_position_embeddings"],
         "norm_eps": float(found["rms_norm_eps"]),
         **_position(found),
         "rope_theta": float(_rope(found).get("rope_theta") or found["rope_theta"]),
-        "canon_set": found["canon_set"] or "",
         "qk_norm": "per_head" if kind == "qwen3" else "full" if found["qk_norm"] else "none",
-        "tie_embeddings": bool(found["tie_word_embeddings"]),
     }
-    if known["canon_set"]:  # options of what is not there mean nothing
-        known |= {
-            "canon_kernel": found["canon_kernel"],
-            "canon_residual": found["canon_residual"],
-            "canon_activation": found["canon_activation"],
-        }
+    if not known["canon_set"]:  # options of what is not there mean nothing
+        known = {name: value for name, value in known.items() if not name.startswith("canon_")}
+        known["canon_set"] = ""
     return ModelArgs(**(known | own))
 
 

@@ -14,12 +14,8 @@ program loads it. One tensor is in memory at a time, or what a rank saved of it;
 process group is needed.
 """
 
-import contextlib
-import fcntl
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,15 +33,22 @@ from canon_pretrain.checkpoint.weights import (
     stream_weights,
 )
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import fsync_folder, write_json
+from canon_pretrain.core.files import (
+    UnreadableFile,
+    fsync_folder,
+    publish,
+    read_record,
+    rename,
+    write_json,
+)
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from canon_pretrain.hf.code import travelling_files
 from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_fields
 from canon_pretrain.hf.names import to_hf
 from canon_pretrain.hf.reading import CONFIG, halves_to_pairs, parameter_shapes
-from canon_pretrain.hf.safetensors_file import MAX_FILE_BYTES, plan_files, write_files
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
+from canon_pretrain.hf.writing import MAX_FILE_BYTES, folder_beside, plan_files, write_files
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import read_run
@@ -115,8 +118,7 @@ def export(
     found = _tokenizer(run, shards, tokenizer, eos, args) if with_tokenizer else None
     eos_id = found.eos_id if found else shards.eos_id if shards else None
     source = _Source(checkpoint, run, args, manifest, found, eos_id)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with _folder_beside(out) as temporary:
+    with folder_beside(out, "exporting") as temporary:
         shapes = {to_hf(name): tensor.shape for name, tensor in like.items()}
         plans = plan_files(shapes, DTYPES[dtype], max_file_bytes)
         tensors = _tensors(source, like, DTYPES[dtype])
@@ -170,12 +172,10 @@ def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
             "Choose another folder"
         )
     try:
-        files = json.loads((out / RECORD).read_text("utf-8"))["files"]
-        # a name alone: nothing outside is touched
-        known = all(isinstance(name, str) and name == Path(name).name for name in files)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        known = False
-    if not known:
+        files = read_record(out / RECORD, _Files).files
+    except UnreadableFile:
+        files = []
+    if not files or any(name != Path(name).name for name in files):  # nothing outside is touched
         raise UserError(
             f"{out / RECORD} does not list the export's files (an earlier version wrote it, or it "
             "is damaged), so --force can't tell them from yours. Choose another folder"
@@ -183,34 +183,11 @@ def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
     return files
 
 
-@contextlib.contextmanager
-def _folder_beside(out: Path) -> Iterator[Path]:
-    """A new folder for the files of `out`, gone in the end; first those of killed exports go.
+@dataclass(frozen=True)
+class _Files:
+    """What of RECORD a later export reads."""
 
-    A live export holds a lock on its folder, which ends with its process.
-    """
-    begin = f".{out.name}.exporting-"
-    for left in [path for path in out.parent.iterdir() if path.name.startswith(begin)]:
-        with contextlib.suppress(OSError), _locked(left):
-            shutil.rmtree(left)
-    temporary = Path(tempfile.mkdtemp(prefix=begin, dir=out.parent))
-    try:
-        with _locked(temporary):
-            temporary.chmod(0o777 & ~_umask())
-            yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; OSError if another process does, or if it is a link."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+    files: list[str]
 
 
 def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str, Any]) -> None:
@@ -220,8 +197,7 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
             os.fsync(file.fileno())
     fsync_folder(temporary)
     if old is None:
-        os.rename(temporary, out)
-        fsync_folder(out.parent)
+        publish(temporary, out)
         return
     new = record["files"]
     for name in {*old, *new}:
@@ -235,19 +211,13 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
     (out / CONFIG).unlink(missing_ok=True)
     fsync_folder(out)
     for name in set(new) - {CONFIG, RECORD}:
-        os.rename(temporary / name, out / name)
+        rename(temporary / name, out / name)
     for name in set(old) - set(new):
         (out / name).unlink(missing_ok=True)
     fsync_folder(out)
     for name in (CONFIG, RECORD):
-        os.rename(temporary / name, out / name)
+        rename(temporary / name, out / name)
     fsync_folder(out)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 # ---- what it is made from
@@ -372,14 +342,13 @@ def _readme(source: _Source, dtype: str) -> str:
     args = source.args
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
     plain = plain_fields(args)
-    trust, lm_eval_trust = (", trust_remote_code=True", ",trust_remote_code=True")
+    trust, lm_eval_trust = ", trust_remote_code=True", ",trust_remote_code=True"
     if plain is not None:
         trust = lm_eval_trust = ""
-    classes, load = ["AutoModelForCausalLM"], ["model = AutoModelForCausalLM"]
+    loads = {"model": "AutoModelForCausalLM"}
     notes = [f"`{RECORD}` says what these weights were made from, and lists the files."]
     if source.tokenizer is not None:
-        classes.append("AutoTokenizer")
-        load.append("tokenizer = AutoTokenizer")
+        loads["tokenizer"] = "AutoTokenizer"
         notes += [
             "The tokenizer adds no BOS, as in training; a text that needs a token before its first",
             "one begins with EOS.",
@@ -390,8 +359,11 @@ def _readme(source: _Source, dtype: str) -> str:
         f"{num_parameters(args):,} parameters in {dtype}, from step {source.manifest.step:,} of "
         "their training.",
         "",
-        f"    from transformers import {', '.join(classes)}",
-        *(f'    {word}.from_pretrained("THIS FOLDER"{trust})' for word in load),
+        f"    from transformers import {', '.join(loads.values())}",
+        *(
+            f'    {what} = {loader}.from_pretrained("THIS FOLDER"{trust})'
+            for what, loader in loads.items()
+        ),
         "",
         f"    lm_eval --model hf --model_args pretrained=THIS_FOLDER{lm_eval_trust} --tasks ...",
         "",

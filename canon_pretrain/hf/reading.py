@@ -8,18 +8,17 @@
 It reads JSON and safetensors, and of the released models lingua's two files (lingua.py): no code of
 the folder is run, nothing is unpickled freely, no link out of the folder is followed. Weights of
 LlamaCanon, of Llama, Qwen3 and SmolLM3 and of our own exports are understood. OUT is written as
-.importing-OUT beside it, and renamed.
+.OUT.importing beside it, and renamed.
 """
 
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,18 +38,24 @@ from canon_pretrain.checkpoint.weights import (
 )
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, fsync_folder, read_json, write_atomic
+from canon_pretrain.core.files import (
+    UnreadableFile,
+    fsync_folder,
+    publish,
+    read_json,
+    write_atomic,
+)
 from canon_pretrain.data.tokenizer import FILE_NAMES
 from canon_pretrain.hf import lingua
 from canon_pretrain.hf.config import HUGGINGFACE, MODEL_TYPES, layout, to_args, unknown
 from canon_pretrain.hf.names import to_hf, to_ours
+from canon_pretrain.hf.writing import INDEX, folder_beside
 from canon_pretrain.model.args import FLAVORS, ModelArgs, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 MODEL_TOML = "model.toml"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # tables that old Llama checkpoints hold, which follow from the config
@@ -81,14 +86,10 @@ def import_folder(
     config.json that are not known here and that the caller knows to change nothing. Takes the
     memory of the weights in float32 (of the whole state with `state_from`). Raises UserError, with
     nothing written, for a folder that is not there or not such a model, and where `out` exists or
-    another import of that name left its work unfinished.
+    another import of that name is at work.
     """
-    source, out = Path(source), Path(out)
-    temporary = out.with_name(f".importing-{out.name}")
     if os.path.lexists(out):
         raise UserError(f"{out} exists: name a new folder")
-    if os.path.lexists(temporary):
-        _refuse_unfinished(temporary)
     if step < 0:
         raise UserError(f"step = {step}: expected 0 or more")
     args = folder_args(source, ignore=ignore)
@@ -98,12 +99,7 @@ def import_folder(
         step = checkpoint_step(state_from)
         state = _training_state(state_from, parameter_shapes(args))
     weights = folder_weights(source, args)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        temporary.mkdir()  # two imports at a time: one of them gets it
-    except FileExistsError:
-        _refuse_unfinished(temporary)
-    try:
+    with folder_beside(out, "importing") as temporary:
         save_alone(
             state | weights,
             temporary / f"step-{step}",
@@ -119,11 +115,7 @@ def import_folder(
         for name in [name for name in FILE_NAMES if (source / name).is_file()][:1]:
             write_atomic(temporary / name, _file(source, name).read_bytes())
         fsync_folder(temporary)
-        os.rename(temporary, out)
-        fsync_folder(out.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        publish(temporary, out)
     return Imported(out / f"step-{step}", args, out / MODEL_TOML)
 
 
@@ -214,13 +206,6 @@ def parameter_shapes(args: ModelArgs) -> dict[str, torch.Size]:
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=1))  # no rotary tables, which would be real
     return {name: p.shape for name, p in model.named_parameters()}
-
-
-def _refuse_unfinished(temporary: Path) -> NoReturn:
-    raise UserError(
-        f"{temporary} is there: another import to this name is at work, or one was killed. Where "
-        f"none is at work, take it away: rm -r {temporary}"
-    )
 
 
 def _refuse_unknown(

@@ -12,7 +12,7 @@ text that has no context.
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -62,45 +62,37 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
 
 
 def _from_sentencepiece(model: bytes) -> dict[str, Any]:
-    """A tokenizer.json of a SentencePiece model."""
+    """Return the tokenizer.json of a SentencePiece model."""
     facts = ModelFacts.read(model)
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    if reason := _refusal(facts):
-        raise UserError(f"the tokenizer can't become a tokenizer.json: {reason}")
+    refusals = {
+        "it is no BPE and no unigram model": facts.model_type not in (_BPE, _UNIGRAM),
+        f"it has user-defined or unused pieces {facts.odd_pieces[:1]}": facts.odd_pieces,
+        "it normalises characters": facts.normalizes,
+        "its spaces end words": facts.space_is_suffix,
+        "it does not escape spaces": not facts.escapes_spaces,
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise UserError(f"the tokenizer can't become a tokenizer.json: {reason}")
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
-    special = [i for i in range(len(pieces)) if processor.is_control(i)]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     build = _bpe if facts.model_type == _BPE else _unigram
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_special_token(i, pieces[i]) for i in special],
-        "normalizer": _sequence("normalizers", _normalizers(facts)),
+        "added_tokens": [
+            {"id": i, "content": piece, **flags, "special": True}
+            for i, piece in enumerate(pieces)
+            if processor.is_control(i)
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": _normalizers(facts)},
         "pre_tokenizer": None,
         "post_processor": None,
-        "decoder": _sequence("decoders", _decoders(facts, pieces[processor.unk_id()])),
+        "decoder": {"type": "Sequence", "decoders": _decoders(facts, pieces[processor.unk_id()])},
         "model": build(processor, pieces, facts.byte_fallback),
     }
-
-
-def _refusal(facts: ModelFacts) -> str:
-    """Why there is no tokenizer.json with the same ids; empty where there is."""
-    if facts.model_type not in (_BPE, _UNIGRAM):
-        return "it is no BPE and no unigram model"
-    if facts.odd_pieces:
-        return f"it has user-defined or unused pieces {facts.odd_pieces[:1]}"
-    if facts.normalizes:
-        return "it normalises characters"
-    if facts.space_is_suffix:
-        return "its spaces end words"
-    if not facts.escapes_spaces:
-        return "it does not escape spaces"
-    return ""
-
-
-def _special_token(number: int, content: str) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": content, **flags, "special": True}
 
 
 def _normalizers(facts: ModelFacts) -> list[dict[str, Any]]:
@@ -138,23 +130,22 @@ def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
-def _sequence(name: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "Sequence", name: steps}
+def _is_special(processor: sentencepiece.SentencePieceProcessor, i: int) -> bool:
+    """Whether no text matches this piece."""
+    return processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)
 
 
 def _unigram(
     processor: sentencepiece.SentencePieceProcessor, pieces: list[str], byte_fallback: bool
 ) -> dict[str, Any]:
-    """Pieces with scores; those that no text matches get one that no path takes."""
-
-    def score(i: int) -> float:
-        special = processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)
-        return _NEVER if special else processor.get_score(i)
-
+    """Return pieces with scores; those that no text matches get one that no path takes."""
     return {
         "type": "Unigram",
         "unk_id": processor.unk_id(),
-        "vocab": [[piece, score(i)] for i, piece in enumerate(pieces)],
+        "vocab": [
+            [piece, _NEVER if _is_special(processor, i) else processor.get_score(i)]
+            for i, piece in enumerate(pieces)
+        ],
         "byte_fallback": byte_fallback,
     }
 
@@ -162,19 +153,20 @@ def _unigram(
 def _bpe(
     processor: sentencepiece.SentencePieceProcessor, pieces: list[str], byte_fallback: bool
 ) -> dict[str, Any]:
-    """Pieces, and every pair of pieces that makes one, the best first.
+    """Return pieces, and every pair of pieces that makes one, the best first.
 
     SentencePiece merges the pair whose piece has the highest score, so all pairs of a piece rank
     alike, and the leftmost goes first; here they rank one after the other.
     """
-    plain = [
-        i
-        for i in range(len(pieces))
-        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
-    ]
+    plain = [i for i in range(len(pieces)) if not _is_special(processor, i)]
     known = {pieces[i] for i in plain}
     ranked = sorted(plain, key=lambda i: (-processor.get_score(i), i))
-    merges = [pair for i in ranked for pair in _pairs(pieces[i], known)]
+    merges = [
+        [pieces[i][:at], pieces[i][at:]]
+        for i in ranked
+        for at in range(1, len(pieces[i]))
+        if pieces[i][:at] in known and pieces[i][at:] in known
+    ]
     return {
         "type": "BPE",
         "dropout": None,
@@ -187,12 +179,6 @@ def _bpe(
         "vocab": {piece: i for i, piece in enumerate(pieces)},
         "merges": merges,
     }
-
-
-def _pairs(piece: str, known: set[str]) -> Iterator[list[str]]:
-    for at in range(1, len(piece)):
-        if piece[:at] in known and piece[at:] in known:
-            yield [piece[:at], piece[at:]]
 
 
 def _without_special_tokens(post_processor: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -219,19 +205,16 @@ def _compare(tokenizer: Tokenizer, content: dict[str, Any]) -> None:
 
 
 def probe_texts(tokenizer: tokenizers.Tokenizer, count: int = NUM_PROBES) -> Iterator[str]:
-    """Texts that may trip a tokenizer up: its own pieces in any order, spaces, any characters."""
+    """Yield texts that may trip a tokenizer up: its pieces in any order, spaces, any characters."""
     names = list(tokenizer.get_vocab(with_added_tokens=True))
     odd = ["", " ", "  ", "\n", "\t", "\r\n", "\x00", SPACE, "\u200d", "e\u0301", "\U0001f642"]
     odd += ["\ufffd", "</s>", "<s>", "<unk>", "<0x0A>", "\u3000", "0123456789", "\ufb01", "\u0130"]
+    ranges = (range(0, 0x300), range(0x4E00, 0x4E40), range(0x1F600, 0x1F610))
+    kinds = (names, odd, [chr(i) for each in ranges for i in each])
     generator = random.Random(0)
     yield from odd
     for _ in range(count):
-        kind = generator.randrange(3)
-        words: Sequence[str] = names if kind == 0 else odd if kind == 1 else _any_characters()
+        words = kinds[generator.randrange(3)]
         picked = [generator.choice(words) for _ in range(generator.randrange(1, 12))]
         text = "".join(word if generator.random() < 0.8 else f" {word}" for word in picked)
         yield text.replace(SPACE, " ") if generator.random() < 0.9 else text
-
-
-def _any_characters() -> Sequence[str]:
-    return [chr(i) for i in (*range(0, 0x300), *range(0x4E00, 0x4E40), *range(0x1F600, 0x1F610))]

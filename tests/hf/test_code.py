@@ -72,7 +72,7 @@ def test_only_imports_change() -> None:
     [
         (
             "import canon_pretrain.core.errors\n",
-            "line 1: write `from canon_pretrain.core.errors import`",
+            "line 1: write `from canon_pretrain.x import`",
         ),
         ("from canon_pretrain.model import args\n", "canon_pretrain.model is no module"),
         ("\nfrom .errors import UserError\n", "line 2: write the import with the package's name"),

@@ -26,7 +26,7 @@ from canon_pretrain.hf.__main__ import main
 from canon_pretrain.hf.export import DTYPES, RECORD, export
 from canon_pretrain.hf.names import to_ours
 from canon_pretrain.hf.reading import import_folder
-from canon_pretrain.hf.safetensors_file import INDEX, plan_files, write_files
+from canon_pretrain.hf.writing import INDEX, plan_files, write_files
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.folder import RunFolder
 from tests import llama_canon
@@ -492,23 +492,23 @@ def test_an_export_under_way_is_left_to_its_process(
     of_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 17, item 15: only the folder of a killed export goes."""
-    killed, other = tmp_path / ".out.exporting-x", tmp_path / ".another.exporting-x"
+    killed, other = tmp_path / ".out.exporting", tmp_path / ".another.exporting"
     for folder in (killed, other):
         folder.mkdir()
-        (folder / "model.safetensors").write_text("")
+        (folder / "old.safetensors").write_text("")
     write_files = export_module.write_files
 
     def meanwhile(folder: Path, *args: Any) -> None:
         monkeypatch.undo()
-        assert not killed.exists()
-        export(of_texts, tmp_path / "out", with_tokenizer=False)
-        assert folder.is_dir()
+        assert not [*folder.iterdir()]
+        with pytest.raises(UserError, match="another process"):
+            export(of_texts, tmp_path / "out", with_tokenizer=False)
         write_files(folder, *args)
 
     monkeypatch.setattr(export_module, "write_files", meanwhile)
-    with pytest.raises(OSError):  # the other one has the name now
-        export(of_texts, tmp_path / "out", with_tokenizer=False)
+    export(of_texts, tmp_path / "out", with_tokenizer=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "out"]
+    assert exported(tmp_path / "out") and not (tmp_path / "out" / "old.safetensors").exists()
 
 
 # ---- the command

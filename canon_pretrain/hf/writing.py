@@ -1,4 +1,4 @@
-"""Weights written as safetensors files, one tensor at a time.
+"""Writing a folder beside its place, and weights as safetensors files, one tensor at a time.
 
 The format: 8 bytes that say how long the header is, the header (JSON: dtype, shape and place of
 each tensor), then the bytes of all tensors. The package's own writer wants them all at once.
@@ -6,7 +6,9 @@ each tensor), then the bytes of all tensors. The package's own writer wants them
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canon_pretrain.core.lock import locked
+
 MAX_FILE_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@contextmanager
+def folder_beside(out: Path, doing: str) -> Iterator[Path]:
+    """Make .OUT.`doing` for the files of `out`, gone in the end; first that of a killed process.
+
+    Raises UserError while another process does the same.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder, lock = (out.with_name(f".{out.name}.{doing}{end}") for end in ("", ".lock"))
+    with locked(lock, str(out)):
+        try:
+            if os.path.lexists(folder):
+                shutil.rmtree(folder)
+            folder.mkdir()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
