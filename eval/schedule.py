@@ -16,6 +16,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -125,13 +126,13 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
     with two minds would hold and release the same checkpoints in turns. With `keep` False nothing
     is written.
     """
-    known = read_request(run, change=change)
-    asked = replace(known or Request(list(SUITES)), **given)
-    if asked == known or (known is None and not keep):
-        return asked
+    RunFolder(run).read_config()
     path = run / EVALS / "schedule.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.with_name("schedule.lock"), str(path), patience_s=PATIENCE_S):
+    lock: AbstractContextManager[None] = nullcontext()
+    if keep:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = locked(path.with_name(".schedule.lock"), str(path), patience_s=PATIENCE_S)
+    with lock:
         known = read_request(run, change=change)
         asked = replace(known or Request(list(SUITES)), **given)
         if known is not None and asked != known and not change:
