@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
@@ -24,6 +22,7 @@ from eval.tasks.babilong.prompts import OWN_PROMPTS, read_prompts
 from eval.tasks.babilong.task import LABELS, is_right, load
 from tests import data_folders
 from tests.eval_fixtures import rows_of, stage_fixtures
+from tests.scripted_lm import ScriptedLM
 from tests.support import ROOT
 
 TASKS = ROOT / "eval" / "tasks"
@@ -288,34 +287,19 @@ def test_the_suite_is_complete(staged: Path) -> None:
             assert task.doc_to_target(document) == row["target"]
 
 
-class Answers(LM):
-    """Writes what `answer` makes of the row that a prompt asks about."""
-
-    def __init__(self, answer: Callable[[dict[str, str]], str]) -> None:
-        super().__init__()
-        self.answer = answer
-        self.rows = {
-            read_prompts(name.split("_")[1]).of(row["input"], row["question"]): row
-            for name in NAMES
-            for row in rows_of(name)
-        }
-
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        raise NotImplementedError
-
-    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        raise NotImplementedError
-
-    def generate_until(self, requests: list[Instance]) -> list[str]:
-        options = {"until": ["."], "max_gen_toks": 20, "do_sample": False}
-        assert all(request.args[1] == options for request in requests)
-        return [self.answer(self.rows[request.args[0]]) for request in requests]
-
-
 def scores(tasks: dict[str, Task], answer: Callable[[dict[str, str]], str]) -> dict[str, float]:
+    """The scores of a model that makes answers of the rows that prompts ask about."""
+    rows = {
+        read_prompts(name.split("_")[1]).of(row["input"], row["question"]): row
+        for name in NAMES
+        for row in rows_of(name)
+    }
+    model = ScriptedLM(lambda request: answer(rows[request.args[0]]))
     with harness():
-        found = evaluate(Answers(answer), {"tasks": dict(tasks)}, bootstrap_iters=0)
+        found = evaluate(model, {"tasks": dict(tasks)}, bootstrap_iters=0)
     assert found is not None
+    options = {"until": ["."], "max_gen_toks": 20, "do_sample": False}
+    assert all(request.args[1] == options for request in model.asked)
     return {name: found["results"][name]["acc,none"] for name in tasks}
 
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 
@@ -33,6 +32,7 @@ from eval.tasks.birth_year.probes import (
 )
 from eval.tasks.birth_year.task import exact, without_space
 from tests.probe_folders import JUNK, NAMES, SENTENCES, Words, freeze_all, load_tasks
+from tests.scripted_lm import ScriptedLM
 
 COUNT = 300
 
@@ -217,32 +217,24 @@ def first_year(prompt: str) -> str:
     return match[1]
 
 
-class Answers(LM):
-    """Writes what `answer` makes of a prompt, and finds it likelier than all else."""
+def answers(answer: Callable[[str], str]) -> ScriptedLM:
+    """A model that writes what `answer` makes of a prompt, and finds it likelier than all else."""
 
-    def __init__(self, answer: Callable[[str], str]) -> None:
-        super().__init__()
-        self.answer = answer
+    def likelihood(request: Instance) -> float:
+        context, year = request.args
+        assert year[0] == " " and year[1:].isdigit()
+        return -1.0 * (year.strip() != answer(context))
 
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        asked = [request.args for request in requests]
-        assert all(y[0] == " " and y[1:].isdigit() for _, y in asked)
-        return [(-1.0 * (y.strip() != self.answer(c)), False) for c, y in asked]
-
-    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        raise NotImplementedError
-
-    def generate_until(self, requests: list[Instance]) -> list[str]:
-        options = {"until": [], "max_gen_toks": 5, "do_sample": False}
-        assert all(request.args[1] == options for request in requests)
-        return [self.answer(request.args[0]) + "." for request in requests]
+    return ScriptedLM(lambda request: answer(request.args[0]) + ".", likelihood)
 
 
-def score(lm: LM, tasks: dict[str, Task]) -> dict[str, float]:
+def score(lm: ScriptedLM, tasks: dict[str, Task]) -> dict[str, float]:
     """The mean of each task's metric over all its items, by the harness's evaluator."""
     with harness():
         found = evaluate(lm, {"tasks": dict(tasks)}, bootstrap_iters=0)
     assert found is not None
+    options = {"until": [], "max_gen_toks": 5, "do_sample": False}
+    assert all(request.args[1] == options for request in lm.asked)
     scores = {}
     for name, items in found["samples"].items():
         (metric,) = items[0]["metrics"]
@@ -283,7 +275,7 @@ def test_the_suite_is_complete(probes: dict[str, str]) -> None:
 @pytest.mark.slow
 def test_an_oracle_is_always_right(probes: dict[str, str]) -> None:
     """The suite, complete: 18,000 probes, asked twice."""
-    scores = score(Answers(solve), load_tasks(["birth-year"], **probes))
+    scores = score(answers(solve), load_tasks(["birth-year"], **probes))
     assert len(scores) == 36 and set(scores.values()) == {1.0}
 
 
@@ -293,7 +285,7 @@ def test_copying_the_first_year_is_right_on_1_hop_and_chance_on_its_control(
 ) -> None:
     names = [f"{kind.name}-{length}" for kind in KINDS]
     scores = score(
-        Answers(first_year), load_tasks([*names, *(f"{name}_rank" for name in names)], **probes)
+        answers(first_year), load_tasks([*names, *(f"{name}_rank" for name in names)], **probes)
     )
     assert scores[names[0]] == scores[f"{names[0]}_rank"] == 1
     for name in names[1:]:
@@ -302,14 +294,13 @@ def test_copying_the_first_year_is_right_on_1_hop_and_chance_on_its_control(
 
 
 def test_no_opinion_and_a_random_one_are_chance_on_rank(probes: dict[str, str]) -> None:
-    class Dice(Answers):
-        def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-            draws = np.random.default_rng(7).random(len(requests)).tolist()
-            return [(-draw, False) for draw in draws]
-
+    draw = np.random.default_rng(7).random
     names = [f"{kind.name}-256{part}" for kind in KINDS for part in ("", "_rank")]
     tasks = load_tasks(names, **probes)
-    for lm in (Dice(lambda prompt: "none"), Answers(lambda prompt: "none")):
+    for lm in (
+        ScriptedLM(lambda request: "none", lambda request: -draw()),
+        answers(lambda prompt: "none"),
+    ):
         for name, found in score(lm, tasks).items():
             assert is_chance(found, chance_of(name)) if "_rank" in name else found == 0
 

@@ -19,8 +19,6 @@ import datasets
 import lm_eval.api.task
 import lm_eval.tasks
 import pytest
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
@@ -28,6 +26,7 @@ from lm_eval.tasks import TaskManager
 from canon_pretrain.core.errors import UserError
 from eval.staging.catalogue import CATALOGUE, DISCRIMINATIVE, of_suites
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
+from tests.scripted_lm import ScriptedLM
 from tests.support import ROOT
 
 TASKS = ROOT / "eval" / "tasks"
@@ -41,22 +40,9 @@ Pair = tuple[str, str]
 Score = Callable[[Pair], float]
 
 
-class Scripted(LM):
-    """Gives a text the log-likelihood that `score` says; greedy where that is above -5."""
-
-    def __init__(self, score: Score) -> None:
-        super().__init__()
-        self.score = score
-
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        found = [self.score(request.args) for request in requests]
-        return [(value, value > -5) for value in found]
-
-    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        return [self.score(("", *request.args)) for request in requests]
-
-    def generate_until(self, requests: list[Instance]) -> NoReturn:
-        raise AssertionError("nothing is generated in this suite")
+def scripted(score: Score) -> ScriptedLM:
+    """A model that finds (context, continuation) as likely as `score` says; a text has none."""
+    return ScriptedLM(score=lambda request: score(("", *request.args)[-2:]))
 
 
 def arbitrary(pair: Pair) -> float:
@@ -94,7 +80,7 @@ def tasks(staged: Path) -> dict[str, Task]:
 
 def results(tasks: dict[str, Task], score: Score) -> dict[str, dict[str, float]]:
     """The metrics of each task for a model that scores so."""
-    found = evaluate(Scripted(score), {"tasks": dict(tasks)}, bootstrap_iters=0)
+    found = evaluate(scripted(score), {"tasks": dict(tasks)}, bootstrap_iters=0)
     return {
         name: {
             key.partition(",")[0]: value

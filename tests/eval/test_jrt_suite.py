@@ -20,6 +20,7 @@ from eval.tasks.jrt.prompts import STYLES
 from tests.data_folders import plant_data, sentence, tokenizer
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.hf_exports import hub_environment, plant_run
+from tests.scripted_lm import ScriptedLM
 from tests.support import ROOT
 from tests.variants import VARIANTS, build
 
@@ -37,27 +38,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-class Teller(LM):
-    """Answers each prompt with what `tell` makes of the staged row that it is from."""
-
-    def __init__(self, tell: Any) -> None:
-        super().__init__()
-        self.tell = tell
-        self.asked: list[Instance] = []
-
-    def loglikelihood(self, requests: list[Instance], **_: Any) -> Any:
-        raise NotImplementedError
-
-    def loglikelihood_rolling(self, requests: list[Instance], **_: Any) -> Any:
-        raise NotImplementedError
-
-    def generate_until(self, requests: list[Instance], **_: Any) -> list[str]:
-        self.asked += requests
-        return [self.tell(self.row(request)) for request in requests]
-
-    def row(self, request: Instance) -> dict[str, Any]:
-        key = str(request.task_name).removesuffix("_twice")
-        return rows_of(key)[request.doc["row"]]
+def row_of(request: Instance) -> dict[str, Any]:
+    """The staged row that a prompt is from."""
+    key = str(request.task_name).removesuffix("_twice")
+    return rows_of(key)[request.doc["row"]]
 
 
 def gold(row: dict[str, Any]) -> str:
@@ -92,7 +76,7 @@ def evaluate(model: LM, metadata: dict[str, Any]) -> dict[str, Any]:
 def test_the_suite_scores_what_is_told(
     fixtures: str, trained: str, tell: Any, expected: float
 ) -> None:
-    model = Teller(tell)
+    model = ScriptedLM(lambda request: tell(row_of(request)))
     found = evaluate(model, {"staged": fixtures, "tokenizer": trained})
     assert sorted(found["results"].keys() - {"jrt"}) == sorted(TASKS)
     counts = dict.fromkeys(TASKS, 0)
@@ -111,7 +95,7 @@ def test_the_suite_scores_what_is_told(
 
 
 def test_what_the_suite_asks(fixtures: str, trained: str) -> None:
-    model = Teller(lambda row: "")
+    model = ScriptedLM(lambda request: "")
     evaluate(model, {"staged": fixtures, "tokenizer": trained})
     lengths: dict[str, int] = {}
     asked: dict[tuple[str, int], str] = {}
@@ -122,7 +106,7 @@ def test_what_the_suite_asks(fixtures: str, trained: str) -> None:
         name = str(request.task_name)
         asked[name, request.doc["row"]] = prompt
         lengths[name] = max(lengths.get(name, 0), len(tokenizer().encode(prompt)))
-        row = model.row(request)
+        row = row_of(request)
         if "squad" not in name:  # there a hit far from the end cuts that off
             assert prompt.endswith(last_words(name, request.doc["row"]))
     # about 1k and 2k tokens; SQuAD's first copy is longer, as it is not cut

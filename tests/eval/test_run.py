@@ -16,7 +16,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import env as TEMPLATES
 
@@ -31,7 +30,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.results import Results, read_results, write_results
+from canon_pretrain.run.results import read_results
 from data_prep.settle import train_tokenizer
 from eval import harness
 from eval.__main__ import main
@@ -43,6 +42,7 @@ from eval.schedule import Request, Schedule, to_words
 from eval.suite_names import SUITES, TASKS, harness_names, task_files
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import rows_of, stage_fixtures
+from tests.scripted_lm import ScriptedLM
 from tests.support import ROOT
 
 WORDS = "the a one no river stone light house year born was in of and said went saw".split()
@@ -312,19 +312,6 @@ def test_a_task_file_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
     assert "as found in" not in ask(str(task_file), of=copy)  # another question
 
 
-class Parrot(LM):
-    """Generates the last word of each prompt."""
-
-    def generate_until(self, requests: list[Any]) -> list[str]:
-        return [request.args[0].split()[-1] for request in requests]
-
-    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        raise NotImplementedError
-
-    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-        raise NotImplementedError
-
-
 SHARED = """
 import datasets
 def load(**_):
@@ -379,7 +366,8 @@ def test_exact_match_of_a_task_of_ones_own_has_a_standard_error(
     yaml = yaml.replace("doc_to_choice: [red, green, blue]\n", "")
     task_file.write_text(yaml + f"metadata: {{version: 1{source}}}\n")
     task = open_tasks("colours", task_file, {}, None, None)["colours"].task
-    score = harness.ask(Parrot(), "colours", task, None).scores["exact_match"]
+    parrot = ScriptedLM(lambda request: request.args[0].split()[-1])
+    score = harness.ask(parrot, "colours", task, None).scores["exact_match"]
     right = np.array([float(str(k % 3 if k < 9 else k) == str(k % 2)) for k in range(12)])
     assert 0 < score.value == right.mean() < 1 and score.bound is None
     means = right.reshape(3, 4).mean(axis=1) if source else right
@@ -445,28 +433,61 @@ def test_a_task_file_that_does_not_load(
 @pytest.mark.parametrize(
     ("suite", "words", "message"),
     [
-        ("zen_of_pyton", [], "unknown suite 'zen_of_pyton', did you mean 'zen_of_python'?"),
-        (
-            "x",
-            [],
-            "unknown suite 'x'; suites: ",
-        ),
-        ("nowhere.yaml", [], "--suite nowhere.yaml: no such task file"),
-        ("birth-year", ["--limit", "0"], "--limit 0: expected at least 1"),
-        ("birth-year", ["--max_length", "0"], "--max_length 0: expected at least 1"),
+        ("zen_of_pyton", [], "'zen_of_pyton', did you mean 'zen_of_python'"),
+        ("x", [], "unknown suite 'x'; suites: "),
+        ("nowhere.yaml", [], "nowhere.yaml: no such task file"),
+        ("{base}/validation.yaml", [], "'validation' is the name of another suite"),
+        ("{base}/zen_of_python.yaml", [], "'zen_of_python' is the name of another suite"),
+        ("birth-year", ["--limit", "0"], "--limit 0"),
+        ("birth-year", ["--max_length", "0"], "--max_length 0"),
+        ("validation", ["--batch_tokens", "0"], "--batch_tokens 0"),
         ("birth-year", ["--max_length", "50"], "no set of birth-year fits max_length 50"),
         ("birth-year", ["--must_beat", "unigram"], "--must_beat is for --suite validation"),
         ("validation", ["--junk", "x.txt"], "--junk is for --suite birth-year"),
-        ("birth-year", ["--junk", "nowhere.txt"], "junk nowhere.txt: cannot be read"),
+        (
+            "1-hop-0",
+            ["--max_length", "900", "--junk", "no.txt"],
+            "junk no.txt: cannot be read",
+        ),
+        ("validation", ["--data", "{base}"], "no such folder of token shards"),
+        ("validation", ["--out", "{base}/file"], "can't hold the results"),
+        ("validation", ["--out", "{base}/file/x"], "can't hold the results"),
+        ("birth-year", ["--step", "7"], "no checkpoint at .*step-7; steps in .*: 2, 3"),
     ],
 )
-def test_what_cannot_be_asked(ask: Ask, suite: str, words: list[str], message: str) -> None:
-    assert re.search(message, ask(suite, *words, code=2))
+def test_what_cannot_be_asked(
+    ask: Ask, task_file: Path, suite: str, words: list[str], message: str
+) -> None:
+    base = task_file.parent
+    for name in ("file", "validation.yaml", "zen_of_python.yaml"):
+        (base / name).write_text("")
+    step = int(words.pop()) if words[:1] == ["--step"] else 3
+    words = [word.format(base=base) for word in words if word != "--step"]
+    assert re.search(message, ask(suite.format(base=base), *words, step=step, code=2))
 
 
-def test_a_missing_step_names_those_there(ask: Ask) -> None:
-    error = ask("birth-year", *SHORT, step=7, code=2)
-    assert re.search("no checkpoint at .*step-7; steps in .*: 2, 3", error)
+@pytest.mark.parametrize(
+    ("section", "name", "value", "message"),
+    [
+        # each part that is more, less or of another shape
+        ("identity", "model.ffn_dim", 40, r"step-3 is of another model: layers\.0\.feed_forward"),
+        ("identity", "model.canon_set", "", "another model.*canon"),
+        ("identity", "model.num_layers", 2, r"another model.*layers\.1\..* is absent"),
+        ("identity", "model.qk_norm", "full", "another model.*q_norm"),
+        ("identity", "model.qk_norm", False, "model.qk_norm as False"),
+        ("identity", "model.canon_set", None, "model.canon_set as None"),
+        ("config", "data", {"path": "/nowhere/data"}, "moved to with --data"),
+        ("config", "data", {}, "config.json is damaged"),
+        ("config", "training", {}, "config.json is damaged"),
+    ],
+)
+def test_a_config_that_does_not_fit(
+    copy: Path, ask: Ask, section: str, name: str, value: object, message: str
+) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config[section][name] = value
+    (copy / "config.json").write_text(json.dumps(config))
+    assert re.search(message, ask("validation", of=copy, code=2))
 
 
 def test_a_run_means_its_newest_checkpoint(
@@ -522,23 +543,6 @@ def test_results_of_another_checkpoint_are_not_written_over(
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("model.ffn_dim", 40, r"step-3 is of another model: layers\.0\.feed_forward"),
-        ("model.qk_norm", False, "gives model.qk_norm as False, expected a value like 'none'"),
-        ("model.canon_set", None, "gives model.canon_set as None"),
-    ],
-)
-def test_a_checkpoint_of_another_architecture(
-    copy: Path, ask: Ask, name: str, value: object, message: str
-) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    config["identity"][name] = value
-    (copy / "config.json").write_text(json.dumps(config))
-    assert re.search(message, ask("zen_of_python", of=copy, code=2))
-
-
 def test_a_trial_or_another_length_replaces_no_result(copy: Path, ask: Ask) -> None:
     ask("validation", of=copy)
     whole = only_result(copy / "evals/step-3/validation")
@@ -549,18 +553,9 @@ def test_a_trial_or_another_length_replaces_no_result(copy: Path, ask: Ask) -> N
     questions = [read_results(p) for p in (copy / "evals/step-3/validation").glob("*/*.json")]
     assert len(questions) == 3
     assert sorted(str(q.asked["limit"]) for q in questions) == ["2", "None", "None"]
-
-
-def test_samples_of_an_earlier_answer_do_not_stay(tmp_path: Path) -> None:
-    write_results(tmp_path, Results({}, {}, {}), {"old": [{"doc_id": 0}]})
-    write_results(tmp_path, Results({}, {}, {}), {"new": [{"doc_id": 0}]})
-    assert [path.name for path in tmp_path.glob("samples-*")] == ["samples-new.jsonl"]
-
-
-@pytest.mark.parametrize("name", ["validation", "birth-year", "zen_of_python"])
-def test_a_task_file_may_not_take_the_name_of_a_suite(ask: Ask, task_file: Path, name: str) -> None:
-    mine = task_file.rename(task_file.with_name(f"{name}.yaml"))
-    assert "is the name of another suite; rename the file" in ask(str(mine), code=2)
+    whole.write_text("{")  # torn: asked again
+    assert "written to" in ask("validation", of=copy)
+    assert read_results(whole).asked["limit"] is None
 
 
 def test_a_group_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
@@ -706,32 +701,6 @@ def test_names_are_those_of_lm_evals_own_index() -> None:
         assert kind == "tag" or ours[name].path == entry.yaml_path
 
 
-def test_junk_is_for_one_of_the_probes_too(ask: Ask, tmp_path: Path) -> None:
-    junk = tmp_path / "junk.txt"
-    junk.write_text(" ".join(f"Here is a marked line of {word}." for word in WORDS * 5))
-    words = ("--limit", 1, "--junk", junk, "--out", tmp_path / "out")
-    assert "1-hop-0" in ask("1-hop-0", *SHORT, *words)
-
-
-def test_a_folder_that_cannot_be_is_refused_before_asking(ask: Ask, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for out in (tmp_path / "file", tmp_path / "file" / "x"):
-        assert "can't hold the results" in ask("validation", "--out", out, code=2)
-
-
-@pytest.mark.parametrize("content", ["[]", '{"identity": {}}', '{"identity": {}, "config": {}}'])
-def test_a_config_of_another_version_is_one_message(copy: Path, ask: Ask, content: str) -> None:
-    (copy / "config.json").write_text(content)
-    assert "config.json is damaged" in ask("validation", of=copy, code=2)
-
-
-def test_data_that_was_moved_is_asked_for(copy: Path, ask: Ask) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    config["config"]["data"]["path"] = "/nowhere/data"
-    (copy / "config.json").write_text(json.dumps(config))
-    assert "name the folder that it was moved to with --data" in ask("validation", of=copy, code=2)
-
-
 def test_of_a_mixture_one_folder_is_named(run: Path, copy: Path, ask: Ask, tmp_path: Path) -> None:
     first, second = run.parent / "data", tmp_path / "second"
     with TokenShards.open(first / "train") as shards:
@@ -788,28 +757,3 @@ def test_validation_is_of_the_text_that_the_run_records(
     assert "as found in" in ask("validation", of=copy)
     write_shards(part, document, **(header | {"tokenizer_sha256": "f"}))
     assert "another tokenizer" in ask("validation", "--held_out", part.parent, of=copy, code=2)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "named"),
-    [
-        ("model.canon_set", "", "canon"),
-        ("model.num_layers", 2, r"layers\.1\..* is absent"),
-        ("model.qk_norm", "full", "q_norm"),
-    ],
-)
-def test_a_model_with_a_part_more_or_less_is_another(
-    copy: Path, ask: Ask, key: str, value: object, named: str
-) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    config["identity"][key] = value
-    (copy / "config.json").write_text(json.dumps(config))
-    error = ask("validation", of=copy, code=2)
-    assert "is of another model: " in error
-    assert re.search(named, error)
-
-
-@pytest.mark.parametrize("content", [b"", b"\x80\x04garbage"])
-def test_damaged_metadata_is_one_message(copy: Path, ask: Ask, content: bytes) -> None:
-    (copy / "checkpoint" / "step-3" / ".metadata").write_bytes(content)
-    assert "step-3 is damaged: .metadata has" in ask("validation", of=copy, code=2)

@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -158,52 +156,6 @@ def test_the_command_evaluates_a_checkpoint(
     assert asked["train_fingerprint"] == shards.fingerprint
 
 
-def test_the_same_question_is_answered_from_what_was_found(
-    runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["run", "--checkpoint", f"{runs.elastic}/checkpoint/step-12", "--suite", "validation"]
-    main(words)
-    (path,) = (runs.elastic / "evals/step-12/validation").glob("*/results.json")
-    record = json.loads(path.read_text())
-    record["scores"]["validation"]["bits_per_byte"]["value"] = (
-        1.2345  # what a second look must show
-    )
-    path.write_text(json.dumps(record))
-    capsys.readouterr()
-    main(words)
-    assert "1.2345" in capsys.readouterr().out
-    main([*words, "--limit", "2"])  # another question
-    assert "1.2345" not in capsys.readouterr().out
-    path.write_text("{")  # torn: asked again
-    main(words)
-    assert json.loads(path.read_text())["asked"]["limit"] is None
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--suite", "validaton"], "unknown suite 'validaton', did you mean 'validation'"),
-        (["--checkpoint", "{run}/checkpoint/step-7"], "no checkpoint at .*; steps in .*: 6, 12"),
-        (["--checkpoint", "{run}/checkpoint"], "is not a checkpoint: expected RUN"),
-        (["--limit", "0"], "--limit 0: expected at least 1"),
-        (["--batch_tokens", "0"], "--batch_tokens 0: expected at least 1"),
-        (["--data", "{run}"], "no such folder of token shards"),
-    ],
-)
-def test_errors_are_one_message_and_exit_code_2(
-    words: list[str], message: str, runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["run", "--checkpoint", f"{runs.straight}/checkpoint/step-12", "--suite", "validation"]
-    argv += [word.format(run=runs.straight) for word in words]
-    with pytest.raises(SystemExit) as left:
-        main(argv)
-    assert left.value.code == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ")
-    assert printed.count("\n") == 1
-    assert re.search(message, printed)
-
-
 def test_shards_of_another_run_are_refused(
     runs: Runs, data_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,32 +179,3 @@ def test_must_beat_fails_a_checkpoint_that_learned_nothing(
             main([*words, "--must_beat", "bigram"])
         assert left.value.code == 2, again
         assert "do not beat the bigram model's" in capsys.readouterr().err
-
-
-def test_a_truncated_checkpoint_is_one_message(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(runs.straight, tmp_path / "run", ignore=shutil.ignore_patterns("evals"))
-    checkpoint = tmp_path / "run" / "checkpoint" / "step-12"
-    for file in checkpoint.glob("*.distcp"):
-        file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(SystemExit) as left:
-        main(["run", "--checkpoint", str(checkpoint), "--suite", "validation"])
-    assert left.value.code == 2
-    printed = capsys.readouterr().err
-    assert "step-12 is damaged" in printed
-    assert printed.count("\n") == 1
-
-
-def test_a_checkpoint_of_another_model_is_refused(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    config = json.loads((runs.straight / "config.json").read_text())
-    config["identity"]["model.ffn_dim"] = 200
-    shutil.copytree(runs.straight / "checkpoint" / "step-12", run / "checkpoint" / "step-12")
-    (run / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit) as left:
-        main(["run", "--checkpoint", f"{run}/checkpoint/step-12", "--suite", "validation"])
-    assert left.value.code == 2
-    assert "is of another model: layers.0.feed_forward." in capsys.readouterr().err
