@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from canon_pretrain.checkpoint.safe_load import check_safe
 from canon_pretrain.checkpoint.weights import load_alone
 from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished, save_alone
 from canon_pretrain.core.files import sha256_file
+from tests import checkpoint_folders
 
 pytestmark = pytest.mark.filterwarnings(
     # torch.distributed.checkpoint on itself, when it saves without ranks
@@ -166,15 +166,8 @@ def test_in_place_the_rename_is_left_to_the_caller(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs is not permitted here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
+    with checkpoint_folders.small_disk(tmp_path / "disk", "size=1m") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("num_tensors", [1, 40])

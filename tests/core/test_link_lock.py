@@ -19,6 +19,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import LOCK_BYTES, Holder, content_of
 from canon_pretrain.core.link_lock import LinkLock, claim_of, live_holder, read_holder
 from canon_pretrain.run.status import StatusWriter, read_status
+from tests import checkpoint_folders
 from tests.support import ROOT
 
 BEAT_S = 0.05
@@ -252,16 +253,6 @@ def test_what_is_long_silent_by_the_file_servers_clock_is_waited_for_less(path: 
     assert "silent for 3600" in messages[0] and "0.1 s at most" in messages[0]
 
 
-def test_its_own_dates_never_make_a_holder_stale(path: Path) -> None:
-    """A node whose clock is years behind beats too."""
-    old = "2001-01-01T00:00:00.000+00:00"
-    holder = stale(path, taken=old, heartbeat=old)
-    assert live_holder(path) == holder
-    messages: list[str] = []
-    LinkLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=messages.append).release()
-    assert "0.3 s at most" in messages[0]
-
-
 def test_a_requeued_job_takes_over_from_its_former_start_though_that_lives(
     path: Path, launch: Callable[..., Launch]
 ) -> None:
@@ -479,23 +470,8 @@ def test_a_hook_that_hangs_does_not_cost_the_lock(path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs is not permitted here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def fill(folder: Path) -> None:
-    with pytest.raises(OSError) as caught, open(folder / "filler", "wb", buffering=0) as file:
-        while True:
-            file.write(b"x" * 4096)
-    assert caught.value.errno == errno.ENOSPC
+    with checkpoint_folders.small_disk(tmp_path / "disk", "size=64k") as disk:
+        yield disk
 
 
 def test_a_full_disk_costs_neither_the_lock_nor_the_run(
@@ -506,7 +482,7 @@ def test_a_full_disk_costs_neither_the_lock_nor_the_run(
     results: list[bool] = []
     lock = LinkLock.acquire(path, **FAST, on_beat=lambda: results.append(writer.write()))
     wait_until(lambda: True in results)
-    fill(small_disk)
+    filler = checkpoint_folders.fill(small_disk)
     writer.progress(step=7)
     results.clear()
     before = beats(path)
@@ -515,12 +491,12 @@ def test_a_full_disk_costs_neither_the_lock_nor_the_run(
     status = read_status(status_file)
     assert status is not None and status.step == 0, "the old file stays whole"
     assert not launch().acquire(path)["held"]
-    (small_disk / "filler").unlink()
+    filler.unlink()
     results.clear()
     wait_until(lambda: True in results)
     status = read_status(status_file)
     assert status is not None and status.step == 7
-    fill(small_disk)
+    checkpoint_folders.fill(small_disk)
     with pytest.raises(UserError, match="other/lock.json cannot be taken: No space left"):
         LinkLock.acquire(small_disk / "other" / "lock.json", **FAST)
     lock.release()

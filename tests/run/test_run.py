@@ -22,30 +22,6 @@ def steps(path: Path) -> list[int]:
     return [event["step"] for event in read_log(path) if event["event"] == "step"]
 
 
-def test_a_resume_drops_the_steps_that_it_went_back_over(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / "run" / "log.jsonl")
-    for step in (1, 2, 3, 4):
-        log.write("step", step=step, loss=0.1 * step)
-    log.write("resume", from_step=2)
-    log.write("step", step=3, loss=9.0)
-    log.close()
-    events = read_log(tmp_path / "run" / "log.jsonl")
-    assert [(e["step"], e["loss"]) for e in events if e["event"] == "step"] == [
-        (1, 0.1),
-        (2, 0.2),
-        (3, 9.0),
-    ]
-
-
-def test_a_second_start_drops_all_steps_of_the_first(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / "log.jsonl")
-    for event in ("start", "step", "step", "start", "step"):
-        log.write(event, step=len(read_log(tmp_path / "log.jsonl")))
-        assert log.flush()
-    log.close()
-    assert [e["event"] for e in read_log(tmp_path / "log.jsonl")] == ["start", "start", "step"]
-
-
 def test_lines_of_a_launch_that_was_taken_over_are_dropped(tmp_path: Path) -> None:
     """Issue 17, item 13: launch 1 goes on after launch 2, with other losses, has begun and ended; a
     restored run.json gives a number again, and that launch has a head of its own."""
@@ -97,21 +73,13 @@ def test_a_torn_last_line_costs_itself_only(tmp_path: Path, cut: int) -> None:
 
 def test_non_finite_numbers_survive_as_strings(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "log.jsonl")
-    log.write("step", step=1, loss=float("nan"), grad_norm=float("inf"), low=float("-inf"))
+    values = [1.5, math.inf, -math.inf]
+    log.write("validation", step=1, sources={"a": {"loss": math.nan}}, list=values)
     log.close()
     (event,) = read_log(tmp_path / "log.jsonl")
-    assert (event["loss"], event["grad_norm"], event["low"]) == ("NaN", "Infinity", "-Infinity")
-    assert math.isnan(number(event["loss"]))
-    assert (number(event["grad_norm"]), number(event["low"])) == (math.inf, -math.inf)
-
-
-def test_non_finite_numbers_survive_deep_inside(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / "log.jsonl")
-    log.write("validation", step=1, sources={"a": {"loss": float("nan")}}, list=[1.5, math.inf])
-    log.close()
-    (event,) = read_log(tmp_path / "log.jsonl")
+    assert event["sources"]["a"]["loss"] == "NaN"
     assert math.isnan(number(event["sources"]["a"]["loss"]))
-    assert [number(value) for value in event["list"]] == [1.5, math.inf]
+    assert [number(value) for value in event["list"]] == values
 
 
 @pytest.mark.parametrize("value", [None, True, [1.0], "", "fast", {}])

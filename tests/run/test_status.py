@@ -63,17 +63,6 @@ def test_progress_moves_the_heartbeat_and_writing_does_not(path: Path) -> None:
     assert (writer.status.step, writer.status.seconds_per_step) == (1, 2.0)
 
 
-def test_progress_costs_next_to_nothing(path: Path) -> None:
-    writer = writer_of(path)
-    fastest = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        for step in range(1000):
-            writer.progress(step=step, phase="training", seconds_per_step=0.1)
-        fastest = min(fastest, (time.perf_counter() - began) / 1000)
-    assert fastest < 500e-6
-
-
 def test_launches_are_counted_and_all_else_begins_anew(path: Path) -> None:
     for launch in (1, 2, 3):
         writer = writer_of(path)

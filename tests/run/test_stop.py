@@ -45,13 +45,6 @@ def test_only_a_second_ctrl_c_interrupts() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_handlers_come_back_after_an_exception_too() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with pytest.raises(RuntimeError), StopRequests():
-        raise RuntimeError
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
 def test_the_file_is_a_request_until_it_is_obeyed(tmp_path: Path) -> None:
     file = tmp_path / "STOP"
     requests = StopRequests(file)

@@ -202,24 +202,17 @@ def test_a_requeued_roll_back_goes_on_though_its_step_was_deleted_since(
     assert resumed_from(run) == [2, 6]
 
 
-def test_strays_are_named_once(base: Path, data_folder: Path, tmp_path: Path) -> None:
-    run = copy(base, tmp_path / "run")
-    (run / "checkpoint" / "step-100.backup").mkdir()
-    (run / "checkpoint" / "step-7").write_text("a file")
-    ended = launch(*debug_run(data_folder, run), *EVERY_2, output=tmp_path / "out")
-    assert ended.output.count("step-100.backup") == ended.output.count("step-7") == 1
-
-
-def test_strays_are_left_alone(base: Path, data_folder: Path, tmp_path: Path) -> None:
+def test_strays_are_named_and_left_alone(base: Path, data_folder: Path, tmp_path: Path) -> None:
     run = copy(base, tmp_path / "run", last=4)
     folder = run / "checkpoint"
     shutil.copytree(checkpoint(base, 8), folder / "step-100.backup")
     (folder / "step-7").write_text("a file")
-    launch(
+    ended = launch(
         *(*debug_run(data_folder, run), *EVERY_2, "--run.stop_at", 6),
         *("--checkpoint.keep_latest_k", 2),
         output=tmp_path / "out",
     )
+    assert ended.output.count("step-100.backup") == ended.output.count("step-7") == 1
     assert resumed_from(run) == [4] and steps(run) == [4, 6]
     assert contents(folder / "step-100.backup") == contents(checkpoint(base, 8))
     assert (folder / "step-7").read_text() == "a file"

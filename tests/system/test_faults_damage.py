@@ -235,25 +235,6 @@ def vouch(newest: Path) -> None:
     verify(newest)
 
 
-@pytest.mark.parametrize("plant", [plant_in_metadata, plant_in_an_entry])
-def test_a_planted_pickle_is_not_run(
-    base: Path,
-    council: Council,
-    model: Transformer,
-    tmp_path: Path,
-    plant: Callable[[Path, Path], None],
-) -> None:
-    run, proof = two_steps(base, tmp_path / "run"), tmp_path / "proof"
-    plant(checkpoint(run, NEWEST), proof)
-    step, said = take_up(run, council, model)
-    assert step == 10
-    assert "posix.mkdir" in said[0]["reason"] and "nothing of it was run" in said[0]["reason"]
-    assert not proof.exists()
-    assert_holds(model, base, 10)
-    pickle.loads(pickle.dumps(Plant(proof)))
-    assert proof.exists(), "the pickle does nothing: the test is void"
-
-
 def test_a_launch_passes_damaged_checkpoints_and_ends_as_the_unharmed_run(
     base: Path, data_folder: Path, tmp_path: Path
 ) -> None:
