@@ -45,7 +45,6 @@ class _HashedFile:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest, self._bytes = file, hashlib.sha256(), 0
-        self.tell, self.flush, self.fileno = lambda: self._bytes, file.flush, file.fileno
         self.failure: OSError | None = None
         """Of the first write that failed."""
 
@@ -58,6 +57,15 @@ class _HashedFile:
         self._digest.update(data)
         self._bytes += written
         return written
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
 
     def close(self) -> None:
         """Return once the bytes are on the disk; a second call does nothing."""
@@ -106,6 +114,10 @@ class _WrittenFile(WriteResult):
     entry: FileEntry
 
 
+def _always() -> bool:
+    return True  # not a lambda: torch's process executor pickles the writer
+
+
 class VerifiedWriter(dcp.FileSystemWriter):
     """Saves to `temporary`, and renames it to `final` once all of it and its manifest are synced.
 
@@ -126,7 +138,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         world_size: int,
         run_id: str | None = None,
         launch: int | None = None,
-        may_commit: Callable[[], bool] = lambda: True,
+        may_commit: Callable[[], bool] = _always,
     ) -> None:
         if temporary.parent != final.parent:
             raise ValueError(
