@@ -21,6 +21,7 @@ from canon_pretrain.data.shard_writer import drop_changed_marks, read_marks
 from canon_pretrain.data.shards import (
     MANIFEST,
     WITHOUT_BYTE_ENDS,
+    CommitMark,
     Cut,
     NamedMark,
     ShardError,
@@ -145,13 +146,13 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
 class _Stream:
     """The parts of a training stream, of the first `units` units; of the last part, the `cut`."""
 
-    marks: list[NamedMark]
+    marks: list[NamedMark[CommitMark]]
     units: int
     cut: Cut | None = None
 
 
 def _training_stream(out: Path, plan: Plan, limits: Limits) -> _Stream:
-    marks: list[NamedMark] = []
+    marks: list[NamedMark[CommitMark]] = []
     units = documents = tokens = 0
     for unit in range(len(plan.units)):
         if not is_complete(out, unit, plan.sha256):
@@ -184,7 +185,7 @@ def _training_stream(out: Path, plan: Plan, limits: Limits) -> _Stream:
     return _Stream(marks, len(plan.units))
 
 
-def _cut_part(folder: Path, named: NamedMark, documents: int, tokens: int) -> Cut:
+def _cut_part(folder: Path, named: NamedMark[CommitMark], documents: int, tokens: int) -> Cut:
     """Return what of the part fits into so many documents and tokens. Raises UserError."""
     if named.mark.version == WITHOUT_BYTE_ENDS:
         raise UserError(

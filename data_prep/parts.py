@@ -331,6 +331,6 @@ def _inputs_seen(train: Path, unit: int) -> dict[str, str]:
     for path in train.glob(f"{part_name(unit, 0)[:-1]}*.json"):
         if sha256 := _listed(train, path.stem):
             with suppress(ShardError):
-                if inputs := read_mark(train, path.stem, sha256).mark.inputs:
+                if inputs := read_mark(train, path.stem, CommitMark, sha256).mark.inputs:
                     return inputs
     return {}

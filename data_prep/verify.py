@@ -30,6 +30,7 @@ from canon_pretrain.data.shards import (
     ShardError,
     part_name,
     read_manifest,
+    read_mark,
 )
 from data_prep.folder import SPLITS, TRAIN, disk_errors, load_tokenizer, say
 from data_prep.parts import LEVELS, Ids, Name, names_on_disk, part_faults, rebuild, unit_and_part
@@ -164,17 +165,14 @@ def _split_faults(folder: Path, split: str, plan: Plan) -> tuple[list[Fault], li
         manifest = None
         faults.append(Fault(f"{folder / MANIFEST}: cannot be read ({error}); {_FINISH}", split))
         entries = dict.fromkeys(names_on_disk(folder), "")
-    marks: list[NamedMark] = []
+    marks: list[NamedMark[CommitMark]] = []
     listed: list[ListedPart] = []
     for name, sha256 in entries.items():
         path = folder / f"{name}.json"
         try:
-            named = NamedMark.parse(name, path.read_bytes())
-        except OSError as error:
-            faults.append(Fault(f"{path}: {error.strerror}: no commit mark", split, name))
-            continue
-        except ValueError as error:
-            faults.append(Fault(f"{path}: no commit mark of this format ({error})", split, name))
+            named = read_mark(folder, name, CommitMark)
+        except ShardError as error:
+            faults.append(Fault(str(error), split, name))
             continue
         listed.append(ListedPart(split, name, named.mark))
         if sha256 in ("", named.sha256):
@@ -190,7 +188,7 @@ def _split_faults(folder: Path, split: str, plan: Plan) -> tuple[list[Fault], li
     return faults, listed
 
 
-def _mark(named: NamedMark, plan: Plan) -> Iterator[str]:
+def _mark(named: NamedMark[CommitMark], plan: Plan) -> Iterator[str]:
     """What one commit mark says that is not so."""
     mark = named.mark
     if part_name(mark.unit, mark.part) != named.name:
@@ -204,7 +202,7 @@ def _mark(named: NamedMark, plan: Plan) -> Iterator[str]:
 
 
 def _manifest(
-    folder: Path, split: str, manifest: Manifest, marks: Sequence[NamedMark], plan: Plan
+    folder: Path, split: str, manifest: Manifest, marks: Sequence[NamedMark[CommitMark]], plan: Plan
 ) -> Iterator[str]:
     """What a manifest says that is not so, its marks being what it lists."""
     # the plan's: a manifest of other data would fit itself

@@ -242,16 +242,16 @@ def unit_marks(folder: Path, unit: int, plan_sha256: str) -> list[CommitMark] | 
     return marks
 
 
-def read_marks(folder: Path, units: Iterable[int]) -> list[NamedMark]:
+def read_marks(folder: Path, units: Iterable[int]) -> list[NamedMark[CommitMark]]:
     """Return the commit marks of every part of these units, in order.
 
     Raises ShardError for a unit whose marks do not reach its last part.
     """
-    marks: list[NamedMark] = []
+    marks: list[NamedMark[CommitMark]] = []
     for unit in units:
         part = 0
         while part == 0 or not marks[-1].mark.last_in_unit:
-            marks.append(read_mark(folder, part_name(unit, part)))
+            marks.append(read_mark(folder, part_name(unit, part), CommitMark))
             part += 1
     return marks
 

@@ -20,12 +20,14 @@ and no traceback, a short read is an error with a name.
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Generic, Literal, Self, TypeVar
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from canon_pretrain.core.files import UnreadableFile, parse_record, read_json, read_record
 from canon_pretrain.data.blocks import BLOCK_BYTES as BLOCK_BYTES
@@ -50,17 +52,24 @@ MAX_UINT16_VOCAB = 65_535
 
 
 @dataclass(frozen=True)
-class CommitMark:
-    """A part's commit mark; `rows` is its range in the unit, `groups` documents, tokens, bytes."""
+class PartFacts:
+    """What opening a split needs of a part's commit mark."""
 
-    format: Literal["canon-shards"]
     version: Literal[2, 3]
-    unit: Count
-    part: Count
-    last_in_unit: bool
     tokens: Count
     documents: Count
     text_bytes: Count
+    files: PartFiles
+
+
+@dataclass(frozen=True)
+class CommitMark(PartFacts):
+    """A part's commit mark; `rows` is its range in the unit, `groups` documents, tokens, bytes."""
+
+    format: Literal["canon-shards"]
+    unit: Count
+    part: Count
+    last_in_unit: bool
     rows: tuple[Count, Count]
     max_id: Count
     groups: dict[str, tuple[Count, Count, Count]]
@@ -68,21 +77,18 @@ class CommitMark:
     skipped: dict[str, Count]
     inputs: dict[str, str]
     plan_sha256: str
-    files: PartFiles
+
+
+Mark = TypeVar("Mark", bound=PartFacts, covariant=True)
 
 
 @dataclass(frozen=True)
-class NamedMark:
+class NamedMark(Generic[Mark]):
     """A commit mark with its part's name and its file's SHA-256."""
 
     name: str
     sha256: str
-    mark: CommitMark
-
-    @classmethod
-    def parse(cls, name: str, content: bytes) -> Self:
-        """Raises ValueError for a mark that is not of this format."""
-        return cls(name, hashlib.sha256(content).hexdigest(), parse_record(content, CommitMark))
+    mark: Mark
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ class Manifest:
     num_bytes: Count
     parts: tuple[PartEntry, ...]
 
-    def fits(self, marks: Sequence[NamedMark]) -> bool:
+    def fits(self, marks: Sequence[NamedMark[PartFacts]]) -> bool:
         """Whether it is the manifest of the parts with these commit marks."""
         names = ("vocab_size", "eos_id", "tokenizer_sha256", "plan_sha256", "version", "limits")
         try:
@@ -147,7 +153,7 @@ def part_name(unit: int, part: int) -> str:
 
 
 def make_manifest(
-    marks: Sequence[NamedMark],
+    marks: Sequence[NamedMark[PartFacts]],
     *,
     vocab_size: int,
     eos_id: int,
@@ -219,7 +225,7 @@ class Part:
 
     def read_mark(self) -> CommitMark:
         """Return its commit mark. Raises ShardError."""
-        return read_mark(self.folder, self.entry.name, self.entry.mark_sha256).mark
+        return read_mark(self.folder, self.entry.name, CommitMark, self.entry.mark_sha256).mark
 
     def document_ends(self) -> np.ndarray:
         """Return the exclusive ends of its documents in the stream, from its first token, int64.
@@ -268,7 +274,9 @@ class TokenShards:
         """
         folder = Path(folder)
         manifest = read_manifest(folder)
-        marks = [read_mark(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
+        marks = [
+            read_mark(folder, entry.name, PartFacts, entry.mark_sha256) for entry in manifest.parts
+        ]
         if not manifest.fits(marks):
             raise ShardError(
                 f"{folder / MANIFEST}: does not fit its own fingerprint and the parts' commit "
@@ -359,22 +367,31 @@ def read_manifest(folder: Path) -> Manifest:
         raise ShardError(f"{error}; delete it and {BUILD_AGAIN}") from None
 
 
-def read_mark(folder: Path, name: str, sha256: str = "") -> NamedMark:
-    """Return the commit mark of part `name`, compared with `sha256` unless it is "".
+def read_mark(folder: Path, name: str, kind: type[Mark], sha256: str = "") -> NamedMark[Mark]:
+    """Return part `name`'s commit mark as `kind`, compared with `sha256` unless that is "".
 
     Raises ShardError.
     """
     path = folder / f"{name}.json"
     content = read_small(path)
-    if sha256 and hashlib.sha256(content).hexdigest() != sha256:
+    found = hashlib.sha256(content).hexdigest()
+    if sha256 and found != sha256:
         raise ShardError(
             f"{path}: this commit mark's hash does not fit the manifest's fingerprint: one of the "
             f"two was changed; {way_out(name)}"
         )
     try:
-        return NamedMark.parse(name, content)
+        try:  # parse_record reads JSON twice, which opening 433 parts would feel
+            mark = _adapter(kind).validate_json(content, strict=True)
+        except ValidationError:
+            mark = parse_record(content, kind)
     except ValueError as error:
-        raise ShardError(f"{path}: no commit mark ({error}); {way_out(name)}") from None
+        problem = f"no commit mark of this format ({error})"
+        raise ShardError(f"{path}: {problem}; {way_out(name)}") from None
+    return NamedMark(name, found, mark)
+
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def _check_size(path: Path, expected: int) -> None:
