@@ -22,7 +22,8 @@ from canon_pretrain.kernels import triton as kernels
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.canon_check import training_problem
 
-ROW = "low, high = -first, num_tokens - first"
+RUN = "place, -first, num_tokens - first"
+RUN_OF_GATE = "low, high, length = own_run(num_tokens, run, taps)"
 SMALL = {"dim": 12, "num_heads": 2, "ffn_dim": 14, "vocab_size": 32, "num_layers": 1}
 # fault: file, text, what stands there instead; the options of the model
 FAULTS: dict[str, tuple[str, str, str, dict[str, object]]] = {
@@ -31,10 +32,10 @@ FAULTS: dict[str, tuple[str, str, str, dict[str, object]]] = {
     "wrong tap in the gradient": (
         "rows.py", "mix(d3, d2, d1, d0, w0, w1", "mix(d3, d2, d1, d0, w1, w0", {"canon_set": "A"},
     ),
-    "no halo": ("rows.py", ROW, "low, high = 0, num_tokens - first", {"canon_set": "A"}),
+    "no halo": ("window.py", RUN, "place, 0, num_tokens - first", {"canon_set": "A"}),
     "first tokens": (
-        "gate.py", ROW,
-        "low, high = -first - 3 * tl.minimum(tl.program_id(2), 1), num_tokens - first",
+        "gate.py", RUN_OF_GATE,
+        f"{RUN_OF_GATE}\n    low -= 3 * tl.minimum(tl.program_id(2), 1).to(tl.int32)",
         {"canon_set": "D"},
     ),
     "document border": (
@@ -42,10 +43,11 @@ FAULTS: dict[str, tuple[str, str, str, dict[str, object]]] = {
         {"canon_set": "B", "position": "nope", "document_mask": True},
     ),
     "no gradient": (
-        "norm_stream.py", "dweight if need_weight else None", "None", {"canon_set": "C"},
+        "fused.py", "need_added), (dweight, need_weight)", "need_added), (dweight, False)",
+        {"canon_set": "C"},
     ),
     "not a number": ("rows.py", "/ width + eps", "/ width - 9.0", {"canon_set": "A"}),
-    "does not compile": ("heads.py", "load_taps(", "tl.no_such_thing(", {"canon_set": "B"}),
+    "does not compile": ("rows.py", "= rotate(", "= tl.no_such_thing(", {"canon_set": "B"}),
 }  # fmt: skip
 
 

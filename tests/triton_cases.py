@@ -1,8 +1,8 @@
 """The checks of `kernels/triton/` against the plain parts of the model, on any device.
 
-`test_canon_pretrain_kernels_triton.py` runs `CASES` in one process with Triton's interpreter (as
-`python -m tests.triton_cases OUT.json`), `..._triton_gpu.py` the same functions on a GPU. Nothing
-here imports triton before a case runs: TRITON_INTERPRET is read when it is imported.
+`kernels/test_triton.py` runs `CASES` in one process with Triton's interpreter (as
+`python -m tests.triton_cases OUT.json`), `kernels/test_triton_gpu.py` the same functions on a GPU.
+Nothing here imports triton before a case runs: TRITON_INTERPRET is read when it is imported.
 """
 
 import importlib
@@ -90,7 +90,7 @@ def check_canon(
     residual: bool = True, activation: bool = False, norm: bool = False, documents: bool = False,
     weight_dtype: torch.dtype = torch.float32, extra: float = 2e-6,
 ) -> None:  # fmt: skip
-    """`canon_triton`, or with `norm` `norm_canon_triton`, and their gradients."""
+    """`canon_triton`, with `norm` after RMSNorm, and its gradients."""
     x = random(rows, num_tokens, width, seed=1, dtype=dtype, device=device, low=-2, high=3)
     weight = random(width, 1, taps, seed=2, dtype=weight_dtype, device=device)
     gain = random(width, seed=3, dtype=weight_dtype, device=device, low=0.5, high=1.5)
@@ -100,7 +100,7 @@ def check_canon(
     def run(x: Tensor, weight: Tensor, gain: Tensor | None = None) -> Tensor:
         if gain is None:
             return fused().canon_triton(x, weight, **options)
-        return fused().norm_canon_triton(x, gain, weight, eps=1e-5, **options)
+        return fused().canon_triton(x, weight, gain=gain, norm="full", eps=1e-5, **options)
 
     def exact(x: Tensor, weight: Tensor, gain: Tensor | None = None) -> Tensor:
         if gain is not None:

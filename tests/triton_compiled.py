@@ -2,7 +2,7 @@
 tests.triton_compiled OUT.json [COMPUTE_CAPABILITY]`.
 
 The interpreter takes programs that the compiler refuses (types that change in a loop, reads of
-memory of the wrong kind). Run by test_canon_pretrain_kernels_triton_compiled.py, in a process
+memory of the wrong kind). Run by kernels/test_triton_compiled.py, in a process
 without TRITON_INTERPRET.
 """
 
@@ -16,45 +16,54 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "canon_pretrain.kernels.triton"
-SIZES = ("num_tokens", "width", "run", "num_heads", "rope_pairs", "rope_heads", "num_programs")
-FLOATS = ("rstd", "cos", "sin", "sums", "gain_sums")
+SIZES = ("num_tokens", "width", "run", "rope_pairs", "rope_heads", "num_programs")
+FLOATS = ("rstd", "cos", "sin", "sums")
 
 
 def variants() -> list[tuple[str, str, dict[str, Any], int]]:
     """(module, kernel, its constants, warps), of the ways that models of 1.3B take and more."""
-    common = {"taps": 4, "residual": True, "stages": 3, "want_sums": True}
+    common = {"taps": 4, "residual": True, "stages": 3, "num_sums": 4, "want_sums": True}
+    plain = {"norm": 0, "rope": False, "head_dim": 1, "dims": 1, "adds": False, "grads": 1}
+    heads = {"head_dim": 64, "dims": 64}
     found = []
     for way, (activation, seg) in itertools.product(
         ("forward", "backward"), ((False, False), (True, True))
     ):
         some = common | {"activation": activation, "seg": seg}
-        for norm, block, warps in ((False, 256, 1), (True, 2048, 8), (True, 4096, 16)):
-            constants = some | {"norm": norm, "block": block, "adds": norm}
+        for site, block, warps in (
+            ({}, 256, 1),
+            ({"norm": 1, "adds": True, "grads": 3}, 2048, 8),
             # as canon_rows_backward chooses for the widest
-            constants["grads"] = 3 if norm and not (activation and block > 2048) else 1
-            constants["stages"] = 2 if block > 2048 else 3
+            ({"norm": 1, "adds": True, "grads": 1 if activation else 3, "stages": 2}, 4096, 16),
+            ({"rope": True} | heads, 256, 1),
+            ({"norm": 1, "rope": True} | heads, 2048, 8),
+            ({"norm": 2, "rope": seg} | heads, 256, 1),
+            ({"norm": 2, "rope": True, "head_dim": 96, "dims": 128}, 256, 1),
+        ):
+            constants = some | plain | site | {"block": block}
+            constants["num_sums"] += constants["norm"] == 2 or constants["norm"] * activation
             found.append(("rows", f"canon_rows_{way}_kernel", constants, warps))
         constants = some | {"relu2": seg, "block": 256}
         found.append(("gate", f"canon_gate_{way}_kernel", constants, 1 if way == "forward" else 2))
-        for norm, heads in ((0, 4), (1, 32), (2, 4)):
-            constants = some | {"norm": norm, "rope": norm != 2 or seg, "head_dim": 64}
-            constants |= {"heads": heads, "dims": 64}
-            found.append(("heads", f"canon_heads_{way}_kernel", constants, 8 if norm == 1 else 1))
     found += [
-        (module, kernel, constants | {"taps": 2} | ones(module), warps)
+        (module, kernel, two_taps(constants) | ones(constants), warps)
         for module, kernel, constants, warps in found
-        if constants.get("block") != 4096
+        if constants["block"] != 4096
     ]
     for norm, num_sums in ((False, 4), (True, 4), (True, 5)):
         constants = common | {"norm": norm, "num_sums": num_sums, "block": 32, "programs": 32}
-        found.append(("sums", "canon_sums_kernel", constants, 4))
+        found.append(("blocks", "canon_sums_kernel", constants, 4))
     return found
 
 
-def ones(module: str) -> dict[str, int]:
+def two_taps(constants: dict[str, Any]) -> dict[str, Any]:
+    return constants | {"taps": 2, "num_sums": constants["num_sums"] - 2}
+
+
+def ones(constants: dict[str, Any]) -> dict[str, int]:
     """Sizes that Triton takes for constants, as it does whatever is 1."""
-    heads = ("num_heads", "rope_pairs", "rope_heads")
-    return dict.fromkeys(("num_tokens", *(heads if module == "heads" else ("width",))), 1)
+    sizes = ("rope_pairs", "rope_heads") if constants.get("rope") else ("width",)
+    return dict.fromkeys(("num_tokens", *sizes), 1)
 
 
 def compiled(

@@ -18,6 +18,11 @@ def face() -> Any:
     return importlib.import_module("canon_pretrain.kernels.triton.fused")
 
 
+def norm_canon(h: Tensor, gain: Tensor, weight: Tensor, **options: Any) -> Any:
+    """Canon(RMSNorm(h)) by one kernel."""
+    return face().canon_triton(h, weight, gain=gain, norm="full", eps=1e-5, **options)
+
+
 def random(*shape: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(shape).uniform_(-1, 1, generator=generator).to(DEVICE).requires_grad_()
@@ -70,7 +75,8 @@ def the_streams_gradient_is_added() -> None:
     """Both ways out of h, in float64 and with the norm alone, whose path stays as it is."""
     fused = face()
     inputs = [random(2, 5, 8, seed=1), random(8, seed=2), random(8, 1, 4, seed=3)]
-    options = {"eps": 1e-5, "residual": True, "activation": False}
+    kind = {"residual": True, "activation": False}
+    options = {"eps": 1e-5, **kind}
 
     def run(h: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
         h, y = fused.norm_canon_stream_triton(h, gain, weight, **options)
@@ -84,7 +90,7 @@ def the_streams_gradient_is_added() -> None:
     for ours, truth in zip(gradients(run, inputs), want, strict=True):
         torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-6)
     alone = gradients(lambda *a: fused.norm_canon_stream_triton(*a, **options)[1], inputs)
-    assert_equal(alone, gradients(lambda *a: fused.norm_canon_triton(*a, **options), inputs))
+    assert_equal(alone, gradients(lambda *a: norm_canon(*a, **kind), inputs))
 
 
 def additions_beside_the_norm_are_the_streams() -> None:
@@ -111,7 +117,7 @@ def _check_additions(width: int, num_tokens: int, *, activation: bool) -> None:
 
     def apart(h: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
         h = h + h.sin()
-        return together(h, [fused.norm_canon_triton(h, gain, weight, eps=1e-5, **options)] * 3)
+        return together(h, [norm_canon(h, gain, weight, **options)] * 3)
 
     def exact(h: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
         h = h + h.sin()
@@ -136,9 +142,7 @@ def gradients_repeat_bit_by_bit() -> None:
     inputs = [random(2, 35, 8, seed=1), random(8, seed=2), random(8, 1, 4, seed=3)]
 
     def run(h: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = face().norm_canon_triton(
-            h, gain, weight, eps=1e-5, residual=True, activation=False
-        )
+        y: Tensor = norm_canon(h, gain, weight, residual=True, activation=False)
         return y
 
     assert_equal(gradients(run, inputs), gradients(run, inputs))
@@ -156,7 +160,7 @@ def only_the_inputs_are_kept() -> None:
 
     options = {"residual": True, "activation": False}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        face().norm_canon_triton(h, gain, weight, eps=1e-5, **options)
+        norm_canon(h, gain, weight, **options)
         weights = torch.cat((weight, weight)).detach().requires_grad_()
         face().canon_gate_triton(gate, up, weights, relu2=False, **options)
     own = {x.data_ptr() for x in (h, gate, up, weight, gain, weights)}
@@ -190,7 +194,7 @@ def any_strides_are_taken() -> None:
         inputs = [v.detach().contiguous() if copy else v.detach() for v in (x, gain, weight)]
         for value in inputs:
             value.requires_grad_()
-        y = face().norm_canon_triton(*inputs, eps=1e-5, residual=True, activation=True)
+        y = norm_canon(*inputs, residual=True, activation=True)
         gradient = dy.contiguous() if copy else dy
         results.append((y, *torch.autograd.grad(y, inputs, gradient)))
     assert_equal(*results)
@@ -206,7 +210,7 @@ def nothing_leaks_out_of_a_document() -> None:
     options = {"residual": True, "activation": True, "segments_BN": segments}
     functions = (
         lambda x: face().canon_triton(x, weight, **options),
-        lambda x: face().norm_canon_triton(x, gain, weight, eps=1e-5, **options),
+        lambda x: norm_canon(x, gain, weight, **options),
         lambda x: face().canon_gate_triton(
             x, x, torch.cat((weight, weight)), relu2=False, **options
         ),
@@ -244,7 +248,7 @@ def wrong_shapes_are_refused() -> None:
         lambda: fused.canon_triton(x, weight[:7], **options),
         lambda: fused.canon_triton(x, weight.expand(8, 1, 4)[..., :1], **options),
         lambda: fused.canon_triton(x, weight, segments_BN=short, **options),
-        lambda: fused.norm_canon_triton(x, x[0, 0, :7], weight, eps=1e-5, **options),
+        lambda: norm_canon(x, x[0, 0, :7], weight, **options),
         lambda: fused.canon_gate_triton(x, x[:, :4], weight, relu2=False, **options),
     ):
         try:
@@ -261,7 +265,7 @@ def too_wide_a_row_takes_the_norm_of_pytorch() -> None:
     options = {"eps": 1e-5, "residual": True, "activation": False}
 
     def norm(h: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
-        return h * fused.norm_canon_triton(h, gain, weight, **options)
+        return h * norm_canon(h, gain, weight, residual=True, activation=False)
 
     def stream(h: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
         h, y = fused.norm_canon_stream_triton(h, gain, weight, **options)

@@ -39,16 +39,16 @@ def operators_pass_opcheck() -> None:
         [[0, 0, 0, 1, 1, 2, 2, 2]] * 2, dtype=torch.int32, device=properties.DEVICE
     )
     check = torch.library.opcheck
-    check(ops.canon_rows.default, (x, weight, None, None, True, False, 0.0, None))
-    check(ops.canon_rows.default, (x, weight, random(6, seed=5), segments, False, True, 1e-5, None))
-    check(ops.canon_rows.default, (x, weight, gate[0, 0], None, True, False, 1e-5, gate))
+    cos, sin = (torch.rand(5, 1, device=properties.DEVICE) for _ in range(2))
+    nothing = (None, None, 0, 0)
+    for rows in (
+        (None, None, None, *nothing, True, False, "none", 0.0),
+        (random(6, seed=5), segments, None, *nothing, False, True, "full", 1e-5),
+        (gate[0, 0], None, gate, *nothing, True, False, "full", 1e-5),
+        (random(3, seed=6), None, None, cos, sin, 3, 2, True, False, "per_head", 1e-5),
+    ):
+        check(ops.canon_rows.default, (x, weight, *rows))
     check(ops.canon_gate.default, (x, gate, weights, segments, True, False, False))
-    cos, sin = (
-        torch.rand(5, 1, device=properties.DEVICE),
-        torch.rand(5, 1, device=properties.DEVICE),
-    )
-    heads = (x, weight, random(3, seed=6), cos, sin, None, 3, 2, True, False, "per_head", 1e-5)
-    check(ops.canon_heads.default, heads)
 
 
 def backward_operators_pass_opcheck() -> None:
@@ -59,12 +59,12 @@ def backward_operators_pass_opcheck() -> None:
     rstd = torch.rand(1, 2, device=x.device)
     tests = ("test_schema", "test_faketensor")
     for want in (True, False):
-        rows = ([dy, x], x, weight, gain, None, rstd, dy + x, True, False, want)
-        torch.library.opcheck(ops.canon_rows_backward.default, rows, test_utils=tests)
+        same = (x, weight, gain, None, None, None, rstd)
+        kind = (3, 0, True, True, "full", 1e-5, want)
+        rows = torch.ops.canon_pretrain.canon_rows_backward.default
+        torch.library.opcheck(rows, ([dy, x], *same, dy + x, *kind), test_utils=tests)
         gate = (dy, x, dy, weights, None, True, False, True, want)
         torch.library.opcheck(ops.canon_gate_backward.default, gate, test_utils=tests)
-        heads = (dy, x, weight, gain, None, None, None, rstd, 3, 0, True, True, "full", 1e-5, want)
-        torch.library.opcheck(ops.canon_heads_backward.default, heads, test_utils=tests)
 
 
 def one_graph_under_compile() -> None:

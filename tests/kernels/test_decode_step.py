@@ -135,22 +135,6 @@ def test_segments_are_wanted_only_where_one_begins(residual: bool, activation: b
 
 
 @without_gradients
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@every_kind
-def test_sums_are_float32_and_rounded_once(
-    dtype: torch.dtype, residual: bool, activation: bool
-) -> None:
-    x, weight = _inputs(200, dtype=dtype)
-    kind = {"residual": residual, "activation": activation}
-    truth = canon_reference(x.double(), weight.double(), **kind)
-    theirs = (canon_reference(x, weight, **kind).double() - truth).norm()
-    for sizes in ([1] * 200, [150] + [1] * 50, [2] * 100, [50] * 4):
-        found = _read(x, weight, sizes, **kind)
-        assert found.dtype == dtype
-        assert (found.double() - truth).norm() <= 1.001 * theirs
-
-
-@without_gradients
 def test_rows_are_taken_into_memory_of_their_own() -> None:
     """Both go on, in turns, and neither sees what the other writes."""
     x, weight = _inputs(40)
@@ -251,16 +235,21 @@ def test_a_step_that_leaves_a_site_out_counts_for_the_others() -> None:
 @without_gradients
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_kind
-def test_a_step_rounds_once(dtype: torch.dtype, residual: bool, activation: bool) -> None:
+def test_sums_are_float32_and_rounded_once(
+    dtype: torch.dtype, residual: bool, activation: bool
+) -> None:
     x, weight = _inputs(200, dtype=dtype)
     kind = {"residual": residual, "activation": activation}
     truth = canon_reference(x.double(), weight.double(), **kind)
     theirs = (canon_reference(x, weight, **kind).double() - truth).norm()
     memory = CanonMemory(x, weight, **kind)
-    found = [_read(x, weight, [1], memory=memory)]
-    found += [_step([memory], [x[:, t : t + 1]], [weight], None)[0] for t in range(1, 200)]
-    assert found[1].dtype == dtype
-    assert (torch.cat(found, dim=1).double() - truth).norm() <= 1.001 * theirs
+    steps = [_read(x, weight, [1], memory=memory)]
+    steps += [_step([memory], [x[:, t : t + 1]], [weight], None)[0] for t in range(1, 200)]
+    cuts = ([1] * 200, [150] + [1] * 50, [2] * 100, [50] * 4)
+    reads = [_read(x, weight, sizes, **kind) for sizes in cuts]
+    for found in (torch.cat(steps, dim=1), *reads):
+        assert found.dtype == dtype
+        assert (found.double() - truth).norm() <= 1.001 * theirs
 
 
 @every_kind

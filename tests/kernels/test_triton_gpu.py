@@ -84,9 +84,7 @@ def test_gradients_repeat_bit_by_bit_on_a_busy_gpu():
         with torch.cuda.stream(beside):  # programs end in another order each time
             for _ in range(3 * i):
                 noise @ noise
-        y = cases.fused().norm_canon_triton(
-            x, gain, weight, eps=1e-5, residual=True, activation=False
-        )
+        y = properties.norm_canon(x, gain, weight, residual=True, activation=False)
         results.append(torch.autograd.grad(y, [x, gain, weight], torch.ones_like(y)))
     torch.cuda.synchronize()
     for other in results[1:]:
@@ -96,21 +94,22 @@ def test_gradients_repeat_bit_by_bit_on_a_busy_gpu():
 def test_more_than_two_to_the_31_elements():
     num_tokens, width, tail = 2**20 + 5, 2304, 64
     x, gain, weight = _inputs(1, num_tokens, width)
-    options = {"eps": 1e-5, "residual": True, "activation": False}
-    y = cases.fused().norm_canon_triton(x, gain, weight, **options)
+    options = {"residual": True, "activation": False}
+    y = properties.norm_canon(x, gain, weight, **options)
     (dx,) = torch.autograd.grad(y, [x], torch.ones_like(y))
     last = x.detach()[:, -tail - 3 :].clone().requires_grad_()
-    y_last = cases.fused().norm_canon_triton(last, gain, weight, **options)
+    y_last = properties.norm_canon(last, gain, weight, **options)
     (dx_last,) = torch.autograd.grad(y_last, [last], torch.ones_like(y_last))
     assert torch.equal(y[:, -tail:], y_last[:, -tail:])
     assert torch.equal(dx[:, -tail:], dx_last[:, -tail:])
 
 
 def test_inductor_keeps_it_one_graph():
-    norm_canon_triton = cases.fused().norm_canon_triton  # an import is no part of a graph
+    canon_triton = cases.fused().canon_triton  # an import is no part of a graph
 
     def site(x, gain, weight):
-        y = norm_canon_triton(2 * x, gain, weight, eps=1e-5, residual=True, activation=False)
+        options = {"residual": True, "activation": False, "gain": gain, "norm": "full"}
+        y = canon_triton(2 * x, weight, eps=1e-5, **options)
         return torch.nn.functional.silu(y)
 
     inputs = _inputs(2, 256, 512)

@@ -114,14 +114,6 @@ def test_attention_alone_or_canon_alone_at_the_borders_is_not_enough(monkeypatch
         assert _crossed(model)[len(DOCUMENTS[0]) :].any()
 
 
-def test_rows_of_a_batch_have_documents_of_their_own():
-    args = replace(BASE, canon_set="ABCD", position="alibi", document_mask=True)
-    model = build(args)
-    rows = torch.tensor([[5, EOS_ID, 7, 8, 9], [5, 6, 7, EOS_ID, 9], [5, 6, 7, 8, 9]])
-    for row, logits in zip(rows, model(rows), strict=True):
-        torch.testing.assert_close(model(row[None])[0], logits)
-
-
 def test_eos_is_a_token_like_others_without_the_option():
     model = build(replace(BASE, canon_set="ABCD", eos_id=EOS_ID))
     other = build(replace(BASE, canon_set="ABCD", eos_id=-5))  # no token at all

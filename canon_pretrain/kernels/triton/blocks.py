@@ -1,8 +1,11 @@
-"""How the work of a kernel is cut into programs, and how one is launched.
+# mypy: disallow-untyped-defs=False
+"""How the work of a kernel is cut into programs, and how their sums are added up.
 
-No autotuning at run time: a choice by stopwatch may differ between ranks and between runs, and with
-it the order of the weight gradient's additions. The numbers here are a choice by shape alone;
-`override` is for the bench, which tries others.
+No autotuning at run time: a choice by timing may differ between ranks and between runs, and with it
+the order of the weight gradient's additions. The numbers here are a choice by shape alone;
+`override` is for trying others.
+
+Shapes: P programs, S sums (K; one more: see rows.py), C channels, K taps.
 """
 
 import contextlib
@@ -11,12 +14,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """`block`: elements of a row that a program takes, a power of two; `run`: tokens of a program.
+    """`block`: elements of a row per program, a power of two; `run`: tokens per program.
 
     `stages`: rows on their way from memory at a time.
     """
@@ -47,7 +51,7 @@ _MAX_RUN = 8192  # a kernel counts the elements of its run in 32 bits
 
 
 def choose_blocks(kind: str, num_rows: int, num_tokens: int, width: int) -> Blocks:
-    """The blocks of a kernel of `kind` (of _PLANS) for x[num_rows, num_tokens, width].
+    """Return the blocks of a kernel of `kind` (of _PLANS) for x[num_rows, num_tokens, width].
 
     From the shape alone, so that a sum over tokens has one order everywhere.
     """
@@ -66,7 +70,7 @@ def choose_blocks(kind: str, num_rows: int, num_tokens: int, width: int) -> Bloc
 
 @contextlib.contextmanager
 def override(**values: int) -> Iterator[None]:
-    """Use these fields of Blocks inside, in every thread; `block` only where a row is in parts."""
+    """Use these fields of Blocks inside, in every thread; `block` only if a row is in parts."""
     before = dict(_forced)
     _forced.update(values)
     try:
@@ -77,5 +81,66 @@ def override(**values: int) -> Iterator[None]:
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device: make it that of x."""
+    """Make x's device the current one, on which Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+_CHANNELS, _PROGRAMS = 32, 32
+
+
+@triton.jit
+def canon_sums_kernel(
+    sums, weight, gain, dweight, dgain, num_programs, width,
+    taps: tl.constexpr, num_sums: tl.constexpr, residual: tl.constexpr, norm: tl.constexpr,
+    block: tl.constexpr, programs: tl.constexpr,
+):  # fmt: skip
+    channels = tl.program_id(0) * block + tl.arange(0, block)
+    mask = channels < width
+    # the residual's own sum, if there is one
+    of_residual: tl.constexpr = taps if num_sums > taps else 0
+    if norm:
+        scale = tl.load(gain + channels, mask=mask, other=0.0).to(tl.float32)
+        through = tl.zeros([block], tl.float32)
+    for j in tl.static_range(num_sums):
+        total = tl.zeros([programs, block], tl.float32)
+        for start in range(0, num_programs, programs):
+            program = start + tl.arange(0, programs)
+            at = (program.to(tl.int64)[:, None] * num_sums + j) * width + channels[None, :]
+            total += tl.load(
+                sums + at, mask=(program[:, None] < num_programs) & mask[None, :], other=0.0
+            )
+        s = tl.sum(total, axis=0)
+        if norm:
+            if residual:
+                if j == of_residual:
+                    through += s
+        if j < taps:
+            tap = channels * taps + (taps - 1 - j)
+            if norm:
+                through += s * tl.load(weight + tap, mask=mask, other=0.0).to(tl.float32)
+                s *= scale
+            tl.store(dweight + tap, s.to(dweight.dtype.element_ty), mask=mask)
+    if norm:
+        tl.store(dgain + channels, through.to(dgain.dtype.element_ty), mask=mask)
+
+
+def weight_gradient(
+    sums_PSC: Tensor, weight_C1K: Tensor, gain_C: Tensor | None, *, residual: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the weight and of the gain (empty without one), in their dtypes.
+
+    Every program has written a float32 row of sums; they are added in one order, where atomic
+    additions would come in the order in which programs end.
+    """
+    num_programs, num_sums, width = sums_PSC.shape
+    dweight = torch.empty_like(weight_C1K)
+    dgain = torch.empty_like(gain_C) if gain_C is not None else weight_C1K.new_empty(0)
+    if not width:
+        return dweight, dgain
+    with on_device(sums_PSC):
+        canon_sums_kernel[(triton.cdiv(width, _CHANNELS),)](
+            sums_PSC, weight_C1K, gain_C if gain_C is not None else weight_C1K, dweight, dgain,
+            num_programs, width, taps=weight_C1K.shape[2], num_sums=num_sums, residual=residual,
+            norm=gain_C is not None, block=_CHANNELS, programs=_PROGRAMS, num_warps=4,
+        )  # fmt: skip
+    return dweight, dgain

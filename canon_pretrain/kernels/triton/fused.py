@@ -1,10 +1,9 @@
-"""Canon by Triton kernels: alone, and with what stands beside it at each site of a block.
+"""Canon by Triton kernels: alone, and with what is beside it at each site of a block.
 
-The face of `kernels/triton/`: `model/` reaches these by importlib where canon_backend is "triton"
-and `problem.triton_problem` knows nothing against it. All take float32, bfloat16 and float16, add
-in float32, and round once at the end (the plain composition rounds between its parts). Weight
-gradients are the same bits in every run. Each is a torch.library operator with its gradient, so
-torch.compile, FSDP2 and activation checkpointing take it as one piece.
+The face of `kernels/triton/`: `kernels/backends.py` looks it up for canon_backend = "triton". All
+take float32, bfloat16 and float16, add in float32, and round once at the end (the plain composition
+rounds between its parts). Weight gradients are the same bits in every run. Each is a torch.library
+operator with its gradient, so torch.compile, FSDP2 and activation checkpointing see one operator.
 
 Shapes: B batch, T tokens, D hidden, C channels, K taps (head dim in [B, T, H, K]), H heads, G
 key-value heads, X = H K, Y = G K, F ffn dim, R rotated pairs of a head, N = taps - 1 + T.
@@ -12,17 +11,16 @@ key-value heads, X = H K, Y = G K, F ffn dim, R rotated pairs of a head, N = tap
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.core.errors import check_choice
 from canon_pretrain.kernels.triton.gate import canon_gate
-from canon_pretrain.kernels.triton.heads_op import NORMS, canon_heads
-from canon_pretrain.kernels.triton.norm_stream import NormCanonStream
-from canon_pretrain.kernels.triton.rows import MAX_READERS, canon_rows
+from canon_pretrain.kernels.triton.rows import MAX_READERS, NORMS, canon_rows, canon_rows_backward
 
 MAX_ROW = 4096
-"""Elements of a row that one program holds for a norm; wider ones take PyTorch's norm before it."""
+"""The most elements of a row that one program holds for a norm; wider ones take PyTorch's norm."""
 
 
 def canon_triton(
@@ -32,38 +30,33 @@ def canon_triton(
     residual: bool,
     activation: bool,
     segments_BN: Tensor | None = None,
+    gain: Tensor | None = None,
+    norm: str = "none",
+    eps: float = 0.0,
+    cos_TR: Tensor | None = None,
+    sin_TR: Tensor | None = None,
+    head_dim: int = 0,
+    rope_heads: int = 0,
 ) -> Tensor:
-    """`canon_reference` of a whole sequence; see kernels/reference.py."""
-    _check("canon_triton", x_BTC, weight_C1K, x_BTC.shape[-1], segments_BN)
+    """Compute `canon_reference` of a whole sequence, with what is beside it.
+
+    `norm` "full": RMSNorm before Canon (A, C, QK-norm), with a gain of x's width; backward keeps x
+    and 1 / rms of each token. "per_head": RMSNorm of each head after Canon, with a gain of a
+    head's width. `cos_TR`, `sin_TR` (float32): the rotation after both, of the first 2R dims of the
+    first `rope_heads` heads.
+    """
+    width = x_BTC.shape[-1]
+    _check("canon_triton", x_BTC, weight_C1K, width, segments_BN)
+    if norm != "none":
+        _check_gain(gain, norm, width if norm == "full" else head_dim)
+    if norm == "full" and width > MAX_ROW:
+        assert gain is not None
+        x_BTC, gain, norm = F.rms_norm(x_BTC, (width,), gain.to(x_BTC.dtype), eps), None, "none"
     y_BTC: Tensor = canon_rows(
-        x_BTC, weight_C1K, None, segments_BN, residual, activation, 0.0, None
-    )[0]
+        x_BTC, weight_C1K, gain, segments_BN, None, cos_TR, sin_TR, head_dim, rope_heads,
+        residual, activation, norm, eps,
+    )[0]  # fmt: skip
     return y_BTC
-
-
-def norm_canon_triton(
-    h_BTD: Tensor,
-    gain_D: Tensor,
-    weight_D1K: Tensor,
-    *,
-    eps: float,
-    residual: bool,
-    activation: bool,
-    segments_BN: Tensor | None = None,
-) -> Tensor:
-    """Canon(RMSNorm(h)): Canon-A and -C. Kept for backward: h, and 1 / rms of each token."""
-    width = h_BTD.shape[-1]
-    _check("norm_canon_triton", h_BTD, weight_D1K, width, segments_BN)
-    _checked_gain(gain_D, "full", width, width)
-    if width > MAX_ROW:
-        x_BTD = F.rms_norm(h_BTD, (width,), gain_D.to(h_BTD.dtype), eps)
-        return canon_triton(
-            x_BTD, weight_D1K, residual=residual, activation=activation, segments_BN=segments_BN
-        )
-    y_BTD: Tensor = canon_rows(
-        h_BTD, weight_D1K, gain_D, segments_BN, residual, activation, eps, None
-    )[0]
-    return y_BTD
 
 
 def norm_canon_stream_triton(
@@ -78,29 +71,74 @@ def norm_canon_stream_triton(
     added_BTD: Tensor | None = None,
     readers: int = 1,
 ) -> tuple[Tensor, ...]:
-    """h + added, and `norm_canon_triton` of it `readers` times over, for a block that reads both.
+    """Return h + added, and Canon(RMSNorm(h + added)) `readers` times: Canon-A and -C.
 
-    Where each reader takes one of the equal results, and the residual stream goes on with this
+    If each reader takes one of the equal results, and the residual stream continues with this
     h + added, all their gradients are added in the kernel that needs the sum, and not in passes of
     their own. At most MAX_READERS.
     """
     width = h_BTD.shape[-1]
-    options: dict[str, Any] = {"residual": residual, "activation": activation}
     if width > MAX_ROW:
-        options["segments_BN"] = segments_BN
         h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
-        y_BTD = norm_canon_triton(h_BTD, gain_D, weight_D1K, eps=eps, **options)
+        y_BTD = canon_triton(
+            h_BTD, weight_D1K, gain=gain_D, norm="full", eps=eps, residual=residual,
+            activation=activation, segments_BN=segments_BN,
+        )  # fmt: skip
         return h_BTD, *(y_BTD,) * readers
     _check("norm_canon_stream_triton", h_BTD, weight_D1K, width, segments_BN)
+    _check_gain(gain_D, "full", width)
     if not 1 <= readers <= MAX_READERS or (
         added_BTD is not None and (added_BTD.shape, added_BTD.dtype) != (h_BTD.shape, h_BTD.dtype)
     ):
         raise ValueError(f"readers ({readers}) are 1 to {MAX_READERS}, and added is like h.")
-    _checked_gain(gain_D, "full", width, width)
-    found: tuple[Tensor, ...] = NormCanonStream.apply(
-        h_BTD, added_BTD, weight_D1K, gain_D, segments_BN, residual, activation, eps, readers
+    kind = (residual, activation, eps)
+    found: tuple[Tensor, ...] = _NormCanonStream.apply(
+        h_BTD, added_BTD, weight_D1K, gain_D, segments_BN, kind, readers
     )
     return found
+
+
+class _NormCanonStream(torch.autograd.Function):
+    """(h + added, Canon(RMSNorm(h + added)) once for each of `readers`); see `canon_rows`.
+
+    A block reads the sum twice, through the norm and directly, and the norm's result is read by two
+    or three products. The backward kernel adds up the gradients of all of them: otherwise each
+    addition would be a pass over three tensors (12 D bytes per token in bfloat16).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_BTD: Tensor,
+        added_BTD: Tensor | None,
+        weight_D1K: Tensor,
+        gain_D: Tensor,
+        segments_BN: Tensor | None,
+        kind: tuple[bool, bool, float],
+        readers: int,
+    ) -> tuple[Tensor, ...]:
+        residual, activation, eps = kind
+        options = (0, 0, residual, activation, "full", eps)
+        y_BTD, rstd_BT, sum_BTD = canon_rows(
+            h_BTD, weight_D1K, gain_D, segments_BN, added_BTD, None, None, *options
+        )
+        kept = h_BTD if added_BTD is None else sum_BTD
+        ctx.save_for_backward(kept, weight_D1K, gain_D, segments_BN, rstd_BT)
+        ctx.options = options
+        stream = h_BTD.view_as(h_BTD) if added_BTD is None else sum_BTD
+        return stream, y_BTD, *(y_BTD.view_as(y_BTD) for _ in range(readers - 1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dh_BTD, *dys_BTD = grads
+        *inputs, rstd_BT = ctx.saved_tensors
+        need_h, need_added, need_weight, need_gain = ctx.needs_input_grad[:4]
+        want_sums = need_weight or need_gain
+        dh, dweight, dgain = canon_rows_backward(
+            dys_BTD, *inputs, None, None, rstd_BT, dh_BTD, *ctx.options, want_sums
+        )
+        found = (dh, need_h), (dh, need_added), (dweight, need_weight), (dgain, need_gain)
+        return *(grad if needed else None for grad, needed in found), None, None, None
 
 
 def canon_qkv_triton(
@@ -121,40 +159,26 @@ def canon_qkv_triton(
     rope_share: int = 1,
     segments_BN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Canon-B, QK-norm and rotation: q_BTHK, k_BTGK and v_BTGK in the order of model/attention.py.
+    """Return q_BTHK, k_BTGK and v_BTGK after Canon-B, QK-norm and rotation; see `canon_triton`.
 
-    `qk_norm` "full" comes before Canon-B and needs gains of q's and k's width, "per_head" after it
-    and needs gains of a head's. `cos_TR`, `sin_TR` (float32): the tables for these T tokens, whose
-    2R dims of the first of every `rope_share` heads rotate; None for no rotation.
+    `qk_norm` is a norm of `canon_triton`. One in `rope_share` heads of q and of k rotates, the
+    first ones; no tables, no rotation.
     """
     check_choice("qk_norm", qk_norm, NORMS)
     parts = (q_BTX, k_BTY, v_BTY)
     _check("canon_qkv_triton", q_BTX, weight_C1K, sum(x.shape[-1] for x in parts), segments_BN)
-    options: dict[str, Any] = {
-        "residual": residual,
-        "activation": activation,
-        "segments_BN": segments_BN,
-    }
-    weights = weight_C1K.split([x.shape[-1] for x in parts])
     mixed = []
-    norms, gains = (qk_norm, qk_norm, "none"), (q_gain, k_gain, None)
-    turns = (True, True, False)
-    for x, weight, norm, gain, rotates in zip(parts, weights, norms, gains, turns, strict=True):
-        rope_heads = x.shape[-1] // head_dim // rope_share
-        gain = _checked_gain(gain, norm, x.shape[-1], head_dim)
-        if norm == "full" and x.shape[-1] > MAX_ROW:
-            assert gain is not None
-            x, gain, norm = F.rms_norm(x, gain.shape, gain.to(x.dtype), eps), None, "none"
-        rope = cos_TR is not None and rotates
-        if rope or norm == "per_head":
-            y = canon_heads(
-                x, weight, gain, cos_TR if rope else None, sin_TR if rope else None, segments_BN,
-                head_dim, rope_heads, residual, activation, norm, eps,
-            )[0]  # fmt: skip
-        elif gain is not None:
-            y = norm_canon_triton(x, gain, weight, eps=eps, **options)
-        else:
-            y = canon_triton(x, weight, **options)
+    weights, gains = weight_C1K.split([x.shape[-1] for x in parts]), (q_gain, k_gain, None)
+    norms = (qk_norm, qk_norm, "none")
+    for i, (x, weight, norm, gain) in enumerate(zip(parts, weights, norms, gains, strict=True)):
+        beside: dict[str, Any] = {"norm": norm, "gain": gain}
+        if i < 2 and cos_TR is not None:  # q and k
+            beside["rope_heads"] = x.shape[-1] // head_dim // rope_share
+            beside |= {"cos_TR": cos_TR, "sin_TR": sin_TR}
+        y = canon_triton(
+            x, weight, residual=residual, activation=activation, segments_BN=segments_BN,
+            head_dim=head_dim, eps=eps, **beside,
+        )  # fmt: skip
         mixed.append(y.unflatten(-1, (-1, head_dim)))
     q_BTHK, k_BTGK, v_BTGK = mixed
     return q_BTHK, k_BTGK, v_BTGK
@@ -170,9 +194,9 @@ def canon_gate_triton(
     relu2: bool,
     segments_BN: Tensor | None = None,
 ) -> Tensor:
-    """act(Canon-D(gate)) * Canon-D(up), [B, T, F], with act silu, or relu squared.
+    """Return act(Canon-D(gate)) * Canon-D(up), [B, T, F], with act silu, or relu squared.
 
-    Kept for backward: gate and up, as without Canon.
+    Backward keeps gate and up, as without Canon.
     """
     if up_BTF.shape != gate_BTF.shape:
         raise ValueError(f"gate is {tuple(gate_BTF.shape)}, up {tuple(up_BTF.shape)}; not equal.")
@@ -183,21 +207,16 @@ def canon_gate_triton(
     return inner_BTF
 
 
-def _checked_gain(gain: Tensor | None, norm: str, width: int, head_dim: int) -> Tensor | None:
-    """The gain, None without a norm; ValueError where it does not fit."""
-    if norm == "none":
-        return None
-    expected = width if norm == "full" else head_dim
-    if gain is None or gain.shape != (expected,):
+def _check_gain(gain: Tensor | None, norm: str, width: int) -> None:
+    if gain is None or gain.shape != (width,):
         given = "none" if gain is None else f"one of shape {tuple(gain.shape)}"
-        raise ValueError(f'norm "{norm}" needs a gain of shape ({expected},); got {given}.')
-    return gain
+        raise ValueError(f'norm "{norm}" needs a gain of shape ({width},); got {given}.')
 
 
 def _check(
     name: str, x_BTC: Tensor, weight_C1K: Tensor, width: int, segments_BN: Tensor | None
 ) -> None:
-    """Raise ValueError where shapes do not fit: a kernel would read past their ends."""
+    """Raise ValueError if shapes do not fit: a kernel would read past their ends."""
     taps = weight_C1K.shape[-1]
     if x_BTC.ndim != 3 or weight_C1K.shape != (width, 1, taps) or taps not in (2, 3, 4):
         raise ValueError(

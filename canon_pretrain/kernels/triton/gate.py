@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False
 """Canon-D and the gated activation in one kernel: act(canon(gate)) * canon(up).
 
-Called by `fused.py`; how a program walks its tokens is in `window.py`. Kept for backward are gate
-and up, which a feed-forward without Canon keeps as well. Both mixed parts are made anew there from
-the window of rows that is read for the weight's gradient anyway.
+How a program walks its tokens is in `window.py`. Backward keeps gate and up, as a feed-forward
+without Canon does, and recomputes both mixed parts from the window of rows that is read for the
+weight's gradient anyway.
 
 Shapes: B batch, T tokens, F channels of gate and of up, K taps, P programs along B and T.
 """
@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from canon_pretrain.kernels.triton.blocks import choose_blocks, on_device
-from canon_pretrain.kernels.triton.sums import weight_gradient
+from canon_pretrain.kernels.triton.blocks import choose_blocks, on_device, weight_gradient
 from canon_pretrain.kernels.triton.window import (
     REACH,
     add_products,
@@ -24,6 +23,7 @@ from canon_pretrain.kernels.triton.window import (
     load_segment,
     load_taps,
     mix,
+    own_run,
     silu,
     silu_slope,
     store_products,
@@ -38,15 +38,9 @@ def canon_gate_forward_kernel(
     relu2: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     channels = tl.program_id(0) * block + tl.arange(0, block)
-    first = tl.program_id(1) * run
-    low, high = -first, num_tokens - first
-    length = tl.minimum(run, high)
-    row = tl.program_id(2).to(tl.int64)
-    start = row * num_tokens + first
-    gate += start * width
-    up += start * width
-    inner += start * width
-    segments += row * (num_tokens + taps - 1) + first
+    start, place, low, high, length = own_run(num_tokens, run, taps)
+    skipped = start * width
+    gate, up, inner, segments = gate + skipped, up + skipped, inner + skipped, segments + place
     mask = channels < width
     w0, w1, w2, w3 = load_taps(weight, channels, mask, taps)
     weight += width * taps
@@ -85,17 +79,10 @@ def canon_gate_backward_kernel(
     relu2: tl.constexpr, want_sums: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     channels = tl.program_id(0) * block + tl.arange(0, block)
-    first = tl.program_id(1) * run
-    low, high = -first, num_tokens - first
-    length = tl.minimum(run, high)
-    row = tl.program_id(2).to(tl.int64)
-    start = row * num_tokens + first
-    dinner += start * width
-    gate += start * width
-    up += start * width
-    dgate += start * width
-    dup += start * width
-    segments += row * (num_tokens + taps - 1) + first
+    start, place, low, high, length = own_run(num_tokens, run, taps)
+    skipped = start * width
+    dinner, gate, up = dinner + skipped, gate + skipped, up + skipped
+    dgate, dup, segments = dgate + skipped, dup + skipped, segments + place
     mask = channels < width
     w0, w1, w2, w3 = load_taps(weight, channels, mask, taps)
     weight += width * taps
@@ -151,7 +138,7 @@ def canon_gate_backward_kernel(
         e3, e2, e1, f3, f2, f1 = e2, e1, e0, f2, f1, f0
         g3, g2, g1 = g2, g1, g0
     if want_sums:
-        program = row * tl.num_programs(1) + tl.program_id(1)
+        program = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         sums += program * taps * 2 * width
         store_products(sums, channels, mask, 2 * width, p0, p1, p2, p3, taps)
         store_products(sums + width, channels, mask, 2 * width, q0, q1, q2, q3, taps)
@@ -187,15 +174,7 @@ def canon_gate(
 
 
 @canon_gate.register_fake
-def _canon_gate_like(
-    gate_BTF: Tensor,
-    up_BTF: Tensor,
-    weight_C1K: Tensor,
-    segments_BN: Tensor | None,
-    residual: bool,
-    activation: bool,
-    relu2: bool,
-) -> Tensor:
+def _canon_gate_like(gate_BTF: Tensor, *_: Any) -> Tensor:
     return gate_BTF.new_empty(gate_BTF.shape)
 
 
@@ -238,18 +217,10 @@ def canon_gate_backward(
 
 @canon_gate_backward.register_fake
 def _canon_gate_backward_like(
-    dinner_BTF: Tensor,
-    gate_BTF: Tensor,
-    up_BTF: Tensor,
-    weight_C1K: Tensor,
-    segments_BN: Tensor | None,
-    residual: bool,
-    activation: bool,
-    relu2: bool,
-    want_sums: bool,
+    dinner: Any, gate: Tensor, up: Tensor, weight: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dweight = weight_C1K.new_empty(weight_C1K.shape if want_sums else (0,))
-    return gate_BTF.new_empty(gate_BTF.shape), up_BTF.new_empty(up_BTF.shape), dweight
+    dweight = weight.new_empty(weight.shape if others[-1] else (0,))
+    return gate.new_empty(gate.shape), up.new_empty(up.shape), dweight
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -262,12 +233,8 @@ def _gradients(ctx: Any, dinner_BTF: Tensor) -> tuple[Tensor | None, ...]:
     dgate, dup, dweight = canon_gate_backward(
         dinner_BTF, *ctx.saved_tensors, *ctx.options, need_weight
     )
-    return (
-        dgate if need_gate else None,
-        dup if need_up else None,
-        dweight if need_weight else None,
-        *(None,) * 4,
-    )
+    found = (dgate, need_gate), (dup, need_up), (dweight, need_weight)
+    return *(grad if needed else None for grad, needed in found), *(None,) * 4
 
 
 canon_gate.register_autograd(_gradients, setup_context=_save)

@@ -1,15 +1,23 @@
 # mypy: disallow-untyped-defs=False
-"""Canon by itself (any site), or after RMSNorm in one kernel (Canon-A and -C, full QK-norm).
+"""Canon with what is beside it at sites A, B and C, in one kernel: norms, rotation, the stream.
 
-Called by `fused.py`; how a program walks its tokens is in `window.py`. What is kept for backward
-are the inputs, and of the norm one number a token.
+One forward and one backward body; a site is a choice of loads and epilogues:
 
-With n_t the normalised row and g the norm's gain, Canon's input is g n_t: the kernels multiply the
-taps by g once and never make that row. The sums S_j = sum_t n_t d_{t+j} of backward give both
-gradients: dW_j = g S_j and dg = residual S_0 + sum_j W_j S_j, d being what reaches the convolution.
+    alone       x -> Canon -> y
+    norm full   RMSNorm before Canon: A, C, and full QK-norm. A program holds a token's whole row:
+                a pass of its own for 1 / rms would read x twice
+    adds        x + added before the norm, written as well: the residual stream at C
+    per_head    RMSNorm over each head after Canon; rope: the rotation after that (B)
 
-Shapes: B batch, T tokens, C channels, K taps, P programs along B and T, S sums (K, one more where
-an activation parts the residual from the convolution).
+How a program walks its tokens is in `window.py`. Backward keeps the inputs, and 1 / rms per token
+of the full norm; the norm per head is recomputed from the window.
+
+With n_t the normalized row and g the norm's gain, Canon's input is g n_t: the kernels multiply the
+taps by g once and never make that row. The sums S_j = sum_t n_t d_{t+j} of backward are both
+gradients: dW_j = g S_j and dg = residual S_0 + sum_j W_j S_j, d being the convolution's gradient.
+
+Shapes: B batch, T tokens, C channels, K taps, R rotated pairs of a head, P programs along B and T,
+S sums (K; one more for the residual behind an activation, or for the gain per head), N = K - 1 + T.
 """
 
 from collections.abc import Sequence
@@ -20,16 +28,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from canon_pretrain.kernels.triton.blocks import choose_blocks, on_device
-from canon_pretrain.kernels.triton.sums import weight_gradient
+from canon_pretrain.kernels.triton.blocks import Blocks, choose_blocks, on_device, weight_gradient
 from canon_pretrain.kernels.triton.window import (
     REACH,
     add_products,
+    limit,
     load_raw,
     load_row,
     load_segment,
     load_taps,
     mix,
+    own_run,
     silu,
     silu_slope,
     store_products,
@@ -38,54 +47,95 @@ from canon_pretrain.kernels.triton.window import (
 
 MAX_READERS = 3
 """The most gradients of one result that a kernel adds up."""
+NORMS = {"none": 0, "full": 1, "per_head": 2}
+FULL, PER_HEAD = tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def load_scale(gain, channels, dim, mask, norm: tl.constexpr):
+    """The norm's gain for the channels; ones without a norm."""
+    if norm == FULL:
+        return tl.load(gain + channels, mask=mask, other=0.0).to(tl.float32)
+    elif norm == PER_HEAD:
+        return tl.load(gain + dim, mask=mask, other=0.0).to(tl.float32)
+    else:
+        return 1.0
+
+
+@triton.jit
+def head_sums(x, dims: tl.constexpr):
+    """The sum over each head's dims, for each of them."""
+    by_head = tl.reshape(x, [x.shape[0] // dims, dims])
+    sums = tl.broadcast_to(tl.sum(by_head, axis=1)[:, None], by_head.shape)
+    return tl.reshape(sums, x.shape)
+
+
+@triton.jit
+def rotate(
+    x, cos, sin, t, start, stop, rope_pairs, rope_heads, sign, dims: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    """Turn the pairs (0, 1), (2, 3), .. of each head by token t's angles times `sign`."""
+    place = tl.arange(0, block // 2)
+    pair = place % (dims // 2)
+    head = tl.program_id(0) * (block // dims) + place // (dims // 2)
+    mask = (pair < limit(t, start, stop, rope_pairs)) & (head < rope_heads)
+    c = tl.load(cos + t * rope_pairs + pair, mask=mask, other=1.0)
+    s = tl.load(sin + t * rope_pairs + pair, mask=mask, other=0.0) * sign
+    a, b = tl.split(tl.reshape(x, [block // 2, 2]))
+    return tl.reshape(tl.join(a * c - b * s, a * s + b * c), [block])
 
 
 @triton.jit
 def canon_rows_forward_kernel(
-    x, added, weight, gain, segments, y, rstd, total, num_tokens, width, run, eps,
+    x, added, weight, gain, cos, sin, segments, y, rstd, total,
+    num_tokens, width, run, eps, rope_pairs, rope_heads,
     taps: tl.constexpr, residual: tl.constexpr, activation: tl.constexpr, seg: tl.constexpr,
-    norm: tl.constexpr, adds: tl.constexpr, block: tl.constexpr,
+    norm: tl.constexpr, adds: tl.constexpr, rope: tl.constexpr, head_dim: tl.constexpr,
+    dims: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
+    dim = tl.arange(0, block) % dims
     channels = tl.program_id(0) * block + tl.arange(0, block)
-    first = tl.program_id(1) * run
-    low, high = -first, num_tokens - first
-    length = tl.minimum(run, high)
-    row = tl.program_id(2).to(tl.int64)
-    start = row * num_tokens + first
-    x += start * width
-    added += start * width
-    y += start * width
-    total += start * width
-    rstd += start
-    segments += row * (num_tokens + taps - 1) + first
     mask = channels < width
+    inside = None
+    if dims != head_dim:
+        inside = dim < head_dim
+        channels = (channels // dims) * head_dim + dim
+        mask = (channels < width) & inside
+    start, place, low, high, length = own_run(num_tokens, run, taps)
+    skipped = start * width
+    x, added, y, total = x + skipped, added + skipped, y + skipped, total + skipped
+    rstd, segments = rstd + start, segments + place
+    if rope:
+        cos -= low * rope_pairs
+        sin -= low * rope_pairs
     w0, w1, w2, w3 = load_taps(weight, channels, mask, taps)
-    if norm:
-        scale = tl.load(gain + channels, mask=mask, other=0.0).to(tl.float32)
+    scale = load_scale(gain, channels, dim, mask, norm)
+    if norm == FULL:
         w0, w1, w2, w3 = w0 * scale, w1 * scale, w2 * scale, w3 * scale
     zeros = tl.zeros([block], tl.float32)
     x1, x2, x3 = zeros, zeros, zeros
     g1 = load_segment(segments, -REACH - 1, low, high, taps, seg)
     g2, g3 = g1, g1
-    # Two rows ahead by hand: Triton 3.6 to 3.9 leave a loop with a single load as it is
+    # Two rows ahead by hand: Triton 3.6 to 3.9 do not pipeline a loop with a single load
     begin = tl.full((), -REACH, tl.int32)
-    next0 = load_raw(x, begin, low, high, width, channels)
-    next1 = load_raw(x, begin + 1, low, high, width, channels)
+    next0 = load_raw(x, begin, low, high, width, channels, inside)
+    next1 = load_raw(x, begin + 1, low, high, width, channels, inside)
     if adds:
-        more0 = load_raw(added, begin, low, high, width, channels)
-        more1 = load_raw(added, begin + 1, low, high, width, channels)
+        more0 = load_raw(added, begin, low, high, width, channels, inside)
+        more1 = load_raw(added, begin + 1, low, high, width, channels, inside)
     for i in range(0, length + REACH):
         t = i - REACH
-        next2 = load_raw(x, t + 2, low, high, width, channels)
+        next2 = load_raw(x, t + 2, low, high, width, channels, inside)
         x0 = next0.to(tl.float32)
         if adds:
-            more2 = load_raw(added, t + 2, low, high, width, channels)
-            # rounded, as the stream that goes on with it
+            more2 = load_raw(added, t + 2, low, high, width, channels, inside)
+            # rounded, as the stream that continues with it
             x0 = (x0 + more0.to(tl.float32)).to(next0.dtype).to(tl.float32)
-            store_row(total, t, 0, length, width, channels, x0)
+            store_row(total, t, 0, length, width, channels, x0, inside)
             more0, more1 = more1, more2
         g0 = load_segment(segments, t, low, high, taps, seg)
-        if norm:
+        if norm == FULL:
             r = tl.rsqrt(tl.sum(x0 * x0, axis=0) / width + eps)
             x0 *= r
             tl.store(rstd + t, r, mask=t >= 0)
@@ -93,11 +143,15 @@ def canon_rows_forward_kernel(
         if activation:
             z = silu(z)
         if residual:
-            if norm:
+            if norm == FULL:
                 z += scale * x0
             else:
                 z += x0
-        store_row(y, t, 0, length, width, channels, z)
+        if norm == PER_HEAD:
+            z *= tl.rsqrt(head_sums(z * z, dims) / head_dim + eps) * scale
+        if rope:
+            z = rotate(z, cos, sin, t, 0, length, rope_pairs, rope_heads, 1.0, dims, block)
+        store_row(y, t, 0, length, width, channels, z, inside)
         x3, x2, x1 = x2, x1, x0
         g3, g2, g1 = g2, g1, g0
         next0, next1 = next1, next2
@@ -105,148 +159,154 @@ def canon_rows_forward_kernel(
 
 @triton.jit
 def canon_rows_backward_kernel(
-    dy, dy1, dy2, x, weight, gain, segments, rstd, more, dx, sums, num_tokens, width, run,
+    dy, dy1, dy2, x, weight, gain, cos, sin, segments, rstd, more, dx, sums,
+    num_tokens, width, run, eps, rope_pairs, rope_heads,
     taps: tl.constexpr, residual: tl.constexpr, activation: tl.constexpr, seg: tl.constexpr,
-    norm: tl.constexpr, grads: tl.constexpr, adds: tl.constexpr, want_sums: tl.constexpr,
-    block: tl.constexpr, stages: tl.constexpr,
+    norm: tl.constexpr, adds: tl.constexpr, rope: tl.constexpr, head_dim: tl.constexpr,
+    dims: tl.constexpr, block: tl.constexpr, grads: tl.constexpr, num_sums: tl.constexpr,
+    stages: tl.constexpr,
 ):  # fmt: skip
+    dim = tl.arange(0, block) % dims
     channels = tl.program_id(0) * block + tl.arange(0, block)
-    first = tl.program_id(1) * run
-    low, high = -first, num_tokens - first
-    length = tl.minimum(run, high)
-    row = tl.program_id(2).to(tl.int64)
-    start = row * num_tokens + first
-    dy += start * width
-    dy1 += start * width
-    dy2 += start * width
-    x += start * width
-    more += start * width
-    dx += start * width
-    rstd += start
-    segments += row * (num_tokens + taps - 1) + first
     mask = channels < width
+    inside = None
+    if dims != head_dim:
+        inside = dim < head_dim
+        channels = (channels // dims) * head_dim + dim
+        mask = (channels < width) & inside
+    start, place, low, high, length = own_run(num_tokens, run, taps)
+    skipped = start * width
+    dy, dy1, dy2 = dy + skipped, dy1 + skipped, dy2 + skipped
+    x, more, dx = x + skipped, more + skipped, dx + skipped
+    rstd, segments = rstd + start, segments + place
+    if rope:
+        cos -= low * rope_pairs
+        sin -= low * rope_pairs
     w0, w1, w2, w3 = load_taps(weight, channels, mask, taps)
-    if norm:
-        scale = tl.load(gain + channels, mask=mask, other=0.0).to(tl.float32)
+    scale = load_scale(gain, channels, dim, mask, norm)
+    if norm == FULL:
         w0, w1, w2, w3 = w0 * scale, w1 * scale, w2 * scale, w3 * scale
     zeros = tl.zeros([block], tl.float32)
     x1, x2, x3 = zeros, zeros, zeros  # inputs of the tokens before t
-    d1, d2, d3 = zeros, zeros, zeros  # what reaches the convolution from them
-    e1, e2, e3 = zeros, zeros, zeros  # what reaches the residual from them
-    s0, s1, s2, s3, s_residual = zeros, zeros, zeros, zeros, zeros
-    # the convolution's output, which silu's slope needs, starts with the tokens before the run
+    d1, d2, d3 = zeros, zeros, zeros  # gradients of their convolutions
+    e1, e2, e3 = zeros, zeros, zeros  # gradients of their residuals
+    s0, s1, s2, s3, s_more = zeros, zeros, zeros, zeros, zeros
+    # the convolution's output is needed if something nonlinear is after it
+    again: tl.constexpr = activation or norm == PER_HEAD
     begin = 0
-    if activation:
+    if again:
         begin = -REACH
     g1 = load_segment(segments, begin - 1, low, high, taps, seg)
     g2, g3 = g1, g1
     for i in tl.range(0, length + REACH - begin, num_stages=stages):
         t = begin + i
         s = t - REACH  # the token whose gradient is complete with t's
-        e0 = load_row(dy, t, 0, high, width, channels)
+        e0 = load_row(dy, t, 0, high, width, channels, inside)
         if grads > 1:
-            e0 += load_row(dy1, t, 0, high, width, channels)
+            e0 += load_row(dy1, t, 0, high, width, channels, inside)
         if grads > 2:
-            e0 += load_row(dy2, t, 0, high, width, channels)
+            e0 += load_row(dy2, t, 0, high, width, channels, inside)
         g0 = load_segment(segments, t, low, high, taps, seg)
-        if activation:
-            x0 = load_row(x, t, low, high, width, channels)
-            if norm:
+        if rope:
+            e0 = rotate(e0, cos, sin, t, 0, high, rope_pairs, rope_heads, -1.0, dims, block)
+        if again:
+            x0 = load_row(x, t, low, high, width, channels, inside)
+            if norm == FULL:
                 x0 *= tl.load(rstd + t, mask=(t >= low) & (t < high), other=0.0)
             z = mix(x0, x1, x2, x3, w0, w1, w2, w3, g0, g1, g2, g3, taps, seg)
-            d0 = e0 * silu_slope(z)
+            if norm == PER_HEAD:
+                u = z
+                if activation:
+                    u = silu(z)
+                if residual:
+                    u += x0
+                r = tl.rsqrt(head_sums(u * u, dims) / head_dim + eps)
+                u *= r
+                s_more += tl.where(t < length, e0 * u, 0.0)
+                e0 *= scale
+                e0 = r * (e0 - u * (head_sums(e0 * u, dims) / head_dim))
+            d0 = e0
+            if activation:
+                d0 = e0 * silu_slope(z)
             at_s = tl.where(s >= 0, x3, 0.0)
             x3, x2, x1 = x2, x1, x0
         else:
             d0 = e0
-            at_s = load_row(x, s, 0, length, width, channels)
-            if norm:
+            at_s = load_row(x, s, 0, length, width, channels, inside)
+            if norm == FULL:
                 at_s *= tl.load(rstd + s, mask=s >= 0, other=0.0)
         z = mix(d3, d2, d1, d0, w0, w1, w2, w3, g3, g2, g1, g0, taps, seg)
         if residual:
-            if norm:
+            if norm == FULL:
                 z += scale * e3
             else:
                 z += e3
-        if norm:
+        if norm == FULL:
             r = tl.load(rstd + s, mask=s >= 0, other=0.0)
             z = r * (z - at_s * (tl.sum(z * at_s, axis=0) / width))
         if adds:
-            z += load_row(more, s, 0, length, width, channels)
-        store_row(dx, s, 0, length, width, channels, z)
-        if want_sums:
+            z += load_row(more, s, 0, length, width, channels, inside)
+        store_row(dx, s, 0, length, width, channels, z, inside)
+        if num_sums > 0:
             s0, s1, s2, s3 = add_products(
                 s0, s1, s2, s3, at_s, d3, d2, d1, d0, g3, g2, g1, g0, taps, seg
             )
-            if norm and activation:
-                s_residual += at_s * e3
+            if norm == FULL and activation:
+                s_more += at_s * e3
         d3, d2, d1 = d2, d1, d0
         e3, e2, e1 = e2, e1, e0
         g3, g2, g1 = g2, g1, g0
-    if want_sums:
-        num_sums: tl.constexpr = taps + 1 if norm and activation else taps
-        program = row * tl.num_programs(1) + tl.program_id(1)
+    if num_sums > 0:
+        program = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         sums += program * num_sums * width
         store_products(sums, channels, mask, width, s0, s1, s2, s3, taps)
-        if norm and activation:
-            tl.store(sums + taps * width + channels, s_residual, mask=mask)
+        if num_sums > taps:
+            tl.store(sums + taps * width + channels, s_more, mask=mask)
 
 
 @torch.library.custom_op("canon_pretrain::canon_rows", mutates_args=())
 def canon_rows(
     x_BTC: Tensor,
     weight_C1K: Tensor,
-    gain_C: Tensor | None,
+    gain: Tensor | None,
     segments_BN: Tensor | None,
+    added_BTC: Tensor | None,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    head_dim: int,
+    rope_heads: int,
     residual: bool,
     activation: bool,
+    norm: str,
     eps: float,
-    added_BTC: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y_BTC of x + added; 1 / rms of each token, float32 [B, T]; and x + added, rounded.
+    """Return y_BTC of x + added; 1 / rms per token, float32 [B, T]; and x + added, rounded.
 
-    The second is [0] where there is no gain, the last where there is no `added`.
+    The second is [0] without the full norm, the last without `added`. `head_dim` is read for
+    "per_head" and for a rotation only.
     """
-    x, weight = x_BTC.contiguous(), weight_C1K.contiguous()
-    added = added_BTC.contiguous() if added_BTC is not None else None
-    num_rows, num_tokens, width = x.shape
-    norm = gain_C is not None
-    blocks = choose_blocks("whole row" if norm else "forward", num_rows, num_tokens, width)
-    y, rstd, sum_BTC = _canon_rows_like(x, weight, gain_C, None, residual, activation, eps, added)
-    if not x.numel():
-        return y, rstd, sum_BTC
-    grid = (triton.cdiv(width, blocks.block), triton.cdiv(num_tokens, blocks.run), num_rows)
-    with on_device(x):
-        canon_rows_forward_kernel[grid](
-            x, added if added is not None else x,
-            weight, gain_C.contiguous() if gain_C is not None else x,
-            segments_BN.contiguous() if segments_BN is not None else x,
-            y, rstd, sum_BTC, num_tokens, width, blocks.run, eps,
-            taps=weight.shape[2], residual=residual, activation=activation,
-            seg=segments_BN is not None, norm=norm, adds=added is not None, block=blocks.block,
-            num_warps=blocks.warps,
-        )  # fmt: skip
+    x, added = x_BTC.contiguous(), _or(added_BTC, x_BTC)
+    y, rstd, sum_BTC = _canon_rows_like(x, weight_C1K, gain, None, added_BTC, norm, eps)
+    if x.numel():
+        blocks, grid, options = _launch("forward", x, weight_C1K, cos_TR, head_dim, norm)
+        with on_device(x):
+            canon_rows_forward_kernel[grid](
+                x, added, weight_C1K.contiguous(), _or(gain, x), _or(cos_TR, x), _or(sin_TR, x),
+                _or(segments_BN, x), y, rstd, sum_BTC, *x.shape[1:], blocks.run, eps,
+                cos_TR.shape[1] if cos_TR is not None else 0, rope_heads, residual=residual,
+                activation=activation, seg=segments_BN is not None, adds=added_BTC is not None,
+                **options,
+            )  # fmt: skip
     return y, rstd, sum_BTC
 
 
 @canon_rows.register_fake
 def _canon_rows_like(
-    x_BTC: Tensor,
-    weight_C1K: Tensor,
-    gain_C: Tensor | None,
-    segments_BN: Tensor | None,
-    residual: bool,
-    activation: bool,
-    eps: float,
-    added_BTC: Tensor | None,
+    x: Tensor, weight: Tensor, gain: Any, segments: Any, added: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = x_BTC.shape[:2] if gain_C is not None else (0,)
-    rstd = x_BTC.new_empty(shape, dtype=torch.float32)
-    return x_BTC.new_empty(x_BTC.shape), rstd, x_BTC.new_empty(_sum_shape(x_BTC, added_BTC))
-
-
-def _sum_shape(x_BTC: Tensor, added_BTC: Tensor | None) -> tuple[int, ...]:
-    return x_BTC.shape if added_BTC is not None else (0,)
+    norm = others[-2]
+    rstd = x.new_empty(x.shape[:2] if norm == "full" else (0,), dtype=torch.float32)
+    return x.new_empty(x.shape), rstd, x.new_empty(x.shape if added is not None else (0,))
 
 
 @torch.library.custom_op("canon_pretrain::canon_rows_backward", mutates_args=())
@@ -254,97 +314,112 @@ def canon_rows_backward(
     dys_BTC: Sequence[Tensor],
     x_BTC: Tensor,
     weight_C1K: Tensor,
-    gain_C: Tensor | None,
+    gain: Tensor | None,
     segments_BN: Tensor | None,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
     rstd_BT: Tensor,
     more_BTC: Tensor | None,
+    head_dim: int,
+    rope_heads: int,
     residual: bool,
     activation: bool,
+    norm: str,
+    eps: float,
     want_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x (and, added to it, `more`), of the weight and of the gain.
 
     `dys`: one to three gradients of y, which are added up, each from one of y's readers.
-    Without `want_sums` the last two are empty, as is the last where there is no gain.
+    Without `want_sums` the last two are empty, as is the last without a gain.
     """
     x, weight = x_BTC.contiguous(), weight_C1K.contiguous()
-    gain = gain_C.contiguous() if gain_C is not None else None
-    num_rows, num_tokens, width = x.shape
-    taps, norm = weight.shape[2], gain is not None
-    blocks = choose_blocks("whole row" if norm else "backward", num_rows, num_tokens, width)
-    runs = triton.cdiv(num_tokens, blocks.run)
+    blocks, grid, options = _launch("backward", x, weight, cos_TR, head_dim, norm)
     stages = blocks.stages
     assert len(dys_BTC) <= MAX_READERS
     if len(dys_BTC) > 1 and blocks.block > 2048:
-        stages = min(stages, 2)  # five rows a stage must fit in shared memory
+        stages = min(stages, 2)  # five rows per stage must fit in shared memory
         if activation:  # and in registers
             dys_BTC = [sum(dys_BTC[1:], dys_BTC[0])]
-    dy, dy1, dy2 = [*(dy.contiguous() for dy in dys_BTC), x, x][:3]
+    dys = [*(dy.contiguous() for dy in dys_BTC), x, x][:3]
     dx = torch.empty_like(x)
-    num_sums = taps + (norm and activation)
-    shape = (num_rows * runs, num_sums, width) if want_sums else (0,)
+    num_sums = weight.shape[2] + (norm == "per_head" or norm == "full" and activation)
+    shape = (grid[1] * grid[2], num_sums, x.shape[2]) if want_sums else (0,)
     sums_PSC = x.new_empty(shape, dtype=torch.float32)
     if x.numel():
         with on_device(x):
-            canon_rows_backward_kernel[(triton.cdiv(width, blocks.block), runs, num_rows)](
-                dy, dy1, dy2, x, weight, gain if gain is not None else x,
-                segments_BN.contiguous() if segments_BN is not None else x,
-                rstd_BT, more_BTC.contiguous() if more_BTC is not None else x,
-                dx, sums_PSC, num_tokens, width, blocks.run,
-                taps=taps, residual=residual, activation=activation,
-                seg=segments_BN is not None, norm=norm, grads=len(dys_BTC),
-                adds=more_BTC is not None, want_sums=want_sums, block=blocks.block,
-                stages=stages, num_warps=blocks.warps,
+            canon_rows_backward_kernel[grid](
+                *dys, x, weight, _or(gain, x), _or(cos_TR, x), _or(sin_TR, x),
+                _or(segments_BN, x), rstd_BT, _or(more_BTC, x), dx, sums_PSC, *x.shape[1:],
+                blocks.run, eps, cos_TR.shape[1] if cos_TR is not None else 0, rope_heads,
+                residual=residual, activation=activation, seg=segments_BN is not None,
+                adds=more_BTC is not None, grads=len(dys_BTC),
+                num_sums=num_sums if want_sums else 0, stages=stages, **options,
             )  # fmt: skip
     if not want_sums:
         return dx, weight.new_empty(0), weight.new_empty(0)
-    return dx, *weight_gradient(sums_PSC, weight, gain, residual=residual)
+    full_gain = _or(gain, x) if norm == "full" else None
+    dweight, dgain = weight_gradient(sums_PSC, weight, full_gain, residual=residual)
+    if norm == "per_head" and gain is not None:
+        dgain = sums_PSC[:, -1].sum(0).view(-1, head_dim).sum(0).to(gain.dtype)
+    return dx, dweight, dgain
 
 
 @canon_rows_backward.register_fake
 def _canon_rows_backward_like(
-    dys_BTC: Sequence[Tensor],
-    x_BTC: Tensor,
-    weight_C1K: Tensor,
-    gain_C: Tensor | None,
-    segments_BN: Tensor | None,
-    rstd_BT: Tensor,
-    more_BTC: Tensor | None,
-    residual: bool,
-    activation: bool,
-    want_sums: bool,
+    dys: Any, x: Tensor, weight: Tensor, gain: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, nothing = x_BTC.new_empty(x_BTC.shape), weight_C1K.new_empty(0)
-    if not want_sums:
-        return dx, nothing, weight_C1K.new_empty(0)
-    dgain = nothing if gain_C is None else gain_C.new_empty(gain_C.shape)
-    return dx, weight_C1K.new_empty(weight_C1K.shape), dgain
+    want_sums = others[-1]
+    dgain = weight.new_empty(0) if gain is None or not want_sums else gain.new_empty(gain.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape if want_sums else (0,)), dgain
+
+
+def _launch(
+    kind: str, x_BTC: Tensor, weight_C1K: Tensor, cos_TR: Tensor | None, head_dim: int, norm: str
+) -> tuple[Blocks, tuple[int, int, int], dict[str, Any]]:
+    """Return the blocks, the grid, and the constants that forward and backward share."""
+    num_rows, num_tokens, width = x_BTC.shape
+    by_heads = cos_TR is not None or norm == "per_head"
+    dims = max(2, triton.next_power_of_2(head_dim)) if by_heads else 1
+    all_heads = width // head_dim if by_heads else width
+    padded = triton.next_power_of_2(all_heads) * dims
+    is_whole = norm == "full"
+    blocks = choose_blocks(
+        "whole row" if is_whole else kind, num_rows, num_tokens, padded if is_whole else width
+    )
+    block = max(dims, min(blocks.block, padded)) if by_heads else blocks.block
+    grid = (
+        triton.cdiv(all_heads, block // dims),
+        triton.cdiv(num_tokens, blocks.run),
+        num_rows,
+    )
+    options = {"taps": weight_C1K.shape[2], "norm": NORMS[norm], "rope": cos_TR is not None}
+    options |= {"head_dim": head_dim if by_heads else 1, "dims": dims, "block": block}
+    return blocks, grid, options | {"num_warps": blocks.warps}
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Return `tensor`, contiguous; for None any pointer, which no kernel follows."""
+    return other if tensor is None else tensor.contiguous()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, gain, segments, *ctx.options, _, added = inputs
+    x, weight, gain, segments, added, cos, sin, *ctx.options = inputs
     _, rstd, sum_BTC = output
     ctx.adds = added is not None
-    ctx.save_for_backward(sum_BTC if ctx.adds else x, weight, gain, segments, rstd)
+    kept = sum_BTC if ctx.adds else x
+    ctx.save_for_backward(kept, weight, gain, segments, cos, sin, rstd)
     ctx.mark_non_differentiable(rstd, *(() if ctx.adds else (sum_BTC,)))
 
 
 def _gradients(ctx: Any, dy_BTC: Tensor, _: Tensor, dsum_BTC: Tensor) -> tuple[Tensor | None, ...]:
-    need_x, need_weight, need_gain = ctx.needs_input_grad[:3]
+    need_x, need_weight, need_gain, _, need_added, *_ = ctx.needs_input_grad
+    more = dsum_BTC if ctx.adds else None
     dx, dweight, dgain = canon_rows_backward(
-        [dy_BTC],
-        *ctx.saved_tensors,
-        dsum_BTC if ctx.adds else None,
-        *ctx.options,
-        need_weight or need_gain,
+        [dy_BTC], *ctx.saved_tensors, more, *ctx.options, need_weight or need_gain
     )
-    return (
-        dx if need_x else None,
-        dweight if need_weight else None,
-        dgain if need_gain else None,
-        *(None,) * 4,
-        dx if ctx.needs_input_grad[7] else None,
-    )
+    grads = (dx, need_x), (dweight, need_weight), (dgain, need_gain), (dx, False), (dx, need_added)
+    return *(grad if needed else None for grad, needed in grads), *(None,) * 8
 
 
 canon_rows.register_autograd(_gradients, setup_context=_save)

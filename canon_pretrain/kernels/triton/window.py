@@ -1,15 +1,15 @@
 # mypy: disallow-untyped-defs=False
-"""What the kernels of this folder share inside: one token's row, and the window that rolls over it.
+"""What the kernels of this folder share: a program's tokens, one token's row, the rolling window.
 
-Every kernel gives a program a run of tokens and some channels, and walks the run token by token.
-The K - 1 rows before (in backward: after) a token stay in registers, so that each value is read
-from memory once, whatever the kernel's width, and sums over tokens need no second pass. A run reads
-3 rows of its neighbour's (the halo), also for K < 4.
+A program has a run of tokens and some channels, and walks the run token by token. The K - 1 rows
+before (in backward: after) a token stay in registers, so each value is read from memory once,
+whatever the kernel's width, and sums over tokens need no second pass. A run reads 3 rows of its
+neighbor's (the halo), also for K < 4.
 
-Tokens are counted from the run's first one, in 32 bits: t, s; low .. high - 1 are those of the
-whole sequence, 0 .. length - 1 the run's own.
+Tokens t, s are counted from the run's first one, in 32 bits: low .. high - 1 are those of the whole
+sequence, 0 .. length - 1 the run's own.
 
-Names: x0 is the row of the token at hand, x1 .. x3 those of the tokens before it; g0 .. g3 their
+Names: x0 is the row of the current token, x1 .. x3 those of the tokens before it; g0 .. g3 their
 segments; w0 .. w3 the taps, w_j for the token j places away. All values are float32.
 """
 
@@ -17,6 +17,16 @@ import triton
 import triton.language as tl
 
 REACH = tl.constexpr(3)
+
+
+@triton.jit
+def own_run(num_tokens, run, taps: tl.constexpr):
+    """The run's first token (of all rows) and segment, and its low, high and length."""
+    first = tl.program_id(1) * run
+    row = tl.program_id(2).to(tl.int64)
+    length = tl.minimum(run, num_tokens - first)
+    place = row * (num_tokens + taps - 1) + first
+    return row * num_tokens + first, place, -first, num_tokens - first, length
 
 
 @triton.jit
@@ -32,7 +42,7 @@ def silu_slope(x):
 
 @triton.jit
 def limit(t, start, stop, width):
-    """The width of row t: none where t is not in start .. stop - 1.
+    """The width of row t: 0 unless t is in start .. stop - 1.
 
     Compared with it, channels give a mask in one step: the interpreter of Triton 3.6 to 3.9 makes
     integers of a block's mask that is and-ed with a single condition.
@@ -41,22 +51,31 @@ def limit(t, start, stop, width):
 
 
 @triton.jit
-def load_raw(x, t, start, stop, width, channels):
-    """Row t of x[.., width] in its dtype; zeros where t is not in start .. stop - 1."""
+def row_mask(t, start, stop, width, channels, inside):
+    """The channels of row t that exist; `inside`: those of a head, None if all are."""
     mask = channels < limit(t, start, stop, width)
+    if inside is not None:
+        mask = mask & inside
+    return mask
+
+
+@triton.jit
+def load_raw(x, t, start, stop, width, channels, inside=None):
+    """Row t of x[.., width] in its dtype; zeros unless t is in start .. stop - 1."""
+    mask = row_mask(t, start, stop, width, channels, inside)
     return tl.load(x + t * width + channels, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_row(x, t, start, stop, width, channels):
+def load_row(x, t, start, stop, width, channels, inside=None):
     """`load_raw` in float32."""
-    return load_raw(x, t, start, stop, width, channels).to(tl.float32)
+    return load_raw(x, t, start, stop, width, channels, inside).to(tl.float32)
 
 
 @triton.jit
-def store_row(y, t, start, stop, width, channels, value):
-    """Write row t of y[.., width] where t is in start .. stop - 1."""
-    mask = channels < limit(t, start, stop, width)
+def store_row(y, t, start, stop, width, channels, value, inside=None):
+    """Write row t of y[.., width] if t is in start .. stop - 1."""
+    mask = row_mask(t, start, stop, width, channels, inside)
     tl.store(y + t * width + channels, value.to(y.dtype.element_ty), mask=mask)
 
 
@@ -84,7 +103,7 @@ def load_taps(weight, channels, mask, taps: tl.constexpr):
 
 @triton.jit
 def load_segment(segments, t, low, high, taps: tl.constexpr, has_segments: tl.constexpr):
-    """The segment of token t of low .. high - 1 or of the places before; of others, any."""
+    """The segment of token t of low .. high - 1 or of the places before; any for others."""
     if has_segments:
         inside = (low <= t + (taps - 1)) & (high > t)
         return tl.load(segments + t + (taps - 1), mask=inside, other=-2)
@@ -94,7 +113,7 @@ def load_segment(segments, t, low, high, taps: tl.constexpr, has_segments: tl.co
 
 @triton.jit
 def own(x, here, there, has_segments: tl.constexpr):
-    """x where both tokens are of one segment, else zeros."""
+    """x if both tokens are in one segment, else zeros."""
     if has_segments:
         x = tl.where(here == there, x, 0.0)
     return x
