@@ -103,6 +103,7 @@ class RunRecord:
     def __init__(self, path: Path, label: str = "") -> None:
         self.folder = RunFolder(path)
         self.label = label or path.name
+        self._curves: dict[str, Curve | None] = {}
 
     @classmethod
     def of_all(cls, paths: Sequence[Path]) -> "list[RunRecord]":
@@ -182,12 +183,14 @@ class RunRecord:
 
     def curve(self, field: str) -> Curve | None:
         """Return a field of the `step` events; None if no event has it."""
-        with parsing(self.folder.log_file):
-            return Curve.of(
-                (event["step"], number(event[field]))
-                for event in self.steps
-                if event.get(field) is not None
-            )
+        if field not in self._curves:
+            with parsing(self.folder.log_file):
+                self._curves[field] = Curve.of(
+                    (event["step"], number(event[field]))
+                    for event in self.steps
+                    if event.get(field) is not None
+                )
+        return self._curves[field]
 
     @cached_property
     def own_validations(self) -> list[dict[str, Any]]:

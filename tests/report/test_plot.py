@@ -179,10 +179,10 @@ def test_half_a_million_steps_are_a_page_of_a_few_megabytes(tmp_path: Path) -> N
         events = [at(0, "start"), *(step(k / 2700, k, 3.0) for k in (1, 500_000))]
         run = plant_run(tmp_path / f"seed{seed}", events, model__init_seed=seed)
         runs.append(LongRun(run.path))
-    began = time.perf_counter()
+    began = time.process_time()
     content = page_content(runs)
     page = html_page(content)
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
     empty = html_page(page_content(runs) | {"sections": []})
     assert len(empty) < 5.5e6  # plotly itself
     assert len(page) - len(empty) < 3e6
