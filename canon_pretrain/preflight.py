@@ -20,7 +20,7 @@ from canon_pretrain.core.errors import UserError
 
 def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None:
     """Raise UserError, with the numbers that fit, if these ranks can't share a global batch."""
-    from canon_pretrain.titan.job_config import valid_world_sizes
+    from canon_pretrain.run.config import valid_world_sizes
 
     if nodes < 1 or ranks_per_node < 1:
         raise UserError(f"{nodes} node(s) of {ranks_per_node} rank(s): expected at least 1 of each")
@@ -57,10 +57,9 @@ def plan_job(
     import torch
 
     from canon_pretrain.model.args import num_parameters
-    from canon_pretrain.titan.command_line import parse_job
+    from canon_pretrain.titan.command_line import FORCE, parse_job
     from canon_pretrain.titan.data import open_shards
     from canon_pretrain.titan.job_config import shard_degree
-    from canon_pretrain.titan.key_names import FORCE
 
     job = parse_job([word for word in arguments if word != FORCE])
     check_nodes(job.training.global_batch_size, nodes, ranks_per_node)

@@ -7,7 +7,7 @@ Any `--section.key value` after it wins over the file; --help lists them all. `-
 h100|h200|a100] [--world N] [--mfu F]` prints what the run would take, and trains nothing; `--force`
 starts a run that by the estimate does not fit in this machine's memory. Bad input is one message
 and exit code 2. (torchrun itself turns any failure of a worker into its own report and exit code 1;
-the message stands above that report.)
+the message is above that report.)
 """
 
 import argparse
@@ -20,20 +20,23 @@ from typing import TYPE_CHECKING
 
 from canon_pretrain.core.cli import check_encoding, words
 from canon_pretrain.core.errors import UserError, exit_with
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.hardware import check_cuda
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
-from canon_pretrain.titan.device import device_count, has_accelerator, prepare_device
-from canon_pretrain.titan.environment import (
+from canon_pretrain.titan.command_line import FORCE, check_names, parse_job
+from canon_pretrain.titan.console import init_logging
+from canon_pretrain.titan.device import (
     check_launch,
+    device_count,
+    has_accelerator,
+    prepare_device,
     prepare_process,
     stand_alone,
     take_device,
 )
-from canon_pretrain.titan.key_names import FORCE, check_names
-from canon_pretrain.titan.logs import init_logging
 
-if TYPE_CHECKING:  # it imports torchtitan, which must wait for prepare_device()
+if TYPE_CHECKING:  # they import torchtitan, which must wait for prepare_device()
     from canon_pretrain.titan.dry_run import Device
     from canon_pretrain.titan.job_config import CanonJobConfig
 
@@ -51,27 +54,20 @@ def main(argv: list[str] | None = None) -> None:
         exit_with(error, quiet=quiet)
     prepare_device()
     with words(), stand_alone():
-        _main(argv, quiet=quiet)
+        import torch.distributed
 
-
-def _main(argv: list[str], *, quiet: bool) -> None:
-    is_first = os.environ.get("RANK", "0") == "0"
-    try:
-        check_launch()
-        take_device()
-        _run(argv, quiet=quiet)
-    except UserError as error:
-        # torchtitan wrote its traceback for torchrun's report; the message is all there is to say
-        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            Path(report).unlink(missing_ok=True)
-        exit_with(error, quiet=error.shared and not is_first or quiet and not _training())
-
-
-def _training() -> bool:
-    """Whether the ranks have met: from then on a rank may fail alone, and speaks for itself."""
-    import torch.distributed
-
-    return torch.distributed.is_initialized()
+        try:
+            check_launch()
+            take_device()
+            _run(argv, quiet=quiet)
+        except UserError as error:
+            # torchtitan wrote its traceback for torchrun's report; the message is all there is
+            if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+                Path(report).unlink(missing_ok=True)
+            # once the ranks have met, one may fail alone, and prints its own message
+            have_met = torch.distributed.is_initialized()
+            told_by_rank_0 = error.shared and os.environ.get("RANK", "0") != "0"
+            exit_with(error, quiet=told_by_rank_0 or quiet and not have_met)
 
 
 def _run(argv: list[str], *, quiet: bool) -> None:
@@ -79,34 +75,35 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     # torchtitan reads the device at import time: only after prepare_device()
     import torch
 
-    from canon_pretrain.titan.command_line import parse_job
-    from canon_pretrain.titan.dry_run import check_memory, this_machine
+    from canon_pretrain.titan.data import open_data
+    from canon_pretrain.titan.dry_run import check_memory, make_plans, print_plans, this_machine
     from canon_pretrain.titan.job_config import micro_batch_size, shard_degree
     from canon_pretrain.titan.launch import checkpoints_outside, leave_folder, prepare_folder
-    from canon_pretrain.titan.opened import open_data
     from canon_pretrain.titan.trainer import CanonTrainer
 
-    world_size = int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options, argv = _own_options(argv)
     job = parse_job(argv, quiet=quiet)
-    if options.dry_run:
-        _print_dry_run(job, options, world_size, quiet=quiet)
+    if options.dry_run:  # on every rank, so that all fail alike
+        plans = make_plans(job, options.gpu, options.world, options.mfu, world_size)
+        if not quiet:
+            print_plans(job, plans, Console())
         return
     check_cuda()
     micro_batch_size(job, world_size)
     shard_degree(job, world_size)
-    data, warnings = None, []
-    if os.environ["LOCAL_RANK"] == "0":  # the others of its node take over what it has read
+    data, notes = None, []
+    if os.environ["LOCAL_RANK"] == "0":  # the others of its node receive what it has read
         data = open_data(job)
         here = this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
         if not options.force:
             check_memory(job, here, world_size)
-        warnings = [*data.notices, *_first_words(job, here, world_size)]
-    rank = int(os.environ["RANK"])
+        notes = [*data.notices, *_first_notes(job, here, world_size)]
     init_logging(rank)
-    for warning in warnings:
-        _say(f"NOTE: {warning}")
-    trainer = None
+    logger = logging.getLogger()
+    for note in notes:
+        logger.info(f"NOTE: {note}")
+    trainer = record = None
     with Session(
         RunFolder(Path(job.job.dump_folder)),
         rank=rank,
@@ -114,19 +111,14 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         steps=job.training.steps,
         heartbeat_s=job.run.heartbeat_s,
         checkpoints=checkpoints_outside(job),
-        say=_say,
+        say=logger.info,
     ) as session:
-        record = None
         if rank == 0 and data is not None:
             fingerprint = data.training.fingerprint
             record = prepare_folder(job, session, fingerprint=fingerprint, arguments=argv)
         try:
             trainer = CanonTrainer(
-                job,
-                world_size=world_size,
-                data=data,
-                session=session,
-                record=record,
+                job, world_size=world_size, data=data, session=session, record=record
             )
             trainer.train()
         finally:
@@ -137,12 +129,8 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _say(text: str) -> None:
-    logging.getLogger().info(text)
-
-
 def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """--force, and --dry_run with its options; and the words that are left for the job."""
+    """Return --force, and --dry_run with its options; and the words that are left for the job."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--dry_run", "--dry-run", action="store_true")
     parser.add_argument(FORCE, action="store_true")
@@ -159,20 +147,8 @@ def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
-def _print_dry_run(
-    job: "CanonJobConfig", options: argparse.Namespace, world_size: int, *, quiet: bool
-) -> None:
-    """Make the plan on every rank, so that all fail alike; one prints it."""
-    from canon_pretrain.core.terminal import Console
-    from canon_pretrain.titan import dry_run
-
-    plans = dry_run.make_plans(job, options.gpu, options.world, options.mfu, world_size)
-    if not quiet:
-        dry_run.print_plans(job, plans, Console())
-
-
-def _first_words(job: "CanonJobConfig", here: "Device", world_size: int) -> Iterator[str]:
-    """What a person should know before a real run begins to use up their time."""
+def _first_notes(job: "CanonJobConfig", here: "Device", world_size: int) -> Iterator[str]:
+    """Yield what a user should know before a real run starts to use up their time."""
     from canon_pretrain.titan.dry_run import describe_duration
 
     ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), device_count()
@@ -181,8 +157,8 @@ def _first_words(job: "CanonJobConfig", here: "Device", world_size: int) -> Iter
             f"this run uses {ranks} of the {devices} GPUs of this node; torchrun "
             f"--nproc-per-node {devices} would use all"
         )
-    if duration := describe_duration(job, here, world_size):
-        yield duration
+    if note := describe_duration(job, here, world_size):
+        yield note
 
 
 if __name__ == "__main__":

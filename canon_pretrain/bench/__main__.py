@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     `all` goes on where one fails, and exits with code 1 at its end if that was a fault of ours.
     """
     from canon_pretrain.bench.machine import Machine
-    from canon_pretrain.titan.logs import init_logging
+    from canon_pretrain.titan.console import init_logging
 
     init_logging(rank=1)  # warnings and errors alone
     machine = Machine.here()

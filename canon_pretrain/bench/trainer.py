@@ -39,8 +39,8 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan.bare_step import BareStep, one_rank
 from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.data import open_data
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
-from canon_pretrain.titan.opened import open_data
 from canon_pretrain.titan.trainer import CanonTrainer
 
 WARM_UP = 3

@@ -116,6 +116,15 @@ class Loss:
     identity: it changes nothing but rounding."""
 
 
+def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]:
+    """Return the divisors of a global batch that are multiples of `multiple_of`.
+
+    That is the number of replicas, or the ranks of a node.
+    """
+    counts = range(multiple_of, global_batch_size + 1, multiple_of)
+    return [n for n in counts if global_batch_size % n == 0]
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return a sentence that names the nearest of `known`, or all of them if none is near."""
     options = sorted(known)

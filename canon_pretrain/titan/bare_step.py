@@ -16,7 +16,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.titan.environment import stand_alone
+from canon_pretrain.titan.device import stand_alone
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.loss import build_loss
 from canon_pretrain.titan.parallelize import parallelize

@@ -1,8 +1,8 @@
 """Which backend computes a run's Canon layers: decided once, before the model is built.
 
-On a GPU `auto` is `triton` where a start-up check on rank 0 passes (model/canon_check.py), else
-`compiled`, on all ranks, with a warning. A backend that is named is checked too, and refused where
-it fails. A pass is kept in the user's cache, so that restarts don't check again.
+On a GPU `auto` is `triton` if a start-up check on rank 0 passes (model/canon_check.py), else
+`compiled`, on all ranks, with a warning. A backend that is named is checked too, and refused if it
+fails. A pass is kept in the user's cache, so that restarts don't check again.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import read_json, write_json
+from canon_pretrain.core.files import read_record, write_json
 from canon_pretrain.kernels.backends import OPTIONAL, choose
 from canon_pretrain.model.canon_check import training_problem
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -33,13 +33,19 @@ PACKAGES = ("triton", "fla-core", "causal-conv1d")
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What of a cached check is read: what is wrong, if anything."""
+
+    problem: str | None
+
+
+@dataclass(frozen=True)
 class CanonChoice:
-    """The backend that a run takes, never `auto`."""
+    """The backend that a run takes, never `auto`, and what the check of `triton` found."""
 
     backend: str
     why: str = ""
     refused: str | None = None
-    """What the check of `triton` found, where `auto` was to be that."""
 
     def __str__(self) -> str:
         return f"{self.backend} ({self.why})" if self.why else self.backend
@@ -88,7 +94,7 @@ def choose_canon(
 def _checked(
     job: CanonJobConfig, backend: str, device: torch.device, code: Mapping[str, str]
 ) -> tuple[str | None, str, bool]:
-    """What is wrong with `backend`, how that is known, and whether the check broke the device."""
+    """Return what is wrong with `backend`, how that is known, and whether the GPU is lost by it."""
     shape = (job.training.local_batch_size, job.training.seq_len)
     dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
     key = {
@@ -101,28 +107,31 @@ def _checked(
         "dtype": str(dtype),
         "model": vars(job.model_args),
     }
-    path = _cache_file(key)
-    if verdict := _read(path):
-        problem = verdict["problem"]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = Path(home) / "canon_pretrain" / "canon_check" / f"{digest}.json"
+    with contextlib.suppress(UserError, OSError):  # there is none, or it is damaged
+        problem = read_record(path, Verdict).problem
         return problem and f"{problem} (known from {path})", f"checked before, {path}", False
     start = time.monotonic()
     problem = training_problem(job.model_args, backend, shape, dtype, device)
     is_lost = _is_lost(device)
     if problem is None or is_lost:  # else the cause may be mended: look again
-        _write(path, problem, key)
+        with contextlib.suppress(OSError):  # the next launch checks again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"problem": problem, **key})
     return problem, f"equal to float64, checked in {time.monotonic() - start:.1f} s", is_lost
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Whether a fault of a kernel has ended this process's use of the GPU; frees what was used."""
-    if device.type != "cuda":
-        return False
-    try:
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    except RuntimeError:
-        return True
+    """Return whether a kernel's fault has ended this process's use of the GPU; frees memory."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        except RuntimeError:
+            return True
     return False
 
 
@@ -134,28 +143,6 @@ def _name(device: torch.device) -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _cache_file(key: Mapping[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "canon_pretrain" / "canon_check" / f"{digest}.json"
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """A verdict that was kept; None without one, or if it is damaged."""
-    with contextlib.suppress(UserError, OSError):
-        verdict = read_json(path)
-        if isinstance(verdict.get("problem", 0), str | None):
-            return verdict
     return None
-
-
-def _write(path: Path, problem: str | None, key: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the next launch checks again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"problem": problem, **key})

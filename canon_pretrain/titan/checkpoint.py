@@ -1,14 +1,14 @@
-"""Saving and taking up a run's state, in the place of torchtitan's CheckpointManager.
+"""Saving and resuming a run's state, in the place of torchtitan's CheckpointManager.
 
     save    preflight -> copy to CPU memory -> VerifiedWriter in the background -> retention
     load    newest first: verified on all ranks, or moved to quarantine and the next one tried
 
 The format is canon_pretrain/checkpoint/; this room knows the ranks. Every decision is global rank
-0's and is broadcast, over a gloo group of its own, so that a slow disk never meets the collective
-timeout of the training step. A save in the background uses the same group: until it has ended,
-nothing else does.
+0's, over the Council's gloo group (resume.py). A save in the background uses the same group: until
+it has ended, nothing else does.
 """
 
+import functools
 import os
 import socket
 import threading
@@ -21,7 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
+from torch.utils._pytree import tree_map_only
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
@@ -35,13 +38,12 @@ from canon_pretrain.checkpoint.weights import strip_to_weights
 from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import reserve
+from canon_pretrain.run.background import Background
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import RunFacts, mark_obeyed, was_obeyed
 from canon_pretrain.run.stop import LOST_LOCK
-from canon_pretrain.titan.agree import Council
 from canon_pretrain.titan.job_config import Checkpoint
-from canon_pretrain.titan.resume import Resume, leave_branch
-from canon_pretrain.titan.staging import Staging
+from canon_pretrain.titan.resume import Council, Resume, leave_branch
 
 CLOSE_TIMEOUT_S = 5.0
 ELSEWHERE = "Make room, or save elsewhere with --job.dump_folder or --checkpoint.folder"
@@ -49,13 +51,13 @@ LOUD_AFTER = 3
 """Failed saves in a row from which on each one is an error, not a warning."""
 
 
-def full_bytes(weights: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of a full checkpoint of `weights`: them, two moments, and change."""
+def full_bytes(weights: Mapping[str, Tensor]) -> int:
+    """Return the bytes of a full checkpoint of `weights`: them, two moments, and change."""
     return int(3 * sum(t.numel() * t.element_size() for t in weights.values()) * 1.01) + (1 << 20)
 
 
 def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
-    """Raise UserError where `folder` can't be made, or has no room for `num_bytes` more.
+    """Raise UserError if `folder` can't be made, or has no room for `num_bytes` more.
 
     Leaves `folder.trial_path` for files to be tried in.
     """
@@ -71,14 +73,51 @@ def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
         ) from None
 
 
-def no_event(name: str, **fields: Any) -> None:
-    """Where a manager stands alone: nobody listens to its events."""
+class Staging:
+    """A copy of the state in CPU memory, from which a save is written while training goes on.
+
+    On a GPU the buffers are pinned, and the copies run on a stream of their own beside the next
+    step's forward pass: `copied` is the event of their end, which the writing thread waits for.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Any] | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._pending: torch.cuda.Event | None = None
+        self.copied: torch.cuda.Event | None = None
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Copy `state` (names to tensors, numbers or Stateful objects); returns what to save."""
+        state = _stateful_to_state_dict(state)
+        cuda = torch.cuda.is_available()
+        if self._buffers is None or self._buffers.keys() != state.keys():
+            self._buffers = _create_cpu_state_dict(state, pin_memory=cuda)
+            if cuda:  # torch leaves scalars pageable, and a copy to one waits for all before it
+                self._buffers = tree_map_only(
+                    Tensor, lambda t: t if t.ndim else t.pin_memory(), self._buffers
+                )
+        if not cuda:
+            return _copy_state_dict(state, self._buffers, type_check=False)
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            staged = _copy_state_dict(state, self._buffers, non_blocking=True, type_check=False)
+            self.copied = self._pending = self._stream.record_event()
+        return staged
+
+    def keep_order(self) -> None:
+        """Call before anything changes that is being copied; the host does not wait."""
+        if self._pending is not None:
+            torch.cuda.current_stream().wait_event(self._pending)
+            self._pending = None
 
 
 class CanonCheckpointManager:
-    """One run's checkpoints: made by torchtitan's Trainer, told the rest by ours (`attach`).
+    """One run's checkpoints. All public methods are collective, in the same order on every rank.
 
-    All public methods are collective: every rank calls them in the same order.
+    `event` and `note` report (to the run's log, status.json), `still_ours` asks whether this launch
+    holds the run folder, `flush` waits for the run's log, which has the steps of a checkpoint
+    before it is whole. `launch` is which launch it is, on rank 0.
     """
 
     def __init__(
@@ -91,24 +130,26 @@ class CanonCheckpointManager:
         checkpoint_config: Checkpoint,
         sd_adapter: object | None = None,
         base_folder: str = "",
+        *,
+        event: Callable[..., None],
+        note: Callable[..., None],
+        still_ours: Callable[[], bool],
+        flush: Callable[[], None],
+        launch: RunFacts | None,
     ) -> None:
         self.config = checkpoint_config
         self.enable = checkpoint_config.enable
         self.run = RunFolder(Path(base_folder))
-        self.folder = CheckpointFolder(
-            self.run.path / checkpoint_config.folder, may_change=lambda: self._still_ours()
-        )
+        path = self.run.path / checkpoint_config.folder
+        self.folder = CheckpointFolder(path, may_change=still_ours)
         self.states = states | {
             "optimizer": optimizers,
             "dataloader": dataloader,
             "lr_scheduler": lr_schedulers,
         }
         self._model = ModelWrapper(model_parts)
-        self._event: Callable[..., None] = no_event
-        self._note: Callable[..., None] = no_event
-        self._still_ours: Callable[[], bool] = lambda: True
-        self._flush: Callable[[], None] = lambda: None
-        self._launch: RunFacts | None = None
+        self._event, self._note, self._flush = event, note, flush
+        self._still_ours, self._launch = still_ours, launch
         self._obeyed_once: str | None = None
         """An option that acts once, to be marked as obeyed when the launch begins to train."""
         self.saved_step = 0
@@ -119,43 +160,23 @@ class CanonCheckpointManager:
         self._save: _Save | None = None
         self._staging = Staging()
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        self._retention_thread: threading.Thread | None = None
-        self._retention_is_due = False
+        # it reads every byte of what it counts, beside the training
+        self._retaining = Background(self._retain, "retention")
         self.council = Council()
-        if not self.enable:
-            return
         self._retention = Retention(
             self.folder,
             checkpoint_config.keep_latest_k,
             holds=lambda: held_steps(self.run.path),
             max_held=checkpoint_config.max_held,
             strip=strip_to_weights,
-            run_id=lambda: self._launch.run_id if self._launch else None,
-            may_act=lambda: self._still_ours(),
+            run_id=lambda: launch.run_id if launch else None,
+            may_act=still_ours,
         )
 
-    def attach(
-        self,
-        *,
-        event: Callable[..., None],
-        note: Callable[..., None],
-        still_ours: Callable[[], bool],
-        flush: Callable[[], None] = lambda: None,
-        launch: RunFacts | None = None,
-        **states: Any,
-    ) -> None:
-        """Where to report to (the run's log, status.json), whom to ask whether this launch still
-        holds the run folder, what waits for the run's log (which has the steps of a checkpoint
-        before it is whole), which launch it is (on rank 0), and what else belongs to the state."""
-        self._event, self._note, self._still_ours = event, note, still_ours
-        self._flush = flush
-        self._launch = launch
-        self.states |= states
-
     def load(self, step: int = -1) -> bool:
-        """Take up step `step`, or with -1 the newest whole one; whether there was one (resume.py).
+        """Resume from `step`, or with -1 from the newest whole one; returns whether there was one.
 
-        A restarted job goes on from the newest, though its command line still names a step.
+        A restarted job takes the newest, though its command line still names a step.
         """
         if not self.enable:
             return False
@@ -178,26 +199,27 @@ class CanonCheckpointManager:
         return found is not None
 
     def begin(self) -> None:
-        """Settle what a launch that trains needs of the folder, after `load`.
+        """Move later steps of an abandoned branch to the archive; after `load`, before training.
 
-        Later steps of an abandoned branch move to the archive, last: before that, UserError on all
-        ranks if the run folder is another launch's by now, or no checkpoint could be saved.
+        Before that, UserError on all ranks if the run folder is another launch's by now, or no
+        checkpoint could be saved.
         """
         if not self.enable:
             return
-        if not self.council.decide(lambda: self._still_ours()):
+        if not self.council.decide(self._still_ours):
             raise UserError(f"stopped before its first step: {LOST_LOCK}", shared=True)
         self.check_room()
-        if self.saved_step:
-            self.council.decide(self._leave_branch)
 
-    def _leave_branch(self) -> None:
-        leave_branch(self.folder, self.run, self.saved_step, self._event)
-        if self._obeyed_once:
-            mark_obeyed(self.run.obeyed_file, self._obeyed_once)
+        def leave() -> None:
+            leave_branch(self.folder, self.run, self.saved_step, self._event)
+            if self._obeyed_once:
+                mark_obeyed(self.run.obeyed_file, self._obeyed_once)
+
+        if self.saved_step:
+            self.council.decide(leave)
 
     def go_back(self, step: int) -> None:
-        """Make `step` the newest one: what was saved after it moves to the archive."""
+        """Make `step` the newest one: move what was saved after it to the archive."""
         self.wait()
         self.council.decide(lambda: leave_branch(self.folder, self.run, step, self._event))
         if self.council.decide(lambda: step in self.folder.steps()):
@@ -206,20 +228,20 @@ class CanonCheckpointManager:
     # -- saving ------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
-        """Whether the schedule asks for a checkpoint of `step`."""
+        """Return whether the schedule asks for a checkpoint of `step`."""
         first = step == 1 and self.config.enable_first_step_checkpoint
         return self.enable and (first or step % self.config.interval == 0)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Begin a checkpoint of the present state as `curr_step`, if it is due or the last.
+        """Begin a checkpoint as `curr_step`, if it is due or the last, which is waited for.
 
         Returns once the state is copied. A save that can't be made leaves nothing behind, is
-        reported, and is tried again when the next one is due; with `last_step` it is waited for.
+        reported, and is tried again when the next one is due.
         """
         if not self.enable or not (last_step or self.is_due(curr_step)):
             return
         if last_step:
-            self.wait()  # it may be the one that is being written, and ranks hear of its end apart
+            self.wait()  # the one being written may be it, and ranks hear of its end apart
             if curr_step == self.saved_step:
                 return
         self.begin_save(curr_step)
@@ -247,15 +269,15 @@ class CanonCheckpointManager:
             launch=self._launch.launches if self._launch else None,
             may_commit=self._may_commit,
         )
-        self._save = _Save(step, begin, writer)
-        self._save.start(self._write, staged, writer, self._staging.copied)
+        write = functools.partial(self._write, staged, writer, self._staging.copied)
+        self._save = _Save(step, begin, writer, write)
         if self.config.async_mode == "disabled":
             self.wait()
         if self._save is not None:
             self._save.stall_s = time.monotonic() - begin
 
     def _is_busy(self, step: int) -> bool:
-        """Whether `step` can't be saved since the save before it goes on; rank 0 only."""
+        """Report and return whether the save before `step` goes on; rank 0 only."""
         if self._save is None or self._save.future.done():
             return False
         self._event("checkpoint_slow", step=step, saving=self._save.step)
@@ -268,7 +290,7 @@ class CanonCheckpointManager:
         return True
 
     def _preflight(self) -> str | None:
-        """Why a save must not begin now (None: it may); rank 0 only."""
+        """Return why a save must not begin now, if so; rank 0 only."""
         if not self._still_ours():
             return LOST_LOCK
         try:
@@ -280,7 +302,7 @@ class CanonCheckpointManager:
         return full_bytes(self._model.state_dict())
 
     def check_room(self) -> None:
-        """Raise UserError on all ranks before training where no checkpoint could be saved.
+        """Raise UserError on all ranks if no checkpoint could be saved.
 
         Each rank tries a file of the size that it will write, beside those of the others.
         """
@@ -302,13 +324,13 @@ class CanonCheckpointManager:
             )
 
     def maybe_wait_for_staging(self) -> None:
-        """Called before anything that is being copied changes; the host does not wait."""
+        """Call before anything that is being copied changes; the host does not wait."""
         self._staging.keep_order()
 
     def _write(
         self, staged: dict[str, Any], writer: VerifiedWriter, copied: torch.cuda.Event | None
     ) -> None:
-        """The background thread's part of a save."""
+        """Write a save; in the background thread."""
         if copied is not None:
             torch.cuda.set_device(self._device)  # a new thread's is the first GPU of the node
             copied.synchronize()
@@ -329,7 +351,7 @@ class CanonCheckpointManager:
         return self._still_ours()
 
     def poll(self) -> None:
-        """Take note of a save that has ended; called each step, waits for nothing."""
+        """Report a save that has ended; called each step, waits for nothing."""
         if self._save is not None and self._save.future.done():
             self.wait()
 
@@ -357,7 +379,7 @@ class CanonCheckpointManager:
         self._note(
             checkpoint_step=save.step, checkpoint_saved=manifest.saved, checkpoint_failures=0
         )
-        self._retain()
+        self._retaining.request()
 
     def _failed(self, step: int, why: str) -> None:
         """Report a save that was not made, louder from the third in a row on."""
@@ -378,65 +400,50 @@ class CanonCheckpointManager:
     # -- keeping -----------------------------------------------------------------------------
 
     def _retain(self) -> None:
-        """Delete what is too old, in the background; rank 0 only.
-
-        Where the last time is still at work, which reads every byte of what it counts, nobody waits
-        for it: the other ranks are in the next step, and their collective timeout runs.
-        """
-        self._retention_is_due = True
-        if self._retention_thread is None or not self._retention_thread.is_alive():
-            self._start_retention()
-
-    def _start_retention(self) -> None:
-        self._retention_is_due = False
-        self._retention_thread = threading.Thread(target=self._apply_retention, daemon=True)
-        self._retention_thread.start()
-
-    def _apply_retention(self) -> None:
-        outcome = self._retention.apply()
+        """Delete what is too old; in the background, rank 0 only."""
+        try:
+            outcome = self._retention.apply()
+        except Exception as error:  # whatever it is, it is not the run
+            logger.warning(f"old checkpoints: {type(error).__name__}: {error}")
+            return
         for step, reason in outcome.bad.items():
             logger.warning(f"DAMAGED CHECKPOINT: step {step}: {reason}. It is in quarantine")
             self._event("quarantine", checkpoint=f"step-{step}", reason=reason)
-        for error in outcome.errors:
-            logger.warning(f"old checkpoints: {error}")
+        for problem in outcome.errors:
+            logger.warning(f"old checkpoints: {problem}")
         if outcome.deleted or outcome.stripped:
             self._event("retention", deleted=outcome.deleted, weights_only=outcome.weights_only)
         self._note(weights_only=outcome.weights_only)
 
     def settle(self) -> None:
-        """Wait for what goes on in the background beside a save; after the last step only."""
-        while self._retention_thread is not None:
-            self._retention_thread.join()
-            self._retention_thread = None
-            if self._retention_is_due:
-                self._start_retention()
+        """Wait for the background's work beside a save; after the last step only."""
+        self._retaining.wait(threading.TIMEOUT_MAX)
 
     def close(self) -> None:
         """Let the background work end, but not for long: a save is under way here only where
         training failed, and other ranks that it needs may be gone."""
         if self._save is not None:
             wait([self._save.future], timeout=CLOSE_TIMEOUT_S)
-        if self._retention_thread is not None:
-            self._retention_thread.join(CLOSE_TIMEOUT_S)
+        self._retaining.wait(CLOSE_TIMEOUT_S)
+        self._retaining.close()
 
 
 class _Save:
     """A save on its way, in a thread that does not outlive the process."""
 
-    def __init__(self, step: int, begin: float, writer: VerifiedWriter) -> None:
+    def __init__(
+        self, step: int, begin: float, writer: VerifiedWriter, write: Callable[[], None]
+    ) -> None:
         self.step, self.begin, self.writer = step, begin, writer
         self.stall_s = 0.0
         self.missed = 0
         """Later saves that were due while this one was being written."""
         self.future: Future[None] = Future()
+        threading.Thread(target=self._run, args=(write,), daemon=True).start()
 
-    def start(self, write: Callable[..., None], *arguments: Any) -> None:
-        """Run `write` in the background; its end, good or bad, is `future`'s."""
-        threading.Thread(target=self._run, args=(write, *arguments), daemon=True).start()
-
-    def _run(self, write: Callable[..., None], *arguments: Any) -> None:
+    def _run(self, write: Callable[[], None]) -> None:
         try:
-            write(*arguments)
+            write()
         except BaseException as error:
             self.future.set_exception(error)
         else:

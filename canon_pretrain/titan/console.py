@@ -1,8 +1,9 @@
-"""What a person sees of a running launch: a live view on a terminal, plain lines elsewhere.
+"""What a user sees of a running launch: a live view on a terminal, plain lines elsewhere.
 
-titan/metrics.py tells it what is reported and what happens. The view keeps itself at the bottom of
-the terminal, whatever is printed goes above it, and nothing of the terminal is changed (the cursor
-stays visible, no other screen is taken): a process that is killed leaves nothing to put right.
+titan/metrics.py reports to it. The view is rich's, at the bottom of the terminal; whatever is
+printed goes above it, and nothing of the terminal is changed (the cursor stays visible, no other
+screen is taken): a process that is killed leaves nothing to put right. torchtitan's own log passes
+through here as well, less what is no news.
 """
 
 import atexit
@@ -13,17 +14,22 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
 import rich.console
-from rich.cells import cell_len
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from canon_pretrain.core import terminal
+from canon_pretrain.core.text import duration, printable, size
+from canon_pretrain.run.background import Background
 from canon_pretrain.run.log import number
 
 logger = logging.getLogger()
@@ -36,8 +42,9 @@ REFRESHES_PER_SECOND = 4.0
 SILENT_S = 10.0
 SILENT_STEPS = 5
 """A step that takes longer than this, and than so many of its like, is pointed out."""
-QUIET = ("step", "validation")
-"""Events that have a place of their own in the view."""
+MAX_LINES = 10_000
+"""That wait while stdout takes none: it may be a file on a disk that is away."""
+PRINT_TIMEOUT_S = 0.2
 
 
 class Console:
@@ -50,32 +57,29 @@ class Console:
         self.total_steps = total_steps
         self._colour = colour
         self._view: View | None = None
-        self._live: _BottomOfTerminal | None = None
+        self._live: Live | None = None
 
     def begin(self, step: int, past: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Show a run that stands at `step`; `past` holds events of its log so far."""
+        """Show a run that is at `step`; `past` holds events of its log so far."""
         if not is_terminal():
             return
         try:
-            self._begin_view(step, past)
+            # its size is asked of the terminal alone: variables don't hear of a change
+            environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+            console = _Terminal(
+                no_color=None if self._colour else True, highlight=False, _environ=environ
+            )
+            self._view = View(self.total_steps, step)
+            for event in past:
+                self._view.take_past(event)
+            self._live = _BottomOfTerminal(self._view, console)
+            self._live.start()
+            atexit.register(self.end)
         except Exception as error:  # whatever is wrong with the terminal, it is not the run
             self._give_up(error)
 
-    def _begin_view(self, step: int, past: Iterable[Mapping[str, Any]]) -> None:
-        # its size is asked of the terminal alone: variables don't hear of a change
-        environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-        terminal = _Terminal(
-            no_color=None if self._colour else True, highlight=False, _environ=environ
-        )
-        self._view = View(self.total_steps, step, ascii_only=terminal.options.ascii_only)
-        for event in past:
-            self._view.take_past(event)
-        self._live = _BottomOfTerminal(self._view, terminal)
-        self._live.start()
-        atexit.register(self.end)
-
     def stands_at(self, step: int) -> None:
-        """Every step's sign of life."""
+        """Note every step's sign of life."""
         self._tell_view("stands_at", step)
 
     def report(self, step: int, fields: Mapping[str, Any], remaining_s: float) -> None:
@@ -90,25 +94,24 @@ class Console:
             text += f"  MFU {fields['mfu']:.1%}"
         percent = 100 * step / self.total_steps
         logger.info(
-            f"step {step}/{self.total_steps}  {percent:.1f} %  {text}  ETA {hms(remaining_s)}"
+            f"step {step}/{self.total_steps}  {percent:.1f} %  {text}  ETA {duration(remaining_s)}"
         )
 
     def validation(self, step: int, fields: Mapping[str, Any]) -> None:
         """Show the held-out loss that step `step` has come to."""
-        if self._tell_view("validation", step, fields):
-            return
-        logger.info(
-            f"validation at step {step}: {_held_out(fields)}, {fields['tokens_scored']:,} tokens, "
-            f"{fields['seconds']:.1f} s"
-        )
+        if not self._tell_view("validation", step, fields):
+            logger.info(
+                f"validation at step {step}: {_held_out(fields)}, {fields['tokens_scored']:,} "
+                f"tokens, {fields['seconds']:.1f} s"
+            )
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Show in the view what has happened; as a plain line it is its caller's to say."""
-        if name not in QUIET:
+        """Show in the view what has happened; its caller prints it as a plain line."""
+        if name not in ("step", "validation"):  # they have a place of their own in the view
             self._tell_view("event", name, fields)
 
     def _tell_view(self, method: str, *facts: Any) -> bool:
-        """Hand it to the view; whether there is one, and it took it."""
+        """Hand it to the view; returns whether there is one, and it took it."""
         if self._view is None:
             return False
         try:
@@ -123,7 +126,7 @@ class Console:
         logger.warning(f"no live view any more ({type(error).__name__}: {error}): plain lines")
 
     def end(self) -> None:
-        """Leave the last view above the cursor; more than once does no harm."""
+        """Leave the last view above the cursor; idempotent."""
         live, self._live, self._view = self._live, None, None
         if live is not None:
             atexit.unregister(self.end)
@@ -132,7 +135,7 @@ class Console:
 
 
 def is_terminal() -> bool:
-    """Whether stdout is a terminal on which a view can be drawn over."""
+    """Return whether stdout is a terminal on which a view can be drawn over."""
     try:
         is_tty = sys.stdout.isatty()
     except (AttributeError, ValueError):  # None, or closed: there is no stdout at all
@@ -141,14 +144,10 @@ def is_terminal() -> bool:
 
 
 class View:
-    """What the live view shows, and how it is laid out; for several threads.
+    """What the live view shows, for rich to render; for several threads."""
 
-    `lines` gives it at any width: figures flow over as many lines as they need.
-    """
-
-    def __init__(self, total_steps: int, step: int, *, ascii_only: bool = False) -> None:
+    def __init__(self, total_steps: int, step: int) -> None:
         self.total_steps = total_steps
-        self.ascii_only = ascii_only
         self._lock = threading.Lock()
         self._step = step
         self._moved = time.monotonic()
@@ -173,8 +172,8 @@ class View:
             self._step, self._moved = step, time.monotonic()
 
     def report(self, step: int, fields: Mapping[str, Any], remaining_s: float) -> None:
+        self.stands_at(step)
         with self._lock:
-            self._step, self._moved = step, time.monotonic()
             self._fields = dict(fields)
             self._ends = self._moved + remaining_s
             self._losses.append(fields["loss"])
@@ -189,138 +188,102 @@ class View:
                 self._checkpoint = (fields["step"], time.monotonic())
             self._events.append((f"{datetime.now():%H:%M:%S}", describe_event(name, fields)))
 
-    def lines(self, width: int) -> list[Text]:
-        """The view as lines of at most `width` cells."""
-        with self._lock:
-            now = time.monotonic()
-            result = [self._bar(width, now)]
-            if self._losses:
-                result.append(self._loss(width))
-            result += flow(self._figures(), width)
-            result += flow(self._state(now), width)
-            result += [Text(f"{when}  {what}", style="dim") for when, what in self._events]
-        for line in result:
-            line.truncate(width, overflow="crop" if self.ascii_only else "ellipsis")
-        return result
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> rich.console.RenderResult:
+        # one column is left free: in the last one, some terminals go on to the next line
+        options = options.update_width(max(1, options.max_width - 1))
+        try:
+            with self._lock:
+                lines = list(self._lines(options, time.monotonic()))
+        except Exception as error:  # raised here, it would end whoever prints a line
+            lines = [Text(f"the view can't be drawn: {type(error).__name__}: {error}")]
+        # the cursor waits on a line of its own, should the process be killed
+        for line in console.render_lines(rich.console.Group(*lines, ""), options, pad=False):
+            yield from (*line, Segment.line())
 
-    def _bar(self, width: int, now: float) -> Text:
-        share = self._step / self.total_steps
-        eta = "" if self._ends is None else f"  ETA {hms(max(0.0, self._ends - now))}"
-        before, after = f"step {self._step}/{self.total_steps} ", f" {100 * share:.1f} %{eta}"
-        room = max(0, width - cell_len(before + after))
-        full = min(room, int(share * room))
-        done, rest = "#." if self.ascii_only else "━─"
-        return Text.assemble(
-            before, (done * full, "green"), (rest * (room - full), "bright_black"), after
+    def _lines(
+        self, options: rich.console.ConsoleOptions, now: float
+    ) -> Iterator[rich.console.RenderableType]:
+        eta = "" if self._ends is None else f"  ETA {duration(max(0.0, self._ends - now))}"
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column()
+        bar.add_column(ratio=1)
+        bar.add_row(
+            f"step {self._step}/{self.total_steps}",
+            ProgressBar(self.total_steps, self._step),
+            f"{self._step / self.total_steps:.1%}{eta}",
         )
+        yield bar
+        if self._losses:
+            loss = f"loss {self._losses[-1]:.4f} "
+            fitting = list(self._losses)[-max(1, options.max_width - len(loss)) :]
+            drawn = sparkline(fitting, ascii_only=options.ascii_only)
+            yield Text.assemble((loss, "bold"), (drawn, "cyan"), no_wrap=True, overflow="crop")
+        if self._fields:
+            yield Text("  ".join(self._figures(self._fields)))
+        yield Text("  ".join(self._state(now)))
+        for when, what in self._events:
+            yield Text(f"{when}  {what}", "dim", no_wrap=True, overflow="crop")
 
-    def _loss(self, width: int) -> Text:
-        text = f"loss {self._losses[-1]:.4f} "
-        room = max(0, min(HISTORY, width - cell_len(text)))
-        drawn = sparkline(list(self._losses)[-room:] if room else [], ascii_only=self.ascii_only)
-        return Text.assemble((text, "bold"), (drawn, "cyan"))
-
-    def _figures(self) -> list[str]:
-        fields = self._fields
-        if not fields:
-            return []
-        figures = [
-            f"grad_norm {fields['grad_norm']:.3f}",
-            f"lr {fields['lr']:.2e}",
-            f"{fields['tokens_per_second']:,.0f} tok/s",
-        ]
+    def _figures(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        yield f"grad_norm {fields['grad_norm']:.3f}"
+        yield f"lr {fields['lr']:.2e}"
+        yield f"{fields['tokens_per_second']:,.0f} tok/s"
         if "mfu" in fields:
-            figures.append(f"MFU {fields['mfu']:.1%}")
-        figures += [
-            f"{fields['seconds_per_step']:.3g} s/step",
-            f"data wait {fields['data_wait']:.1%}",
-            f"memory {fields['memory_gib']:.1f} GiB",
-            f"{fields['tokens']:,} tokens",
-        ]
-        return figures
+            yield f"MFU {fields['mfu']:.1%}"
+        yield f"{fields['seconds_per_step']:.3g} s/step"
+        yield f"data wait {fields['data_wait']:.1%}"
+        yield f"memory {fields['memory_gib']:.1f} GiB"
+        yield f"{fields['tokens']:,} tokens"
 
-    def _state(self, now: float) -> list[str]:
-        state = []
+    def _state(self, now: float) -> Iterator[str]:
         if self._checkpoint is None:
-            state.append("no checkpoint yet")
+            yield "no checkpoint yet"
         else:
             step, saved = self._checkpoint
-            age = "" if saved is None else f", {hms(now - saved)} ago"
-            state.append(f"checkpoint of step {step}{age}")
+            age = "" if saved is None else f", {duration(now - saved)} ago"
+            yield f"checkpoint of step {step}{age}"
         if self._validation is not None:
             step, fields = self._validation
-            state.append(f"validation {_held_out(fields)} at step {step}")
+            yield f"validation {_held_out(fields)} at step {step}"
         for name in ("skipped_steps", "restarts"):
             if count := self._fields.get(name):
-                state.append(f"{name.replace('_', ' ')} {count}")
+                yield f"{name.replace('_', ' ')} {count}"
         silent = now - self._moved
         if silent > max(SILENT_S, SILENT_STEPS * self._fields.get("seconds_per_step", 0.0)):
-            state.append(f"no step for {hms(silent)}")
-        return state
+            yield f"no step for {duration(silent)}"
 
 
-def flow(words: Sequence[str], width: int) -> list[Text]:
-    """`words` on as few lines of `width` cells as they need, in order, two spaces apart."""
-    lines: list[str] = []
-    for word in words:
-        if lines and cell_len(lines[-1]) + 2 + cell_len(word) <= width:
-            lines[-1] += f"  {word}"
-        else:
-            lines.append(word)
-    return [Text(line) for line in lines]
-
-
-def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
-    """A character a value, low to high between the least and the largest; x where it is not finite.
-
-    Values that are all alike are drawn low.
-    """
+def sparkline(values: Collection[float], *, ascii_only: bool = False) -> str:
+    """Return a character per value, low to high; x if it is not finite."""
     levels = "_.-=^" if ascii_only else "▁▂▃▄▅▆▇█"
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     step = (high - low) / (len(levels) - 1) or 1.0
-    return "".join(
-        levels[round((value - low) / step)] if math.isfinite(value) else "x" for value in values
-    )
+    return "".join(levels[round((v - low) / step)] if math.isfinite(v) else "x" for v in values)
 
 
 def describe_event(name: str, fields: Mapping[str, Any]) -> str:
-    """An event of the log as one line for a person."""
+    """Return an event of the log as one printable line."""
     step = fields.get("step")
     match name:
-        case "start":
-            text = f"started on {fields['world_size']} ranks"
-        case "resume":
-            text = (
-                f"resumed from step {fields.get('from_step')} on {fields.get('world_size')} ranks"
-            )
+        case "start" | "resume":
+            text = f"{name} at step {fields.get('from_step', 0)} on {fields['world_size']} ranks"
         case "checkpoint":
-            text = (
-                f"saved step {step}: {fields['bytes'] / 1e6:,.1f} MB in {fields['seconds']:.1f} s"
-            )
+            text = f"saved step {step}: {size(fields['bytes'])} in {fields['seconds']:.1f} s"
         case "checkpoint_failed":
             text = f"step {step} is NOT SAVED: {fields['reason']}"
         case "skip":
             text = f"skipped step {step}: {fields['reason']}"
-        case "stop":
-            text = f"stopped at step {step} by {fields['reason']}"
-        case "done":
-            text = f"finished: step {step}"
         case _:
             facts = "  ".join(f"{key} {value}" for key, value in fields.items() if key != "tokens")
             text = f"{name.replace('_', ' ')}  {facts}"
-    return "".join(character if character.isprintable() else " " for character in text)
+    return printable(text)
 
 
 def _held_out(fields: Mapping[str, Any]) -> str:
     return f"loss {number(fields['loss']):.4f} ({number(fields['bits_per_byte']):.4f} bits/byte)"
-
-
-def hms(seconds: float) -> str:
-    """1:02:03, or 2:03 under an hour."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
 class _Terminal(terminal.Console):
@@ -331,49 +294,98 @@ class _Terminal(terminal.Console):
 
 
 class _BottomOfTerminal(Live):
-    """rich's live display of a View; it also finds its place after the terminal was made narrower.
+    """rich's live display; it also finds its place after the terminal was made narrower.
 
     Terminals then wrap what was drawn, so that it takes more rows than it had lines.
     """
 
-    def __init__(self, view: View, terminal: _Terminal) -> None:
-        self._drawn_view = view
-        self._drawn: list[Text] = []
-        self._width = terminal.size.width
-        self._started = False  # rich draws once while it is being made
+    def __init__(self, view: View, console: _Terminal) -> None:
+        self._lengths: list[int] = []
+        self._width = console.size.width
         super().__init__(
-            console=terminal,
-            get_renderable=self._draw,
+            view,
+            console=console,
             refresh_per_second=REFRESHES_PER_SECOND,
             vertical_overflow="crop",
         )
-
-    def _draw(self) -> Text:
-        # one column is left free: in the last one, some terminals go on to the next line
-        try:
-            self._drawn = self._drawn_view.lines(max(1, self.console.size.width - 1))
-        except Exception as error:  # raised here, it would end whoever prints a line
-            self._drawn = [Text(f"the view can't be drawn: {type(error).__name__}: {error}")]
-        if self.is_started:  # the cursor waits on a line of its own, should the process be killed
-            self._drawn.append(Text())
-        return Text("\n").join(self._drawn)
-
-    def refresh(self) -> None:
-        with self._lock:
-            self._note_width()
-            super().refresh()
 
     def process_renderables(
         self, renderables: list[rich.console.ConsoleRenderable]
     ) -> list[rich.console.ConsoleRenderable]:
         with self._lock:
-            self._note_width()
+            width, height = self.console.size
+            if width < self._width and self._live_render._shape is not None:
+                rows = sum(max(1, -(-length // width)) for length in self._lengths)
+                self._live_render._shape = (width, min(rows, height))
+            self._width = width
+            lines = self.console.render_lines(self._live_render.renderable, pad=False)
+            self._lengths = [Segment.get_line_length(line) for line in lines]
             return super().process_renderables(renderables)
 
-    def _note_width(self) -> None:
-        """Before anything is drawn anew: how many rows the last drawing takes now."""
-        width = self.console.size.width
-        if width < self._width and self._live_render._shape is not None:
-            rows = sum(max(1, math.ceil(line.cell_len / width)) for line in self._drawn)
-            self._live_render._shape = (width, min(rows, self.console.size.height))
-        self._width = width
+
+# -- torchtitan's log ----------------------------------------------------------------------------
+
+# What it says that is no news (garbage collections, waits), does not hold here (a CPU's peak
+# FLOP/s, autocast), or is said by our own lines
+_NOISE = (
+    *("[GC]", "ENV[TORCH_", "Building canon", "Building device mesh"),
+    *("Successfully created meshes", "Mixed precision training is handled by"),
+    *("Error running lspci", "Peak flops undefined", "Peak FLOPS used", "Training starts at step"),
+    *("Training completed", "Saving a full checkpoint", "Sleeping 2 seconds"),
+    *("Destroying the purge thread", "Synchronizing and adjusting timeout"),
+)
+
+
+class Printer(logging.Handler):
+    """Prints to the present sys.stdout: the live view puts itself there, and stays below.
+
+    A thread prints. A line is waited for, so that what follows it on stderr comes after it, but
+    only for PRINT_TIMEOUT_S, and not at all while an earlier line is stuck.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: deque[str] = deque()
+        self._dropped = 0
+        self._printing = Background(self._print, "print")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self._lines) < MAX_LINES:
+            self._lines.append(self.format(record))
+        else:
+            self._dropped += 1
+        if self._printing.request():
+            self._printing.wait(PRINT_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._printing.close()
+        super().close()
+
+    def _print(self) -> None:
+        while self._lines:
+            print(self._lines.popleft(), flush=True)
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            print(f"{dropped} lines are missing here: stdout took none for too long", flush=True)
+
+
+def init_logging(rank: int) -> None:
+    """Let rank 0 print the story on stdout, the other ranks only what went wrong."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+        if isinstance(handler, Printer):
+            handler.close()
+    printer = Printer()
+    printer.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
+    printer.addFilter(lambda record: not record.getMessage().startswith(_NOISE))
+    root.addHandler(printer)
+    root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    os.environ["KINETO_LOG_LEVEL"] = "5"
+    for known in (
+        "DTensor random operators may not have",  # weights and data have their own generators
+        "DTensor manual_seed",
+        "Set timeout is now only supported",  # torchtitan sets it on its fake groups as well
+        "In CPU autocast, but the target dtype",  # torchtitan enters it at one rank; we leave it
+    ):
+        warnings.filterwarnings("ignore", message=known)

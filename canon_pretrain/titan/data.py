@@ -1,183 +1,90 @@
-"""Our numpy loader behind torchtitan's dataloader interface, read ahead by a thread of its own.
+"""A job's data: opened once per node, shared by rank 0, and read ahead in batches of tensors.
 
-The state that it gives away is that of the batches that were taken from it, whatever is read ahead.
+Hundreds of ranks that read the same thousands of small files stall a shared file system. So the
+first rank of each node opens the data before the ranks meet (`open_data`; an error ends the
+launch), and `share` hands rank 0's to all ranks. The loader's state is that of the batches that
+were taken from it, whatever is read ahead.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.held_out import open_apart, open_held_out, part_fingerprint
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.run.config import Data
 from canon_pretrain.titan.device import has_accelerator
+from canon_pretrain.titan.identity import HELD_OUT, Comparison
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.read_ahead import ReadAhead
 
-STATE_FIELDS = {
-    "data_fingerprint": "fingerprint",
-    "data.data_seed": "seed",
-    "data.order": "mode",
-    "training.seq_len": "seq_len",
-    "training.global_batch_size": "global_batch",
-}
-"""What of a run's identity stands in the loader's state, and under which name."""
-
-
+T = TypeVar("T")
+OFF = "--validation.enable False turns it off"
+IN_THE_IDENTITY = ("fingerprint", "seed", "mode", "seq_len", "global_batch")
+"""Fields of the loader's state that the run's identity has too."""
 CLOSE_S = 10.0
 """How long the end of a run waits for a thread that is still reading."""
-
 LEAVE_S = 0.5
 """How long the end of its steps does: the last checkpoint is still to be saved."""
 
 
+# -- opening -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class _Batch:
-    """A micro-batch, and what is known of it once it was taken."""
+class OpenedData:
+    """What a job trains on and the held-out part of each folder, every commit mark checked."""
 
-    inputs: torch.Tensor
-    labels: torch.Tensor
-    digest: int
-    begins_step: bool
-    state: dict[str, Any]
-    """The loader's, with this batch behind it."""
-
-
-class CanonDataLoader(BaseDataLoader):
-    """Endless micro-batches of this rank; its state is the same on every rank.
-
-    Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead of the input; in
-    pinned memory where there is a GPU. With `read_ahead` above 0, a thread reads so many of them
-    ahead, from the first one asked for until the iterator is closed, or `close`.
-    """
-
-    def __init__(self, loader: BatchLoader, read_ahead: int = 0) -> None:
-        self.loader = loader
-        self._depth = read_ahead
-        self._ahead: ReadAhead[_Batch] | None = None
-        self._state = loader.state_dict()
-        self._device = torch.cuda.current_device() if has_accelerator() else None
-        self._allowed: set[str] = set()
-        self._digests: list[int] = []
-
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        try:
-            while True:
-                batch = self._take()
-                if batch.begins_step:
-                    self._digests.append(0)
-                self._digests[-1] = (self._digests[-1] + batch.digest) % (1 << 64)
-                self._state = batch.state
-                yield {"input": batch.inputs}, batch.labels
-        finally:
-            self._let_go(LEAVE_S)
-
-    def _take(self) -> _Batch:
-        if not self._depth:
-            return self._read()
-        if self._ahead is None:
-            self._ahead = ReadAhead(self._read, self._depth)
-        return self._ahead.take()
-
-    def _read(self) -> _Batch:
-        begins_step = self.loader.at_step_start
-        samples = self.loader.next_batch()
-        # copied by numpy: torch would start threads of its own for a large one, in this thread too
-        inputs, labels = (
-            torch.from_numpy(np.ascontiguousarray(part))
-            for part in (samples[:, :-1], samples[:, 1:])
-        )
-        if self._device is not None:
-            torch.cuda.set_device(self._device)  # a new thread is at the first GPU
-            inputs, labels = inputs.pin_memory(), labels.pin_memory()
-        digest = samples_digest(samples)
-        return _Batch(inputs, labels, digest, begins_step, self.loader.state_dict())
-
-    def close(self, timeout_s: float | None = CLOSE_S) -> None:
-        """End the thread; what it has read and nobody took will be read again."""
-        if not self._let_go(timeout_s):
-            logger.warning(f"the data could not be let go: a read takes more than {timeout_s} s")
-
-    def _let_go(self, timeout_s: float | None) -> bool:
-        """`close`; whether the thread has ended."""
-        if self._ahead is not None:
-            if not self._ahead.close(timeout_s):
-                return False
-            self._ahead = None
-            self.loader.load_state_dict(self._state)
-        return True
+    training: Mixture
+    held_out: list[TokenShards | None]
+    notices: list[str]
+    identity: dict[str, Any]
+    """What the run's identity says of the held-out part; empty if validation is turned off."""
 
     @property
-    def source_tokens(self) -> dict[str, int]:
-        """Tokens that each folder of the data has given to all ranks so far, by its name."""
-        return dict(zip(self.loader.source_names, self._state["source_tokens"], strict=True))
-
-    def take_digests(self) -> list[int]:
-        """The digest of this rank's samples of each step since the last call, oldest first."""
-        digests, self._digests = self._digests, []
-        return digests
-
-    def allow_changes(self, names: Iterable[str]) -> None:
-        """Let a checkpoint's order differ in these parts of the run's identity."""
-        self._allowed = {STATE_FIELDS[name] for name in names if name in STATE_FIELDS}
-
-    def state_dict(self) -> dict[str, Any]:
-        return copy.deepcopy(self._state)  # loading a checkpoint writes into what it is given
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.close(timeout_s=None)
-        self.loader.load_state_dict(state_dict, self._allowed)
-        self._state = self.loader.state_dict()
+    def fingerprints(self) -> list[str]:
+        return [self.training.fingerprint, *map(str, self.identity.values())]
 
 
-def build_dataloader(
-    dp_world_size: int,
-    dp_rank: int,
-    tokenizer: BaseTokenizer | None,
-    job_config: CanonJobConfig,
-    training_data: Mixture | None = None,
-) -> CanonDataLoader:
-    """The TrainSpec's builder; `tokenizer` is None, since shards hold token ids.
+def open_data(job: CanonJobConfig) -> OpenedData:
+    """Open what `job` trains and validates on.
 
-    `training_data` is that of `open_shards`, if it was opened.
+    Sets `model.vocab_size` to that of the data if it is unset, and `validation.enable` to whether
+    there is something to validate on. Raises UserError for data that do not fit the job.
     """
-    training = job_config.training
-    loader = BatchLoader(
-        training_data or open_shards(job_config),
-        data_seed=job_config.data.data_seed,
-        order=job_config.data.order,
-        seq_len=training.seq_len,
-        global_batch_size=training.global_batch_size,
-        local_batch_size=training.local_batch_size,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-    )
-    return CanonDataLoader(loader, job_config.data.read_ahead)
-
-
-def absolute_folders(data: Data) -> dict[str, Any]:
-    """The `path` and `paths` of `[data]` for a reader who may stand in another folder."""
-    return {
-        "path": str(Path(data.path).resolve()) if data.path else "",
-        "paths": [str(Path(folder).resolve()) for folder in data.paths],
-    }
+    with open_shards(job) as training:
+        if job.validation.enable is False:
+            return OpenedData(training, [], [], {})
+        try:
+            parts = [
+                open_apart(folder) if job.validation.path else open_held_out(folder)
+                for folder in validation_folders(job)
+            ]
+        except ShardError as error:
+            raise UserError(f"the held-out part can't be read: {error}. {OFF}") from None
+        for part in filter(None, parts):
+            part.close()
+            _check_part(part, job, training)
+        notices = _settle_validation(job, parts)
+        return OpenedData(training, parts, notices, {HELD_OUT: part_fingerprint(parts)})
 
 
 def open_shards(job: CanonJobConfig) -> Mixture:
-    """The training data of `data.path` or `data.paths`, the latter with their weights.
-
-    Sets `model.vocab_size` to that of the data if it is unset. Raises UserError if the data do not
-    fit the job's model.
-    """
+    """Open the training data alone; sets `model.vocab_size` and raises as `open_data` does."""
     if not job.data.folders:
         raise UserError(
             "data.path is not set: name the folder that `python -m data_prep build` wrote"
@@ -204,3 +111,252 @@ def open_shards(job: CanonJobConfig) -> Mixture:
                 f"training.seq_len + 1 = {job.training.seq_len + 1}"
             )
     return mixture
+
+
+def validation_folders(job: CanonJobConfig) -> list[str]:
+    """Return the folders whose held-out part is scored."""
+    return [job.validation.path] if job.validation.path else job.data.folders
+
+
+def _check_part(part: TokenShards, job: CanonJobConfig, training: Mixture) -> None:
+    """Raise UserError for a part of another vocabulary or tokenizer, or that is trained on."""
+    if part.vocab_size != job.model_args.vocab_size:
+        raise UserError(
+            f"{part.folder} has a vocabulary of {part.vocab_size}, the model one of "
+            f"{job.model_args.vocab_size}: build it with the training data's tokenizer. {OFF}"
+        )
+    if part.tokenizer_sha256 != training.tokenizer_sha256:
+        raise UserError(
+            f"{part.folder} was written with another tokenizer than the training data: its sha256 "
+            f"is {part.tokenizer_sha256[:16]}, expected {training.tokenizer_sha256[:16]}. {OFF}"
+        )
+    if part.fingerprint in {source.fingerprint for source in training.sources}:
+        raise UserError(
+            f"validation.path = {job.validation.path!r} holds the text that is trained on: name "
+            f"another folder. {OFF}"
+        )
+
+
+def _settle_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None]) -> list[str]:
+    """Set `validation.enable`; returns notices. Raises UserError if it was asked for in vain."""
+    folders = validation_folders(job)
+    without = [folder for folder, part in zip(folders, parts, strict=True) if part is None]
+    names = ", ".join(without)
+    how = "build the data with --holdout above 0, or set validation.path"
+    if job.validation.enable and without:
+        raise UserError(
+            f"validation.enable = True, but {names} has no held-out part: {how}, or leave "
+            "validation.enable unset to validate on what there is"
+        )
+    job.validation.enable = len(without) < len(folders)
+    if not without:
+        return []
+    if not job.validation.enable:
+        return [f"no validation: {names} has no held-out part ({how})"]
+    return [f"no validation on {names}: no held-out part ({how})"]
+
+
+def share(
+    job: CanonJobConfig, data: OpenedData | None, compared: Comparison | None
+) -> tuple[OpenedData, Comparison]:
+    """Return what rank 0 has of both, on all ranks; collective.
+
+    `data` is None except on the first rank of each node, `compared` except on rank 0. Raises
+    UserError on all ranks, naming the nodes whose data are not rank 0's.
+    """
+    answer = [(data, compared, (job.model.vocab_size, job.validation.enable))]
+    dist.broadcast_object_list(answer, src=0)
+    first, compared, (job.model.vocab_size, job.validation.enable) = answer[0]
+    assert first is not None and compared is not None
+    own = None if data is None else (socket.gethostname(), data.fingerprints)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    others = {host: found for host, found in filter(None, everyone) if found != first.fingerprints}
+    if others:
+        raise UserError(
+            f"{', '.join(job.data.folders)} does not hold the same data on all nodes: fingerprint "
+            f"{first.fingerprints} on rank 0's, "
+            + "; ".join(f"{found} on {host}" for host, found in others.items())
+            + ". Copy it from one node to the others, or use a shared folder",
+            shared=True,
+        )
+    return first, compared
+
+
+def absolute_folders(data: Data) -> dict[str, Any]:
+    """Return the `path` and `paths` of `[data]` for a reader in another working folder."""
+    return {
+        "path": str(Path(data.path).resolve()) if data.path else "",
+        "paths": [str(Path(folder).resolve()) for folder in data.paths],
+    }
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+class ReadAhead(Generic[T]):
+    """Results of `read()` in order, at most `depth` of them ahead of who takes them.
+
+    One thread calls `read`, until `close` or its first error, which is raised after all that was
+    read before it was taken.
+    """
+
+    def __init__(self, read: Callable[[], T], depth: int) -> None:
+        self._read, self._depth = read, depth
+        self._items: deque[T] = deque()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        # a daemon: a disk that hangs must not keep a process from ending
+        self._thread = threading.Thread(target=self._run, name="read ahead", daemon=True)
+        self._thread.start()
+
+    def take(self) -> T:
+        """Return the next item, waiting for it. Raises what `read` raised in its place."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._closed or self._error is not None)
+            if self._items:
+                self._changed.notify_all()
+                return self._items.popleft()
+            raise self._error or RuntimeError("nothing is read ahead: close() was called")
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Let the thread end with what it is reading; returns whether it has ended by then."""
+        with self._changed:
+            self._closed = True
+            self._items.clear()
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or len(self._items) < self._depth)
+                if self._closed:
+                    return
+            try:
+                item = self._read()
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                if not self._closed:
+                    self._items.append(item)
+                self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A micro-batch, and the loader's state with it behind."""
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    digest: int
+    begins_step: bool
+    state: dict[str, Any]
+
+
+class CanonDataLoader(BaseDataLoader):
+    """Endless micro-batches of this rank; its state is the same on every rank.
+
+    Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead of the input; in
+    pinned memory if there is a GPU. A thread reads `read_ahead` of them ahead, from the first one
+    asked for until the iterator is closed, or `close`. A loaded state may differ in `may_change`.
+    """
+
+    def __init__(
+        self, loader: BatchLoader, read_ahead: int = 0, may_change: Sequence[str] = ()
+    ) -> None:
+        self.loader = loader
+        self._depth = read_ahead
+        self._may_change = may_change
+        self._ahead: ReadAhead[_Batch] | None = None
+        self._state = loader.state_dict()
+        self._device = torch.cuda.current_device() if has_accelerator() else None
+        self._digests: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        try:
+            while True:
+                if self._depth and self._ahead is None:
+                    self._ahead = ReadAhead(self._read, self._depth)
+                batch = self._ahead.take() if self._ahead else self._read()
+                if batch.begins_step:
+                    self._digests.append(0)
+                self._digests[-1] = (self._digests[-1] + batch.digest) % (1 << 64)
+                self._state = batch.state
+                yield {"input": batch.inputs}, batch.labels
+        finally:
+            self._let_go(LEAVE_S)
+
+    def _read(self) -> _Batch:
+        begins_step = self.loader.at_step_start
+        samples = self.loader.next_batch()
+        # copied by numpy: torch would start threads of its own for a large one, in this thread too
+        inputs, labels = (
+            torch.from_numpy(np.ascontiguousarray(part))
+            for part in (samples[:, :-1], samples[:, 1:])
+        )
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a new thread is at the first GPU
+            inputs, labels = inputs.pin_memory(), labels.pin_memory()
+        digest = samples_digest(samples)
+        return _Batch(inputs, labels, digest, begins_step, self.loader.state_dict())
+
+    def close(self, timeout_s: float | None = CLOSE_S) -> None:
+        """End the thread; what it has read and nobody took will be read again."""
+        if not self._let_go(timeout_s):
+            logger.warning(f"the data could not be let go: a read takes more than {timeout_s} s")
+
+    def _let_go(self, timeout_s: float | None) -> bool:
+        if self._ahead is not None:
+            if not self._ahead.close(timeout_s):
+                return False
+            self._ahead = None
+            self.loader.load_state_dict(self._state)
+        return True
+
+    @property
+    def source_tokens(self) -> dict[str, int]:
+        """Tokens that all ranks have been given so far, by the name of the data's folder."""
+        return dict(zip(self.loader.source_names, self._state["source_tokens"], strict=True))
+
+    def take_digests(self) -> list[int]:
+        """Return the digest of this rank's samples of each step since the last call."""
+        digests, self._digests = self._digests, []
+        return digests
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(self._state)  # loading a checkpoint writes into what it is given
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.close(timeout_s=None)
+        self.loader.load_state_dict(state_dict, self._may_change)
+        self._state = self.loader.state_dict()
+
+
+def build_dataloader(
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: BaseTokenizer | None,
+    job_config: CanonJobConfig,
+    *,
+    data: Mixture,
+    may_change: Sequence[str] = (),
+) -> CanonDataLoader:
+    """Build the loader for the TrainSpec; `tokenizer` is None, since shards hold token ids."""
+    training = job_config.training
+    loader = BatchLoader(
+        data,
+        data_seed=job_config.data.data_seed,
+        order=job_config.data.order,
+        seq_len=training.seq_len,
+        global_batch_size=training.global_batch_size,
+        local_batch_size=training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+    )
+    return CanonDataLoader(loader, job_config.data.read_ahead, may_change)

@@ -1,37 +1,62 @@
-"""What torchtitan 0.2.2 needs before it is imported on a machine without an accelerator.
+"""A rank's process and device, prepared before torchtitan is imported.
 
-torchtitan asks torch for its accelerator at import time and falls back to CUDA. `prepare_device`
-makes the CPU answer those questions. Call it before the first import of torchtitan; with an
-accelerator it does nothing. Torch is imported by the functions: train.py reports a typo before it
-is. (Proven at 2 ranks with gloo, FSDP2 and checkpoints.)
+torchtitan 0.2.2 asks torch for its accelerator at import time and falls back to CUDA:
+`prepare_device` makes the CPU answer those questions where there is none. Torch is imported by the
+functions, since train.py reports a typo before it is.
 """
 
+import contextlib
 import os
 import platform
 import resource
+import socket
 import sys
+from collections.abc import Iterator, MutableMapping
 from types import SimpleNamespace
 from typing import Any
 
+from canon_pretrain.core.cli import available_cores
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.holder import read_count
+from canon_pretrain.kernels.hardware import near_cores
+
+MAX_COMPILE_THREADS = 32
+"""Inductor's own limit."""
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def has_accelerator() -> bool:
-    """Whether a CUDA device can be used in this process."""
+    """Return whether a CUDA device can be used in this process."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def device_count() -> int:
-    """How many CUDA devices this process can use."""
+    """Return how many CUDA devices this process can use."""
     import torch
 
     return torch.cuda.device_count()
 
 
-def prepare_device() -> None:
-    """Let the CPU stand in for the accelerator; idempotent.
+def prepare_process(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set what torch and the system should know of a rank, unless the user has; before torch."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # Inductor takes all cores in each rank
+    threads = available_cores() // max(1, read_count(environ, "LOCAL_WORLD_SIZE"))
+    threads = min(max(1, threads), MAX_COMPILE_THREADS)
+    environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    # gloo takes a socket per rank, a usual soft limit is 1,024
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a lower one than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    Raises RuntimeError when torchtitan was imported first: it keeps the device that it saw then.
+
+def prepare_device() -> None:
+    """Let the CPU stand in for a missing accelerator; idempotent.
+
+    Raises RuntimeError if torchtitan was imported first: it keeps the device that it saw then.
     """
     if has_accelerator():
         return
@@ -40,29 +65,79 @@ def prepare_device() -> None:
         raise RuntimeError("prepare_device() must be called before torchtitan is imported")
     import torch
 
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        # the process's peak resident set under the names that torchtitan's monitor reads
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peaks = {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
+        return peaks | {"num_alloc_retries": 0, "num_ooms": 0}
+
+    total_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     torch._utils._get_available_device_type = lambda: "cpu"
     cpu: Any = torch.cpu
     cpu.current_device = lambda: 0
     cpu.device_count = lambda: 1
     cpu.get_device_name = lambda device=None: platform.processor() or platform.machine()
-    cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=_total_memory())
-    cpu.memory_stats = lambda device=None: _memory_stats()
+    cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=total_memory)
+    cpu.memory_stats = memory_stats
     cpu.reset_peak_memory_stats = lambda device=None: None
     cpu.empty_cache = lambda: None
 
 
-def _total_memory() -> int:
-    """Bytes of main memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+@contextlib.contextmanager
+def stand_alone() -> Iterator[None]:
+    """Set torchrun's variables for one rank on a free port, within the block, if it set none."""
+    if any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
+        yield
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    values = ("0", "0", "1", "1", "127.0.0.1", str(port))
+    os.environ.update(zip(TORCHRUN, values, strict=True))
+    try:
+        yield
+    finally:
+        for name in TORCHRUN:
+            del os.environ[name]
 
 
-def _memory_stats() -> dict[str, int]:
-    """The process's peak resident set under the names that torchtitan's monitor reads."""
-    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = kibibytes * 1024
-    return {
-        "active_bytes.all.peak": peak,
-        "reserved_bytes.all.peak": peak,
-        "num_alloc_retries": 0,
-        "num_ooms": 0,
-    }
+def check_launch() -> None:
+    """Raise UserError unless torchrun's variables are all there and each rank has a device."""
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} not set, though others of torchrun's variables are: start "
+            "with torchrun, or with none of them set for a single rank"
+        )
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+        read_count(os.environ, name)
+    ranks = read_count(os.environ, "LOCAL_WORLD_SIZE")
+    if has_accelerator() and device_count() < ranks:
+        raise UserError(
+            f"{ranks} ranks on this node, but {device_count()} GPU(s): start at most one rank per "
+            "GPU, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
+
+
+def take_device() -> None:
+    """Make this rank's GPU the current one, before anything else makes a context on GPU 0.
+
+    The rank then runs on the cores near it, unless NUMA_BINDING=0 is set (`torchrun --numa-binding
+    node` ends a launch where numactl is missing).
+    """
+    if not has_accelerator():
+        return
+    import torch
+
+    gpu = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(gpu)
+    if os.environ.get("NUMA_BINDING") != "0":
+        run_on(near_cores(gpu))
+
+
+def run_on(cores: set[int]) -> None:
+    """Keep this process on those of `cores` that it may use; on all if it may use none of them."""
+    if allowed := cores & os.sched_getaffinity(0):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread), allowed)

@@ -2,15 +2,14 @@
 
     python -m canon_pretrain.train --config FILE.toml --dry_run [--gpu h100] [--world 8] [--mfu 0.4]
 
-Nothing is trained and nothing written. It says what this machine would do and, beside it, a
+Nothing is trained and nothing written. It shows what this machine would do and, beside it, a
 reference GPU: the one that is asked for, or 8 H100 for a run that is too much for this machine.
-titan/memory.py says what a GPU must hold.
+titan/memory.py counts what a GPU must hold.
 """
 
 import contextlib
 import json
 import logging
-import os
 from dataclasses import dataclass
 
 import torch
@@ -18,26 +17,19 @@ from rich.table import Table
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
 
+from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
+from canon_pretrain.core.text import duration
+from canon_pretrain.core.text import size as text_of_size
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.kernels.hardware import available_memory
-from canon_pretrain.model.args import (
-    FLOPS_FORMULA,
-    ModelArgs,
-    flops_per_token,
-    num_parameters,
-)
+from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token, num_parameters
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.config import Loss
+from canon_pretrain.run.config import Loss, valid_world_sizes
 from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.device import device_count, has_accelerator
-from canon_pretrain.titan.job_config import (
-    CanonJobConfig,
-    micro_batch_size,
-    shard_degree,
-    valid_world_sizes,
-)
+from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 from canon_pretrain.titan.memory import count_parameters, memory_by_part
 
 GIB = 2**30
@@ -51,7 +43,6 @@ LEAST_KEPT = 0.64
 to 0.78 with Canon-ABCD (kernels/NOTES.md, of 101,512 and 110,984 bytes per token)."""
 # measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
 CPU_FLOPS_PER_RANK = 3e10
-
 
 SHOWN_IF_SET = (
     *("num_kv_heads", "ffn", "ffn_activation", "norm", "bias", "partial_rope_dim"),
@@ -89,7 +80,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job would take on `world_size` ranks; bytes are per rank unless they say otherwise."""
+    """What a job would take on `world_size` ranks."""
 
     device: Device
     world_size: int
@@ -124,10 +115,9 @@ class Plan:
 def make_plans(
     job: CanonJobConfig, gpu: str | None, world: int | None, mfu: float | None, ranks: int
 ) -> dict[str, Plan]:
-    """The plan for this machine, and for the reference GPU if asked for or needed; by title.
+    """Return the plan for this machine and, if asked for or needed, the reference GPU; by title.
 
-    `gpu`, `world` and `mfu` are the command line's; `ranks` those that were started. Raises
-    UserError for an unknown GPU or a world size that cannot be.
+    `gpu`, `world` and `mfu` are the command line's; `ranks` those that were started.
     """
     asked, mfu = gpu is not None or world is not None, DEFAULT_MFU if mfu is None else mfu
     gpu = (gpu or "h100").lower()
@@ -137,7 +127,7 @@ def make_plans(
         raise UserError(f"--mfu {mfu}: expected a fraction above 0 and up to 1, such as 0.4")
     if world is not None and world < 1:
         raise UserError(f"--world {world}: expected at least 1")
-    places = device_count() if has_accelerator() else len(os.sched_getaffinity(0))
+    places = device_count() if has_accelerator() else available_cores()
     ranks = ranks if ranks > 1 else most_ranks(job, places)
     plans = {"this machine": make_plan(job, this_machine(ranks, mfu), ranks)}
     if asked or plans["this machine"].seconds > DAY_S or not plans["this machine"].fits:
@@ -147,39 +137,38 @@ def make_plans(
 
 
 def reference(gpu: str, mfu: float = DEFAULT_MFU) -> Device:
-    """One of GPUS."""
+    """Return one of GPUS."""
     known = GPUS[gpu]
     return Device(gpu.upper(), known.memory_gib, mfu * known.peak_flops, f"{mfu:.0%} MFU")
 
 
 def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
-    """This machine's GPU, or its share of the CPU if it has none."""
+    """Return this machine's GPU, or a rank's share of the CPU if it has none."""
     if not has_accelerator():
         memory = available_memory() / ranks / GIB
         return Device("CPU core", memory, CPU_FLOPS_PER_RANK, "30 GFLOP/s per core", is_gpu=False)
     name = torch.cuda.get_device_name()
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
-    peak, whose = peak_flops(name)
-    return Device(name, memory, mfu * peak, f"{mfu:.0%} MFU of {whose}")
-
-
-def peak_flops(name: str) -> tuple[float, str]:
-    """A GPU's dense bf16 FLOP/s by its name as torchtitan knows it, and whose they are."""
-    logging.disable(logging.WARNING)  # it says what is said here
+    logging.disable(logging.WARNING)  # it reports a guess, as `assumed` does
     try:
         peak = utils.get_peak_flops(name)
     finally:
         logging.disable(logging.NOTSET)
     is_guess = peak == GPUS["a100"].peak_flops and "A100" not in name
-    return peak, f"{'an A100' if is_guess else 'its'} {peak / 1e12:,.0f} TFLOP/s"
+    whose = f"{'an A100' if is_guess else 'its'} {peak / 1e12:,.0f} TFLOP/s"
+    return Device(name, memory, mfu * peak, f"{mfu:.0%} MFU of {whose}")
 
 
 def make_plan(job: CanonJobConfig, device: Device, world_size: int) -> Plan:
-    """The plan of `job` on one kind of device. Raises UserError for an impossible world size."""
+    """Return the plan of `job` on one kind of device. Raises UserError for a bad world size."""
     training = job.training
     tokens_per_step = training.global_batch_size * training.seq_len
-    data_bytes, fingerprint = _data(job, tokens_per_step * training.steps)
-    args = job.model_args  # once the data have told their vocabulary
+    drawn, fingerprint = tokens_per_step * training.steps, None
+    with contextlib.suppress(ShardError):  # what is there, and this job would refuse, is an error
+        if job.data.folders:
+            with open_shards(job) as data:
+                drawn, fingerprint = data.num_tokens, data.fingerprint
+    args = job.model_args  # with the vocabulary of the data
     micro_batch, num_shards = micro_batch_size(job, world_size), shard_degree(job, world_size)
     with torch.device("meta"):
         model = Transformer(args)
@@ -204,7 +193,7 @@ def make_plan(job: CanonJobConfig, device: Device, world_size: int) -> Plan:
         ),
         checkpoint_bytes=(parameters + 2 * trained) * TORCH_DTYPE_MAP[training.dtype].itemsize,
         checkpoints_kept=keep,
-        data_bytes=data_bytes,
+        data_bytes=drawn * dtype_for(args.vocab_size).itemsize,
         data_fingerprint=fingerprint,
     )
 
@@ -212,7 +201,7 @@ def make_plan(job: CanonJobConfig, device: Device, world_size: int) -> Plan:
 def count_memory(
     job: CanonJobConfig, model: Transformer, world_size: int, *, recompute: bool
 ) -> dict[str, int]:
-    """Bytes of a rank by part; `recompute`: activations as with full checkpointing."""
+    """Return a rank's bytes by part; with `recompute`, activations of full checkpointing."""
     training = job.training
     return memory_by_part(
         job.model_args,
@@ -255,27 +244,15 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
 
 
 def _is_small(job: CanonJobConfig, world_size: int, room: float) -> bool:
-    """Whether a bound several times too high fits: most runs need not be counted."""
+    """Return whether a bound several times too high fits: most runs need not be counted."""
     args = job.model_args
     tokens = micro_batch_size(job, world_size) * job.training.seq_len
     values = tokens * (64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size)
     return 4 * (6 * num_parameters(args) + values) < room
 
 
-def _data(job: CanonJobConfig, tokens: int) -> tuple[int, str | None]:
-    """Bytes of the training data and its fingerprint; as many as `tokens` take without it.
-
-    Raises UserError where the data is there, and a run of this job would refuse it.
-    """
-    with contextlib.suppress(ShardError):
-        if job.data.folders:
-            with open_shards(job) as data:
-                return data.num_tokens * dtype_for(data.vocab_size).itemsize, data.fingerprint
-    return tokens * dtype_for(job.model_args.vocab_size).itemsize, None
-
-
 def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -> None:
-    """The plans as tables that can be checked."""
+    """Print the plans as tables that can be checked."""
     args, plan = job.model_args, next(iter(plans.values()))
     console.print(f"[bold]{job.job.description}[/bold]  (dry run: nothing is trained or written)")
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -293,11 +270,11 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
         "steps": f"{plan.steps:,} of {plan.tokens_per_step:,} tokens: {_short(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, plan.world_sizes)),
         **{title: _pace(job, each) for title, each in plans.items()},
-        "disk for data": f"{_size(plan.data_bytes)} ({where})",
+        "disk for data": f"{text_of_size(plan.data_bytes)} ({where})",
         "data fingerprint": there,
         "disk for checkpoints": f"{plan.checkpoints_kept} + 1 in writing, of "
-        f"{_size(plan.checkpoint_bytes)}: "
-        f"{_size((plan.checkpoints_kept + 1) * plan.checkpoint_bytes)}",
+        f"{text_of_size(plan.checkpoint_bytes)}: "
+        f"{text_of_size((plan.checkpoints_kept + 1) * plan.checkpoint_bytes)}",
     }
     for name, value in rows.items():
         facts.add_row(name, value)
@@ -326,7 +303,7 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
 
 
 def _pace(job: CanonJobConfig, plan: Plan) -> str:
-    """The ranks of a plan and, by the stated assumption, their time."""
+    """Return the ranks of a plan and, by the stated assumption, their time."""
     device, batch = plan.device, f"{plan.micro_batch} x {job.training.seq_len} tokens at once"
     replicas = plan.world_size // plan.num_shards
     sharding = f" ({replicas} replicas of {plan.num_shards})" if replicas > 1 else ""
@@ -337,11 +314,11 @@ def _pace(job: CanonJobConfig, plan: Plan) -> str:
     if device.is_gpu:
         hours = f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
     speed = f"{plan.tokens / plan.seconds:,.0f} tokens/s"
-    return f"{start}{_duration(plan.seconds)}{hours}, {speed}, assuming {device.assumed}"
+    return f"{start}{duration(plan.seconds)}{hours}, {speed}, assuming {device.assumed}"
 
 
 def _variant(job: CanonJobConfig) -> str:
-    """What the model is beside its sizes, and what is minimised, in the words of the TOML."""
+    """Return what the model is beside its sizes, and the objective, in the words of the TOML."""
     args = job.model_args
     words = [args.position, f"Canon-{args.canon_set}" if args.canon_set else "no Canon"]
     words.append(f"QK-norm {args.qk_norm}")
@@ -356,28 +333,15 @@ def _variant(job: CanonJobConfig) -> str:
 
 
 def _short(value: float) -> str:
-    """A number in billions or millions, as the field counts tokens and FLOPs."""
+    """Return a number in billions or millions, as the field counts tokens and FLOPs."""
     for unit, word in ((1e9, "billion"), (1e6, "million")):
         if value >= unit:
             return f"{value / unit:,.2f} {word}"
     return f"{value:,.0f}"
 
 
-def _size(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
-
-
-def _duration(seconds: float) -> str:
-    """Days, or hours or minutes where those say more."""
-    for unit, name in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= unit:
-            count = seconds / unit
-            return f"{count:,.{0 if count >= 100 else 2}f} {name}"
-    return f"{seconds:.1f} seconds"
-
-
 def describe_duration(job: CanonJobConfig, device: Device, world_size: int) -> str | None:
-    """A sentence for a run that would take over a week on `device`; None for a shorter one."""
+    """Return a sentence for a run that would take over a week on `device`, None for others."""
     training = job.training
     tokens = job.last_step * training.global_batch_size * training.seq_len
     flops = tokens * flops_per_token(job.model_args, training.seq_len)
@@ -391,13 +355,13 @@ def describe_duration(job: CanonJobConfig, device: Device, world_size: int) -> s
 
 
 def most_ranks(job: CanonJobConfig, places: int) -> int:
-    """The largest valid world size up to `places`; the smallest if none is."""
+    """Return the largest valid world size up to `places`; the smallest if none is."""
     sizes = _world_sizes(job)
     return max((n for n in sizes if n <= places), default=sizes[0])
 
 
 def _world_sizes(job: CanonJobConfig) -> list[int]:
-    """The numbers of ranks that can train `job`; raises UserError if there are none."""
+    """Return the numbers of ranks that can train `job`. Raises UserError if there are none."""
     replicas = job.parallelism.data_parallel_replicate_degree
     sizes = valid_world_sizes(job.training.global_batch_size, replicas)
     if not sizes:

@@ -1,10 +1,9 @@
 """Which steps leave the weights as they are: judged on the device, read by the host later.
 
-A step whose loss or gradient norm is not finite is skipped on all ranks: both numbers are reduced
-over them, so every rank judges alike, and the fused optimizer is handed the verdict as `found_inf`,
-with which it changes neither weights nor state, bitwise. The host waits for nothing: it learns of
-a step two steps later (`Readback`). After `max_bad_steps` in a row the verdict latches, so that the
-weights stay those from before the first of them until the host has seen it.
+A step whose loss or gradient norm is not finite is skipped on all ranks: both numbers are reduced,
+so every rank judges alike, and the fused optimizer receives the verdict as `found_inf`, with which
+it changes neither weights nor state, bitwise. The host learns of a step two steps later
+(`Readback`). After `max_bad_steps` in a row the verdict latches until the host has seen it.
 """
 
 from collections import deque
@@ -23,7 +22,7 @@ MAX_WINDOW = 1024
 
 
 class StepGuards(Stateful):
-    """Counts and judges steps; its state lies on `device` and in every checkpoint.
+    """Counts and judges steps; its state is on `device` and in every checkpoint.
 
     `counters`, float64 [5]: steps skipped since the run began (bad and outliers), outliers among
     them, bad steps in a row, whether the run has to end, norms seen. `norms`, float32
@@ -37,10 +36,7 @@ class StepGuards(Stateful):
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """1 where this step must be skipped, else 0, as a float32 scalar on the device.
-
-        `loss` and `grad_norm` are scalars that are equal on all ranks.
-        """
+        """Return 1 if this step must be skipped, else 0, as a float32 scalar on the device."""
         count = self.counters
         bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
         halted = was_halted = count[HALTED] > 0
@@ -56,10 +52,10 @@ class StepGuards(Stateful):
         return (bad | outlier | halted).float()
 
     def _is_outlier(self, grad_norm: Tensor, counts: Tensor) -> Tensor:
-        """Whether a norm stands out from the window; it then enters the window, where it `counts`.
+        """Return whether a norm stands out from the window; it then enters that if it `counts`.
 
-        It enters though it is an outlier (as in OLMo-core's SkipStepOptimizer): a lasting change
-        of scale is then taken for normal before long, and the run does not skip for ever.
+        An outlier enters too (as in OLMo-core's SkipStepOptimizer): a lasting change of scale is
+        normal before long, and the run does not skip for ever.
         """
         window = self.config.outlier_window
         if self.config.outlier_sigma is None:
@@ -78,7 +74,7 @@ class StepGuards(Stateful):
         return outlier
 
     def before_the_streak(self) -> Tensor:
-        """The counters as they were before the bad steps in a row that end the run."""
+        """Return the counters as they were before the bad steps that end the run."""
         counters = self.counters.clone()
         counters[SKIPPED] -= counters[IN_A_ROW]
         counters[IN_A_ROW] = counters[HALTED] = 0
@@ -95,11 +91,7 @@ class StepGuards(Stateful):
 
 
 class Readback:
-    """Small tensors on their way to the host, so that reading one waits for no running step.
-
-    `push` starts a copy; `pop` gives what was pushed at least two pushes ago (all of it with
-    `last`), in order.
-    """
+    """Small tensors on their way to the host, so that reading one waits for no running step."""
 
     LAG = 2
 
@@ -108,7 +100,7 @@ class Readback:
         self._queue: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def push(self, step: int, values: Tensor) -> None:
-        """Send the 1-D float tensor `values` of `step` on its way."""
+        """Start to copy the 1-D float tensor `values` of `step`."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
         host.copy_(values, non_blocking=True)
         event = None
@@ -118,7 +110,7 @@ class Readback:
         self._queue.append((step, host, event))
 
     def pop(self, *, last: bool = False) -> list[tuple[int, list[float]]]:
-        """(step, values) of each step whose time has come, oldest first."""
+        """Return (step, values) pushed at least LAG pushes ago, or all, oldest first."""
         ready = []
         while self._queue and (last or len(self._queue) >= self.LAG):
             step, host, event = self._queue.popleft()

@@ -1,7 +1,7 @@
 """What makes a run the run it is, and what a launch may change in it.
 
-The identity stands in RUN/config.json. World size, logging, checkpointing and the like are no part
-of it: they change nothing that is computed.
+The identity is in RUN/config.json. World size, logging, checkpointing and the like are no part of
+it: they change nothing that is computed.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,12 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH
 from canon_pretrain.titan.job_config import CanonJobConfig
 
+Changes = dict[str, list[Any]]
+"""Dotted name -> [old, new]."""
 LOSS_TERMS = ("z_loss", "squared_loss")
-"""What of `[loss]` a run is; how many tokens' logits stand at a time is no part of it."""
-
-
+"""The keys of `[loss]` that belong to the identity; chunk_tokens changes nothing but rounding."""
 CODE = "code"
 """What `run.allow_changes` calls the source of the program, which is no part of the identity."""
-
 HELD_OUT = "held_out_fingerprint"
 """The text that the held-out loss is of. A launch with validation off has no such name, nor has a
 run of an earlier version; nothing is compared then."""
@@ -29,15 +28,15 @@ run of an earlier version; nothing is compared then."""
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a launch is, and how that differs from the run in its folder: name -> [old, new]."""
+    """What a launch is, and how that differs from the run in its folder."""
 
     is_new: bool
     identity: dict[str, Any]
     code: dict[str, str]
-    changes: dict[str, list[Any]]
+    changes: Changes
     """Of the identity, as allowed."""
-    code_changes: dict[str, list[Any]]
-    config_changes: dict[str, list[Any]]
+    code_changes: Changes
+    config_changes: Changes
 
 
 def compare(
@@ -58,30 +57,30 @@ def compare(
         return Comparison(is_new, identity, code, {}, {}, {})
     allowed = job.run.allow_changes
     changes = check_identity(folder, identity, allowed)
-    refuse = job.run.code == "refuse" and CODE not in allowed_names(allowed)
+    refuse = job.run.code == "refuse" and CODE not in _names(allowed)
     changed_code = code_changes(folder, code, refuse=refuse)
     changed_config = config_changes(folder, config)
     if not is_new:
-        recorded = recorded_held_out(folder)
-        if HELD_OUT in identity and not recorded:
+        recorded = folder.read_config().get("identity", {})
+        if HELD_OUT in identity and HELD_OUT not in recorded:
             changed_config[HELD_OUT] = ["not recorded", identity[HELD_OUT]]
-        identity = recorded | identity
+        identity = {name: recorded[name] for name in (HELD_OUT,) if name in recorded} | identity
     return Comparison(is_new, identity, code, changes, changed_code, changed_config)
 
 
 def run_identity(
     job: CanonJobConfig, fingerprint: str, held_out: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """All that a run may not change between its launches unless told to; by dotted name.
+    """Return all that a run may not change between its launches unless told to, by dotted name.
 
-    `fingerprint` is of the data's content, and of a mixture's weights; `held_out` has HELD_OUT,
-    unless validation is off.
+    `fingerprint` is of the data's content and weights; `held_out` has HELD_OUT, unless validation
+    is off.
     """
-    optimizer, schedule, training = job.optimizer, job.lr_scheduler, job.training
+    training = job.training
     return {
         **{f"model.{name}": value for name, value in asdict(job.model_args).items()},
-        **{f"optimizer.{name}": value for name, value in asdict(optimizer).items()},
-        **{f"lr_scheduler.{name}": value for name, value in asdict(schedule).items()},
+        **{f"optimizer.{name}": value for name, value in asdict(job.optimizer).items()},
+        **{f"lr_scheduler.{name}": value for name, value in asdict(job.lr_scheduler).items()},
         "data_fingerprint": fingerprint,
         **(held_out or {}),
         "data.data_seed": job.data.data_seed,
@@ -99,32 +98,28 @@ def run_identity(
     }
 
 
-def check_identity(
-    folder: RunFolder, identity: dict[str, Any], allowed: list[str]
-) -> dict[str, list[Any]]:
-    """What this launch changes in the run that `folder` holds: name -> [old, new].
+def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[str]) -> Changes:
+    """Return what this launch changes in the run that `folder` holds; nothing in a new one.
 
-    A folder without config.json is new, and nothing is changed. Raises UserError where a
-    difference is not named in `allowed`, showing each one and the argument that would allow it,
-    and where `allowed` names what no run has.
+    Raises UserError for a difference that `allowed` does not name, showing the argument that would
+    allow it, and for a name that no run has.
     """
-    allowed = allowed_names(allowed)
-    unknown = [name for name in allowed if name not in (*identity, HELD_OUT, CODE)]
-    if unknown:
+    names = _names(allowed)
+    if unknown := [name for name in names if name not in (*identity, HELD_OUT, CODE)]:
         raise UserError(
             f"run.allow_changes names {', '.join(unknown)}, which is no part of what a run is. "
             f"Its parts: {', '.join(sorted(identity))}; and code"
         )
     if not folder.config_file.exists():
         return {}
-    old = _defaults() | folder.read_config().get("identity", {})
-    uncompared = {HELD_OUT} - (old.keys() & identity.keys())
-    changed = {
-        name: [old.get(name), identity.get(name)]
-        for name in sorted((old.keys() | identity.keys()) - uncompared)
-        if old.get(name) != identity.get(name)
-    }
-    refused = {name: pair for name, pair in changed.items() if name not in allowed}
+    # what a part was before there was a name for it
+    defaults = {f"model.{f.name}": f.default for f in fields(ModelArgs)}
+    defaults |= {f"loss.{name}": getattr(Loss(), name) for name in LOSS_TERMS}
+    old = defaults | folder.read_config().get("identity", {})
+    changed = _differing(old, identity)
+    if not (HELD_OUT in old and HELD_OUT in identity):
+        changed.pop(HELD_OUT, None)
+    refused = {name: pair for name, pair in changed.items() if name not in names}
     if refused:
         raise UserError(
             f"{folder.path} holds another run; going on would change it: "
@@ -135,32 +130,15 @@ def check_identity(
     return changed
 
 
-def allowed_names(words: list[str]) -> list[str]:
-    """The names in `run.allow_changes`, which may be separated by commas."""
-    return [name for word in words for name in word.split(",") if name]
+def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Changes:
+    """Return source files that differ from those of the run's last launch: path -> hashes.
 
-
-def recorded_held_out(folder: RunFolder) -> dict[str, Any]:
-    """HELD_OUT as the run in `folder` has it; empty if it has none."""
-    if not folder.config_file.exists():
-        return {}
-    identity = folder.read_config().get("identity", {})
-    return {HELD_OUT: identity[HELD_OUT]} if HELD_OUT in identity else {}
-
-
-def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> dict[str, list[Any]]:
-    """Source files that differ from those of the run's last launch: path -> [old, new] hash.
-
-    Empty for a new run, and one from before they were recorded. With `refuse`, UserError instead.
+    Empty for a run without a record of them. With `refuse`, UserError instead.
     """
     old = folder.read_config().get("code") if folder.config_file.exists() else None
     if not isinstance(old, dict) or not old:
         return {}
-    changed = {
-        name: [old.get(name), code.get(name)]
-        for name in sorted(old.keys() | code.keys())
-        if old.get(name) != code.get(name)
-    }
+    changed = _differing(old, code)
     if changed and refuse:
         raise UserError(
             f"the code of canon_pretrain is not that of the last launch of {folder.path}: "
@@ -171,30 +149,33 @@ def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> di
     return changed
 
 
-def _defaults() -> dict[str, Any]:
-    """What a part of the identity was before there was a name for it."""
-    known = {f"model.{f.name}": f.default for f in fields(ModelArgs)}
-    return known | {f"loss.{name}": getattr(Loss(), name) for name in LOSS_TERMS}
-
-
-def config_changes(folder: RunFolder, config: dict[str, Any]) -> dict[str, list[Any]]:
-    """All that differs between the job in `folder` and this one: dotted name -> [old, new].
+def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
+    """Return all that differs between the job in `folder` and this one.
 
     A key that an earlier version did not have was at its default.
     """
     if not folder.config_file.exists():
         return {}
-    defaults = _flat(CanonJobConfig().to_dict())
-    old, new = defaults | _flat(folder.read_config().get("config", {})), _flat(config)
+    old = _flat(CanonJobConfig().to_dict()) | _flat(folder.read_config().get("config", {}))
+    changed = _differing(old, _flat(config))
+    return {name: pair for name, pair in changed.items() if name not in OWN_TO_A_LAUNCH}
+
+
+def _names(words: list[str]) -> list[str]:
+    """Return the names in `run.allow_changes`, which may be separated by commas."""
+    return [name for word in words for name in word.split(",") if name]
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
     return {
         name: [old.get(name), new.get(name)]
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and name not in OWN_TO_A_LAUNCH
+        if old.get(name) != new.get(name)
     }
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Sections of a job as one dict by dotted names, with the values that JSON gives back."""
+    """Return a job's sections as one dict by dotted names, with the values that JSON returns."""
     flat = {}
     for section, keys in config.items():
         for key, value in keys.items() if isinstance(keys, dict) else [("", keys)]:

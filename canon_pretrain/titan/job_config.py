@@ -1,8 +1,7 @@
 """torchtitan's JobConfig with our sections and our defaults.
 
-titan/command_line.py builds it from a file and the command line, titan/job_checks.py refuses what
-cannot be. torchtitan's silent defaults for the optimizer, the schedule, activation checkpointing
-and the last checkpoint are replaced here, in the open.
+torchtitan's silent defaults for the optimizer, the schedule, activation checkpointing and the last
+checkpoint are replaced here, in the open.
 """
 
 import dataclasses
@@ -15,6 +14,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.args import flavor as model_flavor
 from canon_pretrain.run import config as experiment
+from canon_pretrain.run.config import valid_world_sizes
 
 
 @dataclass
@@ -201,15 +201,11 @@ class CanonJobConfig(titan.JobConfig):
         return dataclasses.replace(base, max_seq_len=self.training.seq_len, **own)
 
 
-def valid_world_sizes(global_batch_size: int, replicas: int = 1) -> list[int]:
-    """The divisors of a global batch that are multiples of `replicas`."""
-    counts = range(replicas, global_batch_size + 1, replicas)
-    return [n for n in counts if global_batch_size % n == 0]
-
-
 def shard_degree(job: CanonJobConfig, world_size: int) -> int:
-    """The ranks that share one copy of the weights. Raises UserError if the replicas do not divide
-    `world_size`, naming the world sizes that fit the batch too."""
+    """Return how many ranks share one copy of the weights.
+
+    Raises UserError, naming the world sizes that fit, if the replicas do not divide `world_size`.
+    """
     replicas = job.parallelism.data_parallel_replicate_degree
     if world_size % replicas:
         valid = valid_world_sizes(job.training.global_batch_size, replicas)
@@ -223,11 +219,10 @@ def shard_degree(job: CanonJobConfig, world_size: int) -> int:
 
 
 def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
-    """Sequences in one forward pass of one rank: a divisor of the rank's share of the global batch.
+    """Return how many sequences a rank's forward pass takes: a divisor of its share of the batch.
 
-    It is the largest one that is at most `training.local_batch_size`, which therefore is an upper
-    bound set by memory and never changes what a step computes on. Raises UserError where
-    `world_size` does not divide `training.global_batch_size`, naming the ones that do.
+    The largest one up to `training.local_batch_size`, which therefore is a bound set by memory and
+    changes no result. Raises UserError, naming the world sizes that divide the global batch.
     """
     total = job.training.global_batch_size
     if total % world_size:

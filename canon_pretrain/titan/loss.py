@@ -1,4 +1,4 @@
-"""What a step is judged by, and what the optimizer minimises: cross-entropy, and what is added.
+"""What a step is judged by, and what the optimizer minimizes: cross-entropy, and what is added.
 
 The trainer and the validation hand the function that is built here to the model, whose head calls
 it (model/transformer.py). Sums over tokens: the trainer divides them by the tokens of the global
@@ -9,6 +9,7 @@ Shapes: N tokens, D hidden, V vocabulary.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +26,10 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 def cross_entropy_and_objective(
     logits_NV: Tensor, labels_N: Tensor, *, z_loss: float = 0.0, squared_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's cross-entropy in nats, detached, and the sum of what is minimised.
+    """Return each token's cross-entropy l in nats, detached, and the sum of what is minimized.
 
-    Cross-entropy l of each token, plus z_loss (logsumexp of its logits)^2 (PaLM: Chowdhery et al.
-    2022, section 5), or plus squared_loss l^2 (the released models' code). Float32. Tokens labelled
-    IGNORE_INDEX count nowhere: their l is 0.
+    l plus z_loss (logsumexp of its logits)^2 (PaLM: Chowdhery et al. 2022, section 5), or plus
+    squared_loss l^2 (the released models' code). Float32. l of an IGNORE_INDEX label is 0.
     """
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     each_N = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_INDEX, reduction="none")
@@ -45,33 +45,27 @@ def cross_entropy_and_objective(
 
 
 def head_loss(config: Loss, compile_backend: str | None = None) -> HeadLoss:
-    """The loss that `[loss]` asks for, of a head's input, weight and labels.
+    """Return the loss that `[loss]` asks for, of a head's input, weight and labels.
 
-    With config.chunk_tokens the logits stand for so many tokens at a time; with 0 they stand whole
-    and autograd differentiates `cross_entropy_and_objective`.
+    With chunk_tokens = 0, autograd differentiates `cross_entropy_and_objective` of whole logits.
     """
+    terms: dict[str, Any] = {"z_loss": config.z_loss, "squared_loss": config.squared_loss}
     if config.chunk_tokens:
         return functools.partial(
             linear_cross_entropy,
             chunk_tokens=config.chunk_tokens,
-            z_loss=config.z_loss,
-            squared_loss=config.squared_loss,
             compile_backend=compile_backend,
+            **terms,
         )
-    of_logits: Callable[..., tuple[Tensor, Tensor]] = functools.partial(
-        cross_entropy_and_objective, z_loss=config.z_loss, squared_loss=config.squared_loss
-    )
+    of_logits: Callable[..., tuple[Tensor, Tensor]]
+    of_logits = functools.partial(cross_entropy_and_objective, **terms)
     if compile_backend:
         of_logits = torch.compile(of_logits, backend=compile_backend)
-
-    def of_whole_logits(h_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-        return of_logits(F.linear(h_ND, weight_VD), labels_N)
-
-    return of_whole_logits
+    return lambda h_ND, weight_VD, labels_N: of_logits(F.linear(h_ND, weight_VD), labels_N)
 
 
 def build_loss(job_config: CanonJobConfig, **kwargs: object) -> HeadLoss:
-    """The TrainSpec's builder; compiled where compile.components has "loss"."""
+    """Build the loss for the TrainSpec; compiled where compile.components has "loss"."""
     compiled = job_config.compile
     if not (compiled.enable and "loss" in compiled.components):
         return head_loss(job_config.loss)

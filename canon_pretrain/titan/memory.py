@@ -33,17 +33,14 @@ def memory_by_part(
     recompute: bool = False,
     keep_gathered: bool = False,
 ) -> dict[str, int]:
-    """Bytes on one GPU of `num_shards` that share the weights, by part; `model` may be on the meta
-    device.
+    """Return the bytes on one GPU of `num_shards` that share the weights, by part.
 
-    What is not trained (cst-Canon) has weights alone.
-
+    `model` may be on the meta device; what is not trained (cst-Canon) has weights alone.
     Activations are an upper bound: what eager PyTorch keeps on a CPU, whose RMSNorm holds float32
-    copies that a GPU's fused one does not; torch.compile keeps fewer still. With `recompute` (full
-    activation checkpointing) they are the blocks' inputs, and one block's at a time. FSDP2's own
-    buffers are the gathered weights of two blocks (one computes, one is prefetched; of all with
-    `keep_gathered`), of the embedding and the head, and one block's gradient in float32 for the
-    reduction. The loss's peak: see `loss_bytes`.
+    copies that a GPU's fused one does not. With `recompute` (full activation checkpointing) they
+    are the blocks' inputs, and one block's at a time. FSDP2's own buffers are the gathered weights
+    of two blocks (one computes, one is prefetched; of all with `keep_gathered`), of the embedding
+    and the head, and one block's gradient in float32 for the reduction.
     """
     parameters, trained = count_parameters(model)
     block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
@@ -67,10 +64,10 @@ def memory_by_part(
 
 
 def loss_bytes(args: ModelArgs, tokens: int, dtype: torch.dtype, loss: Loss) -> int:
-    """The most that stands of the logits of `tokens` tokens at once, beside what backward needs.
+    """Return the peak of what is held of the logits of `tokens` tokens, beside what backward needs.
 
     Of whole logits, two float32 gradients in backward. Of a chunk, in forward: the logits in
-    `dtype`, in float32 and as log-softmax. (Compiled, it is the first and a gradient of its size.)
+    `dtype`, in float32 and as log-softmax.
     """
     if not loss.chunk_tokens:
         return 2 * tokens * args.vocab_size * 4
@@ -82,11 +79,10 @@ def loss_bytes(args: ModelArgs, tokens: int, dtype: torch.dtype, loss: Loss) -> 
 def saved_bytes(
     args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Loss
 ) -> tuple[int, int]:
-    """Bytes that autograd keeps for backward: of one block, and of norm, head and loss.
+    """Return the bytes that autograd keeps for backward: of one block; of norm, head and loss.
 
-    For `micro_batch` sequences of args.max_seq_len tokens with weights in `dtype`; the weights
-    themselves are not counted. Masks and ALiBi are counted as on a GPU, where flex attention
-    computes them from token numbers and keeps what plain attention does.
+    For `micro_batch` sequences of args.max_seq_len tokens, without the weights. Masks and ALiBi are
+    counted as on a GPU, where flex attention computes them and keeps what plain attention does.
     """
     shape = (micro_batch, args.max_seq_len)
     plain = args if args.position in ROTARY else dataclasses.replace(args, position="nope")
@@ -114,13 +110,13 @@ def saved_bytes(
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Its parameters, and how many of them are trained."""
+    """Return how many parameters a model has, and how many of them are trained."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
 def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
-    """Bytes of the storages that `forward` leaves for backward, parameters and buffers left out."""
+    """Return the bytes of storages that `forward` leaves for backward, less the modules' own."""
     own = {t.untyped_storage()._cdata for t in (*modules.parameters(), *modules.buffers())}
     kept: dict[int, Tensor] = {}  # the tensors are held, so that no storage's address is used again
 

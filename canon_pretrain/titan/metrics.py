@@ -1,4 +1,4 @@
-"""What a training step reports: a line in log.jsonl, and progress for the person who watches.
+"""What a training step reports: a line in log.jsonl, and progress for the user who watches.
 
 torchtitan's MetricsProcessor measures; this one also knows the whole run (all ranks, all steps),
 so that it can say how far the run is and when it will end.
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
-from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.utils import device_type
 
 from canon_pretrain.core.files import UnreadableFile
@@ -29,12 +28,18 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 
 
 class CanonMetrics(MetricsProcessor):
-    """torchtitan's processor with the run's log and a console that knows the end of the run.
+    """torchtitan's processor with the run's log and a console; rank 0 writes, all measure.
 
-    Rank 0 writes; the other ranks only measure.
+    The log waits while `may_write` returns False. `dataloader` knows what was drawn.
     """
 
-    def __init__(self, job: CanonJobConfig, parallel_dims: ParallelDims) -> None:
+    def __init__(
+        self,
+        job: CanonJobConfig,
+        parallel_dims: ParallelDims,
+        dataloader: CanonDataLoader,
+        may_write: Callable[[], bool],
+    ) -> None:
         # torchtitan would run wandb and TensorBoard in here; ours follow the log beside the trainer
         silent = copy.copy(job)
         silent.metrics = copy.copy(job.metrics)
@@ -42,28 +47,17 @@ class CanonMetrics(MetricsProcessor):
         super().__init__(silent, parallel_dims)
         self.job_config = job
         self.world_size = parallel_dims.world_size
-        self.last_step = job.last_step
-        self.may_write: Callable[[], bool] = lambda: True  # set by the trainer, as is the next
-        self.must_log = False
-        """Set by the trainer before a step that is the last or leaves a checkpoint: a line for each
-        means that the digests of all that a checkpoint has seen stand in the log."""
         self.ntokens_since_last_log: int = 0
-        self.is_writer = torch.distributed.get_rank() == 0
-        self.run_log: RunLog | None = None
-        self.dataloader: CanonDataLoader | None = None  # set by the trainer, which builds it later
-        self.skipped_steps = 0
-        """Since the run began, as far as the host has heard: of all but the last two steps."""
+        self._dataloader = dataloader
         self._stands_at = (0, 0)
+        self._logged_at = 0
         self._tokens_per_step = job.training.global_batch_size * job.training.seq_len
         self._checkpoint_seconds = self._stall_seconds = 0.0
-        self.console = Console(job.training.steps, colour=not job.metrics.disable_color_printing)
         self._exports = LiveExports()
-        if self.is_writer:
-            path = RunFolder(Path(job.job.dump_folder)).log_file
-            self.run_log = RunLog(path, may_write=lambda: self.may_write())
-
-    def should_log(self, step: int) -> bool:
-        return super().should_log(step) or self.must_log
+        self.console = Console(job.training.steps, colour=not job.metrics.disable_color_printing)
+        self.run_log: RunLog | None = None
+        if torch.distributed.get_rank() == 0:
+            self.run_log = RunLog(RunFolder(Path(job.job.dump_folder)).log_file, may_write)
 
     def event(self, name: str, **fields: Any) -> None:
         """Append an event to the run's log (rank 0 only); does not wait for the disk."""
@@ -84,13 +78,13 @@ class CanonMetrics(MetricsProcessor):
             run_log.flush()
 
     def stands_at(self, step: int, tokens: int) -> None:
-        """Called when a state was loaded and after each step: where the run is, in both counts."""
+        """Note where the run is, in both counts; called after a load and after each step."""
         self._stands_at = (step, tokens)
-        if self.is_writer:
+        if self.run_log is not None:
             self.console.stands_at(step)
 
     def begin(self, step: int) -> None:
-        """Start the clocks, the view and the exports of a (resumed) run that stands at `step`."""
+        """Start the clocks, the view and the exports of a (resumed) run that is at `step`."""
         self._logged_at = step
         self.time_last_log = time.perf_counter()
         if self.run_log is None:
@@ -108,7 +102,7 @@ class CanonMetrics(MetricsProcessor):
         """
         self.event("validation", step=step, **fields)
         self.time_last_log += fields["seconds"]
-        if self.is_writer:
+        if self.run_log is not None:
             self.console.validation(step, fields)
 
     def log(
@@ -119,42 +113,37 @@ class CanonMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Report `step`: losses in nats a token, gradient norm before clipping; see the class."""
+        """Report `step`: losses in nats per token, gradient norm before clipping; collective.
+
+        `extra_metrics` are fields of the log's event, `tokens` and `lr` among them.
+        """
         seconds = time.perf_counter() - self.time_last_log
         steps = step - self._logged_at
         tokens_per_second = self.world_size * self.ntokens_since_last_log / seconds
-        data_wait = sum(self.data_loading_times) / seconds
-        memory = self.device_memory_monitor.get_peak_stats()
-        extra = extra_metrics or {}
         fields: dict[str, Any] = {
             "step": step,
-            "tokens": int(extra.get("n_tokens_seen", 0)),
             "loss": global_avg_loss,
             "max_loss": global_max_loss,
             "grad_norm": grad_norm,
-            "lr": extra.get("lr"),
+            **(extra_metrics or {}),
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / self.world_size,
             "seconds_per_step": seconds / steps,
-            "data_wait": data_wait,
-            "memory_gib": memory.max_reserved_gib,
-            "skipped_steps": self.skipped_steps,
+            "data_wait": sum(self.data_loading_times) / seconds,
+            "memory_gib": self.device_memory_monitor.get_peak_stats().max_reserved_gib,
             "restarts": self.run_log.segment - 1 if self.run_log is not None else 0,
             "checkpoint_seconds": self._checkpoint_seconds,
             "checkpoint_stall_seconds": self._stall_seconds,
         }
-        if "objective" in extra:  # what is minimised, where that is not the loss alone
-            fields["objective"] = extra["objective"]
         if has_accelerator():  # a CPU has no stated peak to be a fraction of
             flops = self.num_flops_per_token * tokens_per_second / self.world_size
             fields["mfu"] = flops / self.gpu_peak_flops
             fields["mfu_formula"] = FLOPS_FORMULA
         fields["data_digests"] = self._global_digests()
-        if self.dataloader is not None:
-            fields["source_tokens"] = self.dataloader.source_tokens
+        fields["source_tokens"] = self._dataloader.source_tokens
         self.event("step", **fields)
-        if self.is_writer:
-            remaining = (self.last_step - step) * seconds / steps
+        if self.run_log is not None:
+            remaining = (self.job_config.last_step - step) * seconds / steps
             self.console.report(step, fields, remaining)
             self._exports.check()
         self._logged_at = step
@@ -165,12 +154,12 @@ class CanonMetrics(MetricsProcessor):
         self.device_memory_monitor.reset_peak_stats()
 
     def _global_digests(self) -> list[str]:
-        """A digest of each global batch since the last line, the last of them this step's.
+        """Return a digest of each global batch since the last line; collective.
 
         Two runs with equal digests saw the same samples, at any world size.
         """
-        own = self.dataloader.take_digests() if self.dataloader is not None else []
         # int64 holds the bits; its sum wraps as the digests do
+        own = self._dataloader.take_digests()
         signed = [digest - (1 << 64) if digest >= 1 << 63 else digest for digest in own]
         total = torch.tensor(signed, dtype=torch.int64, device=device_type)
         torch.distributed.all_reduce(total)
@@ -183,10 +172,3 @@ class CanonMetrics(MetricsProcessor):
             self.run_log = None
         self._exports.finish()
         super().close()
-
-
-def build_metrics(
-    job_config: CanonJobConfig, parallel_dims: ParallelDims, model_args: BaseModelArgs
-) -> CanonMetrics:
-    """The TrainSpec's builder."""
-    return CanonMetrics(job_config, parallel_dims)

@@ -1,7 +1,7 @@
 """From one model to one sharded over all ranks, or those of a replica: compile, FSDP2, weights.
 
-Called by torchtitan's Trainer through the TrainSpec. FSDP2 is applied at one rank too, so that a
-run has the same numerics (mixed precision above all) and the same checkpoint at any world size.
+FSDP2 is applied at one rank too, so that a run has the same numerics (mixed precision above all)
+and the same checkpoint at any world size.
 """
 
 from typing import Any
@@ -35,11 +35,10 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 def parallelize(
     model: Transformer, parallel_dims: ParallelDims | None, job: CanonJobConfig
 ) -> Transformer:
-    """Activation checkpointing, torch.compile per block and FSDP2, as the job asks; in place.
+    """Apply activation checkpointing, torch.compile per block and FSDP2, as the job asks; in place.
 
     `model` is on the meta device; without `parallel_dims` it is not sharded (a bench). Gradients
     are summed, not averaged: the trainer divides the loss by the tokens of the whole global batch.
-    Raises UserError for an attention that can't be trained here.
     """
     check_attention(model, job, device_type)
     compiled = job.compile.enable and "model" in job.compile.components
@@ -68,10 +67,9 @@ def parallelize(
 
 
 def compile_blocks(model: Transformer, job: CanonJobConfig) -> None:
-    """torchtitan's `apply_compile`, with inductor's settings for Canon; in place."""
-    options: dict[str, Any] = {}
-    if job.compile.backend == "inductor":
-        options = compile_options(device_type, model.canon_backend)
+    """Compile each block as torchtitan's `apply_compile`, with inductor's settings for Canon."""
+    is_inductor = job.compile.backend == "inductor"
+    options = compile_options(device_type, model.canon_backend) if is_inductor else {}
     for name, block in model.layers.named_children():
         compiled: Any = torch.compile(
             block, backend=job.compile.backend, fullgraph=True, options=options
@@ -81,7 +79,7 @@ def compile_blocks(model: Transformer, job: CanonJobConfig) -> None:
 
 
 def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> None:
-    """Raise UserError where the way of attention that was asked for has no training step here."""
+    """Raise UserError if the attention that was asked for has no training step here."""
     dtype = job.training.mixed_precision_param
     way = model.attend.way(device, masked=model.args.document_mask)
     problem = None
@@ -98,7 +96,7 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
-    """The mesh to shard over; torchtitan gives none for a single rank, we do.
+    """Return the mesh to shard over, also for a single rank, for which torchtitan has none.
 
     With replicas (HSDP) it has two dimensions: FSDP2 shards over the last and replicates over the
     first, so that a replica is made of neighboring ranks.
@@ -121,14 +119,11 @@ def shard(
     cpu_offload: bool = False,
     policy: str = "default",
 ) -> None:
-    """FSDP2 over `mesh`, in place: the embedding, each block, and norm with output are units.
+    """Apply FSDP2 over `mesh`, in place: embedding, each block, and norm with output are units.
 
-    Over a mesh of two dimensions, gradients are also summed over the first one's replicas.
-
-    A tied embedding is used first and last in a step, so it stays gathered between the two: it and
-    the norm are the root's. `policy` (torchtitan's fsdp_reshard_after_forward): "never" keeps what
-    forward has gathered for backward, "always" gathers all anew; by "default" backward's first
-    unit, which would be gathered at once again, is kept. Raises UserError for another policy.
+    A tied embedding is used first and last in a step, so it and the norm are the root's. `policy`
+    (torchtitan's fsdp_reshard_after_forward): "never" keeps what forward has gathered for backward,
+    "always" gathers all anew; by "default" backward's first unit is kept.
     """
     check_choice("parallelism.fsdp_reshard_after_forward", policy, ("default", "never", "always"))
     options: dict[str, Any] = {
@@ -158,8 +153,8 @@ def shard(
 def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
     """Clip the gradients' total norm; returns what it was, the same on every rank.
 
-    Replicas (HSDP) hold equal gradients, unless memory is bad on one of them. All take the mean of
-    their norms: one that is not finite is so for all, and no replica skips a step alone.
+    Replicas (HSDP) take the mean of their norms: bad memory on one is then seen by all, and no
+    replica skips a step alone.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
@@ -175,8 +170,8 @@ def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
 def write_shard(parameter: Tensor, value: InitialValue) -> None:
     """Copy this rank's rows of an initial value into its shard of `parameter`.
 
-    FSDP2's own initialisation draws each shard from the same generator state, which on a CPU gives
-    every rank the same rows. Here a row depends on the seed and its place in the whole parameter.
+    A row depends on the seed and its place in the whole parameter; FSDP2's own initialization draws
+    each shard from the same generator state.
     """
     if not isinstance(parameter, DTensor):
         parameter.copy_(value.rows(0, value.shape[0]))

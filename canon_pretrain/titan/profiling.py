@@ -1,16 +1,16 @@
 """torchtitan's `[profiling]` keys in our loop: traces of single steps, and memory snapshots.
 
-torchtitan's own profiler hands torch a None for the accelerator where there is none, which torch
-refuses; its trace can end a run on a full disk, and it knows no Canon. The files are where its
-users look for them: RUN/profile_traces/iteration_N/rankK_trace.json, which
-`python -m canon_pretrain.run profile RUN` reads.
+torchtitan's own profiler hands torch a None for a missing accelerator, which torch refuses; its
+trace can end a run on a full disk, and it knows no Canon. The files are where its users look for
+them: RUN/profile_traces/iteration_N/rankK_trace.json, which `python -m canon_pretrain.run profile
+RUN` reads.
 """
 
 import contextlib
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,8 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 
 
 @contextlib.contextmanager
-def profiling(
-    job: CanonJobConfig, model_parts: list[nn.Module], *, step: int
-) -> Iterator[list[Any]]:
-    """Gives what wants its `step()` called after each step: nothing unless the job asks for it.
+def profiling(job: CanonJobConfig, model: nn.Module, *, step: int) -> Iterator[list[Any]]:
+    """Yield what wants its `step()` called after each step: nothing unless the job asks for it.
 
     `step` is where the launch begins; cycles of `profiling.profile_freq` count from step 0.
     """
@@ -40,22 +38,19 @@ def profiling(
         if config.enable_profiling:
             compiled = job.compile.enable and "model" in job.compile.components
             if not compiled:  # it would have to leave its graph for them
-                stack.enter_context(_named_canon(model_parts))
+                stack.enter_context(_named_canon(model))
             traces = Path(folder) / config.save_traces_folder
             tools.append(stack.enter_context(_tracing(config, traces, step)))
-        if config.enable_memory_snapshot and not has_accelerator():
-            logger.warning("profiling.enable_memory_snapshot: only a GPU's memory can be recorded")
+        if config.enable_memory_snapshot and has_accelerator():
+            snapshot = maybe_enable_memory_snapshot(config, global_step=step, base_folder=folder)
+            tools.append(stack.enter_context(snapshot))
         elif config.enable_memory_snapshot:
-            tools.append(
-                stack.enter_context(
-                    maybe_enable_memory_snapshot(config, global_step=step, base_folder=folder)
-                )
-            )
+            logger.warning("profiling.enable_memory_snapshot: only a GPU's memory can be recorded")
         yield tools
 
 
 def named_data(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same batches; a trace shows the time that each one was waited for."""
+    """Yield the same batches; a trace shows the time that each one was waited for."""
     while True:
         with record_function(DATA):
             batch = next(batches)
@@ -64,16 +59,20 @@ def named_data(batches: Iterator[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _tracing(config: Any, folder: Path, step: int) -> Iterator[profile]:
-    rank = dist.get_rank()
     written: list[int] = []
 
     def write(profiler: profile) -> None:
-        path = folder / f"iteration_{profiler.step_num}" / f"rank{rank}_trace.json"
+        path = folder / f"iteration_{profiler.step_num}" / f"rank{dist.get_rank()}_trace.json"
+        unfinished = path.with_name(f".{path.name}")  # a reader finds whole ones only
         begin = time.monotonic()
         try:
-            _export(profiler, path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(unfinished))
+            os.replace(unfinished, path)
         except (OSError, RuntimeError) as error:  # what torch makes of a file it can't write
             logger.warning(f"the trace {path} could not be written: {error}; training goes on")
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
             return
         written.append(profiler.step_num)
         logger.info(f"wrote {path} in {time.monotonic() - begin:.1f} s")
@@ -99,34 +98,18 @@ def _tracing(config: Any, folder: Path, step: int) -> Iterator[profile]:
         )
 
 
-def _export(profiler: profile, path: Path) -> None:
-    """Write the trace under a temporary name first: a reader finds whole ones only."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}")  # torch wants it to end in .json
-    try:
-        profiler.export_chrome_trace(str(unfinished))
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
-def _named_canon(model_parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Let traces show where each Canon layer begins and ends.
-
-    By hooks that are there only while a job profiles: the model itself pays nothing.
-    """
+def _named_canon(model: nn.Module) -> Iterator[None]:
+    """Let traces show where each Canon layer begins and ends, by hooks that are removed again."""
     open_scopes: list[record_function] = []
 
     def enter(module: nn.Module, inputs: Any) -> None:
-        scope = record_function(CANON)
-        scope.__enter__()
-        open_scopes.append(scope)
+        open_scopes.append(record_function(CANON).__enter__())
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         open_scopes.pop().__exit__(None, None, None)
 
-    layers = [layer for part in model_parts for layer in part.modules() if isinstance(layer, Canon)]
+    layers = [layer for layer in model.modules() if isinstance(layer, Canon)]
     handles = [layer.register_forward_pre_hook(enter) for layer in layers]
     handles += [layer.register_forward_hook(leave, always_call=True) for layer in layers]
     try:

@@ -1,9 +1,9 @@
-"""Where a launch goes on: the newest checkpoint that is whole, proved by all ranks.
+"""Where a launch resumes: the newest checkpoint that is whole, proved by all ranks.
 
 newest first -> every file's hash, shared out over the ranks -> pickles against an allow-list
 manifest and .metadata are read by rank 0 alone, and broadcast
 damaged: into quarantine, loudly, and the next one is tried
-none left: an error; a run that has had checkpoints never begins again by itself
+none left: an error; a run that has had checkpoints never restarts from step 1 by itself
 """
 
 import functools
@@ -12,9 +12,12 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
@@ -36,9 +39,67 @@ from canon_pretrain.core.files import sha256_file
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import newest_launch
 from canon_pretrain.run.log import read_log
-from canon_pretrain.titan.agree import Council
 
 logger = logging.getLogger(__name__)
+
+IO_TIMEOUT = timedelta(hours=2)
+"""What is decided by the state of a disk takes as long as the disk takes; the collective timeout of
+a training step is a minute or two."""
+
+
+class Council:
+    """Decisions of rank 0 that all ranks share, over a gloo group of their own.
+
+    Every method is collective. One is enough for a run: its group takes a socket per other rank.
+    """
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._asked = 0
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """A gloo group of all ranks that waits for disks; made at its first use, on all at once."""
+        return dist.new_group(backend="gloo", timeout=IO_TIMEOUT)
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        """Return what `decision` returns on rank 0, on all ranks.
+
+        A UserError or OSError that it raises becomes a UserError on all ranks.
+        """
+        answer: list[Any] = [None, None]
+        group = self.group  # before a decision takes its time: making it waits for minutes only
+        if self.rank == 0:
+            try:
+                answer[0] = decision()
+            except (UserError, OSError) as error:
+                answer[1] = str(error)
+            except BaseException as error:
+                # the others must not wait for an answer that never comes
+                answer[1] = f"{type(error).__name__}: {error}"
+                dist.broadcast_object_list(answer, src=0, group=group)
+                raise
+        dist.broadcast_object_list(answer, src=0, group=group)
+        if answer[1] is not None:
+            raise UserError(answer[1], shared=True)
+        return answer[0]
+
+    def decide_at_once(self, decision: Callable[[], bool]) -> bool:
+        """Do as `decide` does, by the store: for no disk, also while a thread uses the group."""
+        if self.world_size == 1:
+            return decision()
+        self._asked += 1
+        store, key = dist.distributed_c10d._get_default_store(), f"council/{self._asked}"
+        if self.rank == 0:
+            store.set(key, str(int(decision())))
+        return store.get(key) == b"1"
+
+    def collect(self, own: list[str]) -> dict[int, list[str]]:
+        """Return the texts of each rank that has some, by rank."""
+        everyone: list[list[str]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(everyone, own, group=self.group)
+        return {rank: texts for rank, texts in enumerate(everyone) if texts}
 
 
 @dataclass(frozen=True)
@@ -50,7 +111,7 @@ class Verified:
 
 
 class Resume:
-    """One launch's search for the state to go on from. All public methods are collective."""
+    """One launch's search for the state to resume from."""
 
     def __init__(
         self,
@@ -66,12 +127,12 @@ class Resume:
         self._event = event
 
     def take_up(self, asked: int, *, initial: str, initial_model_only: bool) -> int | None:
-        """Load step `asked`, or with -1 the newest that is whole; the step, None without one.
+        """Load step `asked`, or with -1 the newest whole one; returns the step, if any; collective.
 
         A damaged one is moved to quarantine and the next is tried; one asked for by its number is
-        not replaced by another. Where the run has no checkpoint yet, the state may come from the
-        folder `initial`. Raises UserError where steps are there, or were, and none is whole, and
-        for a checkpoint of another model.
+        not replaced by another. If the run has no checkpoint yet, the state may come from the
+        folder `initial`. Raises UserError if steps are there, or were, and none is whole, and for a
+        checkpoint of another model.
         """
         if asked == -1:
             self._council.decide(self._set_late_ones_aside)
@@ -124,7 +185,7 @@ class Resume:
                 self._set_aside(path, text, "CHECKPOINT OF A LAUNCH THAT WAS TAKEN OVER")
 
     def _candidate(self, asked: int) -> int | None:
-        """The step to try next, None to begin at step 1; rank 0 only. Raises UserError."""
+        """Return the step to try next, None to start at step 1; rank 0 only. Raises UserError."""
         if asked != -1:
             if asked not in self.folder.steps():
                 there = ", ".join(map(str, self.folder.steps())) or "none"
@@ -133,16 +194,14 @@ class Resume:
                     f"there: {there}"
                 )
             return asked
-        resumable: list[int] = []
         weights_only: list[int] = []
-        for step in self.folder.steps():
+        for step in reversed(self.folder.steps()):
             try:
-                kind = Manifest.read(self.folder.step_path(step)).kind
+                if Manifest.read(self.folder.step_path(step)).kind == "full":
+                    return step
             except DamagedCheckpoint:
-                kind = "full"  # to be found damaged
-            (resumable if kind == "full" else weights_only).append(step)
-        if resumable:
-            return resumable[-1]
+                return step  # to be found damaged
+            weights_only.insert(0, step)
         aside = [entry.path.name for entry in self.folder.quarantined()]
         facts: dict[str, list[Any]] = {
             "steps with weights alone": weights_only,
@@ -162,7 +221,7 @@ class Resume:
         return None
 
     def _steps_in_the_log(self) -> list[int]:
-        """Steps that were saved, by the log, which a purge of old files may leave alone."""
+        """Return steps that were saved, by the log, which a purge of old files may spare."""
         saved: list[int] = []
         for event in read_log(self.run.log_file) if self.run.log_file.exists() else []:
             if event["event"] == "checkpoint":
@@ -172,17 +231,17 @@ class Resume:
         return saved
 
     def _verify(self, path: Path, *, weights_suffice: bool = False) -> Verified | list[str]:
-        """A checkpoint proved whole, or what is wrong with it; each rank reads its share of files.
+        """Return a checkpoint proved whole, or its faults; each rank reads its share of files.
 
-        What another rank alone finds wrong is looked at by rank 0 as well: where it is right there,
-        that rank's node does not see the disk, and a UserError says so. A good checkpoint is not
-        set aside for a bad mount.
+        What another rank alone finds wrong is read by rank 0 as well: if it is right there, that
+        rank's node does not see the disk, and a UserError says so. A good checkpoint is not set
+        aside for a bad mount.
         """
         manifest = self._council.decide(lambda: _read_manifest(path))
         if isinstance(manifest, str):
             return [manifest]
         faults: list[str] = []
-        looked, metadata = True, b""
+        unreadable, metadata = False, b""
         names = [name for name in manifest.files if name != METADATA]
         names.sort(key=lambda name: (-manifest.files[name].bytes, name))
         own = names[self._council.rank :: self._council.world_size]
@@ -196,15 +255,23 @@ class Resume:
         except DamagedCheckpoint as error:
             faults.append(str(error))
         except OSError as error:
-            faults, looked = [str(error)], False
+            faults, unreadable = [str(error)], True
         found = self._council.collect([f"{socket.gethostname()}: {fault}" for fault in faults])
-        if found and 0 not in found:
-            rank, (text, *_) = next(iter(found.items()))
-            return self._council.decide(lambda: _look_again(path, rank, text))
-        if found:
-            return self._council.decide(lambda: _as_seen(path, faults, looked))
-        # only now: the pickles of a damaged file are not even looked at
-        return self._council.decide(lambda: _check_safe(path, manifest, metadata))
+
+        def judge() -> Verified | list[str]:
+            if unreadable:
+                raise _unreadable(path, faults[0])
+            if found and 0 not in found:
+                rank, (text, *_) = next(iter(found.items()))
+                return [_fault_for_rank_0(path, rank, text)]
+            if found:
+                return faults
+            try:  # only now: the pickles of a damaged file are not even opened
+                return Verified(manifest, check_safe(path, metadata))
+            except DamagedCheckpoint as error:
+                return [str(error)]
+
+        return self._council.decide(judge)
 
     def _set_aside(self, path: Path, text: str, what: str = "DAMAGED CHECKPOINT") -> None:
         """Move a checkpoint out of the way, loudly; rank 0 only."""
@@ -226,7 +293,7 @@ class Resume:
         self._model.load_state_dict(state)
 
     def _begin(self, initial: str, model_only: bool) -> None:
-        """Begin from the checkpoint folder `initial` where one is named, else from the seeds."""
+        """Begin from the checkpoint folder `initial` if one is named, else from the seeds."""
         if not initial:
             return
         path = Path(initial)
@@ -236,22 +303,32 @@ class Resume:
         if not isinstance(found, Verified):
             raise _refused_initial(initial, found)
         self._read(path, found, model_only=model_only)
-        # config.json names the path; what lay there is told once, where it was read
-        self._council.decide(lambda: self._tell_origin(path, model_only))
+        manifest = found.manifest
 
-    def _tell_origin(self, path: Path, model_only: bool) -> None:
-        """Say and log which checkpoint the run began from; rank 0 only."""
-        manifest = Manifest.read(path)
-        what = "weights" if model_only else "whole state"
-        logger.info(f"began from {path}: the {what} of step {manifest.step}")
-        self._event(
-            "initial_load",
-            checkpoint=str(path.resolve()),
-            checkpoint_step=manifest.step,
-            saved=manifest.saved,
-            manifest_sha256=sha256_file(path / MANIFEST),
-            model_only=model_only,
-        )
+        def tell_origin() -> None:
+            what = "weights" if model_only else "whole state"
+            logger.info(f"began from {path}: the {what} of step {manifest.step}")
+            self._event(
+                "initial_load",
+                checkpoint=str(path.resolve()),
+                checkpoint_step=manifest.step,
+                saved=manifest.saved,
+                manifest_sha256=sha256_file(path / MANIFEST),
+                model_only=model_only,
+            )
+
+        # config.json names the path; what was there is logged once, where it was read
+        self._council.decide(tell_origin)
+
+
+def leave_branch(
+    folder: CheckpointFolder, run: RunFolder, step: int, event: Callable[..., None]
+) -> None:
+    """Archive what was saved after the step that is resumed from; for rank 0 alone."""
+    kept = folder.archive_after(step, run.path, f"gone on from step {step}")
+    if kept is not None:
+        logger.warning(f"what was saved after step {step} is an abandoned branch, now in {kept}")
+        event("archive", step=step, moved_to=str(kept))
 
 
 def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool) -> None:
@@ -280,6 +357,46 @@ def _refused_initial(initial: str, faults: list[str]) -> UserError:
     )
 
 
+def _unreadable(path: Path, fault: str) -> UserError:
+    return UserError(f"{path} cannot be read on {socket.gethostname()}: {fault}")
+
+
+def _read_manifest(path: Path) -> Manifest | str:
+    """Return the manifest of a checkpoint, or what is wrong with it."""
+    try:
+        return Manifest.read(path)
+    except DamagedCheckpoint as error:
+        return str(error)
+    except OSError as error:
+        raise _unreadable(path, str(error)) from None
+
+
+def _fault_for_rank_0(path: Path, rank: int, fault: str) -> str:
+    """Return what rank 0 finds wrong where `rank` found `fault`. Raises UserError if nothing."""
+    try:
+        verify(path, workers=4)
+    except DamagedCheckpoint as error:
+        return str(error)
+    except OSError as error:
+        raise _unreadable(path, str(error)) from None
+    raise UserError(
+        f"{path} is whole for rank 0 on {socket.gethostname()}, but rank {rank} says: {fault}. All "
+        "nodes must see the same run folder: check that node's mount. Nothing was moved"
+    )
+
+
+def _faults_of_the_whole(path: Path, manifest: Manifest, weights_suffice: bool) -> list[str]:
+    """Return what is wrong besides the content of the files that the manifest names."""
+    faults = [
+        f"{name} is not in the manifest" for name in files_of(path) if name not in manifest.files
+    ]
+    if manifest.kind != "full" and not weights_suffice:
+        faults.append("it holds weights alone and can't be resumed")
+    if path.name != f"step-{manifest.step}":
+        faults.append(f"its manifest is that of step {manifest.step}")
+    return faults
+
+
 def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) -> None:
     """Raise UserError unless the checkpoint has each tensor of `model` in its shape."""
     stored = metadata.state_dict_metadata
@@ -292,65 +409,3 @@ def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) ->
                 f"{tuple(tensor.shape)}",
                 shared=True,
             )
-
-
-def _as_seen(path: Path, faults: list[str], looked: bool) -> list[str]:
-    """What rank 0 has found. Raises UserError where it could not look."""
-    if not looked:
-        raise UserError(f"{path} cannot be read on {socket.gethostname()}: {faults[0]}")
-    return faults
-
-
-def _look_again(path: Path, rank: int, fault: str) -> list[str]:
-    """What rank 0 finds in a checkpoint that `rank` has found fault with. Raises UserError."""
-    try:
-        verify(path, workers=4)
-    except DamagedCheckpoint as error:
-        return [str(error)]
-    except OSError as error:
-        return _as_seen(path, [str(error)], looked=False)
-    raise UserError(
-        f"{path} is whole for rank 0 on {socket.gethostname()}, but rank {rank} says: {fault}. All "
-        "nodes must see the same run folder: look at that node's mount. Nothing was moved"
-    )
-
-
-def _read_manifest(path: Path) -> Manifest | str:
-    """The manifest of a checkpoint, or what is wrong with it. Raises UserError for no access."""
-    try:
-        return Manifest.read(path)
-    except DamagedCheckpoint as error:
-        return str(error)
-    except OSError as error:
-        _as_seen(path, [str(error)], looked=False)
-        raise
-
-
-def _check_safe(path: Path, manifest: Manifest, metadata: bytes) -> Verified | list[str]:
-    """The checkpoint, unless it would unpickle what is outside the allow-list."""
-    try:
-        return Verified(manifest, check_safe(path, metadata))
-    except DamagedCheckpoint as error:
-        return [str(error)]
-
-
-def leave_branch(
-    folder: CheckpointFolder, run: RunFolder, step: int, event: Callable[..., None]
-) -> None:
-    """Archive what was saved after the step that is gone on from; for rank 0 alone."""
-    kept = folder.archive_after(step, run.path, f"gone on from step {step}")
-    if kept is not None:
-        logger.warning(f"what was saved after step {step} is an abandoned branch, now in {kept}")
-        event("archive", step=step, moved_to=str(kept))
-
-
-def _faults_of_the_whole(path: Path, manifest: Manifest, weights_suffice: bool) -> list[str]:
-    """What is wrong besides the content of the files that the manifest names."""
-    faults = [
-        f"{name} is not in the manifest" for name in files_of(path) if name not in manifest.files
-    ]
-    if manifest.kind != "full" and not weights_suffice:
-        faults.append("it holds weights alone and can't be resumed")
-    if path.name != f"step-{manifest.step}":
-        faults.append(f"its manifest is that of step {manifest.step}")
-    return faults

@@ -1,25 +1,32 @@
-"""The TrainSpec that plugs our model, data and metrics into torchtitan's Trainer."""
+"""The TrainSpec that plugs our model, schedule, data and metrics into torchtitan's Trainer.
 
-from collections.abc import Iterator, Mapping
+The learning rate is torchtitan's, or a decay whose length is its own. After the warm-up: a cosine,
+a line or 1 - sqrt down to `min_lr_factor` at the run's end; with `decay_ratio` (WSD) a stable rate
+first and the decay in that last share of the run; with `decay_steps` (InfiniteLR, seed 000) a decay
+that does not depend on `training.steps`, and then the minimum. Where the rate is stable, or has its
+own length, a prolonged run is the longer one.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import torch
+import torchtitan.train
 from torch import nn
-from torchtitan.components.optimizer import build_optimizers
+from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.model import BaseModelArgs
 
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token, num_parameters
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.titan.data import build_dataloader
-from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.job_config import CanonJobConfig, LRScheduler
 from canon_pretrain.titan.loss import build_loss
-from canon_pretrain.titan.metrics import build_metrics
-from canon_pretrain.titan.opened import OpenedData
 from canon_pretrain.titan.parallelize import parallelize, write_shard
-from canon_pretrain.titan.schedule import build_schedule
-from canon_pretrain.titan.validation import build_validator
 
 
 @dataclass
@@ -39,19 +46,6 @@ class TitanModelArgs(BaseModelArgs):
         return num_parameters(self.args), flops_per_token(self.args, seq_len)
 
 
-class TitanFlavors(Mapping[str, TitanModelArgs]):
-    """The flavors, each look-up a fresh box: the Trainer mutates what it is given."""
-
-    def __getitem__(self, name: str) -> TitanModelArgs:
-        return TitanModelArgs(args=FLAVORS[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(FLAVORS)
-
-    def __len__(self) -> int:
-        return len(FLAVORS)
-
-
 class TitanTransformer(Transformer):
     """The model as the Trainer builds it: from the box, with weights written shard by shard."""
 
@@ -66,25 +60,71 @@ class TitanTransformer(Transformer):
         super().init_weights(write=write_shard, buffer_device=buffer_device)
 
 
-def register(data: OpenedData | None = None) -> None:
-    """Make `model.name = "canon"` known to torchtitan, for the next Trainer of this process.
+def learning_rate_factor(
+    step: int, *, warmup_steps: int, decay_steps: int, decay_type: str, min_lr_factor: float
+) -> float:
+    """Return what the peak rate is multiplied with at `step` (0 is the first).
 
-    `data` is what it trains and validates on; unless given, it opens that by itself.
+    (step + 1) / warmup_steps in warm-up, 1 at its end, then from 1 to `min_lr_factor` within
+    `decay_steps` steps (linear, sqrt or cosine as in torchtitan), and `min_lr_factor` from there.
     """
-    spec = train_spec.TrainSpec(
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / decay_steps)
+    left = {
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[decay_type]
+    return min_lr_factor + (1 - min_lr_factor) * left
+
+
+def build_schedule(
+    optimizers: OptimizersContainer, config: LRScheduler, training_steps: int
+) -> LRSchedulersContainer:
+    """Build our schedule where `decay_steps` is set, torchtitan's elsewhere."""
+    if config.decay_steps is None:
+        return build_lr_schedulers(optimizers, config, training_steps)
+    factor = functools.partial(
+        learning_rate_factor,
+        warmup_steps=config.warmup_steps,
+        decay_steps=config.decay_steps,
+        decay_type=config.decay_type,
+        min_lr_factor=config.min_lr_factor,
+    )
+    return LRSchedulersContainer(optimizers, factor)
+
+
+@contextlib.contextmanager
+def plugged_in(
+    *,
+    build_dataloader: Callable[..., Any],
+    build_metrics: Callable[..., Any],
+    build_validator: Callable[..., Any],
+    build_checkpointer: Callable[..., Any],
+) -> Iterator[None]:
+    """Let torchtitan's Trainer build `model.name = "canon"` by these functions, within the block.
+
+    register_train_spec() would refuse a second Trainer, and keep what the functions are bound to.
+    """
+    specs, manager = train_spec._extra_train_specs, torchtitan.train.CheckpointManager
+    specs["canon"] = train_spec.TrainSpec(
         model_cls=TitanTransformer,
-        model_args=TitanFlavors(),
+        # boxes of its own: the Trainer fills the one that it looks up
+        model_args={name: TitanModelArgs(args=args) for name, args in FLAVORS.items()},
         parallelize_fn=parallelize,
         pipelining_fn=None,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_schedule,
-        build_dataloader_fn=partial(
-            build_dataloader, training_data=data.training if data else None
-        ),
+        build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=None,
         build_loss_fn=build_loss,
         build_metrics_processor_fn=build_metrics,
-        build_validator_fn=partial(build_validator, parts=data.held_out if data else None),
+        build_validator_fn=build_validator,
     )
-    # register_train_spec() refuses a second time in one process
-    train_spec._extra_train_specs["canon"] = spec
+    torchtitan.train.CheckpointManager = build_checkpointer
+    try:
+        yield
+    finally:
+        torchtitan.train.CheckpointManager = manager
+        del specs["canon"]

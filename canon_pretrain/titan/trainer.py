@@ -1,7 +1,7 @@
 """torchtitan's Trainer as a run of ours: one folder, counted tokens, and no end that loses it.
 
 torchtitan builds the parts (mesh, model, optimizer, schedule, data, metrics); the loop is here,
-since each step also judges its gradient, asks all ranks whether to stop, and hears how the last
+since each step also judges its gradient, asks all ranks whether to stop, and learns how the last
 checkpoint went. None of this makes the host wait for a running step.
 """
 
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ import torchtitan.train
 from torch import Tensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.core.errors import UserError
@@ -29,30 +30,33 @@ from canon_pretrain.run.provenance import LaunchRecord
 from canon_pretrain.run.session import Session
 from canon_pretrain.run.source import code_hashes
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
-from canon_pretrain.titan import launch
 from canon_pretrain.titan.canon_choice import choose_canon
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.console import is_terminal
-from canon_pretrain.titan.data import STATE_FIELDS, CanonDataLoader, absolute_folders
+from canon_pretrain.titan.data import (
+    IN_THE_IDENTITY,
+    CanonDataLoader,
+    OpenedData,
+    absolute_folders,
+    build_dataloader,
+    share,
+)
 from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
 from canon_pretrain.titan.identity import HELD_OUT, Comparison, compare, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
+from canon_pretrain.titan.launch import Launch
 from canon_pretrain.titan.metrics import CanonMetrics
-from canon_pretrain.titan.opened import OpenedData, share
 from canon_pretrain.titan.parallelize import clip_gradients
 from canon_pretrain.titan.profiling import named_data, profiling
-from canon_pretrain.titan.spec import register
-from canon_pretrain.titan.validation import CanonValidator, knows_validation
-
-# the Trainer makes the manager that this name stands for
-torchtitan.train.CheckpointManager = CanonCheckpointManager
+from canon_pretrain.titan.spec import plugged_in
+from canon_pretrain.titan.validation import CanonValidator, stands_in_log
 
 
 class CanonTrainer(torchtitan.train.Trainer):
     """Trains one CanonJobConfig from its newest whole checkpoint, or from its seeds.
 
-    `world_size` is fixed before the process group stands, so that a batch that can't be shared is
-    refused first. `data` is None but on the first rank of each node. `session` holds the run
+    `world_size` is known before the process group is, so that a batch that can't be shared is
+    refused first. `data` is None except on the first rank of each node. `session` holds the run
     folder, `record` is what rank 0 writes down about this launch; None on other ranks and in
     benches. Raises UserError, before anything is trained, for a run that would change.
     """
@@ -60,8 +64,8 @@ class CanonTrainer(torchtitan.train.Trainer):
     job_config: CanonJobConfig
     metrics_processor: CanonMetrics
     checkpointer: CanonCheckpointManager
+    dataloader: CanonDataLoader
     validator: CanonValidator  # where validation.enable is true
-    compared: Comparison
 
     def __init__(
         self,
@@ -74,44 +78,37 @@ class CanonTrainer(torchtitan.train.Trainer):
     ) -> None:
         asked = job.training.local_batch_size
         job.training.local_batch_size = micro_batch_size(job, world_size)
-        self.session = session
-        self.launch_record = record
-        self.folder = session.folder
+        self.session, self.folder = session, session.folder
+        self._record = record
+        self._data = data
         self.config = job.to_dict()
-        # whoever reads the run may stand in another folder
+        # whoever reads the run may be in another folder
         self.config["data"] |= absolute_folders(job.data)
         if job.validation.path:
             self.config["validation"]["path"] = str(Path(job.validation.path).resolve())
-        self._own = data, self._compare(job, data) if os.environ["RANK"] == "0" else None
-        job.metrics.disable_color_printing |= not is_terminal()
-        super().__init__(job)
-        session.ranks_have_met()
-        # FSDP2 stands at every world size and does the casting: autocast on top of it at one rank
-        # would give that rank other numerics than many have
-        self.maybe_enable_amp = contextlib.nullcontext()
-        self.metrics_processor.dataloader = cast(CanonDataLoader, self.dataloader)
-        if not self.compared.is_new:
-            self.metrics_processor.dataloader.allow_changes(STATE_FIELDS)
-        self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
-        # every label counts, so the number that a loss is divided by is known to all ranks
-        self._labels_per_step = torch.tensor(float(self.tokens_per_step), device=self.device)
-        self._has_objective = bool(job.loss.z_loss or job.loss.squared_loss)
+        self._compared = self._compare(job, data) if os.environ["RANK"] == "0" else None
         self.tokens = 0
-        self.guards = StepGuards(job.guards, self.device)
-        self.readback = Readback(self.device)
-        self.checkpointer.attach(
-            event=self.metrics_processor.event,
-            note=session.note,
-            still_ours=session.still_ours,
-            flush=self.metrics_processor.flush,
-            launch=record.facts if record is not None else None,
-            guards=self.guards,
-        )
-        self.metrics_processor.may_write = session.may_write
+        self.skipped_steps = 0
+        """Since the run began, as far as the host knows: of all but the last two steps."""
+        self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
+        self._has_objective = bool(job.loss.z_loss or job.loss.squared_loss)
+        self._is_last = False
         # host states of the last steps, to go back to when bad steps in a row end the run
         self._before: deque[tuple[int, dict[str, Any]]] = deque(
             maxlen=job.guards.max_bad_steps + Readback.LAG + 1
         )
+        job.metrics.disable_color_printing |= not is_terminal()
+        with plugged_in(
+            build_dataloader=self._build_dataloader,
+            build_metrics=self._build_metrics,
+            build_validator=self._build_validator,
+            build_checkpointer=self._build_checkpointer,
+        ):
+            super().__init__(job)
+        session.ranks_have_met()
+        # FSDP2 is there at every world size and does the casting: autocast on top of it at one rank
+        # would give that rank other numerics than many have
+        self.maybe_enable_amp = contextlib.nullcontext()
         if job.training.local_batch_size != asked:
             logger.info(
                 f"training.local_batch_size is {job.training.local_batch_size} (at most {asked} "
@@ -122,22 +119,54 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _compare(self, job: CanonJobConfig, data: OpenedData | None) -> Comparison:
         """Compare this launch with the run folder; rank 0 only. Raises UserError."""
         assert data is not None, "rank 0 is the first of its node"
-        # a restarted job repeats --checkpoint.fresh, and is not obeyed: it goes on with a run
+        # a restarted job repeats --checkpoint.fresh, and is not obeyed: it resumes its run
         fresh = job.checkpoint.fresh and not was_obeyed(self.folder.obeyed_file, FRESH)
         identity = run_identity(job, data.training.fingerprint, data.identity)
         return compare(
             job, self.folder, identity=identity, config=self.config, code=code_hashes(), fresh=fresh
         )
 
+    # -- the parts, in the order in which torchtitan's constructor builds them -----------------
+
     def init_distributed(self) -> ParallelDims:
-        """Meet the other ranks, take over what rank 0 has read, and decide who computes Canon."""
+        """Meet the other ranks, receive what rank 0 has read, and decide who computes Canon."""
         dims = super().init_distributed()
-        data, self.compared = share(self.job_config, *self._own)
-        register(data)
-        self.canon = choose_canon(self.job_config, self.device, self.compared.code)
-        if self.canon is not None:
-            self.job_config.model.canon_backend = self.canon.backend  # type: ignore[assignment]
+        self._data, compared = share(self.job_config, self._data, self._compared)
+        canon = choose_canon(self.job_config, self.device, compared.code)
+        if canon is not None:
+            self.job_config.model.canon_backend = canon.backend  # type: ignore[assignment]
+        self.launch = Launch(self.folder, self.config, compared, canon, self._record)
+        self.guards = StepGuards(self.job_config.guards, self.device)
+        self.readback = Readback(self.device)
+        # every label counts, so the number that a loss is divided by is known to all ranks
+        self._labels_per_step = torch.tensor(float(self.tokens_per_step), device=self.device)
         return dims
+
+    def _build_dataloader(self, **options: Any) -> CanonDataLoader:
+        assert self._data is not None
+        # compared with the run's identity already
+        may_change = () if self.launch.compared.is_new else IN_THE_IDENTITY
+        return build_dataloader(**options, data=self._data.training, may_change=may_change)
+
+    def _build_metrics(
+        self, job_config: CanonJobConfig, parallel_dims: ParallelDims, model_args: BaseModelArgs
+    ) -> CanonMetrics:
+        return CanonMetrics(job_config, parallel_dims, self.dataloader, self.session.may_write)
+
+    def _build_checkpointer(self, **parts: Any) -> CanonCheckpointManager:
+        parts["states"] = parts["states"] | {"guards": self.guards}
+        return CanonCheckpointManager(
+            **parts,
+            event=self.metrics_processor.event,
+            note=self.session.note,
+            still_ours=self.session.still_ours,
+            flush=self.metrics_processor.flush,
+            launch=self._record.facts if self._record is not None else None,
+        )
+
+    def _build_validator(self, *, dp_rank: int, dp_world_size: int, **_: Any) -> CanonValidator:
+        assert self._data is not None
+        return CanonValidator(self.job_config, self._data.held_out, dp_rank, dp_world_size)
 
     def close(self) -> None:
         """End what runs beside the steps; called however the run ends."""
@@ -153,17 +182,8 @@ class CanonTrainer(torchtitan.train.Trainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step, self.tokens = state_dict["step"], state_dict["tokens"]
 
-    def _host_state(self) -> dict[str, Any]:
-        """What a step changes besides tensors; a few numbers."""
-        assert self.dataloader is not None
-        return {
-            "trainer": self.state_dict(),
-            "schedule": self.lr_schedulers.state_dict(),
-            "data": self.dataloader.state_dict(),
-        }
-
     def _impose_hyperparameters(self) -> None:
-        """Give the optimizer and the schedule this job's numbers, not those of the checkpoint.
+        """Set this job's numbers in the optimizer and the schedule, over those of the checkpoint.
 
         They differ only where `run.allow_changes` let them; else this writes what is there.
         """
@@ -189,17 +209,25 @@ class CanonTrainer(torchtitan.train.Trainer):
         if self.step:  # also where the state came from checkpoint.initial_load_path
             self._impose_hyperparameters()
         self.metrics_processor.stands_at(self.step, self.tokens)
-        self.metrics_processor.skipped_steps = int(self.guards.counters[SKIPPED])
-        first = self.step
-        if first >= job.last_step:
+        self.skipped_steps = int(self.guards.counters[SKIPPED])
+        if self.step >= job.last_step:
             self._validate(if_missed=True)
-            launch.nothing_to_do(self)
+            logger.info(
+                f"nothing to do: {self.folder.path} is at step {self.step}, and this launch was "
+                f"to go to step {job.last_step}"
+            )
+            self._end("nothing to do")
             return
         self.checkpointer.begin()
-        launch.announce(self)
+        self.launch.announce(self.step, self.metrics_processor, self.checkpointer.council)
+        logger.info(
+            f"{'going on' if self.step else 'starting'} at step {self.step + 1} of "
+            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}"
+        )
         logger.info(f"attention by {self.model_parts[0].attend.describe(self.device.type)}")
-        if self.canon is not None:
-            logger.info(f"Canon by {self.canon}")
+        if self.launch.canon is not None:
+            logger.info(f"Canon by {self.launch.canon}")
+        self.metrics_processor.begin(self.step)
         self._validate(if_missed=True)
         stop = self._loop()
         if stop and LOST_LOCK in stop:
@@ -207,10 +235,42 @@ class CanonTrainer(torchtitan.train.Trainer):
         self._save_last()
         self._validate()  # whoever asked to stop may not wait for more than the checkpoint
         self.checkpointer.settle()
-        launch.finish(self, stop)
+        self._finish(stop)
+
+    def _finish(self, stop: str | None) -> None:
+        """Leave the run folder in the state that the run has come to; `stop` asked for it."""
+        step, total, metrics = self.step, self.job_config.training.steps, self.metrics_processor
+        if step == total:
+            metrics.event("done", step=step, skipped_steps=self.skipped_steps)
+            metrics.flush()
+            self._end(f"step {total} is reached")
+            logger.info(f"finished: step {step} of {self.folder.path}")
+        else:
+            reason = stop or "run.stop_at"
+            metrics.event("stop", step=step, reason=reason, skipped_steps=self.skipped_steps)
+            metrics.flush()
+            self._end(reason)
+            logger.info(
+                f"stopped at step {step} of {total} by {reason}; the same command"
+                f"{'' if stop else ' without --run.stop_at'} goes on from here"
+            )
+        self.session.stop.obeyed()
+
+    def _end(self, reason: str) -> None:
+        """Write the launch's last state and, of a run that is done, DONE."""
+        is_done = self.step >= self.job_config.training.steps
+        if is_done and dist.get_rank() == 0 and self.session.still_ours():
+            try:
+                self.folder.write_done(self.step)
+            except OSError as error:  # the run is done without it too
+                logger.warning(
+                    f"{self.folder.done_file} cannot be written: {error.strerror}; the run is "
+                    "done, and the same command writes the file when there is room"
+                )
+        self.session.end("done" if is_done else "stopped", reason, self.step)
 
     def _save_last(self) -> None:
-        """Save what stands now; raises UserError where the disk will not have it."""
+        """Save the present state. Raises UserError if the disk will not have it."""
         self.session.progress(self.step, "saving")
         for pause_s in (0, 1, 10):
             time.sleep(pause_s)
@@ -224,27 +284,28 @@ class CanonTrainer(torchtitan.train.Trainer):
         )
 
     def _validate(self, *, if_missed: bool = False) -> bool:
-        """Score the held-out part, if that is due after this step; gives whether it was.
+        """Score the held-out part, if that is due after this step; returns whether it was.
 
         With `if_missed`, unless the log has it: a launch may have ended before it could.
         """
         if not self.job_config.validation.enable or not self.validator.should_validate(self.step):
             return False
-        if if_missed and knows_validation(self.folder.log_file, self.step):
+        decide = self.checkpointer.council.decide
+        if if_missed and decide(lambda: stands_in_log(self.folder.log_file, self.step)):
             return False
         self.session.progress(self.step, "validating")
         fields = self.validator.validate(self.model_parts, self.step)
-        text = {HELD_OUT: self.compared.identity.get(HELD_OUT)}
+        text = {HELD_OUT: self.launch.compared.identity.get(HELD_OUT)}
         self.metrics_processor.validation(self.step, {"tokens": self.tokens, **fields, **text})
         return True
 
     # -- the loop ----------------------------------------------------------------------------
 
     def _loop(self) -> str | None:
-        """Steps until this launch's last one; gives what asked to stop, if anything did."""
-        job = self.job_config
+        """Take steps until this launch's last one; returns what asked to stop, if anything."""
+        job, model = self.job_config, self.model_parts[0]
         stop: str | None = None
-        with profiling(job, self.model_parts, step=self.step) as tools, self._hang_watch() as arm:
+        with profiling(job, model, step=self.step) as tools, self._hang_watch() as arm:
             data = named_data(self.batch_generator(self.dataloader))
             begin, first = time.monotonic(), self.step
             while self.step < job.last_step and stop is None:
@@ -253,7 +314,7 @@ class CanonTrainer(torchtitan.train.Trainer):
                 for tool in tools:
                     tool.step()
                 if self.step == first + 1:
-                    # lazy initialisation and compilation are over, on a resumed run as well
+                    # lazy initialization and compilation are over, on a resumed run as well
                     limit = timedelta(seconds=job.comm.train_timeout_seconds)
                     dist_utils.set_pg_timeouts(timeout=limit, parallel_dims=self.parallel_dims)
                     begin = time.monotonic()
@@ -263,26 +324,38 @@ class CanonTrainer(torchtitan.train.Trainer):
                 paced = self.step - first - 1
                 pace = (time.monotonic() - begin) / paced if paced else None
                 self.session.progress(self.step, "training", pace)
-            # nobody waits for a step that was the last anyway; a lost lock must be heard of
-            stop = self._hear(self.readback.pop(last=True)) or stop
-        return stop
+            # nobody waits for a step that was the last anyway; a lost lock must be known
+            return self._hear(self.readback.pop(last=True)) or stop
 
     def advance(self, data: Iterator[tuple[dict[str, Tensor], Tensor]]) -> str | None:
-        """Take the next step, and save it if that is due; gives what asks to stop after it."""
+        """Take the next step, and save it if that is due; returns what asks to stop after it."""
         stop = self._hear(self.readback.pop())
-        self._before.append((self.step, self._host_state()))
+        state = {  # what a step changes besides tensors; a few numbers
+            "trainer": self.state_dict(),
+            "schedule": self.lr_schedulers.state_dict(),
+            "data": self.dataloader.state_dict(),
+        }
+        self._before.append((self.step, state))
         self.step += 1
         self.tokens += self.tokens_per_step
-        is_last = stop is not None or self.step == self.job_config.last_step
-        self.metrics_processor.must_log = is_last or self.checkpointer.is_due(self.step)
+        self._is_last = stop is not None or self.step == self.job_config.last_step
         self.gc_handler.run(self.step)
         self.train_step(data)
         self.checkpointer.save(self.step)
         self.checkpointer.poll()
         return stop
 
+    def should_log(self) -> bool:
+        """Return whether this step has a line in the log.
+
+        So has each that is the last or leaves a checkpoint: then the log has the digests of all
+        that a checkpoint has seen.
+        """
+        is_kept = self._is_last or self.checkpointer.is_due(self.step)
+        return is_kept or self.metrics_processor.should_log(self.step)
+
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
-        """One optimizer step on one global batch, or none where the guards skip it."""
+        """Take one optimizer step on one global batch, or none if the guards skip it."""
         self.optimizers.zero_grad()
         rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         losses = []
@@ -303,11 +376,11 @@ class CanonTrainer(torchtitan.train.Trainer):
         )
         loss, objective = self._share(own_losses, grad_norm)
         self.lr_schedulers.step()
-        if self.metrics_processor.should_log(self.step):
+        if self.should_log():
             largest = own_losses[0] * dist.get_world_size()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            extra = {"n_tokens_seen": self.tokens, "lr": rate}
-            if self._has_objective:
+            extra = {"tokens": self.tokens, "lr": rate, "skipped_steps": self.skipped_steps}
+            if self._has_objective:  # what is minimized is not the loss alone
                 extra["objective"] = objective.item()
             self.metrics_processor.log(
                 self.step, loss.item(), largest.item(), grad_norm.item(), extra_metrics=extra
@@ -316,7 +389,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
     ) -> Tensor:
-        """Add a micro-batch's gradients; gives its cross-entropy and what is minimised, [2].
+        """Add a micro-batch's gradients; returns its cross-entropy and what is minimized, [2].
 
         In the place of torchtitan's, which knows one loss only.
         """
@@ -329,7 +402,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         return torch.stack([nats_BT.sum() / global_valid_tokens, objective.detach()])
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        """A copy that the host does not wait for: out of pinned memory, where there is a GPU."""
+        """Return a copy that the host does not wait for: out of pinned memory, for a GPU."""
         if self.device.type != "cuda":
             return tensor.to(self.device)
         return tensor.pin_memory().to(self.device, non_blocking=True)
@@ -337,7 +410,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _share(self, own_losses: Tensor, grad_norm: Tensor) -> Tensor:
         """Add up losses and requests to stop over the ranks, judge the step, and take it or not.
 
-        Gives the global batch's cross-entropy, which is judged, and what was minimised; [2]. What
+        Returns the global batch's cross-entropy, which is judged, and what was minimized; [2]. What
         the host should know of the step is sent to it.
         """
         requests = torch.tensor(self.session.stop.poll(), dtype=torch.float32)
@@ -351,7 +424,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         return shared[:2]
 
     def _step_unless(self, skip: Tensor) -> None:
-        """The optimizers' step, which changes nothing where `skip` is 1."""
+        """Take the optimizers' step, which changes nothing if `skip` is 1."""
         if self.job_config.optimizer.implementation != "fused":
             if not skip.item():  # only the fused kernels know found_inf: here the host has to wait
                 self.optimizers.step()
@@ -361,12 +434,12 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.optimizers.step()
 
     def _hear(self, reports: list[tuple[int, list[float]]]) -> str | None:
-        """Take note of past steps; gives what asks to stop. Raises UserError when guards halt."""
+        """Process past steps; returns what asks to stop. Raises UserError when guards halt."""
         stop: str | None = None
         for step, values in reports:
             loss, _, *rest = values
             asked, (grad_norm, skip, *counters) = rest[: len(REASONS)], rest[len(REASONS) :]
-            self.metrics_processor.skipped_steps = int(counters[SKIPPED])
+            self.skipped_steps = int(counters[SKIPPED])
             if any(asked):
                 stop = describe([value > 0 for value in asked])
             if skip:
@@ -395,7 +468,6 @@ class CanonTrainer(torchtitan.train.Trainer):
         # a launch that began between bad steps knows none from before itself
         good = max(step - int(counters[IN_A_ROW]), self._before[0][0])
         state = next(state for number, state in self._before if number == good)
-        assert self.dataloader is not None
         self.checkpointer.go_back(good)
         self.load_state_dict(state["trainer"])
         self.lr_schedulers.load_state_dict(state["schedule"])
@@ -404,8 +476,10 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.guards.counters.copy_(self.guards.before_the_streak())
         if good:
             self._save_last()
-        skipped = int(self.guards.counters[SKIPPED])  # those of the streak are taken anew
-        self.metrics_processor.event("halt", step=step, good_step=good, skipped_steps=skipped)
+        self.skipped_steps = int(self.guards.counters[SKIPPED])  # those of the streak are retaken
+        self.metrics_processor.event(
+            "halt", step=step, good_step=good, skipped_steps=self.skipped_steps
+        )
         raise UserError(
             f"the loss or gradient of {int(counters[IN_A_ROW])} steps in a row, the last of them "
             f"step {step}, was not finite (guards.max_bad_steps = "
@@ -421,7 +495,7 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     @contextlib.contextmanager
     def _hang_watch(self) -> Iterator[Any]:
-        """Gives a function to call after each step: where none follows in time, all threads' stacks
+        """Yield a function to call after each step: if none follows in time, all threads' stacks
         go to RUN/comm_traces/rank_K.stacks.txt, before the collective timeout ends the process."""
         comm = self.job_config.comm
         path = self.folder.path / comm.save_traces_folder / f"rank_{dist.get_rank()}.stacks.txt"
@@ -433,8 +507,9 @@ class CanonTrainer(torchtitan.train.Trainer):
             logger.warning(f"stacks of a hang would not be written: {path}: {error.strerror}")
             yield lambda: None
             return
+        limit_s = 0.8 * comm.train_timeout_seconds
         try:
-            yield lambda: _dump_stacks_later(0.8 * comm.train_timeout_seconds, file)
+            yield lambda: faulthandler.dump_traceback_later(limit_s, file=file)
         finally:
             faulthandler.cancel_dump_traceback_later()
             # a launch that has taken the folder has the same name: what it writes is not ours
@@ -442,7 +517,3 @@ class CanonTrainer(torchtitan.train.Trainer):
                 own, there = os.fstat(file.fileno()), path.stat()
                 if not own.st_size and own.st_ino == there.st_ino:
                     path.unlink()
-
-
-def _dump_stacks_later(seconds: float, file: TextIO) -> None:
-    faulthandler.dump_traceback_later(seconds, file=file)

@@ -29,7 +29,7 @@ from canon_pretrain.model import canon as canon_module
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token
 from canon_pretrain.model.transformer import TransformerBlock
-from canon_pretrain.titan import logs
+from canon_pretrain.titan import console
 from canon_pretrain.titan.bare_step import BareStep, job_of, one_rank
 from tests.flash_packages import flash_impl
 from tests.support import ROOT
@@ -154,7 +154,7 @@ def run(
 ) -> Callable[..., tuple[dict[str, Any], str]]:
     """`measured` in this process, on a machine of known speed and without compilation."""
     file = tmp_path / "result.json"
-    monkeypatch.setattr(logs, "init_logging", lambda rank: None)  # this process has its own
+    monkeypatch.setattr(console, "init_logging", lambda rank: None)  # this process has its own
     on_cpu(monkeypatch)
     monkeypatch.setattr(Machine, "copy_bandwidth", 1e10)
     monkeypatch.setattr(Machine, "matmul_flops", lambda self, dtype: 1e11)
@@ -510,7 +510,7 @@ def test_bad_input_is_one_message(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logs, "init_logging", lambda rank: None)
+    monkeypatch.setattr(console, "init_logging", lambda rank: None)
     on_cpu(monkeypatch)
     monkeypatch.setattr(Machine, "peaks", lambda self, dtype: {})
     with pytest.raises(SystemExit) as end:

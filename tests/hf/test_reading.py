@@ -26,7 +26,7 @@ from canon_pretrain.hf.reading import import_folder, model_toml
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run import config as experiment
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.data import build_dataloader
+from canon_pretrain.titan.data import build_dataloader, open_shards
 from canon_pretrain.titan.job_config import CanonJobConfig
 from tests import llama_canon
 from tests.hf_folders import (
@@ -376,7 +376,7 @@ def test_weights_alone_begin_at_step_1(straight: Path, data_folder: Path, tmp_pa
     launch(*command, output=tmp_path, ranks=1)
     job = parse_job(list(map(str, command)), quiet=True)
     job.training.local_batch_size = job.training.global_batch_size
-    inputs, labels = next(iter(build_dataloader(1, 0, None, job)))
+    inputs, labels = next(iter(build_dataloader(1, 0, None, job, data=open_shards(job))))
     logits = our_logits(found, inputs["input"])
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     (first,) = events(run, "step")

@@ -26,7 +26,7 @@ from canon_pretrain.run import log as log_module
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog, read_log
 from canon_pretrain.run.stop import STOP_FILE, StopRequests, describe
-from canon_pretrain.titan.logs import _Printer
+from canon_pretrain.titan.console import Printer
 from tests.ranks import events, logged_step, status
 from tests.support import ROOT, debug_run
 
@@ -283,7 +283,7 @@ def test_a_line_that_stdout_does_not_take_holds_up_the_first_caller_only(
     is_back = threading.Event()
     write = sys.stdout.write
     monkeypatch.setattr(sys.stdout, "write", lambda text: (is_back.wait(60), write(text))[1])
-    printer = _Printer()
+    printer = Printer()
     began = time.monotonic()
     for number in range(1000):
         printer.handle(logging.LogRecord("x", logging.INFO, "f", 1, f"{number}", (), None))

@@ -25,9 +25,8 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.titan.agree import Council
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.resume import Resume
+from canon_pretrain.titan.resume import Council, Resume
 from tests.checkpoint_folders import contents
 from tests.fault_runs import (
     EVERY_2,

@@ -27,9 +27,8 @@ from canon_pretrain.core.files import free_bytes, reserve
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.titan import trainer as trainer_module
-from canon_pretrain.titan.agree import IO_TIMEOUT
-from canon_pretrain.titan.checkpoint import CanonCheckpointManager, check_room
-from canon_pretrain.titan.staging import Staging
+from canon_pretrain.titan.checkpoint import CanonCheckpointManager, Staging, check_room
+from canon_pretrain.titan.resume import IO_TIMEOUT
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.checkpoint_folders import small_disk
 from tests.fault_runs import (

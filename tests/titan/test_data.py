@@ -1,29 +1,67 @@
-"""The data of a job: one folder or several by weight, in either order, as a user trains on them."""
+"""The data of a job: opened once per node, in either order, read ahead, refused if it is wrong."""
 
 import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import canon_pretrain
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.sampler import num_windows, permuted_offset
 from canon_pretrain.data.shard_writer import write_shards
-from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.run.config import Data
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import read_log
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.data import absolute_folders, build_dataloader, open_shards
+from canon_pretrain.titan.data import (
+    CLOSE_S,
+    IN_THE_IDENTITY,
+    CanonDataLoader,
+    ReadAhead,
+    absolute_folders,
+    build_dataloader,
+    open_shards,
+)
 from canon_pretrain.titan.dry_run import make_plan, reference
 from canon_pretrain.titan.identity import check_identity, run_identity
+from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.train import main
-from tests.support import EOS_ID, ROOT, VOCAB_SIZE, token_documents, train
+from tests.ranks import Ended, assert_failed, events, launch
+from tests.support import (
+    EOS_ID,
+    ROOT,
+    VOCAB_SIZE,
+    debug_run,
+    token_documents,
+    train,
+    write_data,
+)
 
 BATCH, SEQ_LEN = 12, 64
 WEIGHTS = [0.75, 0.25]
+THREAD = "read ahead"
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == THREAD]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not threads()
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +82,11 @@ def experiment(tmp_path: Path, **data: Any) -> list[str]:
     return ["--config", str(config), "--job.dump_folder", str(tmp_path / "run")]
 
 
-def steps(tmp_path: Path) -> list[dict[str, Any]]:
-    log = read_log(RunFolder(tmp_path / "run").log_file)
-    return [event for event in log if event["event"] == "step"]
+def loader_of(job: CanonJobConfig, **options: Any) -> CanonDataLoader:
+    return build_dataloader(1, 0, None, job, data=open_shards(job), **options)
+
+
+# -- of a job ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -56,7 +96,7 @@ def test_a_mixture_trains_stops_and_goes_on_at_another_world_size(
     argv = experiment(tmp_path, paths=[str(f) for f in folders], weights=WEIGHTS)
     train(*argv, "--run.stop_at", 2, ranks=2)
     train(*argv, "--run.stop_at", 4)
-    found = steps(tmp_path)
+    found = events(tmp_path / "run", "step")
     assert [event["step"] for event in found] == [1, 2, 3, 4]
     blocks = [np.random.Philox(key=0, counter=(i - 1) % 2**256) for i in range(4 * BATCH)]
     is_books = [int(block.random_raw(2)[1]) >= 3 * 2**62 for block in blocks]
@@ -79,7 +119,7 @@ def test_a_mixture_trains_stops_and_goes_on_at_another_world_size(
 
 def test_the_loader_of_a_job_has_its_order(folders: list[Path], tmp_path: Path) -> None:
     job = parse_job(experiment(tmp_path, path=str(folders[1]), order="permute"))
-    inputs, labels = next(iter(build_dataloader(1, 0, None, job)))
+    inputs, labels = next(iter(loader_of(job)))
     with TokenShards.open(folders[1] / "train") as shards:
         assert num_windows(shards.num_tokens, SEQ_LEN) > BATCH
         for j, (window, label) in enumerate(zip(inputs["input"], labels, strict=True)):
@@ -96,14 +136,13 @@ def test_the_order_is_part_of_the_run(folders: list[Path], tmp_path: Path) -> No
     run.write_config({}, run_identity(permuted, "x"))
     with pytest.raises(UserError, match="data.order: 'permute' -> 'random'"):
         check_identity(run, run_identity(drawn, "x"), [])
-    changes = check_identity(run, run_identity(drawn, "x"), ["data.order"])
-    loader = build_dataloader(1, 0, None, permuted)
-    next(iter(loader))
-    state, other = loader.state_dict(), build_dataloader(1, 0, None, drawn)
+    assert check_identity(run, run_identity(drawn, "x"), ["data.order"])
+    first = loader_of(permuted)
+    next(iter(first))
     with pytest.raises(UserError, match="mode is 'permute' in the checkpoint, 'random' now"):
-        other.load_state_dict(state)
-    other.allow_changes(changes)
-    other.load_state_dict(state)
+        loader_of(drawn).load_state_dict(first.state_dict())
+    other = loader_of(drawn, may_change=IN_THE_IDENTITY)
+    other.load_state_dict(first.state_dict())
     assert other.source_tokens == {"books": permuted.training.local_batch_size * SEQ_LEN}
 
 
@@ -127,45 +166,37 @@ def test_what_a_run_records_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "given"),
     [
         ({"path": "a", "paths": ["b"], "weights": [1]}, "data.path = 'a' and data.paths = "),
-        ({"paths": ["a", "b"]}, "data.weights has 0 numbers for 2 folders of data.paths"),
+        ({"paths": ["a", "b"]}, "data.weights has 0 numbers for 2 folders"),
         ({"path": "a", "weights": [1.0]}, "data.weights has 1 numbers for 0 folders"),
-        ({"paths": ["a", "b"], "weights": [1, 0]}, "data.weights has 0, expected finite"),
-        (
-            {"paths": ["a", "b"], "weights": [1, 2], "order": "permute"},
-            "'permute' takes one folder, not a weighted mixture",
-        ),
-        ({"path": "a", "order": "shuffled"}, "'data.order' = 'shuffled' is a string; expected one"),
+        ({"paths": ["a", "b"], "weights": [1, 0]}, "data.weights has 0"),
+        ({"paths": ["a", "b"], "weights": [1, 2], "order": "permute"}, "'permute' takes one"),
+        ({"path": "a", "order": "shuffled"}, "'data.order' = 'shuffled'"),
+        ({"path": "a", "read_ahead": -1}, "data.read_ahead = -1"),
     ],
 )
 def test_data_that_contradicts_itself_is_refused(
-    tmp_path: Path, data: dict[str, Any], message: str
+    tmp_path: Path, data: dict[str, Any], given: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=given):
         parse_job(experiment(tmp_path, **data))
-    assert message in str(caught.value)
 
 
 def test_a_source_too_short_or_of_another_vocabulary_is_named(
     folders: list[Path], tmp_path: Path
 ) -> None:
     write_shards(tmp_path / "short" / "train", [np.arange(30)], vocab_size=512, eos_id=EOS_ID)
-    both = [str(folders[0]), str(tmp_path / "short")]
-    job = parse_job(experiment(tmp_path, paths=both, weights=[1, 1]))
-    with pytest.raises(UserError, match="short holds 30 training tokens, fewer than one window"):
-        open_shards(job)
     write_shards(tmp_path / "other" / "train", [np.arange(300)], vocab_size=600, eos_id=EOS_ID)
-    other = [str(folders[0]), str(tmp_path / "other")]
-    job = parse_job(experiment(tmp_path, paths=other, weights=[1, 1]))
-    with pytest.raises(UserError, match="vocab_size is 512 in .*, 600 in .*other/train"):
-        open_shards(job)
-
-
-def test_the_vocabulary_is_that_of_the_data_unless_it_is_given(tmp_path: Path) -> None:
-    """Issue 17, item 11."""
-    write_shards(tmp_path / "other" / "train", [np.arange(300)], vocab_size=600, eos_id=EOS_ID)
+    for name, given in (
+        ("short", "short holds 30 training tokens, fewer than one window"),
+        ("other", "vocab_size is 512 in .*, 600 in .*other/train"),
+    ):
+        both = [str(folders[0]), str(tmp_path / name)]
+        with pytest.raises(UserError, match=given):
+            open_shards(parse_job(experiment(tmp_path, paths=both, weights=[1, 1])))
+    # it is that of the data unless it is given
     words = experiment(tmp_path, path=str(tmp_path / "other"))
     job = parse_job(words)
     assert job.model_args.vocab_size == 512  # the flavor's, before the data are read
@@ -173,3 +204,287 @@ def test_the_vocabulary_is_that_of_the_data_unless_it_is_given(tmp_path: Path) -
     assert job.model_args.vocab_size == 600
     with pytest.raises(UserError, match="model.vocab_size = 512.* 600"):
         open_shards(parse_job([*words, "--model.vocab_size", "512"]))
+
+
+# -- read ahead ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """More than one 64-KiB block, so that damage can be behind what is whole."""
+    folder = tmp_path / "data" / "train"
+    write_shards(folder, token_documents(3, 200, length=400), vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
+    return folder
+
+
+def batches_of(folder: Path, size: int = 2) -> BatchLoader:
+    return BatchLoader(
+        TokenShards.open(folder),
+        data_seed=1,
+        seq_len=SEQ_LEN,
+        global_batch_size=6,
+        local_batch_size=size,
+    )
+
+
+def loader(folder: Path, read_ahead: int) -> CanonDataLoader:
+    return CanonDataLoader(batches_of(folder), read_ahead)
+
+
+def take(iterator: Iterator[Any]) -> torch.Tensor:
+    """The next micro-batch as one tensor."""
+    inputs, labels = next(iterator)
+    return torch.cat([inputs["input"], labels], dim=1)
+
+
+def test_items_are_in_order_at_most_so_many_ahead_and_an_error_is_in_its_place() -> None:
+    seen: list[int] = []
+
+    def read() -> int:
+        if len(seen) == 7:
+            raise ShardError("nothing behind 7")
+        seen.append(len(seen))
+        return seen[-1]
+
+    ahead = ReadAhead(read, depth=3)
+    for taken in range(7):
+        deadline = time.monotonic() + 5
+        while len(seen) < min(taken + 3, 7) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert len(seen) == min(taken + 3, 7)
+        assert ahead.take() == taken
+    for _ in range(2):
+        with pytest.raises(ShardError, match="nothing behind 7"):
+            ahead.take()
+    assert ahead.close()
+
+
+def test_a_read_that_hangs_does_not_hang_the_end_nor_who_waits_for_it() -> None:
+    free = threading.Event()
+    ahead = ReadAhead(free.wait, depth=1)
+    threading.Timer(0.05, lambda: ahead.close(timeout_s=0)).start()
+    with pytest.raises(RuntimeError, match="close"):
+        ahead.take()
+    assert not ahead.close(timeout_s=0.01)
+    assert all(thread.daemon for thread in threads())
+    free.set()
+    assert ahead.close(timeout_s=5)
+
+
+def test_a_slow_disk_is_not_waited_for() -> None:
+    """A read takes 30 ms; computing, which takes 45, hides it."""
+    pause = 0.03
+    waits = {}
+    for depth in (0, 4):
+        ahead = ReadAhead(lambda: time.sleep(pause), depth) if depth else None
+        waits[depth] = 0.0
+        for index in range(12):
+            begin = time.perf_counter()
+            time.sleep(pause) if ahead is None else ahead.take()
+            waits[depth] += (time.perf_counter() - begin) * (index > 0)
+            time.sleep(1.5 * pause)
+        if ahead is not None:
+            ahead.close()
+    assert waits[4] < 0.3 * waits[0]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 50])
+def test_batches_states_and_digests_are_those_of_a_loader_without(data: Path, depth: int) -> None:
+    plain, ahead = loader(data, 0), loader(data, depth)
+    ours, theirs = iter(ahead), iter(plain)
+    assert ahead.state_dict() == plain.state_dict()
+    for _ in range(7):
+        assert torch.equal(take(ours), take(theirs))
+        assert ahead.state_dict() == plain.state_dict()
+        assert ahead.source_tokens == plain.source_tokens
+    digests = plain.take_digests()
+    assert ahead.take_digests() == digests and len(digests) == 3
+    samples = batches_of(data, size=6)
+    assert digests[:2] == [samples_digest(samples.next_batch()) for _ in range(2)]
+    ahead.close()
+
+
+def test_a_state_is_gone_on_from_exactly(data: Path) -> None:
+    ahead = loader(data, 4)
+    batches = iter(ahead)
+    first = take(batches)
+    copied = first.clone()
+    for _ in range(2):
+        take(batches)
+    state = ahead.state_dict()
+    after = [take(batches) for _ in range(3)]
+    assert torch.equal(first, copied), "what is read next is written elsewhere"
+    given = ahead.state_dict()  # torch's distributed checkpoint writes into what it is given
+    given["next_sample"], given["source_tokens"][0] = 6, 5
+    ahead.load_state_dict(state)  # back, in the middle of iterating, with more in the queue
+    assert ahead.state_dict() == state
+    with pytest.raises(UserError, match="seed is 9 in the checkpoint"):  # it stays where it was
+        ahead.load_state_dict(state | {"seed": 9})
+    for expected in after:
+        assert torch.equal(take(batches), expected)
+    other = loader(data, 2)
+    other.load_state_dict(state)
+    rest = iter(other)
+    assert torch.equal(take(rest), after[0])
+    assert len(threads()) == 2
+    rest.close()  # type: ignore[attr-defined]
+    assert len(threads()) == 1
+    # and closing goes back to what was taken
+    ahead.close()
+    assert not threads()
+    assert ahead.loader.state_dict() == ahead.state_dict()
+    reference = loader(data, 0)
+    reference.load_state_dict(ahead.state_dict())
+    assert torch.equal(take(batches), take(iter(reference)))
+    ahead.close()
+
+
+def test_damage_is_reported_when_its_batch_is_due(data: Path) -> None:
+    file = next(data.glob("*.bin"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # in the last block
+    file.write_bytes(content)
+    found = []
+    for depth in (0, 6):
+        batches = loader(data, depth)
+        iterator, taken = iter(batches), []
+        with pytest.raises(ShardError, match="damaged: 64-KiB block") as caught:
+            while len(taken) < 500:
+                taken.append(take(iterator))
+        assert not threads()
+        assert taken, "the first batch has the damage: choose another seed"
+        found.append((len(taken), str(caught.value), batches.state_dict()))
+        batches.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("depth", "expected"), [("8", True), ("0", False)])
+def test_a_job_reads_ahead_as_its_file_says(data: Path, depth: str, expected: bool) -> None:
+    words = ["--data.path", str(data.parent), "--data.read_ahead", depth]
+    batches = loader_of(parse_job(["--config", str(ROOT / "train_configs/debug.toml"), *words]))
+    assert not threads()  # nothing is read before the first batch is asked for
+    iterator = iter(batches)
+    inputs, _ = next(iterator)
+    assert inputs["input"].dtype == torch.int64 and inputs["input"].is_contiguous()
+    assert bool(threads()) == expected
+    del iterator
+    assert not threads()
+
+
+def test_a_read_that_hangs_holds_up_neither_the_last_checkpoint_nor_the_end_twice(
+    data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = loader(data, 3)
+    free, read = threading.Event(), batches.loader.next_batch
+    calls = iter(range(100))
+
+    def hang_at_the_third() -> Any:
+        if next(calls) == 2:
+            free.wait()
+        return read()
+
+    monkeypatch.setattr(batches.loader, "next_batch", hang_at_the_third)
+    steps = iter(batches)
+    for _ in range(2):
+        take(steps)
+    state = batches.state_dict()
+    begin = time.monotonic()
+    steps.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - begin < CLOSE_S / 2
+    assert not caplog.records
+    batches.close(timeout_s=0.01)
+    assert "0.01 s" in caplog.text and len(caplog.records) == 1
+    assert batches.state_dict() == state
+    free.set()
+    batches.close()
+    assert batches.loader.state_dict() == state
+
+
+# -- what ranks read at their start --------------------------------------------------------------
+
+
+def on_nodes(rank: int, ranks_per_node: int, folder: Path, log: Path | None = None) -> None:
+    """Put in by a rank before it starts: it is of node K, in whose `folder`/K it is, and writes
+    down what it opens, if anything is to be."""
+    node, local_rank = divmod(rank, ranks_per_node)
+    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
+    os.chdir(folder / str(node))
+    if log is None:
+        return
+    descriptor = os.open(f"{log}-{rank}", os.O_WRONLY | os.O_CREAT)
+
+    def hook(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "open" and isinstance(arguments[0], (str, os.PathLike)):
+            os.write(descriptor, f"{os.fspath(arguments[0])}\n".encode())
+
+    sys.addaudithook(hook)
+
+
+def test_small_files_are_read_once_a_node_or_once(data_folder: Path, tmp_path: Path) -> None:
+    """Two nodes of two ranks, each node a replica: a start, and a resume."""
+    run, log = tmp_path / "run", tmp_path / "opened"
+    for node in "01":
+        (tmp_path / node).mkdir()
+    words = ("--training.steps", 4, "--parallelism.data_parallel_replicate_degree", 2)
+    marks = {str(path) for path in data_folder.glob("*/part-*.json")}
+    manifests = {str(path) for path in data_folder.glob("*/manifest.json")}
+    assert len(marks) == len(manifests) == 2  # of train and validation
+    code = str(Path(canon_pretrain.__file__).parent / "core/files.py")
+    for name, more in (("start", ("--run.stop_at", 2)), ("resume", ())):
+        log = tmp_path / name
+        launch(
+            *(*debug_run(data_folder, run), *words, *more),
+            ranks=4,
+            output=tmp_path / "out",
+            before=on_nodes,
+            before_args=(2, tmp_path, log),
+        )
+        found = [Counter(Path(f"{log}-{rank}").read_text().splitlines()) for rank in range(4)]
+        for path in marks | manifests:
+            assert [count[path] for count in found] == [1, 0, 1, 0], path
+        assert [count[code] > 0 for count in found] == [True, False, False, False]  # to be hashed
+        assert [count[str(run / "config.json")] > 0 for count in found[1:]] == [False] * 3
+    checkpoint = run / "checkpoint" / "step-2"
+    # rank 0 opens it once to resume; its retention hashes it again, after the last save
+    assert [count[str(checkpoint / ".metadata")] > 0 for count in found] == [True] + [False] * 3
+    assert [count[str(checkpoint / "manifest.json")] for count in found[1:]] == [0, 0, 0]
+    shards = [str(path) for path in checkpoint.glob("*.distcp")]
+    assert all(any(count[path] for path in shards) for count in found)
+    assert [event["from_step"] for event in events(run, "resume")] == [2]
+
+
+def start_on_two_nodes(tmp_path: Path) -> Ended:
+    """A launch that reads ./data, which each of its two ranks has on a disk of its own."""
+    return launch(
+        *debug_run(Path("data"), tmp_path / "run"),
+        ranks=2,
+        output=tmp_path / "out",
+        check=False,
+        before=on_nodes,
+        before_args=(1, tmp_path),
+    )
+
+
+def test_a_node_with_other_data_is_named(tmp_path: Path) -> None:
+    write_data(tmp_path / "0" / "data")
+    shutil.copytree(tmp_path / "0" / "data", tmp_path / "1" / "data")
+    shutil.rmtree(tmp_path / "1" / "data" / "validation")
+    documents = token_documents(3, 8, length=200)
+    options: dict[str, Any] = {"vocab_size": 512, "eos_id": 2, "num_bytes": [600] * 8}
+    write_shards(tmp_path / "1" / "data" / "validation", documents, **options)
+    ended = start_on_two_nodes(tmp_path)
+    assert_failed(ended, 2)
+    assert ended.output.count("does not hold the same data on all nodes") == 1
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+def test_a_damaged_mark_on_one_node_ends_the_launch(tmp_path: Path) -> None:
+    write_data(tmp_path / "0" / "data")
+    shutil.copytree(tmp_path / "0" / "data", tmp_path / "1" / "data")
+    mark = tmp_path / "1" / "data" / "train" / "part-00000-0.json"
+    mark.write_text(mark.read_text().replace("}", " }"))
+    ended = start_on_two_nodes(tmp_path)
+    # the other node waits for this one until it is killed, as by srun
+    assert ended.codes[1] == 2 and ended.codes[0] < 0
+    assert ended.output.count("commit mark's hash does not fit") == 1

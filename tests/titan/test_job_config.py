@@ -12,9 +12,8 @@ import pytest
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import FLAVORS, ModelArgs
-from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.command_line import check_names, known_options, parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, Model, micro_batch_size, shard_degree
-from canon_pretrain.titan.key_names import check_names, known_options
 from tests.support import ROOT
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
@@ -110,25 +109,19 @@ def test_a_world_size_that_does_not_divide_names_the_ones_that_do() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--training.global_batch_size", "-1"], "global_batch_size = -1: set it in sequences"),
-        (["--training.steps", "0"], r"training\.steps = 0: expected at least 1"),
         (["--run.stop_at", "13"], r"run\.stop_at = 13: expected a step from 1 to .* = 12"),
         (["--lr_scheduler.warmup_steps", "13"], "warmup_steps = 13 is more than"),
         (["--parallelism.tensor_parallel_degree", "2"], "it shards with FSDP2 over the"),
         (["--parallelism.data_parallel_shard_degree", "2"], "this trainer does not have it"),
-        (["--parallelism.data_parallel_replicate_degree", "0"], "replicate_degree = 0: expected 1"),
-        (
-            ["--validation.dataset", "x"],
-            r"validation\.dataset = 'x': this trainer does not have it",
-        ),
+        (["--validation.dataset", "x"], r"validation\.dataset = 'x': this trainer does not"),
         (["--model.converters", "float8"], "this trainer does not have it"),
         (["--training.dataset", "c4"], "this trainer does not have it"),
         (["--checkpoint.last_save_model_only"], "this trainer does not have it"),
         (["--checkpoint.keep_latest_k", "1"], "keep_latest_k = 1: expected 0"),
         (["--checkpoint.no-enable", "--run.stop_at", "3"], "checkpoint.enable is false"),
-        (["--optimizer.lr", "nan"], "optimizer.lr = nan: expected a finite number"),
-        (["--lr_scheduler.warmup_steps", "-3"], "warmup_steps = -3: expected"),
-        (["--data.data_seed", "-1"], r"data_seed = -1: expected 0 to 2\*\*64 - 1"),
+        (["--validation.windows", "0"], "validation.windows = 0"),
+        (["--validation.steps", "5"], "validation.steps = 5: set validation.windows"),
+        (["--profiling.enable_profiling", "--profiling.profile_freq", "3"], "profile_freq = 3"),
         (["--model.name", "llama3"], "this trainer trains 'canon' only"),
         (["--model.canon_set", "ABE"], 'names the Canon site "E"; only A, B, C and D exist'),
         (["--model.flavor", "1b4"], '"1b4" is not known'),
@@ -147,24 +140,19 @@ def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "optimizer.beta1 nan",
-        "optimizer.beta1 -0.1",
-        "optimizer.beta2 1",
-        "comm.init_timeout_seconds 0",
-        "comm.train_timeout_seconds -5",
-        "comm.train_timeout_seconds 1000000000000000",
-        "training.gc_freq 0",
-        "training.steps 1000000000000000000000000000000",
-        "training.global_batch_size 1000000000000000000",
-        "checkpoint.max_held -3",
-        "run.heartbeat_s inf",
-        "run.heartbeat_s nan",
-        "run.heartbeat_s 0",
-        "activation_checkpoint.memory_budget 2",
-        "job.dump_folder ",
-        "job.dump_folder ~/x",
-        "job.dump_folder a\0b",
-        "checkpoint.folder ~me/x",
+        *("optimizer.lr nan", "optimizer.beta1 nan", "optimizer.beta1 -0.1", "optimizer.beta2 1"),
+        *("comm.init_timeout_seconds 0", "comm.train_timeout_seconds -5"),
+        *("comm.train_timeout_seconds 1000000000000000", "training.gc_freq 0"),
+        *("training.steps 0", "training.steps 1000000000000000000000000000000"),
+        *("training.global_batch_size -1", "training.global_batch_size 1000000000000000000"),
+        *("lr_scheduler.warmup_steps -3", "lr_scheduler.decay_steps 0"),
+        *("lr_scheduler.decay_ratio 0", "lr_scheduler.decay_ratio 1.01"),
+        *("lr_scheduler.decay_ratio nan", "loss.z_loss -1", "loss.squared_loss nan"),
+        *("loss.chunk_tokens -1", "parallelism.data_parallel_replicate_degree 0"),
+        *("data.data_seed -1", "validation.freq 0", "checkpoint.max_held -3"),
+        *("run.heartbeat_s inf", "run.heartbeat_s nan", "run.heartbeat_s 0"),
+        *("guards.outlier_sigma 0", "activation_checkpoint.memory_budget 2", "job.dump_folder "),
+        *("job.dump_folder ~/x", "job.dump_folder a\0b", "checkpoint.folder ~me/x"),
     ],
 )
 def test_a_value_outside_its_range_is_named(words: str) -> None:

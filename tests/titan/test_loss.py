@@ -124,18 +124,9 @@ def test_the_loss_compiles_with_its_terms(chunk_tokens: int) -> None:
         torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--loss.z_loss", "-1"], "loss.z_loss = -1.0: expected a finite number of at least 0"),
-        (["--loss.squared_loss", "nan"], "loss.squared_loss = nan"),
-        (["--loss.chunk_tokens", "-1"], "loss.chunk_tokens = -1: expected a number of tokens"),
-        (["--loss.z_loss", "1e-4", "--loss.squared_loss", "1e-4"], "two forms of one thing"),
-    ],
-)
-def test_what_is_no_coefficient_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        parse_job([*DEBUG, *words])
+def test_two_forms_of_one_thing_are_refused() -> None:
+    with pytest.raises(UserError, match="two forms of one thing"):
+        parse_job([*DEBUG, "--loss.z_loss", "1e-4", "--loss.squared_loss", "1e-4"])
 
 
 def test_it_is_part_of_what_a_run_is_and_was_off_before_it_had_a_name(tmp_path: Path) -> None:
@@ -147,12 +138,8 @@ def test_it_is_part_of_what_a_run_is_and_was_off_before_it_had_a_name(tmp_path: 
     assert check_identity(folder, run_identity(plain, "f"), []) == {}
     with pytest.raises(UserError, match="loss.z_loss: 0.0 -> 0.0001"):
         check_identity(folder, run_identity(z_loss, "f"), [])
+    # how many logits there are at a time is no part of a run
+    other = run_identity(parse_job([*DEBUG, "--loss.chunk_tokens", "0"]), "f")
+    assert check_identity(folder, other, []) == {}
     terms = {f"loss.{f.name}" for f in dataclasses.fields(Loss)} - {"loss.chunk_tokens"}
     assert terms <= run_identity(z_loss, "f").keys()
-
-
-def test_how_many_logits_stand_at_a_time_is_no_part_of_a_run(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.write_config({}, run_identity(parse_job(DEBUG), "f"))
-    other = parse_job([*DEBUG, "--loss.chunk_tokens", "0"])
-    assert check_identity(folder, run_identity(other, "f"), []) == {}

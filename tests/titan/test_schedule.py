@@ -13,7 +13,7 @@ from canon_pretrain.run.config import build
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_checks import check_job
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.schedule import build_schedule, learning_rate_factor
+from canon_pretrain.titan.spec import build_schedule, learning_rate_factor
 from tests.support import ROOT
 
 STEPS, WARMUP, FLOOR = 20, 3, 0.1
@@ -169,13 +169,9 @@ def test_a_run_prolonged_while_its_rate_is_stable_is_the_longer_run() -> None:
     [
         ({"decay_steps": 5, "decay_ratio": 0.1}, "unset decay_ratio"),
         ({"decay_steps": 5, "total_steps": 30}, "unset decay_ratio and total_steps"),
-        ({"decay_steps": 0}, "decay_steps = 0: expected >= 1"),
         ({"warmup_steps": 21}, "warmup_steps = 21 is more than training.steps = 20"),
         ({"warmup_steps": 31, "total_steps": 30}, "warmup_steps = 31 is more than total_steps"),
         ({"total_steps": 19}, "total_steps = 19 is less than training.steps = 20"),
-        ({"decay_ratio": 0}, "decay_ratio = 0: expected .* more than 0 and at most 1"),
-        ({"decay_ratio": 1.01}, "decay_ratio = 1.01: expected"),
-        ({"decay_ratio": math.nan}, "decay_ratio = nan: expected"),
         ({"decay_ratio": 0.9}, r"warm-up of 3 steps and a decay of 18 .* training.steps = 20"),
         ({"decay_ratio": 0.95, "total_steps": 40}, "warm-up of 3 steps and a decay of 38"),
     ],

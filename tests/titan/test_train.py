@@ -15,7 +15,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.data import build_dataloader
+from canon_pretrain.titan.data import build_dataloader, open_shards
 from canon_pretrain.train import main
 from tests.ranks import differences, events, flat, launch, whole_state
 from tests.support import ROOT, Runs, debug_run, train
@@ -166,18 +166,12 @@ def test_losses_are_the_golden_ones(runs: Runs) -> None:
     assert curve(runs.straight, "grad_norm") == pytest.approx(golden["grad_norm"], rel=1e-3)
 
 
-def test_the_model_learns(runs: Runs) -> None:
+def test_the_model_learns_on_counted_tokens_by_the_schedule_of_all_steps(runs: Runs) -> None:
+    """Warm-up (i + 1) / 4, then cosine to 10 % over all 12 steps, though stopped at 5."""
     losses = curve(runs.straight, "loss")
     assert losses[0] == pytest.approx(6.238, abs=0.05)  # ln 512: nothing is known yet
     assert losses[-1] < losses[0] - 0.3
-
-
-def test_tokens_are_counted_over_all_ranks(runs: Runs) -> None:
     assert curve(runs.straight, "tokens") == [12 * 64 * step for step in range(1, STEPS + 1)]
-
-
-def test_the_schedule_is_that_of_training_steps_though_stopped(runs: Runs) -> None:
-    """Warm-up (i + 1) / 4, then cosine to 10 % over all 12 steps."""
     rates = curve(runs.resumed, "lr")
     assert rates[:4] == pytest.approx([3e-3 * k / 4 for k in (1, 2, 3, 4)])
     assert rates[4] == pytest.approx(3e-3)
@@ -302,7 +296,10 @@ def test_the_trainers_batches_are_the_same_at_every_world_size(data_folder: Path
     steps = {}
     for world_size in (1, 2, 3, 4):
         size = job.training.local_batch_size = 2 if world_size == 3 else 3
-        ranks = [iter(build_dataloader(world_size, rank, None, job)) for rank in range(world_size)]
+        ranks = [
+            iter(build_dataloader(world_size, rank, None, job, data=open_shards(job)))
+            for rank in range(world_size)
+        ]
         rounds = 12 // (world_size * size)
         steps[world_size] = []
         for _ in range(10):
@@ -327,16 +324,6 @@ def exits_with_2(argv: list[object], capsys: pytest.CaptureFixture[str]) -> str:
     return message
 
 
-def test_shards_of_another_vocabulary(
-    data_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = [*debug_run(data_folder, tmp_path / "run"), "--model.vocab_size", 100]
-    message = exits_with_2(argv, capsys)
-    assert "model.vocab_size = 100" in message
-    assert "512" in message
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_missing_and_a_damaged_shard_folder(
     data_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,8 +338,9 @@ def test_a_missing_and_a_damaged_shard_folder(
     assert "part-00000-0.bin" in message
     assert "5 bytes, expected" in message
     assert not run.exists()
-    argv = [*debug_run(data_folder, run), "--training.seq_len", 1_000_000]
-    assert "fewer than one window" in exits_with_2(argv, capsys)
+    argv = [*debug_run(data_folder, run), "--model.vocab_size", 100]
+    assert "model.vocab_size = 100" in exits_with_2(argv, capsys)
+    assert not run.exists()
     config = ROOT / "train_configs" / "debug.toml"
     assert "data.path is not set" in exits_with_2(["--config", config], capsys)
 
@@ -411,10 +399,10 @@ def test_a_launch_that_does_not_fit_exits_with_2(
     monkeypatch.setenv("MASTER_PORT", "abc")
     assert "MASTER_PORT = 'abc'" in exits_with_2(argv, capsys)
     monkeypatch.setenv("MASTER_PORT", "0")
-    monkeypatch.setattr("canon_pretrain.titan.environment.has_accelerator", lambda: True)
-    monkeypatch.setattr("canon_pretrain.titan.environment.device_count", lambda: 4)
+    monkeypatch.setattr("canon_pretrain.titan.device.has_accelerator", lambda: True)
+    monkeypatch.setattr("canon_pretrain.titan.device.device_count", lambda: 4)
     assert "5 ranks on this node, but 4 GPU(s)" in exits_with_2(argv, capsys)
-    monkeypatch.setattr("canon_pretrain.titan.environment.device_count", lambda: 8)
+    monkeypatch.setattr("canon_pretrain.titan.device.device_count", lambda: 8)
     monkeypatch.setattr("canon_pretrain.train.take_device", lambda: None)
     message = exits_with_2(argv, capsys)
     assert "World sizes that divide it: 1, 2, 3, 4, 6, 12" in message

@@ -16,19 +16,19 @@ from torch._dynamo.testing import CompileCounter
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.held_out import allot, count_windows, windows
-from canon_pretrain.data.mixture import Mixture, exact_weight
+from canon_pretrain.data.mixture import exact_weight
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.config import Data, build, read_experiment
+from canon_pretrain.run.config import Data, build, read_experiment, valid_world_sizes
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, valid_world_sizes
+from canon_pretrain.titan.data import open_data
+from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.validation import (
     CanonValidator,
     num_windows,
-    settle_validation,
     stands_in_log,
 )
 from eval.model.lm import CanonLM
@@ -45,6 +45,10 @@ def debug_job(**data: Any) -> CanonJobConfig:
     job = parse_job(["--config", str(ROOT / "train_configs" / "debug.toml")])
     job.data = Data(**data)
     return job
+
+
+def validator_of(job: CanonJobConfig, rank: int = 0, world_size: int = 1) -> CanonValidator:
+    return CanonValidator(job, open_data(job).held_out, rank, world_size)
 
 
 def forget_validation(run: Path) -> None:
@@ -167,16 +171,16 @@ def test_a_mixture_by_source_against_float64(
         )
     job = debug_job(paths=[str(data_folder), str(other)], weights=[3.0, 1.0])
     job.validation.windows, job.training.local_batch_size = 8, 3
-    notices, held_out = settle_validation(job)
-    assert notices == [] and job.validation.enable is True
+    opened = open_data(job)
+    assert opened.notices == [] and job.validation.enable is True
     with TokenShards.open(data_folder / "validation") as own:
         with TokenShards.open(other / "validation") as others:
             both = f"{own.fingerprint}+{others.fingerprint}"
-    assert held_out == {"held_out_fingerprint": both}
+    assert opened.identity == {"held_out_fingerprint": both}
     model = Transformer(job.model_args)
     model.init_weights()
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    validators = [CanonValidator(job, rank=rank, world_size=2) for rank in (0, 1)]
+    validators = [validator_of(job, rank, 2) for rank in (0, 1)]
     assert {v.num_passes for v in validators} == {2}  # 8 windows in passes of 2 x 3
     shares = [validator.measure(model) for validator in validators]
     sums = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(*shares, strict=True)]
@@ -216,7 +220,7 @@ def test_weights_that_are_not_finite_are_reported(
     with torch.no_grad():
         model.tok_embeddings.weight.fill_(math.nan)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    fields = CanonValidator(job, rank=0, world_size=1).validate([model], 12)
+    fields = validator_of(job).validate([model], 12)
     assert math.isnan(fields["loss"])
     json.dumps(fields["sources"], allow_nan=False)
     assert next(iter(fields["sources"].values()))["loss"] == "NaN"
@@ -267,7 +271,7 @@ def test_compiled_blocks_are_compiled_for_one_shape_and_once_more(
     for name, block in model.layers.named_children():
         model.layers.register_module(name, torch.compile(block, backend=counter, fullgraph=True))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    validator = CanonValidator(job, rank=0, world_size=1)
+    validator = validator_of(job)
     assert validator.num_passes == 2
     tokens = torch.zeros((4, 64), dtype=torch.int64)
     model(tokens).sum().backward()
@@ -307,12 +311,13 @@ def test_data_without_a_held_out_part(data_folder: Path, tmp_path: Path) -> None
     job = debug_job(path=str(bare))
     job.validation.enable = True
     with pytest.raises(UserError, match="has no held-out part.*--holdout.*validation.path"):
-        settle_validation(job)
+        open_data(job)
     job = debug_job(paths=[str(bare), str(data_folder)], weights=[1.0, 1.0])
-    (notice,), held_out = settle_validation(job)
-    assert held_out["held_out_fingerprint"].startswith("none+")
+    opened = open_data(job)
+    (notice,) = opened.notices
+    assert opened.identity["held_out_fingerprint"].startswith("none+")
     assert job.validation.enable and str(bare) in notice and str(data_folder) not in notice
-    assert CanonValidator(job, rank=0, world_size=1).names == [data_folder.name]
+    assert CanonValidator(job, opened.held_out, 0, 1).names == [data_folder.name]
 
 
 def test_a_damaged_held_out_part_is_refused_before_anything_is_built(
@@ -324,14 +329,13 @@ def test_a_damaged_held_out_part_is_refused_before_anything_is_built(
     flip(part)
     job = debug_job(path=str(data))
     job.validation.windows = -1
-    settle_validation(job)
     with pytest.raises(UserError, match="part-00000-0"):
-        CanonValidator(job, rank=0, world_size=1)
+        validator_of(job)
     part.unlink()
     with pytest.raises(UserError, match="is missing.*--validation.enable False turns it off"):
-        settle_validation(debug_job(path=str(data)))
+        open_data(debug_job(path=str(data)))
     job.validation.enable = False
-    assert settle_validation(job) == ([], {})
+    assert (open_data(job).held_out, open_data(job).identity) == ([], {})
 
 
 def test_validation_path_keeps_a_held_out_loss_of_the_whole_stream(
@@ -346,19 +350,18 @@ def test_validation_path_keeps_a_held_out_loss_of_the_whole_stream(
     for folder, split in zip(apart.values(), ("validation", "train"), strict=True):
         job = debug_job(path=str(bare))
         job.validation = dataclasses.replace(job.validation, path=str(folder))
-        with Mixture.open([bare]) as training, TokenShards.open(folder / split) as text:
-            notices, held_out = settle_validation(job, training)
-            assert notices == [] and job.validation.enable is True
-            assert held_out == {"held_out_fingerprint": text.fingerprint}
-            validator = CanonValidator(job, rank=0, world_size=1)
-            assert validator.names == [folder.name]
-            job.validation.path = str(bare)
-            with pytest.raises(UserError, match="text that is trained on"):
-                settle_validation(job, training)
+        with TokenShards.open(folder / split) as text:
+            opened = open_data(job)
+            assert opened.notices == [] and job.validation.enable is True
+            assert opened.identity == {"held_out_fingerprint": text.fingerprint}
+            assert validator_of(job).names == [folder.name]
+        job.validation.path = str(bare)
+        with pytest.raises(UserError, match="text that is trained on"):
+            open_data(job)
     write_more(tmp_path / "foreign" / "train", seed=9, tokenizer_sha256="f" * 64)
     job.validation.path = str(tmp_path / "foreign")
-    with Mixture.open([bare]) as training, pytest.raises(UserError, match="another tokenizer"):
-        settle_validation(job, training)
+    with pytest.raises(UserError, match="another tokenizer"):
+        open_data(job)
 
 
 def write_more(folder: Path, *, seed: int, tokenizer_sha256: str = "") -> None:
@@ -412,20 +415,6 @@ def test_a_run_without_the_record_is_read_and_noted(data_folder: Path, tmp_path:
     ended = launch(*words, "--run.stop_at", 3, ranks=1, output=tmp_path / "out")
     assert ended.output.count("held_out_fingerprint: not recorded -> ") == 1
     assert RunFolder(run).read_config()["identity"]["held_out_fingerprint"] == known
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--validation.windows 0", "validation.windows = 0"),
-        ("--validation.freq 0", "validation.freq = 0"),
-        ("--validation.steps 5", "validation.steps = 5: set validation.windows"),
-        ("--profiling.enable_profiling --profiling.profile_freq 3", "profile_freq = 3"),
-    ],
-)
-def test_what_cannot_be_asked(words: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        parse_job(["--config", str(ROOT / "train_configs" / "debug.toml"), *words.split()])
 
 
 def test_a_validation_that_was_undone_is_taken_again(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_the_first_step_is_that_of_the_whole_model_on_the_whole_batch(
     model = Transformer(job.model_args)
     model.init_weights()
     job.training.local_batch_size = job.training.global_batch_size
-    inputs, labels = next(iter(build_dataloader(1, 0, None, job)))
+    inputs, labels = next(iter(build_dataloader(1, 0, None, job, data=open_shards(job))))
     tokens = inputs["input"]
     assert len({int(row.eq(EOS_ID).sum()) for row in tokens}) > 1  # some hold a boundary
     logits = model(tokens).double()

@@ -13,8 +13,8 @@ import torch
 
 from canon_pretrain import train
 from canon_pretrain.core.cli import available_cores
-from canon_pretrain.titan import environment
-from canon_pretrain.titan.environment import prepare_process
+from canon_pretrain.titan import device
+from canon_pretrain.titan.device import prepare_process
 from tests.support import ROOT
 
 STAND_IN = """
@@ -76,10 +76,10 @@ def test_a_rank_takes_its_gpu_before_anything_else(
     """A context on GPU 0 by each of 8 ranks would take about 4 GB of it."""
     done: list[object] = []
     monkeypatch.setenv("NUMA_BINDING", binding)
-    monkeypatch.setattr(environment, "near_cores", lambda gpu: {gpu, 100 + gpu})
-    monkeypatch.setattr(environment, "run_on", done.append)
-    monkeypatch.setattr(environment, "has_accelerator", lambda: True)
-    monkeypatch.setattr(environment, "device_count", lambda: 8)
+    monkeypatch.setattr(device, "near_cores", lambda gpu: {gpu, 100 + gpu})
+    monkeypatch.setattr(device, "run_on", done.append)
+    monkeypatch.setattr(device, "has_accelerator", lambda: True)
+    monkeypatch.setattr(device, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
     monkeypatch.setattr(train, "_run", lambda *_, **__: done.append("run"))
     values = {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
@@ -99,9 +99,9 @@ def test_all_threads_stay_on_the_cores_that_they_may_use() -> None:
     try:
         assert other.native_id is not None
         one = max(before)
-        environment.run_on({one, 100_000})
+        device.run_on({one, 100_000})
         assert os.sched_getaffinity(0) == os.sched_getaffinity(other.native_id) == {one}
-        environment.run_on({100_000})
+        device.run_on({100_000})
         assert os.sched_getaffinity(0) == {one}
     finally:
         end.set()
