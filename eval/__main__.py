@@ -28,7 +28,7 @@ COMMANDS = {
         "evaluate checkpoints as they come, by Slurm jobs or here",
     ),
     "report": (
-        "canon_pretrain.report.eval_report_command",
+        "canon_pretrain.report.eval_report",
         "curves, scores and verdicts of runs as one HTML page",
     ),
     "compare": (

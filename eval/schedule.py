@@ -31,7 +31,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
 from canon_pretrain.data.held_out import open_apart
-from canon_pretrain.report.evaluations import is_outdated
+from canon_pretrain.report.record import is_outdated
 from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.results import RESULTS, read_results
 from eval.run_command import add_how

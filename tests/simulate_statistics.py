@@ -23,8 +23,7 @@ from scipy import stats
 
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.report.decide import ALPHA, detectable, holm, two_sided_p
-from canon_pretrain.report.noise import mean_variance
-from canon_pretrain.report.pair import Answers, Paired, paired
+from canon_pretrain.report.noise import Answers, Paired, mean_variance, paired
 from canon_pretrain.report.seeds import (
     OTHER_DISCRIMINATIVE,
     OTHER_GENERATIVE,

@@ -1,19 +1,19 @@
-"""What a set of runs says about architectures, as one JSON value.
+"""What a set of runs says about architectures, as one JSON value. No torch.
 
-The report shows it (eval/report); `python -m eval compare` shows a part of it. From runs as read:
-architectures.py groups them, verdicts.py judges the pairs, tables.py lists the scores. No torch.
+architectures.py groups the runs, verdicts.py judges the pairs, score_tables.py lists the scores.
+`eval report` shows all of it, `eval compare` a part.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.report.architectures import Architecture, Choice, architectures, choose
 from canon_pretrain.report.decide import ALPHA, POWER
-from canon_pretrain.report.evaluations import Run
+from canon_pretrain.report.evaluations import evaluations_of, steps_shown, suites_of
 from canon_pretrain.report.measure import Measure, Options, Side
+from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.score_tables import (
     BEST_OF_WORDS,
     best_of,
@@ -22,49 +22,37 @@ from canon_pretrain.report.score_tables import (
     every_run,
     suite_step,
 )
-from canon_pretrain.report.standing import steps_shown, suites_of
-from canon_pretrain.report.verdicts import held_out_words, verdicts
+from canon_pretrain.report.verdicts import family, held_out_words, verdicts
 
 VERSION = 1
+DEFAULT = Options()
 
 
 def comparison_content(
-    runs: Sequence[Run],
-    *,
-    baseline: str | None = None,
-    seed_sigma: Mapping[str, float] | None = None,
-    own_noise_only: bool = False,
-    step: int | None = None,
-    suites: Sequence[str] | None = None,
+    runs: Sequence[RunRecord], baseline: str | None = None, options: Options = DEFAULT
 ) -> dict[str, Any]:
-    """Architectures, verdicts of each against the baseline, and tables; JSON values only.
+    """Return architectures, verdicts of each against the baseline, and tables; JSON values only.
 
-    `baseline`: the label of an architecture or of one of its runs; default: the first run's. See
-    `measure.Options` for the rest. Raises UserError for a baseline or a task of `seed_sigma` that
-    is not there; what cannot be compared is listed with its reason instead.
+    `baseline`: the label of an architecture or of one of its runs; default: the first run's. Raises
+    UserError for a baseline or a task of `seed_sigma` that is not there; what cannot be compared is
+    listed with its reason instead.
     """
-    options = Options(seed_sigma or {}, own_noise_only, step, suites)
     check_seed_sigma(runs, options)
     found = architectures(runs)
     choices = {each.label: choose(each) for each in found}
     measure = Measure([recipe for each in found for recipe in each.recipes], options)
     base = _baseline(found, baseline)
-    sides = {
-        label: Side(label, choice.recipe.runs) for label, choice in choices.items() if choice.recipe
-    }
-    pairs = [
-        (side, sides[base.label])
-        for label, side in sides.items()
-        if base and base.label in sides and label != base.label
-    ]
+    label = base.label if base else None
+    sides = {x: Side(x, choice.recipe.runs) for x, choice in choices.items() if choice.recipe}
+    pairs = [(side, sides[label]) for x, side in sides.items() if label in sides and x != label]
     rows, refused, notes = verdicts(measure, pairs)
     shown = {
         each.label: recipe.runs if (recipe := choices[each.label].recipe) else each.runs
         for each in found
     }
     steps = {
-        suite: steps_shown(shown, base.label if base else None, suite, step)
-        for suite in suites_of(runs, suites)
+        suite: steps_shown(shown, label, suite, options.step)
+        for suite in suites_of(runs, options.suites)
     }
     for row in rows:
         row["suite_step"] = suite_step(steps[row["suite"]])
@@ -72,7 +60,7 @@ def comparison_content(
         "version": VERSION,
         "alpha": ALPHA,
         "power": POWER,
-        "baseline": base.label if base else None,
+        "baseline": label,
         "architectures": [_architecture(each, choices[each.label]) for each in found],
         "selection": [row for each in found for row in _selection(each, choices[each.label])],
         "selection_words": _selection_words(found, choices),
@@ -87,48 +75,14 @@ def comparison_content(
         "every_run": every_run(found, measure, steps),
         "best_of": best_of(found, measure, steps),
         "best_of_words": BEST_OF_WORDS,
-        "chosen": chosen(found, choices, measure, steps),
-        "notes": [
-            *_notes(runs, found, base),
-            *differing_steps(found, measure, steps),
-            *notes,
-        ],
+        "chosen": chosen(choices, measure, steps),
+        "notes": [*_notes(runs, found, base), *differing_steps(found, measure, steps), *notes],
     }
     return finite(content)
 
 
-def family(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The tests; those of a suite share one error rate, which Holm's correction keeps."""
-    judged = [row for row in rows if row["p"] is not None]
-    names = ("suite", "task", "metric")
-    asked = {tuple(row[name] for name in names): None for row in judged}
-    suites = Counter(row["suite"] for row in judged)
-    pairs = {(row["architecture"], row["baseline"]): None for row in judged}
-    words = "no test could be made"
-    if judged:
-        left = len(rows) - len(judged)
-        words = (
-            ", ".join(f"{suite} {_count(count, 'test')}" for suite, count in suites.items())
-            + f": {_count(len(pairs), 'pair')} with the baseline. A suite is a family: the chance "
-            f"of one wrong verdict or more in it is at most {100 * ALPHA:g} % (Holm; half of it is "
-            "that of the mean of its tasks)"
-            + (f"; {left} more could not be judged" if left else "")
-        )
-    return {
-        "tests": len(judged),
-        "suites": dict(suites),
-        "tasks": [dict(zip(names, each, strict=True)) for each in asked],
-        "pairs": [list(pair) for pair in pairs],
-        "words": words,
-    }
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def finite(value: Any) -> Any:
-    """`value` with None for floats that JSON does not have."""
+    """Return `value` with None for floats that JSON does not have."""
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -136,19 +90,18 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_seed_sigma(runs: Sequence[Run], options: Options) -> None:
-    """Raise UserError where a seed noise is given for what no run was asked, or is no such."""
+def check_seed_sigma(runs: Sequence[RunRecord], options: Options) -> None:
+    """Raise UserError for a seed noise of what no run was asked, or that is not above 0."""
     tasks: dict[str, None] = {}
     for run in runs:
-        for results in run.evaluations:
-            for task, metrics in results.scores.items():
+        for each in evaluations_of(run):
+            for task, metrics in each.results.scores.items():
                 tasks |= dict.fromkeys([task, *(f"{task}:{metric}" for metric in metrics)])
     for name, sigma in options.seed_sigma.items():
         if name not in tasks:
-            near = nearest(name, list(tasks))
             raise UserError(
-                f"--seed_sigma {name}={sigma:g}: no run has such a task or TASK:METRIC"
-                + (f"; did you mean {near!r}?" if near else "")
+                f"--seed_sigma {name}={sigma:g}: no run has such a task or TASK:METRIC."
+                f"{suggestion(name, tasks)}"
             )
         if not (math.isfinite(sigma) and sigma > 0):
             raise UserError(f"--seed_sigma {name}={sigma:g}: expected a number above 0")
@@ -199,25 +152,22 @@ def _selection(each: Architecture, choice: Choice) -> list[dict[str, Any]]:
 
 
 def _selection_words(found: Sequence[Architecture], choices: Mapping[str, Choice]) -> str:
-    several = [each for each in found if len(each.recipes) > 1]
+    several = [each.label for each in found if len(each.recipes) > 1]
     if not several:
         return "Every architecture has one learning rate: nothing was chosen."
-    each_words = "; ".join(f"{each.label}: {choices[each.label].words}" for each in several)
+    each_words = "; ".join(f"{label}: {choices[label].words}" for label in several)
+    words = f"One learning rate each, never chosen by the scores compared. {each_words}."
     tried = sorted({len(each.recipes) for each in found})
-    more = ""
     if len(tried) > 1:
-        more = (
+        words += (
             f" Architectures were tried at {tried[0]} to {tried[-1]} learning rates: the best of "
-            "more of them is better by luck alone where lucky seeds have lower losses too."
+            "more of them is better by luck alone if lucky seeds have lower losses too."
         )
-    return (
-        f"One learning rate an architecture, never chosen by the scores compared. {each_words}."
-        + more
-    )
+    return words
 
 
 def _notes(
-    runs: Sequence[Run], found: Sequence[Architecture], base: Architecture | None
+    runs: Sequence[RunRecord], found: Sequence[Architecture], base: Architecture | None
 ) -> list[str]:
     notes = []
     if len(found) == 1:
@@ -227,11 +177,8 @@ def _notes(
         notes.append(
             f"{', '.join(repeats)}: the seeds of another run here, so no further seed; not used."
         )
-    trials = [
-        run.label
-        for run in runs
-        if run.evaluations and all(r.asked["limit"] is not None for r in run.evaluations)
-    ]
+    limits = {run.label: [each.limit for each in evaluations_of(run)] for run in runs}
+    trials = [label for label, cut in limits.items() if cut and None not in cut]
     if trials:
         notes.append(f"{', '.join(trials)}: only results with --limit, which are not results.")
     if base and choose(base).recipe is None and len(found) > 1:

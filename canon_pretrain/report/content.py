@@ -1,117 +1,113 @@
-"""What the report says, as one JSON value: report.json is it, the page and the Markdown show it.
+"""The content of a report as one JSON value: report.json is it, the page and the Markdown show it.
 
-Numbers are unrounded here; `page.py` formats them. No torch.
+Numbers are unrounded; words.py formats them. No torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.text import printable
 from canon_pretrain.model.args import ModelArgs, num_parameters
-from canon_pretrain.report.evaluations import Run, suite_order
-from canon_pretrain.report.lengths import length_figures
-from canon_pretrain.report.over_steps import held_out_curves, score_curves, tokens_at
+from canon_pretrain.report.evaluations import (
+    Evaluation,
+    differences,
+    evaluations_of,
+    suite_order,
+    tokens_at,
+)
+from canon_pretrain.report.figures import (
+    CURVES,
+    held_out_curves,
+    late_loss,
+    length_figures,
+    score_curves,
+    training_curve,
+)
 from canon_pretrain.report.published import anchors
+from canon_pretrain.report.record import RunRecord, differing, in_turn, is_outdated
 from canon_pretrain.report.score_tables import suite_step
-from canon_pretrain.report.suite_tables import suites_content
-from canon_pretrain.report.training_curves import CURVES, late_loss, line, points_a_line
-from canon_pretrain.report.verdict_summary import entries, verdict_summary
+from canon_pretrain.report.verdicts import verdict_summary
+from canon_pretrain.run.log import json_value
 
 VERSION = 2
+MAX_DIFFERENCES = 5
+"""Sentences at most on how the questions of one suite differ."""
+MAX_NAMED = 6
+"""Runs at most that a sentence names one by one."""
 
 
-def report_content(runs: Sequence[Run], comparison: dict[str, Any]) -> dict[str, Any]:
-    """Everything that the report shows of `runs`, JSON values only.
+def report_content(runs: Sequence[RunRecord], comparison: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that the report shows of `runs`, JSON values only.
 
-    `comparison` is the value of `canon_pretrain.report.comparison.comparison_content`.
+    `comparison` is the value of comparison.comparison_content.
     """
     comparison = {name: _in_order(value) for name, value in comparison.items()}
-    most = points_a_line(len(runs) * len(CURVES))
-    steps = comparison["steps"]
-    suites = suites_content(runs, {suite: suite_step(shown) for suite, shown in steps.items()})
+    steps = {suite: suite_step(shown) for suite, shown in comparison["steps"].items()}
+    names = {each.suite for run in runs for each in evaluations_of(run)}
+    suites = [_suite(name, runs, steps.get(name)) for name in sorted(names, key=suite_order)]
+    # an architecture is drawn by the runs of its chosen learning rate; else by all
+    lines = {
+        each["label"]: tuple((each["chosen"] or each)["runs"])
+        for each in comparison["architectures"]
+    }
+    baseline = lines[comparison["baseline"]] if len(lines) > 1 else ()
     return {
         "version": VERSION,
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
         "warnings": _data_warnings(runs) + [line for run in runs for line in run.left_out],
         "comparison": comparison,
-        "verdicts": verdict_summary(comparison),
+        "verdicts": verdict_summary(comparison["pairs"], comparison["refused"]),
         "anchors": anchors((r["task"], r["metric"]) for suite in suites for r in suite["rows"]),
-        "held_out": held_out_curves(runs, entries(comparison)),
+        "held_out": held_out_curves(runs, lines),
         "score_curves": score_curves(runs),
-        "lengths": length_figures(runs, entries(comparison), steps),
-        "runs": [_run_content(run) for run in runs],
-        "differing_settings": _differing_settings(runs),
-        "curves": [
-            {
-                **asdict(curve),
-                "lines": [{"run": run.label, **line(run.steps, curve.field, most)} for run in runs],
-            }
-            for curve in CURVES
-        ],
-        "late_loss": late_loss(
-            [(run.label, run.steps) for run in runs], _baseline_runs(comparison)
-        ),
+        "lengths": length_figures(runs, lines, comparison["steps"]),
+        "runs": [_run(run) for run in runs],
+        "differing_settings": differing(runs),
+        "curves": [training_curve(runs, curve) for curve in CURVES],
+        "late_loss": late_loss(runs, baseline),
         "suites": suites,
         "without_evaluations": [run.label for run in runs if not run.evaluations],
     }
 
 
-def _baseline_runs(comparison: dict[str, Any]) -> Sequence[str]:
-    """The runs of the baseline whose losses the others' are compared with; none if it is alone."""
-    if len(comparison["architectures"]) < 2:
-        return []
-    return next(each.runs for each in entries(comparison) if each.label == comparison["baseline"])
-
-
 def _in_order(value: Any) -> Any:
-    """The rows of a table by suite, otherwise as they were; what is no table of tasks as it is."""
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(x, dict) and "suite" in x for x in value)
-    ):
-        return sorted(value, key=lambda row: suite_order(row["suite"]))
-    return value
+    """The rows of a table by suite; anything else as it is."""
+    is_table = isinstance(value, list) and all(isinstance(x, dict) and "suite" in x for x in value)
+    return sorted(value, key=lambda row: suite_order(row["suite"])) if is_table else value
 
 
-def _data_warnings(runs: Sequence[Run]) -> list[str]:
-    """A sentence where the runs did not learn from the same data."""
-    fingerprints = [str(run.identity.get("data_fingerprint")) for run in runs]
-    if len(set(fingerprints)) < 2:
+def _data_warnings(runs: Sequence[RunRecord]) -> list[str]:
+    data = [str(run.identity.get("data_fingerprint")) for run in runs]
+    if len(set(data)) < 2:
         return []
-    each = "; ".join(
-        f"{run.label}: {fingerprint[:12]}"
-        for run, fingerprint in zip(runs, fingerprints, strict=True)
-    )
+    each = "; ".join(f"{run.label}: {x[:12]}" for run, x in zip(runs, data, strict=True))
     return [
         f"These runs were trained on different data ({each}). A difference between their curves "
         "or scores may come from the data as well as from the model."
     ]
 
 
-def _run_content(run: Run) -> dict[str, Any]:
+def _run(run: RunRecord) -> dict[str, Any]:
     """The header of one run: raw facts."""
-    identity, launches = run.identity, run.launches
-    job = run.config.get("config", {}).get("job", {})
-    model = {
-        name.removeprefix("model."): value
-        for name, value in identity.items()
-        if name.startswith("model.")
-    }
-    last = run.steps[-1] if run.steps else {"tokens": 0}
+    identity, heads, failure = run.identity, run.heads, run.failure
+    prefix = "model."
+    model = {k.removeprefix(prefix): v for k, v in identity.items() if k.startswith(prefix)}
+    try:
+        parameters = num_parameters(ModelArgs(**model))
+    except (TypeError, UserError):  # another version recorded other fields than ours
+        parameters = None
     return {
         "label": run.label,
         "folder": printable(str(run.folder.path)),
-        "description": printable(str(job.get("description") or "")),
+        "description": printable(str(run.config.get("job", {}).get("description") or "")),
         "state": _state(run),
-        "failure": run.failure[1] if run.failure else None,
-        "step": run.failure[0] if run.failure else _current_step(run),
+        "failure": failure[1] if failure else None,
+        "step": failure[0] if failure else _current_step(run),
         "total_steps": identity.get("training.steps"),
-        "tokens": last["tokens"],
-        "num_parameters": _num_parameters(model),
-        "flavor": run.config.get("config", {}).get("model", {}).get("flavor"),
+        "tokens": run.steps[-1]["tokens"] if run.steps else 0,
+        "num_parameters": parameters,
+        "flavor": run.config.get("model", {}).get("flavor"),
         "model": model,
         "optimizer": identity.get("optimizer.name"),
         "learning_rate": identity.get("optimizer.lr"),
@@ -121,67 +117,132 @@ def _run_content(run: Run) -> dict[str, Any]:
         "data_fingerprint": identity.get("data_fingerprint"),
         "data_seed": identity.get("data.data_seed"),
         "init_seed": identity.get("model.init_seed"),
-        "world_sizes": _in_turn([event.get("world_size") for event in launches]),
-        "torch": _in_turn([event.get("torch") for event in launches]),
-        "torchtitan": _in_turn([event.get("torchtitan") for event in launches]),
+        "world_sizes": in_turn(event.get("world_size") for event in heads),
+        "torch": in_turn(event.get("torch") for event in heads),
+        "torchtitan": in_turn(event.get("torchtitan") for event in heads),
         "first_event": run.events[0].get("time") if run.events else None,
         "last_event": run.events[-1].get("time") if run.events else None,
-        "restarts": _restarts(run),
+        "restarts": [
+            {
+                "from_step": event["from_step"],
+                "tokens": tokens_at(run, event["from_step"]),
+                "world_size": event.get("world_size"),
+                "time": event.get("time"),
+            }
+            for event in heads
+            if event["event"] == "resume"
+        ],
     }
 
 
-def _num_parameters(model: dict[str, Any]) -> int | None:
-    """N of the recorded model; None where another version recorded other fields than ours."""
-    try:
-        return num_parameters(ModelArgs(**model))
-    except (TypeError, UserError):
-        return None
-
-
-def _in_turn(values: Sequence[Any]) -> list[Any]:
-    """`values` without those that repeat the one before, and without None."""
-    known = [value for value in values if value is not None]
-    return [value for k, value in enumerate(known) if k == 0 or value != known[k - 1]]
-
-
-def _current_step(run: Run) -> int:
-    """Where the run stands by its log: a resume goes back to the checkpoint it took up."""
+def _current_step(run: RunRecord) -> int:
+    """The run's step by its log: a resume goes back to its checkpoint."""
     step = 0
     for event in run.events:
         if event["event"] in ("step", "stop", "done"):
             step = event.get("step", step)
-        elif event["event"] == "resume":
-            step = event["from_step"]
-        elif event["event"] == "start":
-            step = 0
+        elif event["event"] in ("start", "resume"):
+            step = event.get("from_step", 0)
     return step
 
 
-def _state(run: Run) -> str:
-    """done, failed, stopped (on request), or unfinished: running or killed, which no log tells."""
+def _state(run: RunRecord) -> str:
+    """done, failed, stopped (on request), or unfinished: running or killed."""
     if run.failure:
         return "failed"
-    if run.folder.done_file.exists():
+    if run.is_done:
         return "done"
     return "stopped" if run.events and run.events[-1]["event"] == "stop" else "unfinished"
 
 
-def _restarts(run: Run) -> list[dict[str, Any]]:
-    """Each `resume`, with the tokens seen by then."""
+def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str, Any]:
+    """One suite's tables: the latest step of each run, and every step if there are several."""
+    by_run = {run: [e for e in evaluations_of(run) if e.suite == suite] for run in runs}
+    found = [evaluations for evaluations in by_run.values() if evaluations]
+    latest = [evaluations[-1] for evaluations in found]
+    metrics: dict[str, dict[str, None]] = {}  # in the order of the newest results
+    for evaluations in found:
+        for each in reversed(evaluations):
+            for task, scores in each.results.scores.items():
+                metrics.setdefault(task, {}).update(dict.fromkeys(scores))
+    outdated = [
+        run.label
+        for run, evaluations in by_run.items()
+        if evaluations and is_outdated(run.folder, evaluations[-1].results)
+    ]
+    rows, every_step = [], []
+    for task, metric in [(task, metric) for task, names in metrics.items() for metric in names]:
+        names = {"task": printable(task), "metric": printable(metric)}
+        rows.append({**names, "cells": [_cell(each, task, metric) for each in latest]})
+        for evaluations in found:
+            for each in sorted(evaluations, key=lambda each: each.step):
+                if cell := _cell(each, task, metric):
+                    at = {"run": each.run, "step": each.step, "limit": each.limit}
+                    every_step.append({**names, **at, **cell})
+    return {
+        "suite": suite,
+        "suite_step": max(each.step for each in latest) if step is None else step,
+        "warnings": _suite_warnings(latest, outdated),
+        "columns": [{"run": e.run, "step": e.step, "limit": e.limit} for e in latest],
+        "rows": rows,
+        "every_step": every_step if any(len(each) > 1 for each in found) else [],
+    }
+
+
+def _cell(each: Evaluation, task: str, metric: str) -> dict[str, Any] | None:
+    """A score as JSON holds it; a value that is not finite is a string, as in the log."""
+    score = each.results.scores.get(task, {}).get(metric)
+    if score is None:
+        return None
+    return {
+        "value": json_value(score.value),
+        "stderr": None if score.stderr is None else json_value(score.stderr),
+        "bound": score.bound,
+        "num_samples": each.results.num_samples.get(task),
+    }
+
+
+def _suite_warnings(latest: Sequence[Evaluation], outdated: Sequence[str]) -> list[str]:
+    """Sentences if a column is not a result, or the columns do not answer the same question."""
+    labels = [each.run for each in latest]
+    warnings = [
+        f"{who}: the first {limit} items only: not a result."
+        for limit, who in _by_value(labels, [each.limit for each in latest])
+        if limit is not None
+    ]
+    if outdated:
+        one = len(outdated) == 1
+        warnings.append(
+            f"{named(outdated)}: {'its checkpoint is' if one else 'their checkpoints are'} no "
+            f"longer what was evaluated; evaluate {'it' if one else 'them'} again."
+        )
+    if len({each.step for each in latest}) > 1:
+        warnings.append("The columns are at different steps.")
+    found = differences(latest)
+    for name, values in list(found.items())[:MAX_DIFFERENCES]:
+        each = "; ".join(f"{who}: {_short(value)}" for value, who in _by_value(labels, values))
+        warnings.append(printable(f"Not the same question: `{name}` differs ({each})."))
+    if len(found) > MAX_DIFFERENCES:
+        warnings.append(f"{len(found) - MAX_DIFFERENCES} more parts of the question differ.")
+    return warnings
+
+
+def _by_value(labels: Sequence[str], values: Sequence[Any]) -> list[tuple[Any, str]]:
+    """(value, who has it) for each value, in its order."""
+    pairs = list(zip(labels, values, strict=True))
     return [
-        {
-            "from_step": event["from_step"],
-            "tokens": tokens_at(run, event["from_step"]),
-            "world_size": event.get("world_size"),
-            "time": event.get("time"),
-        }
-        for event in run.launches
-        if event["event"] == "resume"
+        (value, named([label for label, other in pairs if other == value]))
+        for value in dict.fromkeys(values)
     ]
 
 
-def _differing_settings(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The fields of `identity` in which the runs are not all alike."""
-    names = dict.fromkeys(name for run in runs for name in run.identity)
-    rows = [{"setting": name, "values": [run.identity.get(name) for run in runs]} for name in names]
-    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+def named(labels: Sequence[str]) -> str:
+    """Return labels as a sentence has them; of many the first few and how many more."""
+    if len(labels) <= MAX_NAMED:
+        return ", ".join(labels)
+    return f"{', '.join(labels[: MAX_NAMED - 1])} and {len(labels) - MAX_NAMED + 1} more"
+
+
+def _short(value: str | None, length: int = 24) -> str:
+    value = "–" if value is None else value.strip('"')
+    return value if len(value) <= length else value[:length] + "…"

@@ -1,11 +1,11 @@
 """From a difference and its two noises to a verdict: p, Holm's correction, what could be shown.
 
-The last step: `items.py` and `seeds.py` give the variances. The tested quantity is
-D = items + seeds with two variances, both estimated, the seeds' from a handful of runs. A t
-distribution with Welch and Satterthwaite's degrees of freedom calls far too many differences real
-there (60 % of families of 15 at one degree of freedom: `simulate.py` shows it), so the variances
-are averaged over what their estimates leave open: the Behrens-Fisher distribution, which is never
-too bold (Robinson 1976). With one of the two variances nil it is Student's t. No torch.
+The tested difference has two estimated variances, of items and of seeds, the latter from a handful
+of runs. Student's t with Welch and Satterthwaite's degrees of freedom calls far too many
+differences real there (60 % of families of 15 at one degree of freedom, by
+tests/simulate_statistics.py), so the variances are averaged over what their estimates leave open:
+the Behrens-Fisher distribution, which is never too bold (Robinson 1976). With one variance nil it
+is Student's t.
 """
 
 import math
@@ -26,10 +26,7 @@ MOST_SEEDS = 1024
 
 @lru_cache(maxsize=1024)
 def _variance_nodes(df: float, finer: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes and weights of (true variance / estimate) = df / chi-squared(df).
-
-    Evenly spaced in the logarithm, where the trapezoid rule converges geometrically.
-    """
+    """Nodes and weights of (true variance / estimate) = df / chi-squared(df), evenly in the log."""
     if df >= KNOWN_FROM:
         return np.ones(1), np.ones(1)
     count = 25 if df >= 30 else 49 if df >= 5 else 129  # small ones have long tails
@@ -49,8 +46,8 @@ def two_sided_p(
 ) -> np.ndarray:
     """P(|sqrt(item_variance) T(item_df) + sqrt(seed_variance) T(seed_df)| >= |difference|).
 
-    T are independent Student variables. Arrays broadcast; the degrees of freedom are one number
-    each. No variance at all: 1 at no difference, else 0.
+    T are independent Student variables; arrays broadcast. Without variance: 1 at no difference,
+    else 0.
     """
     size, items, seeds = np.broadcast_arrays(
         np.abs(np.asarray(difference, dtype=np.float64)), item_variance, seed_variance
@@ -74,7 +71,7 @@ def two_sided_p(
 def critical_value(
     p: float, item_variance: float, item_df: float, seed_variance: float, seed_df: float
 ) -> float:
-    """The difference whose `two_sided_p` is `p`; 0 where there is no noise."""
+    """Return the difference whose `two_sided_p` is `p`; 0 without noise."""
     noise = math.sqrt(item_variance + seed_variance)
     if noise == 0 or not math.isfinite(noise):
         return noise
@@ -92,10 +89,10 @@ def critical_value(
 
 
 def holm(p: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Holm's adjusted p values of a family (the last axis): at most alpha if significant there.
+    """Return Holm's adjusted p values of a family (the last axis).
 
-    `weights`: shares of alpha that the tests have to begin with, in any unit (Holm 1979); equal
-    by default.
+    `weights`: the tests' shares of alpha to begin with, in any unit (Holm 1979; statsmodels has no
+    weights); equal by default.
     """
     weights = np.broadcast_to(1.0 if weights is None else weights, p.shape)
     order = np.argsort(p / weights, axis=-1)
@@ -110,11 +107,7 @@ def holm(p: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
 def holm_levels(
     p: np.ndarray, weights: np.ndarray | None = None, alpha: float = ALPHA
 ) -> np.ndarray:
-    """The level at which `holm` tests each p: `holm(p) <= alpha` iff `p <= level`.
-
-    A test has its share of alpha among those that are left; all after the first that is not
-    significant keep theirs. An interval at a test's level excludes 0 iff it is significant.
-    """
+    """Return the level at which `holm` tests each p: `holm(p) <= alpha` iff `p <= level`."""
     weights = np.broadcast_to(1.0 if weights is None else weights, p.shape)
     left, stopped = float(weights.sum()), False
     levels = np.empty(p.size)
@@ -133,11 +126,10 @@ def detectable(
     seed_df: float,
     power: float = POWER,
 ) -> float:
-    """The smallest true difference that a two-sided test at `alpha` shows with that power.
+    """Return the smallest true difference that a two-sided test at `alpha` shows with that power.
 
-    The noise is taken to be as estimated; another experiment would estimate it anew, and with few
-    degrees of freedom that costs power: with one of the two variances this is the power of
-    Student's test, by the noncentral t.
+    Another experiment would estimate the noise anew, and with few degrees of freedom that costs
+    power: with one of the two variances this is the power of Student's test, by the noncentral t.
     """
     noise = math.sqrt(item_variance + seed_variance)
     critical = critical_value(alpha, item_variance, item_df, seed_variance, seed_df)
@@ -169,7 +161,7 @@ def seeds_needed(
     alpha: float,
     noise_with: Callable[[int], tuple[float, float, float, float]],
 ) -> int | None:
-    """The fewest seeds of both architectures with which `difference` is `detectable` at `alpha`.
+    """Return the fewest seeds per side with which `difference` is `detectable` at `alpha`.
 
     `noise_with(R)`: the noise with R seeds each. None if MOST_SEEDS are too few.
     """

@@ -1,23 +1,26 @@
 """`eval compare A B`: what differs between two runs, or two groups of seeds, beyond noise.
 
-A is the baseline. Reads run folders, or single results.json files, and prints one table; the same
-verdicts as in the report (eval/comparison). No torch.
+A is the baseline. Reads run folders, or single results.json files, and prints one table with the
+verdicts of the report. No torch.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import write_atomic
+from canon_pretrain.report.eval_report import add_noise_arguments
+from canon_pretrain.run.names import named_runs
+from canon_pretrain.run.results import VALIDATION
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from canon_pretrain.report.evaluations import Run
-
+    from canon_pretrain.report.architectures import Recipe
+    from canon_pretrain.report.record import RunRecord
 
 ROOMY, WIDE = 60, 80
 """Columns beside the longest name with which what is detectable, and the intervals, fit too."""
@@ -25,7 +28,7 @@ MAX_NAMED = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `eval compare`."""
+    """Add the arguments of `eval compare`."""
     parser.add_argument(
         "pair",
         type=Path,
@@ -43,39 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
 
 
-def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `eval compare` and `eval report` are told of the noise between seeds."""
-    parser.add_argument(
-        "--seed_sigma",
-        action="append",
-        default=[],
-        metavar="TASK=SIGMA",
-        help="the standard deviation of the score over seeds, taken as known; also "
-        "TASK:METRIC=SIGMA, of the logarithm for a perplexity",
-    )
-    parser.add_argument(
-        "--own_noise_only",
-        action="store_true",
-        help="take the seed noise from these runs alone, never from what the paper publishes",
-    )
-
-
 def execute(arguments: argparse.Namespace) -> None:
-    """Print the comparison. Raises UserError where the two sides cannot be compared."""
+    """Print the comparison. Raises UserError if the two sides cannot be compared."""
     # scipy and statsmodels take a second, which --help need not wait for
-    from canon_pretrain.report.comparison import check_seed_sigma, family, finite
-    from canon_pretrain.report.evaluations import suite_order
+    from canon_pretrain.report.comparison import check_seed_sigma, finite
+    from canon_pretrain.report.evaluations import read_runs, suite_order
     from canon_pretrain.report.measure import Measure, Options, Side
-    from canon_pretrain.report.standing import VALIDATION
-    from canon_pretrain.report.verdicts import held_out_words, verdicts
+    from canon_pretrain.report.verdicts import family, held_out_words, verdicts
 
     first, second = _sides(arguments)
-    runs = _read([*first, *second])
+    runs = read_runs([*first, *second])
     a, b = runs[: len(first)], runs[len(first) :]
     if not second:
         a, b = _two_architectures(runs)
     options = Options(
-        seed_sigmas(arguments.seed_sigma),
+        dict(arguments.seed_sigma),
         arguments.own_noise_only,
         arguments.step,
         arguments.suite,
@@ -83,20 +68,23 @@ def execute(arguments: argparse.Namespace) -> None:
         any_step=all(path.is_file() for path in (*first, *second)),
     )
     check_seed_sigma(runs, options)
-    recipes, notes = _recipes(a, b)
-    sides = [Side(", ".join(run.label for run in recipe.runs), recipe.runs) for recipe in recipes]
-    measure = Measure([part for recipe in recipes for part in _same_but_seed(recipe.runs)], options)
-    pair = (sides[1], sides[0])
-    rows, refused, left = verdicts(measure, [pair])
+    sides, recipes, notes = [], [], []
+    for name, given in (("A", a), ("B", b)):
+        recipe, alike, said = _as_recipe(name, given)
+        sides.append(Side(", ".join(run.label for run in recipe.runs), recipe.runs))
+        recipes += alike
+        notes += said
+    pair = sides[1], sides[0]
+    rows, refused, left = verdicts(Measure(recipes, options), [pair])
     if not rows:
         raise UserError(_nothing(runs, refused, arguments))
     rows.sort(key=lambda row: suite_order(row["suite"]))
-    asked = arguments.suite is None or VALIDATION in arguments.suite
+    is_asked = arguments.suite is None or VALIDATION in arguments.suite
     content = finite(
         {
             "a": sides[0].label,
             "b": sides[1].label,
-            "held_out": held_out_words(rows, refused, pair, ("B", "")) if asked else None,
+            "held_out": held_out_words(rows, refused, pair, ("B", "")) if is_asked else None,
             "family": family(rows),
             "pairs": rows,
             "refused": refused,
@@ -105,7 +93,13 @@ def execute(arguments: argparse.Namespace) -> None:
     )
     _print(content)
     if arguments.json:
-        _write(arguments.json, content)
+        path = arguments.json
+        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, text.encode())
+        except OSError as error:
+            raise UserError(f"--json {path}: cannot be written: {error.strerror}") from None
 
 
 def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
@@ -126,12 +120,12 @@ def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 def _runs_in(paths: Sequence[Path]) -> list[Path]:
     """The runs and results.json files that `paths` name; a sweep means all of its runs."""
-    from canon_pretrain.run.names import named_runs
-
     return [run for path in paths for run in ([path] if path.is_file() else named_runs([path]))]
 
 
-def _two_architectures(runs: "Sequence[Run]") -> "tuple[list[Run], list[Run]]":
+def _two_architectures(
+    runs: "Sequence[RunRecord]",
+) -> "tuple[list[RunRecord], list[RunRecord]]":
     """The runs of a sweep as the two sides of a comparison, in its order."""
     from canon_pretrain.report.architectures import architectures
 
@@ -146,88 +140,38 @@ def _two_architectures(runs: "Sequence[Run]") -> "tuple[list[Run], list[Run]]":
     return groups[0], groups[1]
 
 
-def _read(paths: Sequence[Path]) -> "list[Run]":
-    """The runs; a results.json is a run with that one evaluation."""
-    from canon_pretrain.report.evaluations import Run, read_runs
-    from canon_pretrain.run.folder import RunFolder
-    from canon_pretrain.run.names import unique_labels
-    from canon_pretrain.run.results import read_results
+def _as_recipe(name: str, runs: "Sequence[RunRecord]") -> "tuple[Recipe, list[Recipe], list[str]]":
+    """A side as the one recipe that the user says it is; those it has; what speaks against it."""
+    from canon_pretrain.report.architectures import architectures, recipe_of
 
-    labels = unique_labels(paths)
-    found = []
-    for path, label in zip(paths, labels, strict=True):
-        if path.is_file():
-            results = read_results(path)
-            # RUN/evals/step-N/SUITE/QUESTION/results.json; elsewhere nothing is known of the run
-            above = path.resolve().parents
-            folder = RunFolder(above[min(4, len(above) - 1)])
-            known = folder.config_file.is_file()
-            config = folder.read_config() if known else {"identity": {}}
-            found.append(Run(label, folder, config, [], [results], [path.parent]))
-        else:
-            found.append(replace(read_runs([path])[0], label=label))
-    return found
-
-
-def _recipes(a: "Sequence[Run]", b: "Sequence[Run]") -> tuple[list[Any], list[str]]:
-    """Each side as one recipe, as the user says that it is; and what speaks against that."""
-    from canon_pretrain.report.architectures import recipe_of
-
-    recipes = [recipe_of(side) for side in (a, b)]
+    recipe = recipe_of(runs)
+    alike = [each for found in architectures(recipe.runs) for each in found.recipes]
     notes = []
-    for name, recipe in zip("AB", recipes, strict=True):
-        if recipe.repeats:
-            labels = ", ".join(run.label for run in recipe.repeats)
-            notes.append(f"{name}: {labels} repeats the seeds of another run and is left out.")
-        if len(_same_but_seed(recipe.runs)) > 1:
-            notes.append(f"{name}: its runs differ in more than their seeds.")
-    return recipes, notes
-
-
-def _same_but_seed(runs: "Sequence[Run]") -> list[Any]:
-    from canon_pretrain.report.architectures import architectures
-
-    return [recipe for each in architectures(runs) for recipe in each.recipes]
-
-
-def seed_sigmas(given: Sequence[str]) -> dict[str, float]:
-    """The values of --seed_sigma. Raises UserError for what is no TASK=SIGMA."""
-    found = {}
-    for words in given:
-        name, _, value = words.rpartition("=")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            name = ""
-        if not name:
-            raise UserError(f"--seed_sigma {words}: expected TASK=SIGMA, such as boolq=0.011")
-    return found
+    if recipe.repeats:
+        labels = ", ".join(run.label for run in recipe.repeats)
+        notes.append(f"{name}: {labels} repeats the seeds of another run and is left out.")
+    if len(alike) > 1:
+        notes.append(f"{name}: its runs differ in more than their seeds.")
+    return recipe, alike, notes
 
 
 def _nothing(
-    runs: "Sequence[Run]", refused: Sequence[dict[str, Any]], arguments: argparse.Namespace
+    runs: "Sequence[RunRecord]", refused: Sequence[dict[str, Any]], arguments: argparse.Namespace
 ) -> str:
     """Why there is not one row."""
-    wanted = [
-        (run, results)
-        for run in runs
-        for results in run.evaluations
-        if arguments.suite is None or results.asked["suite"] in arguments.suite
+    reasons = [
+        f"{row['suite']} {row['task']} {row['metric']}: {row['why']}"
+        for row in refused
+        if row["task"]
     ]
-    if any(row["task"] for row in refused):
-        each = "; ".join(
-            f"{row['suite']} {row['task']} {row['metric']}: {row['why']}"
-            for row in refused
-            if row["task"]
-        )
-        return f"nothing to compare: {each}"
+    if reasons:
+        return f"nothing to compare: {'; '.join(reasons)}"
     words = []
     for run in runs:
-        found = [results.asked for other, results in wanted if other is run]
-        whole = [a for a in found if a["limit"] is None]
-        have = ", ".join(sorted({f"{a['suite']} at step {a['step']}" for a in whole}))
-        if not whole and any(asked["limit"] is not None for asked in found):
-            have = "only results with --limit (not a result)"
+        asked = [results.asked for results in run.evaluations]
+        asked = [a for a in asked if arguments.suite is None or a["suite"] in arguments.suite]
+        whole = {f"{a['suite']} at step {a['step']}" for a in asked if a["limit"] is None}
+        have = ", ".join(sorted(whole)) or (asked and "only results with --limit (not a result)")
         words.append(f"{run.label} has {have or 'no results with items'}")
     step = "" if arguments.step is None else f" at step {arguments.step}"
     return (
@@ -243,26 +187,26 @@ def _print(content: dict[str, Any]) -> None:
     console = Console()
     if content["held_out"]:
         console.print(Text(content["held_out"], style="bold"), soft_wrap=True)
-    for name in ("a", "b"):
-        console.print(Text(f"{name.upper()}: {content[name]}"), soft_wrap=True)
+    lines = [f"{name.upper()}: {content[name]}" for name in ("a", "b")]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
     for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):
         rows = [row for row in content["pairs"] if row["suite"] == suite]
         console.print(_table(rows, console.width))
-    console.print(Text(content["family"]["words"] + "."), soft_wrap=True)
     noises: dict[str, list[str]] = {}
     for row in content["pairs"]:
-        words = row["words"]
-        if row["p"] is not None:
-            words = f"seed noise {row['seed_noise']['words']}"
-        noises.setdefault(words, []).append(f"{row['task']} {row['metric']}")
-    for words, tasks in noises.items():
+        noise = f"seed noise {row['seed_noise']['words']}" if row["p"] is not None else row["words"]
+        noises.setdefault(noise, []).append(f"{row['task']} {row['metric']}")
+    lines = [content["family"]["words"] + "."]
+    for noise, tasks in noises.items():
         of = ", ".join(tasks) if len(tasks) <= MAX_NAMED else f"{len(tasks)} tasks"
-        console.print(Text(f"{of}: {words}"), soft_wrap=True)
+        lines.append(f"{of}: {noise}")
     for row in content["refused"]:
-        name = f"{row['suite']} {row['task'] or ''}".strip()
-        console.print(Text(f"not compared: {name}: {row['why']}"), soft_wrap=True)
-    for note in content["notes"]:
-        console.print(Text(note), soft_wrap=True)
+        lines.append(
+            f"not compared: {row['suite']} {row['task'] or ''}".strip() + f": {row['why']}"
+        )
+    for line in [*lines, *content["notes"]]:
+        console.print(Text(line), soft_wrap=True)
 
 
 def _table(rows: Sequence[dict[str, Any]], width: int) -> "Table":
@@ -288,11 +232,10 @@ def _table(rows: Sequence[dict[str, Any]], width: int) -> "Table":
         table.add_column("detectable", justify="right", no_wrap=True)
     styles = {"better": "green", "worse": "red"}
     for row in rows:
-        low, high = row["ci"] or (None, None)
         verdict = row["verdict"]
         if verdict == UNINFORMATIVE:
             verdict += f" ({row['uninformative']})"
-        interval = "–" if low is None else f"{_figure(low, '+')} {_figure(high, '+')}"
+        interval = " ".join(_figure(end, "+") for end in row["ci"]) if row["ci"] else "–"
         table.add_row(
             Text(f"{row['task']} {row['metric']}"),
             _figure(row["baseline_value"]),
@@ -310,14 +253,3 @@ def _figure(value: float | None, sign: str = "") -> str:
     if value is None:
         return "–"
     return f"{value:{sign}.3f}" if abs(value) < 10 else f"{value:{sign}.4g}"
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    from canon_pretrain.core.files import write_atomic
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        write_atomic(path, text.encode())
-    except OSError as error:
-        raise UserError(f"--json {path}: cannot be written: {error.strerror}") from None

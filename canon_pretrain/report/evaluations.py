@@ -1,178 +1,312 @@
-"""Read what the report shows of one run: its config, its log and its evaluations, checked.
+"""The evaluations of runs: their scores, and which of them can be compared. No torch."""
 
-The first half of `python -m eval report`; content.py turns these into numbers to show.
-No torch.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.checkpoint.folder import CheckpointFolder
-from canon_pretrain.checkpoint.manifest import Manifest
-from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.text import printable
-from canon_pretrain.run.folder import EVALS, RunFolder
-from canon_pretrain.run.launches import read_run
+from canon_pretrain.report.record import HELD_OUT, RunRecord
+from canon_pretrain.run.log import number
 from canon_pretrain.run.names import unique_labels
-from canon_pretrain.run.results import RESULTS, SUITES, Results, read_results
-from canon_pretrain.run.status import read_status
+from canon_pretrain.run.results import (
+    OWN_TO_A_CHECKPOINT,
+    SUITES,
+    VALIDATION,
+    Results,
+    read_results,
+)
 
+LOWER_IS_BETTER = ("perplexity", "bits_per", "nats_per", "loss")
+OWN_TO_A_RUN = (*OWN_TO_A_CHECKPOINT, "suite", "limit")
+"""What `asked` may differ in if two runs were asked the same question."""
+OF_A_SUITE = ("tasks", HELD_OUT, "lm_eval")
+"""What else it may differ in for one task."""
 
-def suite_order(name: str) -> tuple[int, str]:
-    """The sort key of a suite: held-out loss first, then the paper's order, then others."""
-    return (SUITES.index(name) if name in SUITES else len(SUITES), name)
+Scored = tuple[int, str]
+"""A step, and the fingerprint of the text that a loss is of, "None" if it was not recorded."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run as it lies on disk; `label` is its name in this report, unlike any other's.
+class Question:
+    """One metric of one task of a suite."""
 
-    `folders[k]` is where `evaluations[k]` lies, with its samples; `left_out` says which results in
-    the folder are another run's. `failure`: the step at which the last launch failed and the
-    reason, else None.
-    """
+    suite: str
+    task: str
+    metric: str
 
-    label: str
-    folder: RunFolder
-    config: dict[str, Any]
-    events: list[dict[str, Any]]
-    evaluations: list[Results]
-    folders: list[Path]
-    left_out: list[str] = field(default_factory=list)
-    failure: tuple[int, str] | None = None
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results of a run on a suite at one step, and the folder of their item records."""
+
+    run: str
+    """The run's label."""
+    results: Results
+    folder: Path
+
+    @property
+    def suite(self) -> str:
+        return str(self.results.asked["suite"])
+
+    @property
+    def step(self) -> int:
+        return self.results.asked["step"]
+
+    @property
+    def limit(self) -> int | None:
+        """The number of items, if it was cut short: then it is not a result."""
+        return self.results.asked["limit"]
+
+    @property
+    def text(self) -> str:
+        """The fingerprint of the text of a held-out loss; empty for another suite."""
+        return str(self.results.asked.get(HELD_OUT)) if self.suite == VALIDATION else ""
+
+    def described(self, task: str) -> dict[str, Any]:
+        """Return the recorded declaration of the task: version, primary, chance, ..."""
+        tasks = self.results.asked.get("tasks")
+        found = tasks.get(task) if isinstance(tasks, dict) else None
+        return found if isinstance(found, dict) else {}
+
+    def primary_metrics(self, task: str) -> list[str]:
+        """Return the metrics that a table with one line per task shows."""
+        declared = self.described(task).get("primary") or []
+        names = [declared] if isinstance(declared, str) else declared
+        there = list(self.results.scores.get(task, {}))
+        return [name for name in names if name in there] or there[:1]
+
+    def chance(self, task: str, metric: str) -> float | None:
+        """Return the score of guessing, as the task or its part with that metric declares it."""
+        for declared in self._declarations(task):
+            chance = declared.get("chance")
+            if metric in (declared.get("primary") or ()) and isinstance(chance, int | float):
+                return float(chance)
+        return None
+
+    def higher_is_better(self, question: Question) -> bool:
+        """Return the direction that the task declares, else that of the metric's name."""
+        metric = question.metric.partition(", ")[0]
+        for each in self._declarations(question.task):
+            declared = each.get("higher_is_better")
+            if isinstance(declared, dict) and metric in declared:
+                return bool(declared[metric])
+        return not is_loss(question.metric)
+
+    def _declarations(self, task: str) -> list[dict[str, Any]]:
+        """Those of the task and of its parts."""
+        tasks = self.results.asked.get("tasks")
+        names = tasks if isinstance(tasks, dict) else ()
+        found = [(name, self.described(name)) for name in names]
+        return [each for name, each in found if task in (name, each.get("part_of"))]
+
+    def score(self, question: Question) -> float | None:
+        score = self.results.scores.get(question.task, {}).get(question.metric)
+        return None if score is None else float(score.value)
+
+
+@cache
+def evaluations_of(run: RunRecord) -> list[Evaluation]:
+    """Return them in RunRecord's order: the last of a suite and step counts."""
+    found = zip(run.evaluations, run.folders, strict=True)
+    return [Evaluation(run.label, results, folder) for results, folder in found]
+
+
+def answers(run: RunRecord, suite: str, step: int | None = None) -> dict[int, Evaluation]:
+    """Return the newest whole results on `suite` by step; with `step`, of that one only."""
+    whole = [e for e in evaluations_of(run) if e.suite == suite and e.limit is None]
+    return {e.step: e for e in whole if step in (None, e.step)}
+
+
+def latest(run: RunRecord, suite: str, step: int | None = None) -> Evaluation | None:
+    """Return the whole results of the highest step."""
+    return max(answers(run, suite, step).values(), key=lambda e: e.step, default=None)
+
+
+def suite_losses(run: RunRecord) -> dict[Scored, float]:
+    """Return the held-out losses of the suite `validation`, by step and text."""
+    asked = Question(VALIDATION, VALIDATION, "nats_per_token")
+    whole = [e for e in evaluations_of(run) if e.suite == VALIDATION and e.limit is None]
+    return {(e.step, e.text): x for e in whole if (x := e.score(asked)) is not None}
+
+
+def logged_losses(run: RunRecord) -> dict[Scored, float]:
+    """Return the held-out losses that training logged, by step and text."""
+    own = run.identity.get(HELD_OUT)
+    return {
+        (event["step"], str(event.get(HELD_OUT, own))): number(event["loss"])
+        for event in run.events
+        if event["event"] == "validation" and "step" in event and "loss" in event
+    }
+
+
+def tokens_at(run: RunRecord, step: int) -> int | None:
+    """Return the tokens seen by `step`, which need not be logged; None without any step."""
+    near = min(run.steps, key=lambda event: abs(event["step"] - step), default=None)
+    return round(step * near["tokens"] / near["step"]) if near and near["step"] else None
+
+
+class SingleResult(RunRecord):
+    """A results.json: the run that it is in, if any, with that one evaluation."""
+
+    def __init__(self, path: Path, label: str) -> None:
+        self._results = read_results(path), path.parent
+        # RUN/evals/step-N/SUITE/QUESTION/results.json; elsewhere nothing is known of the run
+        above = path.resolve().parents
+        super().__init__(above[min(4, len(above) - 1)], label)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes the run what it is: see `run/folder.py`."""
-        return self.config["identity"]
+        return super().identity if self.folder.config_file.is_file() else {}
 
     @property
-    def steps(self) -> list[dict[str, Any]]:
-        """The `step` events, in order."""
-        return [event for event in self.events if event["event"] == "step"]
+    def config(self) -> dict[str, Any]:
+        return super().config if self.folder.config_file.is_file() else {}
 
     @property
-    def launches(self) -> list[dict[str, Any]]:
-        """The `start` and `resume` events, in order."""
-        return [event for event in self.events if event["event"] in ("start", "resume")]
+    def events(self) -> list[dict[str, Any]]:
+        return []
+
+    @property
+    def evaluations(self) -> list[Results]:
+        return [self._results[0]]
+
+    @property
+    def folders(self) -> list[Path]:
+        return [self._results[1]]
+
+    @property
+    def left_out(self) -> list[str]:
+        return []
 
 
-def is_outdated(folder: RunFolder, results: Results) -> bool:
-    """Return whether the run's checkpoint of that step is there and is not the evaluated one."""
-    evaluated = results.asked.get("content")
-    try:
-        checkpoint = CheckpointFolder.of_run(folder).step_path(results.asked["step"])
-        return evaluated is not None and Manifest.read(checkpoint).content != evaluated
-    except (UserError, OSError):
-        return False
-
-
-def text_of(results: Results) -> str:
-    """The fingerprint of the text that a held-out loss is of; empty for another suite."""
-    asked = results.asked
-    return str(asked.get("held_out_fingerprint")) if asked["suite"] == "validation" else ""
-
-
-def described(results: Results, task: str) -> dict[str, Any]:
-    """What the task says of itself, as recorded: version, primary, chance ...; {} where unknown."""
-    tasks = results.asked.get("tasks")
-    found = tasks.get(task) if isinstance(tasks, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
-def primary_metrics(results: Results, task: str) -> list[str]:
-    """The metrics of `task` that a table of one line a task shows: as declared, else its first."""
-    declared = described(results, task).get("primary") or []
-    names = [declared] if isinstance(declared, str) else declared
-    there = list(results.scores.get(task, {}))
-    return [name for name in names if name in there] or there[:1]
-
-
-def chance_of(results: Results, task: str, metric: str) -> float | None:
-    """What guessing scores on `metric`, as the task or the part of it with that metric declares."""
-    tasks = results.asked.get("tasks")
-    for name in tasks if isinstance(tasks, dict) else ():
-        recorded = described(results, name)
-        metrics, chance = recorded.get("primary") or (), recorded.get("chance")
-        ours = task in (name, recorded.get("part_of"))
-        if ours and metric in metrics and isinstance(chance, int | float):
-            return float(chance)
-    return None
-
-
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read every run. Raises UserError for what is no run."""
-    labels = unique_labels(paths)
-    return [_read_run(path, label) for path, label in zip(paths, labels, strict=True)]
-
-
-def _read_run(path: Path, label: str) -> Run:
-    folder = RunFolder(path)
-    config = folder.read_config()
-    if not isinstance(config, dict) or not isinstance(config.get("identity"), dict):
-        raise UserError(f"{folder.config_file} is damaged: it has no `identity`")
-    found, left_out = _read_evaluations(folder, config)
-    evaluations, folders = [results for results, _ in found], [place for _, place in found]
-    return Run(
-        label, folder, config, _read_events(folder), evaluations, folders, left_out,
-        _read_failure(folder),
-    )  # fmt: skip
-
-
-def _read_failure(folder: RunFolder) -> tuple[int, str] | None:
-    try:
-        status = read_status(folder.status_file)
-    except UserError:
-        return None  # damaged: the log and the results are what is reported
-    if status is None or status.state != "failed" or folder.done_file.exists():
-        return None
-    return status.step, printable(status.reason)
-
-
-def _read_events(folder: RunFolder) -> list[dict[str, Any]]:
-    events = folder.read_log()
-    if any(event["event"] == "step" and "tokens" not in event for event in events):
-        raise UserError(f"{folder.log_file} is damaged: it has a step without tokens")
-    return events
-
-
-def _read_evaluations(
-    folder: RunFolder, config: dict[str, Any]
-) -> tuple[list[tuple[Results, Path]], list[str]]:
-    """All results of the run with their folders, and why others were left out, in sentences.
-
-    By suite, cut short ones first, by step, and the newest last; but those of the checkpoint that
-    the run has at that step after those of another, and losses of the run's own held-out text after
-    those of another. Raises UserError for damaged ones.
-    """
-    found, left_out = [], []
-    own_texts = str(config["identity"].get("held_out_fingerprint")).split("+")
-    for path in sorted((folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
-        results = read_results(path)
-        if whose := _of_another_run(results.asked, folder, config):
-            left_out.append(f"{path} is left out: it is of {whose}.")
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """Read runs and single results.json files. Raises UserError for what is neither or damaged."""
+    found: list[RunRecord] = []
+    for path, label in zip(paths, unique_labels(paths), strict=True):
+        if path.is_file():
+            found.append(SingleResult(path, label))
             continue
-        asked = results.asked
-        is_own = not is_outdated(folder, results)
-        written = (results.written, path.stat().st_mtime_ns)
-        is_own_text = text_of(results) in own_texts
-        order = (
-            *(asked["suite"], asked["limit"] is None, asked["step"]),
-            *(is_own, is_own_text, *written),
-        )
-        found.append((order, results, path.parent))
-    found.sort(key=lambda entry: entry[0])
-    return [(results, place) for _, results, place in found], left_out
+        run = RunRecord(path, label)
+        _ = run.identity, run.steps  # damage is reported before anything is computed
+        if run.damaged:
+            raise run.damaged[0]
+        found.append(run)
+    return found
 
 
-def _of_another_run(asked: dict[str, Any], folder: RunFolder, config: dict[str, Any]) -> str | None:
-    """Whose results these are, if not the run's: they belong to a run's id, wherever it is."""
-    facts, run_id = read_run(folder), asked.get("run_id")
-    if facts is not None and run_id not in (None, facts.run_id):
-        return f"run {run_id} ({asked['checkpoint']}), and {folder.path} is run {facts.run_id}"
-    data, trained_on = asked["train_fingerprint"], config["identity"].get("data_fingerprint")
-    if data != trained_on:
-        return f"a model trained on data {data}, and {folder.path} was trained on {trained_on}"
-    return None
+def suite_order(name: str) -> tuple[int, str]:
+    """Return the sort key of a suite: held-out loss, then the paper's order, then others."""
+    return (SUITES.index(name) if name in SUITES else len(SUITES), name)
+
+
+def is_loss(metric: str) -> bool:
+    """Return whether the metric is a loss by its name: unbounded, not comparable over settings."""
+    return any(word in metric for word in LOWER_IS_BETTER)
+
+
+def common_step(
+    a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None = None
+) -> int | None:
+    """Return the highest step at which both sides have a run with whole results."""
+    ours, theirs = ({at for run in side for at in answers(run, suite, step)} for side in (a, b))
+    return max(ours & theirs, default=None)
+
+
+def side_by_side(
+    a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None, *, any_step: bool
+) -> tuple[list[Evaluation], list[Evaluation]]:
+    """Return whole results of both sides at their `common_step`; ([], []) if there is none.
+
+    Runs without results at that step are left out. `any_step`: each run's last results instead.
+    """
+    at = None if any_step else common_step(a, b, suite, step)
+    if at is None and not any_step:
+        return [], []
+    wanted = step if any_step else at
+    sides = [[latest(run, suite, wanted) for run in runs] for runs in (a, b)]
+    first, second = ([each for each in side if each is not None] for side in sides)
+    return (first, second) if first and second else ([], [])
+
+
+def steps_shown(
+    sides: Mapping[str, Sequence[RunRecord]],
+    baseline: str | None,
+    suite: str,
+    step: int | None = None,
+) -> dict[str, int]:
+    """Return the step at which tables show each side, the baseline first: that of its verdict.
+
+    The baseline, which has several verdicts, is shown at the highest of them; a side without a step
+    in common with it at its own last. A side without whole results is left out.
+    """
+    base = sides.get(baseline or "", ())
+    others = {label: runs for label, runs in sides.items() if label != baseline}
+    common = {label: common_step(runs, base, suite, step) for label, runs in others.items()}
+    first = max((at for at in common.values() if at is not None), default=None)
+    shown = {baseline or "": first if first is not None else common_step(base, base, suite, step)}
+    for label, runs in others.items():
+        at = common[label]
+        shown[label] = at if at is not None else common_step(runs, runs, suite, step)
+    return {label: at for label, at in shown.items() if at is not None}
+
+
+def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) -> list[str]:
+    """Return the suites with whole results, in order of appearance."""
+    whole = (each.suite for run in runs for each in evaluations_of(run) if each.limit is None)
+    return [name for name in dict.fromkeys(whole) if wanted is None or name in wanted]
+
+
+def questions(
+    evaluations: Sequence[Evaluation], suite: str, *, every_metric: bool = False
+) -> list[Question]:
+    """Return the tasks that any of them answered, with the primary metrics or all."""
+    found: dict[Question, None] = {}
+    for each in evaluations:
+        for task, metrics in each.results.scores.items():
+            names = list(metrics) if every_metric else each.primary_metrics(task)
+            found.update(dict.fromkeys(Question(suite, task, name) for name in names))
+    return list(found)
+
+
+def differences(
+    evaluations: Sequence[Evaluation], ignored: Collection[str] = OWN_TO_A_RUN
+) -> dict[str, list[str | None]]:
+    """Return what was asked differently: dotted name -> the JSON of each one's value."""
+    asked = [
+        _flat({k: v for k, v in each.results.asked.items() if k not in ignored})
+        for each in evaluations
+    ]
+    names = dict.fromkeys(name for leaves in asked for name in leaves)
+    values = {name: [leaves.get(name) for leaves in asked] for name in names}
+    return {name: each for name, each in values.items() if len(set(each)) > 1}
+
+
+def differing_questions(evaluations: Sequence[Evaluation], task: str) -> list[str]:
+    """Return what was asked differently of one task, as `name: value / value`."""
+    found = differences(evaluations, (*OWN_TO_A_RUN, *OF_A_SUITE))
+    for name, words in (("version", "version"), ("config_sha256", "settings")):
+        values = [json.dumps(each.described(task).get(name)) for each in evaluations]
+        if len(set(values)) > 1:
+            found[f"{words} of the task"] = [*values]
+    return [
+        f"{name}: {' / '.join(dict.fromkeys(_short(value) for value in values))}"
+        for name, values in found.items()
+    ]
+
+
+def _short(value: str | None) -> str:
+    text = "null" if value is None else value
+    return text if len(text) <= 20 else text[:16] + "…"
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """The leaves of nested dictionaries as JSON, under dotted names."""
+    leaves: dict[str, str] = {}
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            leaves |= _flat(inner, f"{prefix}{name}.")
+        else:
+            leaves[prefix + name] = json.dumps(inner, sort_keys=True, ensure_ascii=False)
+    return leaves

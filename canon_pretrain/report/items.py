@@ -1,7 +1,7 @@
-"""The items of one evaluation, as arrays that can be set beside those of another.
+"""The items of one evaluation as arrays that pair with those of another. No torch.
 
-Reads samples-TASK.jsonl (run/results.py). Items are known by their document and their prompt, so
-that two runs are compared on an item only if they were asked exactly the same. No torch.
+Reads samples-TASK.jsonl (run/results.py). An item is its document and its prompt, so that two runs
+are compared on an item only if they were asked exactly the same.
 """
 
 import hashlib
@@ -16,16 +16,12 @@ import numpy as np
 
 from canon_pretrain.run.results import read_samples, source_of_record
 
-TOLERANCE = 1e-6
-"""By how much a score and the mean over its items may differ, relatively."""
+NOT_METRICS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "source")
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What is averaged over items, and how the score follows from the mean.
-
-    A perplexity is averaged as nats, where differences are additive: `is_log`.
-    """
+    """What is averaged over items: nats for a perplexity (`is_log`), else the metric."""
 
     is_log: bool
     factor: float = 1.0
@@ -37,17 +33,17 @@ class Scale:
         return cls(False, -1 / math.log(2)) if metric.startswith("bits_per") else cls(False)
 
     def score(self, mean: float) -> float:
-        """The metric's value of a mean over items."""
+        """Return the metric's value of a mean over items."""
         return _exp(mean) if self.is_log else mean
 
     def mean(self, score: float) -> float:
-        """The inverse of `score`; nan for what is no perplexity."""
+        """Return the inverse of `score`; nan for what is no perplexity."""
         if not self.is_log:
             return score
         return math.log(score) if score > 0 else math.nan
 
     def change(self, difference: float, baseline: float) -> float:
-        """What a difference of means is on the metric's scale, from the baseline's score on."""
+        """Return a difference of means on the metric's scale, from the baseline's score on."""
         return baseline * (_exp(difference) - 1) if self.is_log else difference
 
 
@@ -59,8 +55,9 @@ def _exp(x: float) -> float:
 class Items:
     """The items of one task in one evaluation, sorted by key.
 
-    `keys` is one tuple for all evaluations of the same items. `values` by metric: (N, 2) of the
-    item's value and weight. `clusters_N`: codes of the items' sources, from 0: places in `sources`.
+    `keys` is one tuple for all evaluations of the same items. `values[metric]`: (N, 2) of the
+    item's value and weight. `clusters_N`: the items' sources, as places in `sources`. `chance`: of
+    multiple-choice items the mean of 1 / choices.
     """
 
     keys: tuple[str, ...]
@@ -68,19 +65,11 @@ class Items:
     clusters_N: np.ndarray
     values: dict[str, np.ndarray]
     chance: float | None = None
-    """Of multiple-choice items the mean of 1 / choices."""
-
-    @property
-    def num_clusters(self) -> int:
-        return int(self.sources.size)
 
     def of_metric(self, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """What is averaged, and its weights; None where the records do not hold the metric."""
+        """Return what is averaged, and its weights; None if the metric is not recorded."""
         found = self.values.get(metric.partition(", ")[0])
-        if found is None:
-            return None
-        values_N, weights_N = found[:, 0] * Scale.of(metric).factor, found[:, 1]
-        return values_N, weights_N
+        return None if found is None else (found[:, 0] * Scale.of(metric).factor, found[:, 1])
 
 
 class Records:
@@ -91,7 +80,7 @@ class Records:
         self._keys: dict[bytes, tuple[str, ...]] = {}
 
     def of(self, folder: Path, task: str, metric: str) -> Items | None:
-        """The items that `metric` is a mean over; None where the evaluation kept none.
+        """Return the items that `metric` is a mean over; None if the evaluation kept none.
 
         A task whose answers are filtered in several ways has a record of each, and metrics named
         `metric, filter` (eval/harness.py).
@@ -106,57 +95,53 @@ class Records:
 
     def _read(self, folder: Path) -> Iterator[tuple[tuple[str, str], Items]]:
         for task, records in read_samples(folder).items():
-            filters = dict.fromkeys(str(record.get("filter")) for record in records)
-            for name in filters:
-                kept = [record for record in records if str(record.get("filter")) == name]
-                if items := self._items(kept):
-                    yield (task, name), items
+            by_filter: dict[str, list[dict[str, Any]]] = {}
+            for record in records:
+                by_filter.setdefault(str(record.get("filter")), []).append(record)
+            for name, kept in by_filter.items():
+                if all("doc_hash" in r and "prompt_hash" in r for r in kept):
+                    yield (task, name), self._items(kept)
 
-    def _items(self, records: Sequence[dict[str, Any]]) -> Items | None:
-        if any("doc_hash" not in r or "prompt_hash" not in r for r in records):
-            return None
-        names = [f"{r['doc_hash']} {r['prompt_hash']}" for r in records]
-        clusters = [source_of_record(record) for record in records]
-        if len(set(names)) < len(names):  # a data set may hold an item twice
-            times: Counter[str] = Counter()
-            for k, name in enumerate(names):
-                names[k] = f"{name} {times[name]:06}"
-                times[name] += 1
-        order = sorted(range(len(names)), key=names.__getitem__)
-        ordered = [records[k] for k in order]
-        keys = tuple(names[k] for k in order)
+    def _items(self, records: Sequence[dict[str, Any]]) -> Items:
+        times: Counter[str] = Counter()
+        keyed = []
+        for record in records:
+            name = f"{record['doc_hash']} {record['prompt_hash']}"
+            keyed.append((f"{name} {times[name]:06}", record))  # a data set may hold an item twice
+            times[name] += 1
+        keyed.sort(key=lambda pair: pair[0])
+        keys, ordered = tuple(key for key, _ in keyed), [record for _, record in keyed]
         digest = hashlib.sha256("\n".join(keys).encode()).digest()
-        sources, codes = np.unique([clusters[k] for k in order], return_inverse=True)
-        return Items(
-            self._keys.setdefault(digest, keys), sources, codes, _values(ordered), _chance(records)
-        )
+        clusters = [source_of_record(record) for record in ordered]
+        sources, codes = np.unique(clusters, return_inverse=True)
+        keys = self._keys.setdefault(digest, keys)
+        return Items(keys, sources, codes, _values(ordered), _chance(ordered))
 
 
 def _chance(records: Sequence[dict[str, Any]]) -> float | None:
-    """What guessing scores on multiple-choice items, which have a pair of answers per choice."""
+    """The score of guessing on multiple-choice items, which have a pair of answers per choice."""
     choices = [record.get("answers") for record in records]
-    if all(
-        isinstance(each, list) and len(each) > 1 and all(isinstance(x, list) for x in each)
+    known = [
+        1 / len(each)
         for each in choices
-    ):
-        return sum(1 / len(each) for each in choices if each) / len(choices)
-    return None
+        if isinstance(each, list) and len(each) > 1 and all(isinstance(x, list) for x in each)
+    ]
+    return sum(known) / len(known) if len(known) == len(choices) else None
 
 
 def _values(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Every metric that all records hold as a number, or as a number and its weight."""
-    known = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "source")
-    names = [name for name in records[0] if name not in known and not name.startswith("answers")]
     found = {}
-    for name in names:
-        pairs = [_pair(record.get(name)) for record in records]
-        if all(pair is not None for pair in pairs):
-            found[name] = np.array(pairs, dtype=np.float64)
+    for name in records[0]:
+        if name not in NOT_METRICS and not name.startswith("answers"):
+            pairs = [_pair(record.get(name)) for record in records]
+            if all(pair is not None for pair in pairs):
+                found[name] = np.array(pairs, dtype=np.float64)
     return found
 
 
 def _pair(value: Any) -> tuple[float, float] | None:
-    """A value and its weight; a summed log-likelihood with a weight becomes one a unit of it."""
+    """A value and its weight; a summed log-likelihood with a weight becomes one per unit of it."""
     if isinstance(value, bool | int | float):
         return float(value), 1.0
     if isinstance(value, list) and len(value) == 2:
@@ -164,8 +149,3 @@ def _pair(value: Any) -> tuple[float, float] | None:
         if isinstance(total, int | float) and isinstance(weight, int | float) and weight > 0:
             return total / weight, float(weight)
     return None
-
-
-def agrees(score: float, mean: float) -> bool:
-    """Whether a score is the mean that was computed from its items."""
-    return math.isclose(score, mean, rel_tol=TOLERANCE, abs_tol=TOLERANCE)

@@ -1,10 +1,8 @@
-"""Noise of the items: how far a mean over these items may lie from the mean over all such items.
+"""Noise of a difference between two architectures on the same items: over items and over seeds.
 
-The first half of a standard error (`seeds.py` is the other). Items that share a source, such as
-questions on one passage, are no independent draws: everything here is over clusters of items, an
-item without a source being its own cluster. Pure functions over numpy arrays; no torch.
-
-Letters: N items, G clusters, R runs.
+Items that share a source, such as questions on one passage, are not independent draws: everything
+here is over clusters of items; an item without a source is its own cluster. `seeds.py` estimates
+the noise of seeds, `decide.py` decides. Pure functions; letters: N items, G clusters, R runs.
 """
 
 from collections.abc import Sequence
@@ -12,11 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from canon_pretrain.report.seeds import SeedNoise
+
 RESAMPLES = 2000
 EXACT_BELOW = 1000
 """Discordant items below which McNemar's test is the exact binomial one."""
 CELLS = 1 << 22
 """Draws of the bootstrap held at a time: 32 MB."""
+FEW_CLUSTERS = 20
+"""Degrees of freedom of the items from which what is in both noises is counted once."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,7 @@ class Clusters:
     def of(
         cls, values_N: np.ndarray, weights_N: np.ndarray, clusters_N: np.ndarray, count: int = 0
     ) -> "Clusters":
-        """`values_N` are means by item (times weight gives the item's sum); clusters are codes.
-
-        `count`: of codes, if tasks share them.
-        """
+        """Sum item means times weights by cluster code; `count` of codes, if tasks share them."""
         return cls(
             np.bincount(clusters_N, weights=values_N * weights_N, minlength=count),
             np.bincount(clusters_N, weights=weights_N, minlength=count),
@@ -41,7 +40,7 @@ class Clusters:
 
     @classmethod
     def joined(cls, tasks: Sequence["Clusters"]) -> "Clusters":
-        """Clusters whose mean is the plain mean of the tasks' means; codes are shared."""
+        """Return clusters with the plain mean of the tasks' means; codes are shared."""
         if len(tasks) == 1:
             return tasks[0]
         shares = [1 / (len(tasks) * task.weights_G.sum()) for task in tasks]
@@ -56,13 +55,11 @@ class Clusters:
 
 
 def mean_variance(*tasks: Clusters) -> float:
-    """The variance of the mean over clusters drawn at random, by the jackknife over clusters.
+    """Return the variance of the mean by the jackknife over clusters; infinite for G = 1.
 
-    (G - 1) / G sum (mean without g - mean)^2: the cluster-robust variance CR3 of a weighted mean.
-    Where clusters are alike it is the usual one (CR1), which comes out near nil where one cluster
-    has most of the weight, as the mean follows that one. G = 1 says nothing: infinite.
-    Of several tasks, the variance of the plain mean of their means: a cluster that they share is
-    left out of all of them at once.
+    (G - 1) / G sum (mean without g - mean)^2: the cluster-robust variance CR3 of a weighted mean;
+    CR1 comes out near nil where one cluster has most of the weight. For several tasks, that of the
+    plain mean of their means, where a shared cluster is left out of all of them at once.
     """
     count = tasks[0].sums_G.size
     moved_G = np.zeros(count)
@@ -75,19 +72,16 @@ def mean_variance(*tasks: Clusters) -> float:
 
 
 def degrees_of_freedom(clusters: Clusters) -> float:
-    """What `mean_variance` is worth: (sum w)^2 / (sum w^2) - 1, which is G - 1 for equal clusters.
-
-    The number of equal clusters that would say as much, by Kish's formula; at least 1.
-    """
+    """Return Kish's effective number of clusters less 1, (sum w)^2 / (sum w^2) - 1; at least 1."""
     weights_G = clusters.weights_G
     return max(float(weights_G.sum() ** 2 / (weights_G**2).sum()) - 1, 1.0)
 
 
 def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
-    """`mean_variance` of paired differences.
+    """Return `mean_variance` of paired differences; `bounded`: of values between -1 and 1.
 
-    `bounded`: of values between -1 and 1. Two items, +1 and -1, are added then, so that few items
-    that all agree are no certainty (Bonett and Price 2012, who add one to both discordant counts).
+    Then two items, +1 and -1, are added, so that few items that all agree are no certainty (Bonett
+    and Price 2012, who add one to both discordant counts).
     """
     if bounded and clusters.sums_G.size > 1:
         extra = np.array([1.0, -1.0])
@@ -98,12 +92,11 @@ def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
 
 
 def interaction_variance(*tasks: tuple[np.ndarray, np.ndarray, np.ndarray]) -> float:
-    """What one run's answers of its own add to the variance of its mean, from R >= 2 runs.
+    """Return what a run's own answers add to the variance of its mean, from R >= 2 runs.
 
-    Runs that differ in the seed alone answer some items differently. Their mean over the items
-    then varies even where the runs are equally good: the runs' spread contains it, and so does the
-    variance over items, so that whoever adds the two counts it twice. A task is its values_RN,
-    weights_N and clusters_N; of several, it is of the plain mean of their means.
+    Runs that differ in the seed alone answer some items differently, so that their means vary even
+    if they are equally good. Both the spread of runs and the variance over items contain it. A task
+    is (values_RN, weights_N, clusters_N); of several, it is of the plain mean of their means.
     """
     count = 1 + max(int(clusters_N.max()) for *_, clusters_N in tasks)
     residuals = [values_RN - values_RN.mean(axis=0) for values_RN, *_ in tasks]
@@ -126,10 +119,9 @@ def bootstrap_interval(
     confidence: float = 0.95,
     resamples: int = RESAMPLES,
 ) -> tuple[float, float]:
-    """The percentile interval of the mean under a bootstrap of whole clusters.
+    """Return the percentile interval of the mean under a bootstrap of whole clusters.
 
-    Clusters with equal sums and weights are drawn together, by a multinomial: the same
-    distribution, and for answers that are right or wrong a few counts instead of N draws.
+    Equal clusters are drawn together by a multinomial: the same distribution with few counts.
     """
     pairs = np.stack([clusters.sums_G, clusters.weights_G], axis=1)
     distinct, counts = np.unique(pairs, axis=0, return_counts=True)
@@ -157,10 +149,9 @@ class McNemar:
 
 
 def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> McNemar:
-    """McNemar's test on answers 0 or 1 of two runs to the same items.
+    """Run McNemar's test on answers 0 or 1 to the same items, taken as independent.
 
-    It takes items as independent. Exact below EXACT_BELOW discordant items, else chi-squared with
-    continuity correction.
+    Exact below EXACT_BELOW discordant items, else chi-squared with continuity correction.
     """
     from statsmodels.stats.contingency_tables import mcnemar  # takes a second; eval run needs none
 
@@ -169,3 +160,128 @@ def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> McNemar:
     both, neither = int((a_N * b_N).sum()), int(((1 - a_N) * (1 - b_N)).sum())
     found = mcnemar([[both, only_a], [only_b, neither]], exact=exact, correction=True)
     return McNemar(only_a, only_b, float(found.pvalue), exact)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The two variances of a difference and their degrees of freedom, as `decide.py` takes them."""
+
+    item_variance: float
+    item_df: float
+    seed_variance: float
+    seed_df: float
+
+    @property
+    def parts(self) -> tuple[float, float, float, float]:
+        return self.item_variance, self.item_df, self.seed_variance, self.seed_df
+
+    @property
+    def stderr(self) -> float:
+        return float(np.sqrt(self.item_variance + self.seed_variance))
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The mean paired difference a - b over the items, and its noise.
+
+    `lasting`: the part of the items' variance that more seeds do not reduce; 0 for single runs,
+    where it cannot be separated from the runs' own answers.
+    """
+
+    difference: float
+    noise: Noise
+    lasting: float
+    clusters: Clusters
+    num_runs: tuple[int, int]
+    seeds: SeedNoise
+
+    def noise_with(self, runs: int) -> tuple[float, float, float, float]:
+        """Return the parts of `noise` if both sides had `runs` seeds."""
+        a, b = self.num_runs
+        share = 2 / runs / (1 / a + 1 / b)
+        return (
+            self.lasting + (self.noise.item_variance - self.lasting) * share,
+            self.noise.item_df,
+            self.noise.seed_variance * share,
+            self.seeds.df_with(2 * runs - a - b),
+        )
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The values of the runs of both sides on the items of one task; `clusters_N` are codes."""
+
+    a_RN: np.ndarray
+    b_RN: np.ndarray
+    weights_N: np.ndarray
+    clusters_N: np.ndarray
+
+
+def paired(tasks: Sequence[Answers], seeds: SeedNoise) -> Paired:
+    """Compare two sides item by item on one task, or on the plain mean of several.
+
+    The codes of clusters mean the same in all tasks. `seeds`: the noise of one run's score, or mean
+    of scores. The variance is that over items plus that over seeds, less what is in both
+    (`interaction_variance`, known if one side has several runs; else it is counted twice). Runs of
+    both sides that share a seed count as independent. Both err towards "within noise".
+    """
+    count = 1 + max(int(task.clusters_N.max()) for task in tasks)
+    differences = [
+        Clusters.of(t.a_RN.mean(axis=0) - t.b_RN.mean(axis=0), t.weights_N, t.clusters_N, count)
+        for t in tasks
+    ]
+    clusters = Clusters.joined(differences)
+    if len(tasks) == 1:
+        both = np.concatenate([tasks[0].a_RN, tasks[0].b_RN])
+        bounded = bool(((both >= 0) & (both <= 1)).all() and (tasks[0].weights_N == 1).all())
+        over_items = difference_variance(clusters, bounded=bounded)
+    else:
+        over_items = mean_variance(*differences)
+    sides = (
+        [(t.a_RN, t.weights_N, t.clusters_N) for t in tasks],
+        [(t.b_RN, t.weights_N, t.clusters_N) for t in tasks],
+    )
+    own_answers = _own_answers(sides)
+    # a run's score cannot vary less than its answers of its own make it
+    one_run = max(seeds.variance, own_answers)
+    counts = len(tasks[0].a_RN), len(tasks[0].b_RN)
+    runs = 1 / counts[0] + 1 / counts[1]
+    noise = Noise(
+        _beyond(over_items, runs * own_answers, clusters),
+        degrees_of_freedom(clusters),
+        runs * one_run,
+        seeds.df,
+    )
+    lasting = noise.item_variance if max(counts) > 1 else 0.0
+    return Paired(clusters.mean, noise, lasting, clusters, counts, seeds)
+
+
+def one_side(
+    values_RN: np.ndarray, weights_N: np.ndarray, clusters_N: np.ndarray, seeds: SeedNoise
+) -> tuple[float, Noise]:
+    """Return the mean score of the runs of one architecture, and its noise."""
+    clusters = Clusters.of(values_RN.mean(axis=0), weights_N, clusters_N)
+    own_answers = _own_answers([[(values_RN, weights_N, clusters_N)]])
+    runs = len(values_RN)
+    noise = Noise(
+        _beyond(mean_variance(clusters), own_answers / runs, clusters),
+        degrees_of_freedom(clusters),
+        max(seeds.variance, own_answers) / runs,
+        seeds.df,
+    )
+    return clusters.mean, noise
+
+
+def _beyond(over_items: float, own_answers: float, clusters: Clusters) -> float:
+    """The items' variance without the runs' own answers; few clusters know neither well enough."""
+    if degrees_of_freedom(clusters) < FEW_CLUSTERS:
+        return over_items
+    return max(over_items - own_answers, 0.0)
+
+
+def _own_answers(sides: Sequence[Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]]) -> float:
+    """`interaction_variance` pooled over the sides with several runs; 0 without any."""
+    several = [(len(tasks[0][0]) - 1, tasks) for tasks in sides if len(tasks[0][0]) > 1]
+    df = sum(more for more, _ in several)
+    squares = sum(more * interaction_variance(*tasks) for more, tasks in several)
+    return squares / df if df else 0.0

@@ -1,8 +1,7 @@
-"""Noise of the seeds: how far apart runs of one recipe come out that differ in the seed alone.
+"""Noise of the seeds: how far apart runs come out that differ in the seed alone.
 
-The second half of a standard error (`items.py` is the first). It comes from the runs at hand where
-there are several seeds of one recipe; else from what the paper publishes of its own eight seeds.
-Pure functions; no torch.
+From the runs at hand, where there are several seeds of a recipe; else from what the paper publishes
+of its own eight seeds. Pure functions.
 """
 
 import math
@@ -52,7 +51,7 @@ class SeedNoise:
         return math.sqrt(self.variance)
 
     def df_with(self, more_runs: int) -> float:
-        """`df` if the recipes had so many more runs; see `seed_noise` for when own seeds count."""
+        """Return `df` if the recipes had so many more runs."""
         if not math.isfinite(self.df) or self.source == "own":
             return max(self.df + more_runs, 1.0)
         own = max(self.df - RANGE_DF + more_runs, 0.0)
@@ -60,10 +59,9 @@ class SeedNoise:
 
 
 def published_spread(task: str, suite: str) -> float | None:
-    """The range of the paper's eight seeds on `task`, or on others of its kind; of an accuracy.
+    """Return the range of the paper's eight seeds on `task`, or on others of its kind.
 
-    None for what the paper says nothing of: probes, which a model learns all at once or not at
-    all, and tasks that it does not have.
+    None for probes, which a model learns all at once or not at all, and tasks not in the paper.
     """
     if suite == "discriminative":
         return PUBLISHED_SPREADS.get(task, OTHER_DISCRIMINATIVE)
@@ -73,10 +71,7 @@ def published_spread(task: str, suite: str) -> float | None:
 
 
 def pooled_variance(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """The variance within groups of runs of one recipe, and its degrees of freedom.
-
-    Groups of one run say nothing. (0.0, 0) where no group says anything.
-    """
+    """Return the variance within groups of runs of one recipe, and its degrees of freedom."""
     squares, df = 0.0, 0
     for group in groups:
         values = np.asarray(group, dtype=np.float64)
@@ -86,7 +81,7 @@ def pooled_variance(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
 
 
 def vary_more(groups: Sequence[Sequence[float]], compared: Sequence[bool]) -> bool:
-    """Whether the compared groups vary more than the rest, by an F test at the level UNLIKE.
+    """Return whether the compared groups vary more than the rest, by an F test at level UNLIKE.
 
     Scores near 0 or 1 hardly vary: pooled with them, others would seem surer than they are.
     """
@@ -107,14 +102,13 @@ def seed_noise(
     own_only: bool = False,
     compared: Sequence[bool] | None = None,
 ) -> SeedNoise | None:
-    """The seed noise of one task; None where nothing is known of it.
+    """Return the seed noise of one task; None if nothing is known of it.
 
     `groups`: scores of the runs, by recipe. `spread`: the paper's range of eight seeds. `given`: a
     standard deviation that the user states, taken as known. Own seeds count alone from RANGE_DF
-    degrees of freedom on, as they say more than the paper's then; fewer are weighted with the
-    paper's by degrees of freedom (Smyth 2004), and never make the noise smaller than they say.
-    `compared`: which groups are of the two sides compared; where these vary more than the others
-    (`vary_more`), the others say nothing of them.
+    degrees of freedom on; fewer are weighted with the paper's by degrees of freedom (Smyth 2004),
+    and never make the noise smaller than they say. `compared`: which groups are of the two sides;
+    if these vary more than the others (`vary_more`), the others are left out.
     """
     if given is not None:
         return SeedNoise(given**2, math.inf, "given", f"given: {given:g}")
@@ -142,10 +136,7 @@ def seed_noise(
 
 @lru_cache
 def expected_maximum(count: int) -> float:
-    """By how many standard deviations the best of `count` equally good runs is too good.
-
-    The expected maximum of so many independent normals: 0.564 for 2, 0.846 for 3.
-    """
+    """Return the expected maximum of `count` independent standard normals: 0.564 for 2."""
     if count < 2:
         return 0.0
 

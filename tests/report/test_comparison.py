@@ -14,8 +14,9 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.report.architectures import architectures, choose
 from canon_pretrain.report.comparison import comparison_content
 from canon_pretrain.report.evaluations import read_runs
+from canon_pretrain.report.figures import score_curves
 from canon_pretrain.report.items import Records, Scale, _values
-from canon_pretrain.report.over_steps import score_curves
+from canon_pretrain.report.measure import Options
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Score
 from tests.eval_simulation import (
@@ -36,8 +37,8 @@ def generator() -> np.random.Generator:
     return np.random.default_rng(7)
 
 
-def content(*folders: Path, **options: Any) -> dict[str, Any]:
-    found = comparison_content(read_runs(folders), **options)
+def content(*folders: Path, baseline: str | None = None, **options: Any) -> dict[str, Any]:
+    found = comparison_content(read_runs(folders), baseline, Options(**options))
     json.dumps(found, allow_nan=False)
     return found
 
@@ -651,7 +652,7 @@ def test_little_is_no_error(tmp_path: Path) -> None:
 
 def test_seed_sigma_of_nothing_is_an_error(tmp_path: Path) -> None:
     paths = two_architectures(tmp_path, 0.5, 0.8)
-    with pytest.raises(UserError, match="did you mean 'boolq'"):
+    with pytest.raises(UserError, match='Did you mean "boolq"'):
         content(*paths, seed_sigma={"boolqq": 0.1})
     with pytest.raises(UserError, match="above 0"):
         content(*paths, seed_sigma={"boolq": -0.1})

@@ -10,7 +10,8 @@ import pytest
 from canon_pretrain.report.comparison import comparison_content
 from canon_pretrain.report.eval_report import report
 from canon_pretrain.report.evaluations import read_runs
-from canon_pretrain.report.verdict_summary import verdict_summary
+from canon_pretrain.report.measure import Options
+from canon_pretrain.report.verdicts import verdict_summary
 from tests import simulate_statistics as simulate
 from tests.eval_simulation import plant_answers, planted_run, records, right_or_wrong, validations
 from tests.report_pages import Page
@@ -18,6 +19,7 @@ from tests.report_runs import plant_run
 
 ACC = {"primary": ["acc"], "higher_is_better": {"acc": True}, "chance": 0.5}
 SUITE = "discriminative"
+OWN_ONLY = Options(own_noise_only=True)
 
 
 def plant(
@@ -67,7 +69,7 @@ def test_simulated_verdicts_are_those_of_a_report(tmp_path: Path) -> None:
                 here = {task: items[task] for task in tasks}
                 plant_answers(run, 20, suite, here, described=dict.fromkeys(tasks, ACC))
             paths.append(run.path)
-    found = comparison_content(read_runs(paths), own_noise_only=True)
+    found = comparison_content(read_runs(paths), options=OWN_ONLY)
     assert found["family"]["tests"] == len(simulated) == 34
     assert found["family"]["suites"] == {SUITE: 18, "jrt": 16}
     rows = {(row["task"], row["architecture"]): row for row in found["pairs"]}
@@ -92,7 +94,7 @@ def test_seeds_that_all_score_one_do_not_judge_a_single_run(tmp_path: Path) -> N
     (row,) = comparison_content(read_runs([*sure, other]))["pairs"]
     assert row["seed_noise"]["source"] == "paper"
     assert row["verdict"] == "within noise"
-    (row,) = comparison_content(read_runs([*sure, other]), own_noise_only=True)["pairs"]
+    (row,) = comparison_content(read_runs([*sure, other]), options=OWN_ONLY)["pairs"]
     assert row["verdict"] == "not judged"
     # where the other side has seeds of its own, both sides tell
     second = plant(tmp_path / "c", 8, right_or_wrong(400, 0.975, np.random.default_rng(1)), "A")
@@ -121,7 +123,7 @@ def test_what_no_accuracy_can_differ_by_could_not_have_been_shown(tmp_path: Path
         for k, share in enumerate((share, share + 0.1))
     ]
     one = [paths[0], paths[2], paths[3]]  # one degree of freedom
-    (row,) = comparison_content(read_runs(one), own_noise_only=True)["pairs"]
+    (row,) = comparison_content(read_runs(one), options=OWN_ONLY)["pairs"]
     assert row["detectable"] is None and "no difference at all" in row["words"]
 
 
@@ -184,7 +186,9 @@ def test_no_step_in_common_is_told(tmp_path: Path) -> None:
 
 def test_the_error_of_a_chosen_score_is_of_items_and_seeds(tmp_path: Path) -> None:
     run = plant(tmp_path / "a", 1, [0.0, 1.0] * 200)
-    (cell,) = comparison_content(read_runs([run]), seed_sigma={"boolq": 0.02})["chosen"][0]["cells"]
+    (cell,) = comparison_content(read_runs([run]), options=Options({"boolq": 0.02}))["chosen"][0][
+        "cells"
+    ]
     assert cell["stderr"] == pytest.approx(np.hypot(0.02, np.sqrt(0.25 / 399)))
 
 
@@ -215,11 +219,15 @@ def test_a_validation_of_an_early_step_does_not_choose_for_a_late_one(tmp_path: 
 def test_a_noise_that_comes_from_elsewhere_in_some_pairs_is_said_so() -> None:
     def pair(architecture: str, task: str, source: str) -> dict[str, object]:
         row = {"architecture": architecture, "baseline": "a", "task": task, "metric": "acc"}
-        more = {"detectable": None, "log_difference": None, "p": 0.5, "suite": "discriminative"}
-        return row | more | {"verdict": "within noise", "seed_noise": {"source": source}}
+        more = {"detectable": None, "log_difference": None, "p": 0.5, "suite": SUITE}
+        return (
+            row
+            | more
+            | {"verdict": "within noise", "asked_differently": [], "seed_noise": {"source": source}}
+        )
 
     pairs = [pair("b", "boolq", "own"), pair("b", "piqa", "own"), pair("c", "boolq", "paper")]
-    assert verdict_summary({"pairs": pairs, "refused": []})["seed_noise"] == [
+    assert verdict_summary(pairs, [])["seed_noise"] == [
         {"source": "own", "tasks": ["boolq (some pairs)", "piqa"]},
         {"source": "paper", "tasks": ["boolq (some pairs)"]},
     ]

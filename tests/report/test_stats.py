@@ -11,8 +11,9 @@ from scipy import stats
 from statsmodels.regression.linear_model import WLS
 from statsmodels.stats.multitest import multipletests
 
-from canon_pretrain.report import decide, pair, seeds
+from canon_pretrain.report import decide, seeds
 from canon_pretrain.report import noise as items
+from canon_pretrain.report import noise as pair
 from canon_pretrain.report.noise import Clusters
 from canon_pretrain.report.seeds import SeedNoise
 from tests import simulate_statistics as simulate

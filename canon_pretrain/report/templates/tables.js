@@ -27,16 +27,13 @@
       rows.sort(([a], [b]) => (
         a === null || b === null ? (a === null) - (b === null) : sign * compare(a, b)));
     }
-    table.classList.toggle("reordered", Boolean(direction));
     table.tBodies[0].append(...rows.map(([, row]) => row));
   }
 
   function makeSortable(table) {
     const original = [...table.tBodies[0].rows];
-    let at = 0;
-    for (const head of table.tHead.rows[0].cells) {
+    [...table.tHead.rows[0].cells].forEach((head, at) => {
       const column = { at, numeric: head.classList.contains("num") };
-      at += head.colSpan;
       const first = column.numeric && !("rising" in head.dataset) ? "descending" : "ascending";
       const turn = { [first]: first === "ascending" ? "descending" : "ascending" };
       const button = element("button", { type: "button", className: "sort" }, ...head.childNodes);
@@ -48,7 +45,7 @@
         if (next) head.setAttribute("aria-sort", next);
         sortRows(table, original, column, next);
       });
-    }
+    });
   }
 
   function makeFilters(holder, rows, names) {
@@ -78,9 +75,7 @@
           && words.every((word) => texts[i].includes(word)));
         shown += !row.hidden;
       });
-      const what = rows[0].tagName === "TR" ? "rows" : "plots";
-      count.textContent = `${shown < rows.length ? `${shown} of ` : ""}${rows.length} ${what}`;
-      rows[0].closest("table")?.classList.toggle("narrowed", shown < rows.length);
+      count.textContent = `${shown < rows.length ? `${shown} of ` : ""}${rows.length} rows`;
     };
     for (const control of [search, ...choices]) control.addEventListener("input", narrow);
     const useful = choices.filter((select) => select.options.length > 2);
@@ -91,8 +86,7 @@
 
   for (const table of document.querySelectorAll("table.sortable")) makeSortable(table);
   for (const holder of document.querySelectorAll("[data-filters-of]")) {
-    const of = document.getElementById(holder.dataset.filtersOf);
-    const rows = of.tagName === "TABLE" ? [...of.tBodies[0].rows] : [...of.children];
+    const rows = [...document.getElementById(holder.dataset.filtersOf).tBodies[0].rows];
     const names = holder.dataset.filters.split(" ").filter(Boolean);
     if (rows.length > 1) makeFilters(holder, rows, names);
     holder.hidden = false;
