@@ -100,7 +100,7 @@ def hover(browser: Browser, selector: str, x: object, y: float | None = None) ->
         x,
         y,
     )
-    for dx in (-3, 0):
+    for dx in (-1, 0):
         browser.move_to(left + dx, top)
     return browser.wait_for(
         """const layer = document.querySelector(`${arguments[0]} .hoverlayer`);
