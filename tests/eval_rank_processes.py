@@ -1,4 +1,4 @@
-"""Ranks of an evaluation as real processes, for test_eval_ranks.py: all scenarios in one go.
+"""Ranks of an evaluation as real processes, for eval/test_ranks.py: all scenarios in one go.
 
     python -m tests.eval_rank_processes OUT.json
 
