@@ -100,11 +100,10 @@ def _list(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
     if arguments.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return
-    console = _console()
-    _say(console, f"{len(checkpoints)} checkpoint(s) in {folder.path}")
+    print(f"{len(checkpoints)} checkpoint(s) in {folder.path}")
     columns = {"step": "step", "kind": "kind", "bytes": "size", "num_files": "files"}
     columns |= {"saved": "saved", "world_size": "ranks", "held": "held", "state": "state"}
-    _print_table(console, columns, checkpoints)
+    _print_table(columns, checkpoints)
     columns = {"path": "path", "bytes": "size"}
     for name, heading, more in (
         ("unfinished", "in progress, or interrupted (the next start settles them)", {}),
@@ -112,10 +111,10 @@ def _list(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
         ("archives", "archives", {}),
     ):
         if found[name]:
-            _say(console, f"{heading}:")
-            _print_table(console, columns | more, found[name])
+            print(f"{heading}:")
+            _print_table(columns | more, found[name])
     if found["strays"]:
-        _say(console, f"no part of it: {', '.join(found['strays'])}")
+        print(f"no part of it: {', '.join(found['strays'])}")
 
 
 def _look_at(
@@ -149,7 +148,6 @@ def _verify(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
     if workers < 1:
         raise UserError(f"--workers {workers}: expected 1 or more")
     results = []
-    console = _console()
     for number in steps if step is None else [step]:
         path = folder.step_path(number)
         start = time.perf_counter()
@@ -170,23 +168,22 @@ def _verify(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
             verdict = f"damaged: {result['faults']}"
         results.append(result)
         if not arguments.json:
-            _say(console, f"step-{number}  {verdict}")
+            print(f"step-{number}  {verdict}")
     if arguments.json:
         print(json.dumps(results, indent=2, ensure_ascii=False))
     elif not results:
-        _say(console, f"no checkpoint in {folder.path}")
+        print(f"no checkpoint in {folder.path}")
     if any(result["state"] != "whole" for result in results):
         raise SystemExit(EXIT_DAMAGED)
 
 
 def _prune(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
     """Delete, or say what would go; exit with code 1 if something could not be done."""
-    console, keep = _console(), arguments.keep
-    retention = _retention(run, folder, keep, console)
+    retention = _retention(run, folder, arguments.keep)
     quarantined = [found.path for found in folder.quarantined()] if arguments.quarantine else []
     doomed = quarantined + (folder.archives(run) if arguments.archive else [])
     if arguments.dry_run:
-        _say_plan(console, folder, retention, doomed)
+        _say_plan(folder, retention, doomed)
         return
     holder = live_holder(RunFolder(run).lock_file) or live_holder(RunFolder(folder.path).lock_file)
     if holder is not None:
@@ -200,26 +197,26 @@ def _prune(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
     for path in doomed:
         try:
             freed += folder.discard(path)
-            _say(console, f"deleted {path}")
+            print(f"deleted {path}")
         except OSError as error:
             errors.append(f"{path} can't be deleted: {error}")
     outcome = retention.apply()
     for step in outcome.deleted:
         waited = ", though an evaluation waits for it" if step in outcome.over_bound else ""
-        _say(console, f"deleted step-{step}{waited}")
+        print(f"deleted step-{step}{waited}")
     for step in outcome.stripped:
-        _say(console, f"kept only the weights of step-{step}: an evaluation waits for it")
+        print(f"kept only the weights of step-{step}: an evaluation waits for it")
     for step, fault in sorted(outcome.bad.items()):
-        _say(console, f"moved step-{step} to quarantine: {fault}")
-    _say_kept(console, outcome.kept, keep)
-    _say(console, f"{size(freed + outcome.bytes_freed)} freed")
+        print(f"moved step-{step} to quarantine: {fault}")
+    _say_kept(outcome.kept, arguments.keep)
+    print(f"{size(freed + outcome.bytes_freed)} freed")
     for text in errors + outcome.errors:
-        _say(Console(stderr=True), f"error: {text}")
+        print(f"error: {text}", file=sys.stderr)
     if errors or outcome.errors:
         raise SystemExit(EXIT_DAMAGED)
 
 
-def _retention(run: Path, folder: CheckpointFolder, keep: int, console: Console) -> Retention:
+def _retention(run: Path, folder: CheckpointFolder, keep: int) -> Retention:
     if keep < 1:
         raise UserError(f"--keep {keep}: expected 1 or more")
 
@@ -233,7 +230,7 @@ def _retention(run: Path, folder: CheckpointFolder, keep: int, console: Console)
         names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
         if run_id is None:
             raise UserError(f"{folder.path} holds {names}: expected those of one run")
-        _say(console, f"skipped, not of run {run_id}: {names}")
+        print(f"skipped, not of run {run_id}: {names}")
     return Retention(
         folder,
         keep,
@@ -244,42 +241,29 @@ def _retention(run: Path, folder: CheckpointFolder, keep: int, console: Console)
     )
 
 
-def _say_plan(
-    console: Console, folder: CheckpointFolder, retention: Retention, doomed: list[Path]
-) -> None:
+def _say_plan(folder: CheckpointFolder, retention: Retention, doomed: list[Path]) -> None:
     """--dry_run: what would go and how many bytes."""
     plan = retention.plan()
-    sizes = {p: tree_bytes(p) for p in doomed + [folder.step_path(s) for s in plan.delete]}
+    sizes = {p: tree_bytes(p) for p in doomed + [folder.step_path(s) for s in plan.deleted]}
     for path, num_bytes in sizes.items():
-        _say(console, f"would delete {path} ({size(num_bytes)})")
-    for step in plan.strip:
+        print(f"would delete {path} ({size(num_bytes)})")
+    for step in plan.stripped:
         path = folder.step_path(step)
-        _say(console, f"would keep only the weights of {path} ({size(tree_bytes(path))})")
+        print(f"would keep only the weights of {path} ({size(tree_bytes(path))})")
     for step, fault in sorted(plan.bad.items()):
-        _say(console, f"would move step-{step} to quarantine: {fault}")
-    _say_kept(console, plan.kept, retention.keep)
-    besides = f", and the training state of {_names(plan.strip)}" if plan.strip else ""
+        print(f"would move step-{step} to quarantine: {fault}")
+    _say_kept(plan.kept, retention.keep)
+    besides = f", and the training state of {_names(plan.stripped)}" if plan.stripped else ""
     freed = size(sum(sizes.values()))
-    _say(console, f"dry run: {freed} would be freed{besides}; nothing was changed")
+    print(f"dry run: {freed} would be freed{besides}; nothing was changed")
 
 
-def _say_kept(console: Console, kept: list[int], keep: int) -> None:
+def _say_kept(kept: list[int], keep: int) -> None:
     few = f", fewer than --keep {keep}: no checkpoint is deleted" if len(kept) < keep else ""
-    _say(console, f"verified and kept: {_names(kept)}{few}")
+    print(f"verified and kept: {_names(kept)}{few}")
 
 
-def _console() -> Console:
-    """stdout: a terminal as wide as it is, anything else wide enough for every line."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_PIPED_WIDTH)
-
-
-def _say(console: Console, line: str) -> None:
-    """Print one line as it is: paths are not markup, and are not cut."""
-    console.print(Text(line), soft_wrap=True)
-
-
-def _print_table(console: Console, columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
+def _print_table(columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
     """Print `rows` under the headings of `columns`, by key; "?" for what a row does not have."""
     if not rows:
         return
@@ -290,6 +274,9 @@ def _print_table(console: Console, columns: dict[str, str], rows: list[dict[str,
     for row in rows:
         shown = row | {"bytes": size(row["bytes"]), "held": "held" if row.get("held") else ""}
         table.add_row(*(Text(str(shown.get(key, "?"))) for key in columns))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPED_WIDTH)
     console.print(table)
 
 

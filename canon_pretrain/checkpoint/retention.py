@@ -32,38 +32,24 @@ _Signature = dict[str, tuple[int, ...]]
 
 
 @dataclass
-class Plan:
-    """What retention would do; each list ascending."""
+class Outcome:
+    """What retention did, or would do; each list ascending."""
 
     kept: list[int] = field(default_factory=list)
     """Full steps that are verified and stay; fewer than asked for mean that nothing is deleted."""
-    delete: list[int] = field(default_factory=list)
-    strip: list[int] = field(default_factory=list)
+    deleted: list[int] = field(default_factory=list)
+    stripped: list[int] = field(default_factory=list)
     """Full steps of which the weights alone stay, for an evaluation."""
     weights_only: list[int] = field(default_factory=list)
-    """Steps that hold weights alone already, and stay."""
+    """Steps that stay as weights alone; of a plan, those that are so already."""
     over_bound: list[int] = field(default_factory=list)
-    """Those in `delete` that an evaluation waits for: too many wait."""
+    """Those in `deleted` that an evaluation waits for: too many wait."""
     bad: dict[int, str] = field(default_factory=dict)
     """Damaged steps and how; they go to quarantine."""
     errors: list[str] = field(default_factory=list)
-    """Steps that this process can't read: they neither count nor change."""
-
-
-@dataclass
-class Outcome:
-    """What retention did; see Plan."""
-
-    kept: list[int] = field(default_factory=list)
-    deleted: list[int] = field(default_factory=list)
-    stripped: list[int] = field(default_factory=list)
-    over_bound: list[int] = field(default_factory=list)
-    bad: dict[int, str] = field(default_factory=dict)
-    weights_only: list[int] = field(default_factory=list)
-    """Steps of which only the weights exist now."""
+    """What can't be read or done: such a step neither counts nor changes; the next `apply` tries
+    it again."""
     bytes_freed: int = 0
-    errors: list[str] = field(default_factory=list)
-    """What could not be done; the next `apply` tries it again."""
 
 
 class Retention:
@@ -113,12 +99,12 @@ class Retention:
         except OSError:
             self._verified.pop(step, None)
 
-    def plan(self) -> Plan:
+    def plan(self) -> Outcome:
         """Return what `apply` would do now; reads hashes of unverified steps, and moves nothing.
 
         Raises OSError if the folder or the holds can't be read.
         """
-        plan = Plan()
+        plan = Outcome()
         if self.keep == 0:
             return plan
         older, weights = self._sort(plan)
@@ -134,13 +120,13 @@ class Retention:
                 plan.bad[step] = fault
             else:
                 chosen.append(step)
-        plan.strip = [step for step in older if step in chosen]
+        plan.stripped = [step for step in older if step in chosen]
         plan.weights_only = [step for step in weights if step in chosen]
         stays = {*chosen, *plan.bad}
-        plan.delete = sorted(step for step in older + weights if step not in stays)
+        plan.deleted = sorted(step for step in older + weights if step not in stays)
         return plan
 
-    def _sort(self, plan: Plan) -> tuple[list[int], list[int]]:
+    def _sort(self, plan: Outcome) -> tuple[list[int], list[int]]:
         """Fill `kept` and `bad`; return older full steps and weights-only ones, ascending."""
         older: list[int] = []
         weights: list[int] = []
@@ -190,19 +176,16 @@ class Retention:
         Meant for a thread beside the training: it may save newer steps meanwhile. What fails at
         one step is in `errors` and stops neither the others nor the caller.
         """
-        outcome = Outcome()
         with self._lock:
             try:
                 plan = self.plan()
             except OSError as error:
-                outcome.errors.append(f"{self.folder.path} can't be looked through: {error}")
-                return outcome
-            outcome.kept, outcome.weights_only = plan.kept, plan.weights_only
-            outcome.errors += plan.errors
+                return Outcome(errors=[f"{self.folder.path} can't be looked through: {error}"])
+            outcome = Outcome(plan.kept, weights_only=plan.weights_only, errors=plan.errors)
             acts = [partial(self._set_aside, step, plan, outcome) for step in sorted(plan.bad)]
             # room first: a full disk leaves none for the weights
-            acts += [partial(self._delete, step, plan, outcome) for step in plan.delete]
-            acts += [partial(self._strip, step, plan, outcome) for step in plan.strip]
+            acts += [partial(self._delete, step, plan, outcome) for step in plan.deleted]
+            acts += [partial(self._strip, step, plan, outcome) for step in plan.stripped]
             for act in acts:
                 if not self._may_act():
                     outcome.errors.append("left as it is: the folder is another launch's now")
@@ -211,7 +194,7 @@ class Retention:
         outcome.weights_only.sort()
         return outcome
 
-    def _set_aside(self, step: int, plan: Plan, outcome: Outcome) -> None:
+    def _set_aside(self, step: int, plan: Outcome, outcome: Outcome) -> None:
         self._verified.pop(step, None)
         try:
             self.folder.quarantine(self.folder.step_path(step), plan.bad[step])
@@ -219,7 +202,7 @@ class Retention:
         except OSError as error:
             outcome.errors.append(f"{plan.bad[step]}; it can't be moved to quarantine: {error}")
 
-    def _delete(self, step: int, plan: Plan, outcome: Outcome) -> None:
+    def _delete(self, step: int, plan: Outcome, outcome: Outcome) -> None:
         try:
             # hashes take minutes: an evaluation may have asked for it since
             if step not in plan.over_bound and step in self._holds():
@@ -233,7 +216,7 @@ class Retention:
             if step in plan.over_bound:
                 outcome.over_bound.append(step)
 
-    def _strip(self, step: int, plan: Plan, outcome: Outcome) -> None:
+    def _strip(self, step: int, plan: Outcome, outcome: Outcome) -> None:
         final, temporary = self.folder.step_path(step), self.folder.saving_path(step)
         try:
             remove_tree(temporary)

@@ -265,7 +265,7 @@ def test_a_hold_that_comes_while_hashes_are_read_is_respected(
     kept.apply()
     make_step(folder_of(run).path, 60)
     plan = kept.plan()
-    assert plan.delete == [40]
+    assert plan.deleted == [40]
     hold(run, 40, "late")
     monkeypatch.setattr(kept, "plan", lambda: plan)
     assert kept.apply().deleted == []
@@ -282,9 +282,9 @@ def test_plan_moves_nothing_and_foretells_apply(run: Path) -> None:
     assert sorted(run.rglob("*")) == before
     outcome = retention(run, 1, max_held=1).apply()
     assert plan.kept == outcome.kept == [40]
-    assert plan.delete == outcome.deleted == [10, 30]
+    assert plan.deleted == outcome.deleted == [10, 30]
     assert plan.over_bound == outcome.over_bound == [10]
-    assert plan.strip == outcome.stripped == [20]
+    assert plan.stripped == outcome.stripped == [20]
     assert plan.bad == outcome.bad
 
 
