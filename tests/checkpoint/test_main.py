@@ -277,14 +277,6 @@ def test_prune_leaves_the_weights_of_a_held_step(tmp_path: Path, capsys: Output)
     assert "step-10  whole  weights" in output_of(capsys, "verify", tmp_path)
 
 
-def test_prune_says_when_too_few_are_whole(run: Path, capsys: Output) -> None:
-    for step in (20, 40):
-        flip_byte(run / "checkpoint" / f"step-{step}" / "__0_0.distcp")
-    output = output_of(capsys, "prune", run, "--keep", 3)
-    assert "step-10, step-30, fewer than --keep 3: no checkpoint is deleted" in output
-    assert CheckpointFolder(run / "checkpoint").steps() == [10, 30]
-
-
 def test_prune_empties_quarantine_and_archive_when_asked(run: Path, capsys: Output) -> None:
     folder = CheckpointFolder(run / "checkpoint")
     aside = folder.quarantine(folder.step_path(10), "bad")

@@ -539,9 +539,3 @@ def test_without_hard_links_the_lock_holds_as_well(
     assert os.listdir(path.parent) == ["lock.json"]
     lock.release()
     assert os.listdir(path.parent) == []
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("a file")
-    with pytest.raises(UserError, match=r"run/lock\.json cannot be taken"):
-        LinkLock.acquire(tmp_path / "run" / "lock.json")

@@ -99,37 +99,6 @@ def test_other_ranks_write_nothing_but_hear_signals(tmp_path: Path) -> None:
     assert not run.exists()
 
 
-def test_a_second_launch_is_refused_and_harms_nothing(tmp_path: Path) -> None:
-    heard: list[str] = []
-    with session(tmp_path) as held:
-        lock = RunFolder(tmp_path).lock_file
-        with pytest.raises(UserError, match="in use by another launch"):
-            session(tmp_path, say=heard.append).__enter__()
-        assert lock.exists()
-        assert status(tmp_path).launches == 1
-        held.end("done", "", 9)
-    assert "waiting for a sign of life" in heard[0]
-    assert status(tmp_path).state == "done"
-
-
-def test_what_lost_its_lock_leaves_the_status_to_the_next(tmp_path: Path) -> None:
-    said: list[str] = []
-    run = RunFolder(tmp_path)
-    with pytest.raises(RuntimeError), session(tmp_path, say=said.append) as held:
-        other = Holder.of_this_process()
-        temporary = tmp_path / "other"
-        temporary.write_bytes(content_of(other))
-        temporary.rename(run.lock_file)
-        wait_until(lambda: held.stop.poll()[-1])
-        time.sleep(0.1)  # a heartbeat of the status may be under way
-        run.status_file.write_text("the other's")
-        time.sleep(0.2)
-        raise RuntimeError
-    assert run.status_file.read_text() == "the other's"
-    assert run.lock_file.read_bytes() == content_of(other)
-    assert "no longer ours" in said[-1]
-
-
 @pytest.mark.parametrize("touched", ["before", "while it waits"])
 def test_a_stop_file_counts_from_the_beginning_of_the_launch(touched: str, tmp_path: Path) -> None:
     """Also for a launch that had to wait for the lock: who touches STOP then, means it."""

@@ -65,21 +65,6 @@ def test_a_lost_lock_is_a_request() -> None:
     assert asked(requests) == LOST_LOCK
 
 
-@pytest.mark.parametrize(("age_s", "left_over"), [(10.0, True), (0.0, False), (-10.0, False)])
-def test_a_file_from_before_the_launch_is_forgotten(
-    tmp_path: Path, age_s: float, left_over: bool
-) -> None:
-    file, probe = tmp_path / "STOP", tmp_path / "probe"
-    probe.touch()
-    file.touch()
-    began = probe.stat().st_mtime
-    os.utime(file, (began - age_s, began - age_s))
-    requests = StopRequests(file)
-    assert requests.forget_leftover(began) is left_over
-    assert file.exists() is not left_over
-    assert asked(requests) == ("" if left_over else STOP_FILE)
-
-
 def test_without_a_file_there_is_nothing_to_forget(tmp_path: Path) -> None:
     assert not StopRequests(tmp_path / "STOP").forget_leftover(0.0)
     assert not StopRequests().forget_leftover(0.0)

@@ -143,33 +143,6 @@ def test_damage_of_a_file_is_found_named_and_gone_around(
             assert steps(run) == [10]
 
 
-def test_damage_of_the_folder_is_found(
-    base: Path, council: Council, model: Transformer, tmp_path: Path
-) -> None:
-    def an_extra_file(newest: Path) -> None:
-        (newest / "__2_0.distcp").write_bytes(b"of another save")
-
-    def nothing_in_it(newest: Path) -> None:
-        shutil.rmtree(newest)
-        newest.mkdir()
-
-    def another_step(newest: Path) -> None:
-        shutil.rmtree(newest)
-        shutil.copytree(newest.with_name("step-10"), newest)
-
-    for fault, reason in (
-        (an_extra_file, "__2_0.distcp is not in the manifest"),
-        (nothing_in_it, "has no manifest.json: it was never finished"),
-        (another_step, "its manifest is that of step 10"),
-    ):
-        run = two_steps(base, tmp_path / fault.__name__)
-        fault(checkpoint(run, NEWEST))
-        step, said = take_up(run, council, model)
-        assert step == 10 and reason in said[0]["reason"], (fault, said)
-        assert reason in quarantine(run)["step-12.1"]
-        assert_holds(model, base, 10)
-
-
 def test_whatever_bit_of_a_manifest_flips_the_weights_are_a_saved_steps(
     base: Path, council: Council, model: Transformer, tmp_path: Path
 ) -> None:

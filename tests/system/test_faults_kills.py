@@ -15,8 +15,6 @@ import pytest
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.checkpoint.writer import VerifiedWriter, _HashedFile
-from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.status import StatusWriter
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.fault_runs import (
     EVERY_2,
@@ -210,34 +208,3 @@ def test_killed_in_the_background_write_of_an_async_save(
     assert ".saving-step-3 is a save that was interrupted" in ended.output
     assert resumed_from(run) == [2, 2]
     assert_same_run(run, base, step=STEPS)
-
-
-def fail_and_be_ended(rank: int) -> None:
-    """A fault in the first step; SIGTERM, as torchrun sends it, comes while it is written down."""
-    end = StatusWriter.end
-
-    def train_step(self: CanonTrainer, data: Iterator[Any]) -> None:
-        raise RuntimeError("a fault of this rank")
-
-    def end_at_sigterm(self: StatusWriter, *arguments: Any) -> bool:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return end(self, *arguments)
-
-    CanonTrainer.train_step = train_step  # type: ignore[method-assign]
-    StatusWriter.end = end_at_sigterm  # type: ignore[method-assign]
-
-
-def test_a_sigterm_in_the_middle_of_a_failure_does_not_hide_it(
-    data_folder: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    ended = launch(
-        *debug_run(data_folder, run),
-        output=tmp_path / "out",
-        ranks=1,
-        check=False,
-        before=fail_and_be_ended,
-    )
-    assert not ended.succeeded
-    assert status(run).state == "failed" and "a fault of this rank" in status(run).reason
-    assert not RunFolder(run).lock_file.exists()
