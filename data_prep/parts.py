@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +50,7 @@ Name = tuple[str, str]
 
 
 def unit_and_part(name: str) -> tuple[int, int]:
-    """The numbers in a part's name. Raises ValueError where it is none."""
+    """Return the numbers in a part's name. Raises ValueError if it is none."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is no part's name")
@@ -58,69 +58,49 @@ def unit_and_part(name: str) -> tuple[int, int]:
 
 
 def names_on_disk(folder: Path) -> list[str]:
-    """The names of all parts that have a commit mark in `folder`, in stream order."""
+    """Return the names of all parts that have a commit mark in `folder`, in stream order."""
     names = [path.stem for path in folder.glob("part-*.json") if _NAME.fullmatch(path.stem)]
     return sorted(names, key=unit_and_part)
 
 
-@dataclass(frozen=True)
-class Ids:
-    """What a split's ids must be like; `bos_id` is None where documents do not begin with it."""
-
-    vocab_size: int
-    eos_id: int
-    bos_id: int | None
-
-    @classmethod
-    def of(cls, plan: Plan) -> "Ids":
-        """Those of a plan's tokenizer and options."""
-        known = plan.tokenizer
-        return cls(known.vocab_size, known.eos_id, known.bos_id if plan.options.bos else None)
-
-
-def part_faults(stem: Path, mark: CommitMark, ids: Ids, level: str, seed: int) -> list[str]:
-    """A sentence for each fault of the part `stem` (its path without a suffix).
+def part_faults(stem: Path, mark: CommitMark, plan: Plan, level: str, seed: int) -> list[str]:
+    """Return a sentence per fault of the part `stem` (its path without a suffix).
 
     `seed` chooses the blocks that the level "sample" reads.
     """
     faults: list[str] = []
     small: dict[str, bytes] = {}
-    is_readable = False
-    for suffix, known in vars(mark.files).items():
-        path = stem.with_name(f"{stem.name}.{suffix}")
-        try:
-            if (found := path.stat().st_size) != known.size:
+    path = stem
+    try:
+        for suffix, known in reversed(vars(mark.files).items()):  # .bin last
+            path = stem.with_name(f"{stem.name}.{suffix}")
+            try:
+                found = path.stat().st_size
+            except FileNotFoundError:
+                faults.append(f"{path}: is missing")
+                continue
+            if found != known.size:
                 faults.append(f"{path}: {found} bytes, expected {known.size}")
-            elif suffix == "bin":
-                is_readable = True
-            elif level != "size":
+            elif level != "size" and suffix != "bin":
                 content = path.read_bytes()
                 if (sha256 := hashlib.sha256(content).hexdigest()) == known.sha256:
                     small[suffix] = content
                 else:
                     faults.append(f"{path}: sha256 {sha256[:16]}... is not the mark's")
-        except OSError as error:
-            faults.append(f"{path}: {_reason(error)}")
-    if level == "size" or not is_readable:
-        return faults
-    path = stem.with_name(f"{stem.name}.bin")
-    crcs = np.frombuffer(small["crc"], dtype="<u4") if "crc" in small else None
-    try:
-        if level == "sample":
-            faults += _sample_faults(path, mark, ids, crcs, random.Random(f"{seed} {stem}"))
-        else:
-            faults += _full_faults(path, mark, ids, small.get("docs"), crcs)
+            elif level != "size":
+                crcs = np.frombuffer(small["crc"], dtype="<u4") if "crc" in small else None
+                if level == "sample":
+                    chance = random.Random(f"{seed} {stem}")
+                    faults += _sample_faults(path, mark, plan.tokenizer.vocab_size, crcs, chance)
+                else:
+                    faults += _full_faults(path, mark, plan, small.get("docs"), crcs)
     except OSError as error:
-        faults.append(f"{path}: {_reason(error)}")
+        faults.append(f"{path}: unreadable: {error.strerror}")
     return faults
 
 
-def _reason(error: OSError) -> str:
-    return "is missing" if isinstance(error, FileNotFoundError) else f"unreadable: {error.strerror}"
-
-
 def _sample_faults(
-    path: Path, mark: CommitMark, ids: Ids, crcs: np.ndarray | None, chance: random.Random
+    path: Path, mark: CommitMark, vocab_size: int, crcs: np.ndarray | None, chance: random.Random
 ) -> Iterator[str]:
     """The first block, the last, and up to SAMPLED_BLOCKS by chance between them."""
     length = mark.files.bin.size
@@ -129,17 +109,14 @@ def _sample_faults(
     if num_blocks:
         chosen |= {0, num_blocks - 1}
     bad = []
-    dtype = dtype_for(ids.vocab_size)
     with open(path, "rb") as file:
         for block in sorted(chosen):
-            begin = block * BLOCK_BYTES
-            content = os.pread(file.fileno(), min(BLOCK_BYTES, length - begin), begin)
-            if (
-                crcs is not None
-                and block_crcs(content).tolist() != crcs[block : block + 1].tolist()
+            content = os.pread(file.fileno(), BLOCK_BYTES, block * BLOCK_BYTES)
+            if crcs is not None and not np.array_equal(
+                block_crcs(content), crcs[block : block + 1]
             ):
                 bad.append(block)
-            elif int(np.frombuffer(content, dtype=dtype).max()) >= ids.vocab_size:
+            elif int(np.frombuffer(content, dtype=dtype_for(vocab_size)).max()) >= vocab_size:
                 yield f"{path}: block {block} has an id outside the vocabulary"
     if bad:
         yield f"{path}: {_named(bad)} not as the CRC32 says ({len(chosen)} blocks read)"
@@ -155,61 +132,10 @@ def _named(blocks: list[int]) -> str:
     )
 
 
-class _Found:
-    """What reading a .bin file once finds, chunk by chunk."""
-
-    def __init__(self, ids: Ids, ends: np.ndarray | None, crcs: np.ndarray | None) -> None:
-        self._ids = ids
-        self._dtype = dtype_for(ids.vocab_size)
-        self._ends = ends
-        self._crcs = crcs
-        self._digest = hashlib.sha256()
-        self._carried_end = True
-        self.num_blocks = self.tokens = self.max_id = 0
-        self.eos = self.eos_at_ends = self.bos_at_starts = 0
-        self.bad_blocks: list[int] = []
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
-
-    def add(self, content: bytes) -> None:
-        """Take the next chunk of the file, a whole number of blocks but for the last."""
-        self._digest.update(content)
-        if self._crcs is not None:
-            found = block_crcs(content)
-            expected = self._crcs[self.num_blocks : self.num_blocks + len(found)]
-            same = np.zeros(len(found), dtype=bool)
-            same[: len(expected)] = found[: len(expected)] == expected
-            self.bad_blocks += (self.num_blocks + np.flatnonzero(~same)).tolist()
-        self.num_blocks += -(-len(content) // BLOCK_BYTES)
-        width = self._dtype.itemsize
-        tokens = np.frombuffer(content[: len(content) // width * width], dtype=self._dtype)
-        if not len(tokens):
-            return
-        self.max_id = max(self.max_id, int(tokens.max()))
-        self.eos += int(np.count_nonzero(tokens == self._ids.eos_id))
-        if self._ends is not None:
-            self._at_documents(tokens, self._ends)
-        self.tokens += len(tokens)
-
-    def _at_documents(self, tokens: np.ndarray, ends: np.ndarray) -> None:
-        """Count the documents of this chunk that end with EOS, and begin with BOS."""
-        first, last = np.searchsorted(ends, [self.tokens, self.tokens + len(tokens)], side="right")
-        inside = ends[first:last] - self.tokens
-        self.eos_at_ends += int((tokens[inside - 1] == self._ids.eos_id).sum())
-        if self._ids.bos_id is not None:
-            starts = inside[inside < len(tokens)]
-            if self._carried_end:
-                starts = np.concatenate([[0], starts])
-            self.bos_at_starts += int((tokens[starts] == self._ids.bos_id).sum())
-            self._carried_end = bool(len(inside)) and int(inside[-1]) == len(tokens)
-
-
 def _full_faults(
-    path: Path, mark: CommitMark, ids: Ids, docs: bytes | None, crcs: np.ndarray | None
+    path: Path, mark: CommitMark, plan: Plan, docs: bytes | None, crcs: np.ndarray | None
 ) -> Iterator[str]:
-    """One pass over the file: hash and CRCs, then (where those hold) what it says."""
+    """One pass over the file: hash and CRCs, then (if those hold) what it says."""
     ends = None
     if docs is not None:
         columns = 1 if mark.version == WITHOUT_BYTE_ENDS else 2
@@ -225,38 +151,56 @@ def _full_faults(
                 total = int(column[-1]) if len(column) else 0
                 if (np.diff(column, prepend=0) < 0).any() or total != mark.text_bytes:
                     yield f"{path.with_suffix('.docs')}: text bytes are not the mark's"
-    found = _Found(ids, ends, crcs)
+    known, has_bos = plan.tokenizer, plan.options.bos
+    dtype = dtype_for(known.vocab_size)
+    digest = hashlib.sha256()
+    found_crcs = [np.empty(0, dtype="<u4")]
+    # where these ids are: as many numbers as documents, 32 bits hold a part's positions
+    eos, bos = [np.empty(0, dtype=np.uint32)], [np.empty(0, dtype=np.uint32)]
+    tokens = max_id = 0
     with open(path, "rb") as file:
         while content := file.read(CHUNK_BYTES):
-            found.add(content)
-    blocks = f"; {_named(found.bad_blocks)} not as the CRC32 says" if found.bad_blocks else ""
-    if found.sha256 != mark.files.bin.sha256:
-        yield f"{path}: sha256 {found.sha256[:16]}... is not the mark's{blocks}"
+            digest.update(content)
+            found_crcs.append(block_crcs(content))
+            ids = np.frombuffer(content, dtype=dtype, count=len(content) // dtype.itemsize)
+            max_id = max(max_id, int(ids.max(initial=0)))
+            eos.append((tokens + np.flatnonzero(ids == known.eos_id)).astype(np.uint32))
+            if has_bos:
+                bos.append((tokens + np.flatnonzero(ids == known.bos_id)).astype(np.uint32))
+            tokens += len(ids)
+    found = np.concatenate(found_crcs)
+    blocks = ""
+    if crcs is not None and len(crcs) == len(found) and not np.array_equal(crcs, found):
+        blocks = f"; {_named(np.flatnonzero(crcs != found).tolist())} not as the CRC32 says"
+    if (sha256 := digest.hexdigest()) != mark.files.bin.sha256:
+        yield f"{path}: sha256 {sha256[:16]}... is not the mark's{blocks}"
         return
     if blocks:
         yield f"{path}{blocks}"
     expected: list[tuple[str, int, int]] = [
-        ("tokens", found.tokens, mark.tokens),
-        ("largest id", found.max_id, mark.max_id),
+        ("tokens", tokens, mark.tokens),
+        ("largest id", max_id, mark.max_id),
     ]
     if crcs is not None:
-        expected.append(("block CRCs", len(crcs), found.num_blocks))
+        expected.append(("block CRCs", len(crcs), len(found)))
     if ends is not None:
-        documents = len(ends)
+        eos_at = np.concatenate(eos)
+        at_ends = int(np.isin(ends - 1, eos_at).sum())
         expected += [
-            ("last document's end", int(ends[-1]) if documents else 0, found.tokens),
-            ("documents ending with EOS", found.eos_at_ends, documents),
+            ("last document's end", int(ends[-1]) if len(ends) else 0, tokens),
+            ("documents ending with EOS", at_ends, len(ends)),
         ]
-        if ids.bos_id is not None:
-            expected.append(("documents beginning with BOS", found.bos_at_starts, documents))
-        if ids.bos_id != ids.eos_id:
+        if has_bos:
+            at_starts = int(np.isin(np.append(0, ends[:-1]), np.concatenate(bos)).sum())
+            expected.append(("documents beginning with BOS", at_starts, len(ends)))
+        if not has_bos or known.bos_id != known.eos_id:
             # a literal </s> in a text must not have become the id that ends a document
-            expected.append(("EOS ids inside documents", found.eos - found.eos_at_ends, 0))
+            expected.append(("EOS ids inside documents", len(eos_at) - at_ends, 0))
     for what, count, should in expected:
         if count != should:
             yield f"{path}: {what}: {count}, expected {should}"
-    if found.max_id >= ids.vocab_size:
-        yield f"{path}: token id {found.max_id} is outside the vocabulary of {ids.vocab_size}"
+    if max_id >= known.vocab_size:
+        yield f"{path}: token id {max_id} is outside the vocabulary of {known.vocab_size}"
 
 
 def rebuild(
@@ -271,8 +215,13 @@ def rebuild(
         )
     tokenizer = load_tokenizer(folder, plan.tokenizer)
     (scratch / tokenizer.file_name).write_bytes(tokenizer.model)
+    # the hashes that the inputs had are in the unit's last mark: a changed one is refused by name
+    seen: dict[str, str] = {}
+    for name, sha256 in _listed(folder / TRAIN).items():
+        if name.startswith(part_name(unit, 0)[:-1]):
+            with suppress(ShardError):
+                seen |= read_mark(folder / TRAIN, name, CommitMark, sha256).mark.inputs
     job = UnitJob.of(scratch, root, plan, unit)
-    seen = _inputs_seen(folder / TRAIN, unit)
     inputs = [replace(known, sha256=seen.get(known.path, known.sha256)) for known in job.inputs]
     build_unit(replace(job, inputs=tuple(inputs)))
     with unit_lock(folder, unit):
@@ -287,17 +236,19 @@ def rebuild(
 
 
 def _check_same(here: Path, scratch: Path, name: str) -> None:
-    """Raise ShardError where the rebuilt part is not the one that the split had.
+    """Raise ShardError if the rebuilt part is not the one that the split had.
 
     Its commit mark, which has the hashes of its files, must be the manifest's; or the one on disk,
-    where the manifest itself is damaged.
+    if the manifest itself is damaged.
     """
-    found = _sha256(scratch / f"{name}.json")
-    if not found:
+    if not (scratch / f"{name}.json").exists():
         raise ShardError(f"the unit's inputs make no {here.name}/{name} now")
-    known = [sha256 for sha256 in (_listed(here, name), _sha256(here / f"{name}.json")) if sha256]
+    known = [_listed(here).get(name, "")]
+    with suppress(OSError):
+        known.append(sha256_file(here / f"{name}.json"))
+    known = [sha256 for sha256 in known if sha256]
     # without a manifest and a mark there is nothing to compare with: the plan alone decides
-    if known and found not in known:
+    if known and sha256_file(scratch / f"{name}.json") not in known:
         raise ShardError(
             f"{here / name}: the inputs make other bytes now (the commit mark's sha256 is not "
             f"{known[0][:16]}...): another version of Python, sentencepiece or "
@@ -306,31 +257,9 @@ def _check_same(here: Path, scratch: Path, name: str) -> None:
         )
 
 
-def _sha256(path: Path) -> str:
-    """The file's hash; "" where it cannot be read."""
+def _listed(folder: Path) -> dict[str, str]:
+    """The hashes of the commit marks in a split's manifest; none if that cannot be read."""
     try:
-        return sha256_file(path)
-    except OSError:
-        return ""
-
-
-def _listed(here: Path, name: str) -> str:
-    """The hash of a part's commit mark in the split's manifest; "" where that cannot be read."""
-    with suppress(ShardError):
-        for entry in read_manifest(here).parts:
-            if entry.name == name:
-                return entry.mark_sha256
-    return ""
-
-
-def _inputs_seen(train: Path, unit: int) -> dict[str, str]:
-    """The sha256 that a unit's inputs had when it was built, from its last mark, if that is whole.
-
-    With it a changed input is refused by name before anything is built.
-    """
-    for path in train.glob(f"{part_name(unit, 0)[:-1]}*.json"):
-        if sha256 := _listed(train, path.stem):
-            with suppress(ShardError):
-                if inputs := read_mark(train, path.stem, CommitMark, sha256).mark.inputs:
-                    return inputs
-    return {}
+        return {entry.name: entry.mark_sha256 for entry in read_manifest(folder).parts}
+    except ShardError:
+        return {}

@@ -33,7 +33,7 @@ from canon_pretrain.data.shards import (
     read_mark,
 )
 from data_prep.folder import SPLITS, TRAIN, disk_errors, load_tokenizer, say
-from data_prep.parts import LEVELS, Ids, Name, names_on_disk, part_faults, rebuild, unit_and_part
+from data_prep.parts import LEVELS, Name, names_on_disk, part_faults, rebuild, unit_and_part
 from data_prep.plan import Plan, load_plan
 
 LOCK = "repair.lock"
@@ -48,20 +48,10 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A sentence, and the part that is at fault; `part` is "" where it is none of them."""
+    """A sentence, and the part that is at fault; `part` is None if it is none of them."""
 
     text: str
-    split: str = ""
-    part: str = ""
-
-
-@dataclass(frozen=True)
-class ListedPart:
-    """A part that a split consists of, with its commit mark as it was read."""
-
-    split: str
-    name: str
-    mark: CommitMark
+    part: Name | None = None
 
 
 def verify(
@@ -73,10 +63,10 @@ def verify(
     root: Path | None = None,
     seed: int = 0,
 ) -> None:
-    """Check `folder` and say each fault; with `repair`, mend what can be mended.
+    """Check `folder` and print each fault; with `repair`, mend what can be mended.
 
     `root` is where the plan's inputs are now, None for where they were; `seed` chooses what the
-    level "sample" reads. Raises UserError where a fault was found, or is left after the repair.
+    level "sample" reads. Raises UserError if a fault was found, or is left after the repair.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the --out of `python -m data_prep build`")
@@ -89,12 +79,12 @@ def verify(
     if not faults:
         say(f"{folder}: ok ({_WORDS[level]})")
         return
-    damaged = {(fault.split, fault.part) for fault in faults if fault.part}
+    damaged = {fault.part for fault in faults if fault.part}
     if not repair:
         way_out = f"; --repair rebuilds {len(damaged)} part(s)" if damaged else ""
         raise UserError(f"{folder}: {len(faults)} fault(s) found{way_out}")
     mended = repair_parts(folder, plan, damaged, root)
-    left = [fault for fault in faults if fault.part and (fault.split, fault.part) not in mended]
+    left = [fault for fault in faults if fault.part and fault.part not in mended]
     left += find_faults(folder, plan, "size", workers=workers, seed=seed)
     left += find_faults(folder, plan, "full", workers=workers, seed=seed, only=mended)
     texts = dict.fromkeys(fault.text for fault in left)
@@ -114,46 +104,48 @@ def find_faults(
     seed: int,
     only: Collection[Name] | None = None,
 ) -> list[Fault]:
-    """Every fault of the folder, at most of the parts in `only`."""
+    """Return every fault of the folder, or only those of the parts in `only`."""
     faults = []
     try:
         load_tokenizer(folder, plan.tokenizer)
     except UserError as error:
         faults.append(Fault(str(error)))
-    parts: list[ListedPart] = []
+    parts: dict[Name, CommitMark] = {}
+    last_units = {}
     for split in SPLITS:
-        outer, listed = _split_faults(folder / split, split, plan)
+        outer, marks = _split_faults(folder / split, split, plan)
         faults += outer
-        parts += listed
-    ends = {part.split: unit_and_part(part.name)[0] for part in parts}
-    if len(set(ends.values())) > 1:
-        words = " and ".join(f"{split} after unit {unit}" for split, unit in ends.items())
+        parts |= {(split, name): mark for name, mark in marks.items()}
+        if marks:
+            last_units[split] = unit_and_part(list(marks)[-1])[0]
+    if len(set(last_units.values())) > 1:
+        words = " and ".join(f"{split} after unit {unit}" for split, unit in last_units.items())
         faults.append(Fault(f"{folder}: the splits do not end together: {words}; {_FINISH}"))
     if only is not None:
-        faults = [fault for fault in faults if (fault.split, fault.part) in only]
-        parts = [part for part in parts if (part.split, part.name) in only]
-    ids = Ids.of(plan)
+        faults = [fault for fault in faults if fault.part in only]
+        parts = {part: mark for part, mark in parts.items() if part in only}
 
-    def check(part: ListedPart) -> list[Fault]:
-        found = part_faults(folder / part.split / part.name, part.mark, ids, level, seed)
-        return [Fault(text, part.split, part.name) for text in found]
+    def check(part: Name) -> list[str]:
+        return part_faults(folder.joinpath(*part), parts[part], plan, level, seed)
 
-    total = sum(part.mark.files.bin.size for part in parts) or 1
+    total = sum(mark.files.bin.size for mark in parts.values()) or 1
     done = 0
     # threads: hashing lets go of the GIL
     with Progress() as progress, ThreadPoolExecutor(workers) as pool:
         try:
             for part, found in zip(parts, pool.map(check, parts), strict=True):
-                faults += found
-                done += part.mark.files.bin.size
-                progress.update(done / total, f"verify, level {level}: {part.split}/{part.name}")
+                faults += [Fault(text, part) for text in found]
+                done += parts[part].files.bin.size
+                progress.update(done / total, f"verify, level {level}: {'/'.join(part)}")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return faults
 
 
-def _split_faults(folder: Path, split: str, plan: Plan) -> tuple[list[Fault], list[ListedPart]]:
-    """The faults of manifest and commit marks, and the parts whose files are to be checked."""
+def _split_faults(
+    folder: Path, split: str, plan: Plan
+) -> tuple[list[Fault], dict[str, CommitMark]]:
+    """The faults of manifest and commit marks, and the marks of parts whose files are checked."""
     faults: list[Fault] = []
     manifest = None
     try:
@@ -163,28 +155,28 @@ def _split_faults(folder: Path, split: str, plan: Plan) -> tuple[list[Fault], li
             unit_and_part(name)
     except (ShardError, ValueError) as error:
         manifest = None
-        faults.append(Fault(f"{folder / MANIFEST}: cannot be read ({error}); {_FINISH}", split))
+        faults.append(Fault(f"{folder / MANIFEST}: cannot be read ({error}); {_FINISH}"))
         entries = dict.fromkeys(names_on_disk(folder), "")
     marks: list[NamedMark[CommitMark]] = []
-    listed: list[ListedPart] = []
+    listed: dict[str, CommitMark] = {}
     for name, sha256 in entries.items():
         path = folder / f"{name}.json"
         try:
             named = read_mark(folder, name, CommitMark)
         except ShardError as error:
-            faults.append(Fault(str(error), split, name))
+            faults.append(Fault(str(error), (split, name)))
             continue
-        listed.append(ListedPart(split, name, named.mark))
+        listed[name] = named.mark
         if sha256 in ("", named.sha256):
             marks.append(named)
-            faults += [Fault(f"{path}: {text}", split, name) for text in _mark(named, plan)]
+            texts = _mark(named, plan)
+            faults += [Fault(f"{path}: {text}", (split, name)) for text in texts]
         else:
-            faults.append(Fault(f"{path}: is not the mark in the manifest", split, name))
+            faults.append(Fault(f"{path}: is not the mark in the manifest", (split, name)))
     # what a damaged mark says about the whole is not worth a sentence of its own
     if manifest is not None and len(marks) == len(entries):
-        path = folder / MANIFEST
         texts = _manifest(folder, split, manifest, marks, plan)
-        faults += [Fault(f"{path}: {text}; {_FINISH}", split) for text in texts]
+        faults += [Fault(f"{folder / MANIFEST}: {text}; {_FINISH}") for text in texts]
     return faults, listed
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from data_prep.build import build
 from data_prep.finish import finish
 from data_prep.folder import SPLITS
 from data_prep.parts import LEVELS
-from data_prep.plan import Limits, Options
+from data_prep.plan import Limits, Options, load_plan
 from data_prep.show import show_document
 from data_prep.stats import stats
 from data_prep.verify import verify
@@ -173,9 +174,10 @@ def test_documents_begin_with_bos(
     monkeypatch.setattr("data_prep.parts.block_crcs", lambda content: np.zeros(0, "<u4"))
     said = refused(capsys, tmp_path / "data")
     assert "EOS" not in said and "BOS" not in said
-    monkeypatch.setattr("data_prep.parts.Ids.of", classmethod(lambda cls, plan: cls(300, 2, 9)))
-    said = refused(capsys, tmp_path / "data")
-    assert "documents beginning with BOS: 0, expected" in said
+    plan = load_plan(tmp_path / "data")
+    other = replace(plan, tokenizer=replace(plan.tokenizer, bos_id=9))
+    faults = verify_module.find_faults(tmp_path / "data", other, "full", workers=1, seed=0)
+    assert any("documents beginning with BOS: 0, expected" in fault.text for fault in faults)
 
 
 def test_a_manifest_that_fits_itself_and_not_the_plan(
