@@ -29,7 +29,7 @@ from typing import Any, Final, Generic, Literal, Self, TypeVar
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from canon_pretrain.core.files import UnreadableFile, parse_record, read_json, read_record
+from canon_pretrain.core.files import UnreadableFile, parse_json, parse_record, parsing, read_bytes
 from canon_pretrain.data.blocks import BLOCK_BYTES as BLOCK_BYTES
 from canon_pretrain.data.blocks import (
     BUILD_AGAIN,
@@ -354,7 +354,11 @@ def read_manifest(folder: Path) -> Manifest:
             raise ShardError(f"{folder}: the build is unfinished (no {MANIFEST}); {BUILD_AGAIN}")
         raise ShardError(f"{folder}: no {MANIFEST}, so not a folder of token shards; {build}")
     try:
-        stored = read_json(path)
+        content = read_bytes(path)
+        with parsing(path):
+            stored = parse_json(content)
+            if not isinstance(stored, dict):
+                raise ValueError("it holds no JSON object")
         if stored.get("format") != FORMAT:
             raise ShardError(f"{path}: not a manifest of the format {FORMAT!r}; {build}")
         if stored.get("version") not in (WITHOUT_BYTE_ENDS, VERSION):
@@ -362,7 +366,8 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: format version {stored.get('version')!r}, this program reads "
                 f"{WITHOUT_BYTE_ENDS} and {VERSION}; build the data again"
             )
-        return read_record(path, Manifest)
+        with parsing(path):
+            return parse_record(content, Manifest)
     except UnreadableFile as error:
         raise ShardError(f"{error}; delete it and {BUILD_AGAIN}") from None
 

@@ -415,7 +415,8 @@ def on_nodes(rank: int, ranks_per_node: int, folder: Path, log: Path | None = No
     descriptor = os.open(f"{log}-{rank}", os.O_WRONLY | os.O_CREAT)
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == "open" and isinstance(arguments[0], (str, os.PathLike)):
+        # an open() whose opener is os.open is heard twice, the second time without a mode
+        if name == "open" and arguments[1] and isinstance(arguments[0], (str, os.PathLike)):
             os.write(descriptor, f"{os.fspath(arguments[0])}\n".encode())
 
     sys.addaudithook(hook)

@@ -123,7 +123,7 @@ def test_a_world_size_that_does_not_divide_names_the_ones_that_do() -> None:
         (["--validation.steps", "5"], "validation.steps = 5: set validation.windows"),
         (["--profiling.enable_profiling", "--profiling.profile_freq", "3"], "profile_freq = 3"),
         (["--model.name", "llama3"], "this trainer trains 'canon' only"),
-        (["--model.canon_set", "ABE"], 'names the Canon site "E"; only A, B, C and D exist'),
+        (["--model.canon_set", "ABE"], 'canon_set = "ABE" names the Canon site "E"'),
         (["--model.flavor", "1b4"], '"1b4" is not known'),
         (
             ["--model.attention_backend", "flash_attn", "--model.position", "h_alibi"],

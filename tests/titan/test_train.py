@@ -429,7 +429,7 @@ def test_another_model_in_the_same_folder_is_refused(
             "[training]\nsteps = 3\nstepz = 4\n",
             "unknown key 'training.stepz': did you mean 'steps'",
         ),
-        ("[training]\nsteps = '3'\n", "'training.steps' = '3' is a string; expected a whole"),
+        ("[training]\nsteps = '3'\n", "'training.steps' = '3': Input should be a valid integer"),
         ("[model]\ncanon_set = 'ABX'\n", 'canon_set = "ABX" names the Canon site "X"'),
     ],
 )
