@@ -1,14 +1,5 @@
 """Two things side by side in one run, as ratios.
 
-    python -m canon_pretrain.bench step       Canon's price in a training step, by set and backend
-    python -m canon_pretrain.bench canon      each kernel alone, and the bytes that it must move
-    python -m canon_pretrain.bench generate   Canon's price in generation
-    python -m canon_pretrain.bench memory     what is kept for backward, and what fits on a GPU
-    python -m canon_pretrain.bench attention  the ways of attention, one against another
-    python -m canon_pretrain.bench trainer    the trainer's step over a bare loop; what a save costs
-    python -m canon_pretrain.bench codegen    launches and bytes on an H100, counted without one
-    python -m canon_pretrain.bench all        all of them but codegen, in brief
-
 On a GPU where there is one, else on the CPU with smaller sizes. --json FILE keeps the figures. Exit
 code 2 with one message for bad input.
 """
@@ -20,14 +11,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from canon_pretrain.bench.tables import make_console, print_lines
+from canon_pretrain.bench import tables
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.terminal import Console
+from canon_pretrain.titan.console import init_logging
 from canon_pretrain.titan.device import prepare_device
 
-EXIT_INTERRUPTED = 130
 COMMANDS = {
     "step": "Canon's price in a training step, by set and backend",
     "canon": "each kernel alone, and the bytes that it must move",
@@ -43,75 +34,75 @@ BRIEFLY = {
     "canon": ["--pairs", "5"],
     "generate": ["--sets", "AC", "ABCD", "--pairs", "5", "--new-tokens", "32"],
     "memory": ["--sets", "ABCD", "--counted-only"],
+    "attention": [],
+    "trainer": [],
 }
-"""What `all` asks of each, so that a GPU's page takes minutes; each by itself does more."""
+"""What `all` asks of each. Not of codegen, which needs a process that pretends to have a GPU."""
+LEAST = {"block_seconds": 0, "new_tokens": 2} | dict.fromkeys(
+    ("batches", "layers", "micro_batch", "pairs", "prompt_tokens", "repeats", "steps", "tokens"), 1
+)
+"""The smallest value of each number among the options."""
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run one bench, or all, and print the tables; exits with code 2 on bad input."""
-    words = sys.argv[1:] if argv is None else argv
     prepare_device()  # torchtitan reads the device at import time
-    with command():
-        arguments = _parse(words)
-        if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-            raise UserError(
-                f"--json {arguments.json}: the folder {arguments.json.absolute().parent} does not "
-                "exist; create it first"
-            )
-        result = run(arguments, make_console())
-        if arguments.json is not None:
-            write_json(arguments.json, result)
-
-
-def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure and print what was asked for; gives what the JSON holds. Raises UserError.
-
-    `all` goes on where one fails, and exits with code 1 at its end if that was a fault of ours.
-    """
     from canon_pretrain.bench.machine import Machine
-    from canon_pretrain.titan.console import init_logging
 
-    init_logging(rank=1)  # warnings and errors alone
-    machine = Machine.here()
-    if arguments.command != ALL:
-        return _one(arguments.command, arguments, machine, console)
+    with command():
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        file = arguments.json
+        if file is not None and not (folder := file.absolute().parent).is_dir():
+            raise UserError(f"--json {file}: the folder {folder} does not exist; create it first")
+        init_logging(rank=1)  # warnings and errors alone
+        console, machine = tables.make_console(), Machine.here()
+        if arguments.command == ALL:
+            _all(file, machine, console)
+            return
+        result = _one(arguments.command, arguments, machine, console)
+        if file is not None:
+            write_json(file, result)
+
+
+def _all(file: Path | None, machine: Any, console: Console) -> None:
+    """Run every bench in brief, also after one that failed; exit with code 1 after a fault."""
     results: dict[str, Any] = {}
-    for name in COMMANDS:
-        if name == "codegen":  # pretends that there is a GPU: in a process of its own
-            continue
-        words = [name, *BRIEFLY.get(name, [])]
+    for name, options in BRIEFLY.items():
+        words = [name, *options]
         console.rule(f"{' '.join(words)}: {COMMANDS[name]}")
         try:
             results[name] = _one(name, _parse(words), machine, console)
-        except UserError as error:  # the others are worth having all the same
-            print_lines(console, f"error: {error}")
+        except UserError as error:
+            tables.print_lines(console, f"error: {error}")
             results[name] = {"bench": name, "error": str(error)}
         except Exception as error:
             console.print_exception(show_locals=False)
             results[name] = {"bench": name, "error": repr(error), "is_a_fault": True}
-        if arguments.json is not None:  # what is there, should a later one not end
-            write_json(arguments.json, {"bench": ALL, "results": results})
+        if file is not None:  # the results so far, in case a later one does not end
+            write_json(file, {"bench": ALL, "results": results})
     if any("is_a_fault" in result for result in results.values()):
         raise SystemExit(1)
-    return {"bench": ALL, "results": results}
 
 
 def _one(
     name: str, arguments: argparse.Namespace, machine: Any, console: Console
 ) -> dict[str, Any]:
+    """Measure and print; return what the JSON holds."""
     import torch
 
     bench = _module(name)
     try:
-        result: dict[str, Any] = bench.measure(
-            arguments, machine, lambda line: print_lines(console, line)
-        )
+        found = bench.measure(arguments, machine, lambda line: tables.print_lines(console, line))
     except torch.OutOfMemoryError:
         raise UserError(
             f"{name}: these sizes do not fit in this GPU's memory; give fewer of what its --help "
             "names: --micro-batch, --batches, --tokens or --layers"
         ) from None
+    result: dict[str, Any] = {"bench": name, **machine.facts(), **found}
+    tables.print_lines(console, *tables.heading(result))
     bench.print_result(result, console)
+    for what, why in result.get("unavailable", {}).items():
+        tables.print_lines(console, f"not measured: {what}: {why}")
     # the next bench finds no shapes that were seen and no memory that is held
     torch._dynamo.reset()
     machine.free_memory()
@@ -119,7 +110,7 @@ def _one(
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    """The arguments of the one command among `words`; only its module is imported."""
+    """Return the arguments of the one command among `words`; only its module is imported."""
     parser = argparse.ArgumentParser(
         prog="python -m canon_pretrain.bench",
         description=__doc__,
@@ -137,6 +128,12 @@ def _parse(words: list[str]) -> argparse.Namespace:
     if overrides and arguments.command != "trainer":
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     arguments.overrides = overrides
+    for name, least in LEAST.items():
+        given = getattr(arguments, name, None)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value < least:
+                option = "--" + name.replace("_", "-")
+                raise UserError(f"{option} {value:g}: expected at least {least}")
     return arguments
 
 

@@ -25,20 +25,11 @@ from torch.nn.attention import (
 )
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from canon_pretrain.bench import variants
+from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.tables import (
-    heading,
-    make_table,
-    peaks_line,
-    print_lines,
-    ratio_cells,
-    unavailable_lines,
-)
 from canon_pretrain.bench.timing import compare_steps
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import FLASH_IMPLS, activate_flash
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -56,34 +47,34 @@ WORST_ERROR = 3e-2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `attention`."""
-    add = parser.add_argument
-    variants.add_model_arguments(parser)
-    add("--tokens", type=int, metavar="T", help="(default: 4096 on a GPU, 1024 on a CPU)")
-    add("--micro-batch", type=int, metavar="B", help="(default: 6 on a GPU, 2 on a CPU)")
-    add("--ways", nargs="+", metavar="WAY", help=f"of {', '.join(WAYS)} (default: all here)")
+    """Add the options of `attention`."""
+    variants.add_model_arguments(parser, gpu=(6, 4096), cpu=(2, 1024))
+    about = f"of {', '.join(WAYS)} (default: all here)"
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help=about)
     variants.add_timing_arguments(parser, pairs=11, block_s=0.1)
 
 
 def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The figures of one run, as JSON can hold them; seconds, FLOPs. Raises UserError."""
-    variants.check_at_least(
-        1, tokens=arguments.tokens, micro_batch=arguments.micro_batch, pairs=arguments.pairs
-    )
+    """Return the figures as JSON can hold them; seconds, FLOPs. Raises UserError."""
     for name in arguments.ways or ():
         check_choice("--ways", name, WAYS)
-    num_tokens = arguments.tokens or (4096 if machine.on_gpu else 1024)
-    batch = arguments.micro_batch or (6 if machine.on_gpu else 2)
-    args = variants.model_args(arguments, on_gpu=machine.on_gpu, num_tokens=num_tokens)
-    dtype = variants.dtype_of(arguments, on_gpu=machine.on_gpu)
-    tensors = make_tensors(args, batch, num_tokens, dtype, machine.device)
+    work = variants.workload(arguments, machine)
+    args, shape = work.args, (work.micro_batch, work.num_tokens)
+    tensors = [  # q, k and v, [B, T, heads, K], laid out as the block's projections leave them
+        torch.randn(*shape, heads, args.head_dim, device=work.device)
+        .to(work.dtype)
+        .requires_grad_()
+        for heads in (args.num_heads, args.kv_heads, args.kv_heads)
+    ]
     # math makes all scores, which at 4,096 tokens are more than most GPUs hold
     names = arguments.ways or [name for name in WAYS if name != "math" or not machine.on_gpu]
     usable, missing, errors = find_ways(names, tensors, machine)
     base = next(iter(usable))
-    peak = machine.matmul_flops(dtype)
+    peak = machine.matmul_flops(work.dtype)
+    # two products, of the half of the scores that causality leaves
+    forward_flops = 2 * shape[0] * args.num_heads * shape[1] ** 2 * args.head_dim
     rows = []
     for name, way in usable.items():
         for direction, times in DIRECTIONS.items():
@@ -93,7 +84,7 @@ def measure(
                 pairs=arguments.pairs,
                 block_s=arguments.block_seconds,
             )
-            flops = round(causal_flops(args, batch, num_tokens) * times)
+            flops = round(forward_flops * times)
             rows.append(
                 {
                     "way": name,
@@ -105,18 +96,14 @@ def measure(
                     "max_error": errors[name],
                 }
             )
-        took = [f"{row['direction']} {1000 * row['other_s']:.3f} ms" for row in rows[-2:]]
+        took = [f"{row['direction']} {tables.ms(row['other_s'], 3)} ms" for row in rows[-2:]]
         say(f"{name}: {', '.join(took)}")
     use_flash("flash")
     both = {name: sum(row["other_s"] for row in rows if row["way"] == name) for name in usable}
     return {
-        "bench": "attention",
-        **machine.facts(),
-        **variants.model_facts(args, dtype),
+        **work.facts(),
         "heads": [args.num_heads, args.kv_heads, args.head_dim],
-        "micro_batch": batch,
-        "num_tokens": num_tokens,
-        "peaks": machine.peaks(dtype),
+        "peaks": machine.peaks(work.dtype),
         "base": base,
         "unavailable": missing,
         "rows": rows,
@@ -127,9 +114,9 @@ def measure(
 def find_ways(
     names: Sequence[str], tensors: list[Tensor], machine: Machine
 ) -> tuple[dict[str, Way], dict[str, str], dict[str, float]]:
-    """Those of `names` that can be had, why the others can't, and the usable ones' errors.
+    """Return those of `names` that can be had, why others can't, and the usable ones' errors.
 
-    Raises UserError where none is left, or one is wrong.
+    Raises UserError if none is left, or one is wrong.
     """
     usable: dict[str, Way] = {}
     missing: dict[str, str] = {}
@@ -149,22 +136,10 @@ def find_ways(
     return usable, missing, errors
 
 
-def make_tensors(
-    args: ModelArgs, batch: int, num_tokens: int, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
-    """q, k and v, [B, T, heads, K], laid out as the block's projections leave them."""
-    return [
-        torch.randn(batch, num_tokens, heads, args.head_dim, device=device)
-        .to(dtype)
-        .requires_grad_()
-        for heads in (args.num_heads, args.kv_heads, args.kv_heads)
-    ]
-
-
 def make_way(name: str, machine: Machine, num_tokens: int) -> Way:
-    """The function of q_BTHK, k_BTGK and v_BTGK called `name`; gives y_BTHK.
+    """Return the function of q_BTHK, k_BTGK and v_BTGK called `name`; it returns y_BTHK.
 
-    Raises RuntimeError or ImportError, here or when it is first called, where it can't be had.
+    Raises RuntimeError or ImportError, here or when it is first called, if it can't be had.
     """
     if name == "flash_attn":
         if importlib.util.find_spec("flash_attn") is None:
@@ -188,16 +163,21 @@ def make_way(name: str, machine: Machine, num_tokens: int) -> Way:
         raise RuntimeError(why)
     if name in ("cudnn", "efficient") and not machine.on_gpu:
         raise RuntimeError("needs a GPU")
+    kernel = KERNELS.get(name, SDPBackend.FLASH_ATTENTION)
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         use_flash(name)
-        return _sdpa(KERNELS.get(name, SDPBackend.FLASH_ATTENTION), q, k, v)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
+        with sdpa_kernel(kernel):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
+        return y.transpose(1, 2)
 
     return sdpa
 
 
 def use_flash(name: str) -> None:
-    """Make SDPA's flash kernel the one that `name` is; 0.2 ms where it was another (CPU, measured).
+    """Make SDPA's flash kernel the one that `name` is; 0.2 ms if it was another (CPU, measured).
 
     It is the process's, and forward and backward of several ways take turns here.
     """
@@ -208,18 +188,10 @@ def use_flash(name: str) -> None:
             activate_flash_attention_impl(wanted)
 
 
-def _sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
-    with sdpa_kernel(kernel):
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
-    return y.transpose(1, 2)
-
-
 def check(name: str, way: Way, tensors: list[Tensor]) -> float:
-    """The largest error of the first head's values in float64, of the largest of them.
+    """Return the first head's largest error against float64, as a share of its largest value.
 
-    Raises UserError where it is more than rounding.
+    Raises UserError if it is more than rounding.
     """
     with torch.no_grad():
         y_TK = way(*tensors)[0, :, 0].double()
@@ -234,7 +206,7 @@ def check(name: str, way: Way, tensors: list[Tensor]) -> float:
 
 
 def make_step(name: str, way: Way, tensors: list[Tensor], direction: str) -> Callable[[], Any]:
-    """Forward, or backward from what one forward pass has kept, as a step."""
+    """Return forward, or backward from what one forward pass has kept, as a step."""
     if direction == "forward":
         return lambda: way(*tensors)
     y_BTHK = way(*tensors)
@@ -247,38 +219,29 @@ def make_step(name: str, way: Way, tensors: list[Tensor], direction: str) -> Cal
     return backward
 
 
-def causal_flops(args: ModelArgs, batch: int, num_tokens: int) -> int:
-    """FLOPs of the two products forward, of the half of the scores that causality leaves."""
-    return 2 * batch * args.num_heads * num_tokens**2 * args.head_dim
-
-
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """The table that a person reads."""
+    """Print the table, and which is the fastest."""
     heads, kv_heads, head_dim = result["heads"]
-    print_lines(
+    tables.print_lines(
         console,
-        heading(result),
         f"{result['micro_batch']} x {result['num_tokens']:,} tokens, {heads} heads (k and v: "
         f"{kv_heads}) of {head_dim}, {result['dtype']}, causal",
     )
-    table = make_table(
-        *("way", "pass", "ms", f"over {result['base']}", "spread"),
-        *("TFLOP/s", "of matmul", "max error"),
-    )
+    columns = ("way", "pass", "ms", f"over {result['base']}", "spread", "TFLOP/s", "of matmul")
+    table = tables.make_table(*columns, "max error")
     for row in result["rows"]:
         table.add_row(
             row["way"],
             row["direction"],
-            f"{1000 * row['other_s']:.3f}",
-            *ratio_cells(row),
+            tables.ms(row["other_s"], 3),
+            *tables.ratio_cells(row),
             f"{row['flops_per_second'] / 1e12:,.2f}",
             f"{row['of_matmul']:.0%}",
             f"{row['max_error']:.0e}",
         )
     console.print(table)
-    print_lines(
+    tables.print_lines(
         console,
-        f"{peaks_line(result['peaks'])}; FLOPs of the half of the scores that causality leaves, "
-        f"backward 2.5 times forward's. The fastest for both passes: {result['fastest']}",
-        *unavailable_lines(result["unavailable"]),
+        f"{tables.peaks_line(result['peaks'])}; FLOPs of the half of the scores that causality "
+        f"leaves, backward 2.5 times forward's. The fastest for both passes: {result['fastest']}",
     )

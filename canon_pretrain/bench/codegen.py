@@ -23,9 +23,9 @@ from canon_pretrain import kernels
 from canon_pretrain.bench.fake_gpu import ATTENTION, NAME, OpaqueAttend, fake_gpu, lower
 from canon_pretrain.bench.limits import RATES, block_traffic, step_seconds
 from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.tables import heading, make_table, print_lines
-from canon_pretrain.bench.variants import check_at_least, with_canon
-from canon_pretrain.core.errors import UserError, check_choice
+from canon_pretrain.bench.tables import make_table, print_lines
+from canon_pretrain.bench.variants import canon_sets_of, with_canon
+from canon_pretrain.core.errors import check_choice
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
@@ -37,6 +37,7 @@ KIB = 1024
 RECORD = Path(kernels.__file__).with_name("codegen.json")
 PAGE = RECORD.with_name("CODEGEN.md")
 GPUS_OF_A_NODE = 8
+MICRO_BATCH, NUM_TOKENS = 6, 4096
 OURS = "torch.ops.canon_pretrain."
 BACKENDS = ("compiled", "triton")
 SETS = ("A", "B", "C", "D", "AC", "ABCD")
@@ -75,56 +76,42 @@ class Case:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `codegen`."""
+    """Add the options of `codegen`."""
     add = parser.add_argument
     add("--models", nargs="+", default=list(MODELS), metavar="M", help=f"of {', '.join(MODELS)}")
     add("--sets", nargs="+", metavar="SET", help="Canon sets (default: more for nope)")
     add("--backends", nargs="+", default=list(BACKENDS), metavar="B", help=", ".join(BACKENDS))
-    add("--micro-batch", type=int, default=6, metavar="B", help="(default: %(default)s)")
-    add("--tokens", type=int, default=4096, metavar="T", help="(default: %(default)s)")
-    add(
-        "--record",
-        action="store_true",
-        help=f"write the counted rows to {RECORD.name} and {PAGE.name} in {RECORD.parent}",
-    )
+    about = f"write the counted rows to {RECORD.name} and {PAGE.name} in {RECORD.parent}"
+    add("--record", action="store_true", help=about)
 
 
 def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The counts, as JSON can hold them. Raises UserError."""
-    shape = arguments.micro_batch, arguments.tokens
-    check_at_least(1, micro_batch=shape[0], tokens=shape[1])
+    """Return the counts as JSON can hold them. Raises UserError."""
     rows: list[dict[str, Any]] = []
-    result = {
-        "bench": "codegen",
-        **machine.facts(),
-        "counted_for": NAME,
-        "micro_batch": shape[0],
-        "num_tokens": shape[1],
-        "rows": rows,
-    }
+    head = {"counted_for": NAME, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
+    versions = machine.facts()["versions"]
+    recorded = head | {"versions": {name: versions[name] for name in ("torch", "triton")}}
     for case in cases(arguments.models, arguments.sets, arguments.backends):
-        rows.append(dataclasses.asdict(case) | count(case, *shape))
+        rows.append(dataclasses.asdict(case) | count(case))
         say(f"{case.model}: {case.canon_set or 'no Canon'} {case.backend}")
         if arguments.record:
-            record(result)
-    return result | {"computed": [computed(row, rows, *shape) for row in rows]}
+            record(recorded, rows)
+    return head | {"rows": rows, "computed": [computed(row, rows) for row in rows]}
 
 
-def record(result: dict[str, Any]) -> None:
+def record(head: dict[str, Any], counted: list[dict[str, Any]]) -> None:
     """Replace these rows in RECORD, and write PAGE of all of its rows.
 
-    Rows of another shape, or of other versions of torch and Triton, are dropped.
+    Rows of other versions of torch and Triton are dropped.
     """
-    head = {name: result[name] for name in ("counted_for", "micro_batch", "num_tokens")}
-    head["versions"] = {name: result["versions"][name] for name in ("torch", "triton")}
-    found = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    found = json.loads(RECORD.read_text())
     same = all(found.get(name) == value for name, value in head.items())
-    rows = {_key(row): row for row in [*(found["rows"] if same else ()), *result["rows"]]}
-    order = {case: i for i, case in enumerate(cases(list(MODELS), None, BACKENDS))}
-    last = len(order)
-    ordered = sorted(rows.values(), key=lambda row: order.get(_key(row), last))
+    rows = {_key(row): row for row in [*(found["rows"] if same else ()), *counted]}
+    order = cases(list(MODELS), None, BACKENDS)
+    known = [rows.pop(case) for case in order if case in rows]
+    ordered = [*known, *rows.values()]
     lines = ",\n".join(json.dumps(row) for row in ordered)
     top = json.dumps(head)[:-1]
     write_atomic(RECORD, f'{top}, "rows": [\n{lines}\n]}}\n'.encode())
@@ -136,32 +123,29 @@ def _key(row: dict[str, Any]) -> Case:
 
 
 def cases(models: Sequence[str], sets: Sequence[str] | None, backends: Sequence[str]) -> list[Case]:
-    """What to count, each model first without Canon. Raises UserError for an unknown name."""
+    """Return what to count, each model first without Canon. Raises UserError."""
     found = []
     for model in models:
         check_choice("--models", model, tuple(MODELS))
         found.append(Case(model, "", "compiled"))
-        chosen = sets or (SETS if model == "nope" else BRIEF_SETS)
-        for canon_set in (with_canon(ModelArgs(), one).canon_set for one in chosen):
-            if not canon_set:
-                raise UserError('--sets "": no Canon is what the others are compared with')
+        for canon_set in canon_sets_of(sets or (SETS if model == "nope" else BRIEF_SETS)):
             for backend in backends:
                 check_choice("--backends", backend, BACKENDS)
                 found.append(Case(model, canon_set, backend))
     return found
 
 
-def count(case: Case, micro_batch: int, num_tokens: int) -> dict[str, Any]:
-    """Launches and KiB per token of both directions, and the bytes saved between them per token."""
-    counter = _Counter(micro_batch * num_tokens)
+def count(case: Case) -> dict[str, Any]:
+    """Return launches and KiB per token of both directions, and the bytes saved between them."""
+    counter = _Counter()
     if case.backend == "triton":  # a traced function can't import
         import_module("canon_pretrain.kernels.triton.fused")
     with fake_gpu():
-        _train_block(case, micro_batch, num_tokens, counter)
+        _train_block(case, counter)
     return counter.found
 
 
-def _train_block(case: Case, micro_batch: int, num_tokens: int, counter: "_Counter") -> None:
+def _train_block(case: Case, counter: "_Counter") -> None:
     """Compile forward and backward of one block; nothing but empty tensors is computed."""
     from torch._inductor.compile_fx import compile_fx
 
@@ -171,15 +155,16 @@ def _train_block(case: Case, micro_batch: int, num_tokens: int, counter: "_Count
         return compile_fx(gm, inputs, inner_compile=counter.compile, config_patches=options)
 
     torch._dynamo.reset()
-    args = dataclasses.replace(case.args, max_seq_len=num_tokens)
+    args = dataclasses.replace(case.args, max_seq_len=NUM_TOKENS)
     rope = Rope(args) if args.rope_dim else None
     with torch.device("meta"):
         block = TransformerBlock(args, rope, OpaqueAttend(args), case.backend)
     block.to(torch.bfloat16).to_empty(device="cpu")
     near_BN = None
     if args.document_mask:
-        near_BN = torch.empty(micro_batch, args.canon_kernel - 1 + num_tokens, dtype=torch.int32)
-    h_BTD = torch.empty(micro_batch, num_tokens, args.dim, dtype=torch.bfloat16, requires_grad=True)
+        near_BN = torch.empty(MICRO_BATCH, args.canon_kernel - 1 + NUM_TOKENS, dtype=torch.int32)
+    shape = MICRO_BATCH, NUM_TOKENS, args.dim
+    h_BTD = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
     # as titan/parallelize.py compiles it
     y_BTD = torch.compile(block, backend=backend, fullgraph=True)(h_BTD, None, near_BN)
     y_BTD.backward(torch.empty_like(y_BTD))
@@ -188,8 +173,7 @@ def _train_block(case: Case, micro_batch: int, num_tokens: int, counter: "_Count
 class _Counter:
     """Inductor's inner compiler, which counts the code of a graph instead of compiling it."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
+    def __init__(self) -> None:
         self.found: dict[str, Any] = {}
 
     def compile(
@@ -205,7 +189,7 @@ class _Counter:
         (returned,) = next(node for node in gm.graph.nodes if node.op == "output").args
         values = [out.meta["val"] if isinstance(out, torch.fx.Node) else out for out in returned]
         if not is_backward:
-            self.found["saved_bytes"] = _bytes_of(returned[1:]) / self.num_tokens
+            self.found["saved_bytes"] = _bytes_of(returned[1:]) / (MICRO_BATCH * NUM_TOKENS)
         self.found["backward" if is_backward else "forward"] = self._count(gm, is_backward)
 
         def run(inputs: list[Any]) -> list[Any]:
@@ -227,7 +211,7 @@ class _Counter:
             kind = "attention" if name.startswith(ATTENTION) else "other"
             if name.startswith("extern_kernels."):
                 kind = "gemm"
-            kib[kind] += num_bytes / self.num_tokens / KIB
+            kib[kind] += num_bytes / (MICRO_BATCH * NUM_TOKENS) / KIB
         return {
             "launches": len(re.findall(r"^\s+triton_\w+\.run\(", code, re.MULTILINE)),
             "operators": sum(name.startswith(OURS) for name, _ in kernels),
@@ -237,7 +221,7 @@ class _Counter:
 
 
 def _bytes_of(nodes: Sequence[Any]) -> int:
-    """Bytes of what nodes of a graph hold; parameters and other inputs of the graph left out."""
+    """Return the bytes of what nodes of a graph hold, without its parameters and inputs."""
     values = [
         n.meta["val"] for n in nodes if isinstance(n, torch.fx.Node) and n.op != "placeholder"
     ]
@@ -245,19 +229,17 @@ def _bytes_of(nodes: Sequence[Any]) -> int:
 
 
 def base_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The row of the same model without Canon."""
+    """Return the row of the same model without Canon."""
     return next(one for one in rows if one["model"] == row["model"] and not one["canon_set"])
 
 
 def total_kib(row: dict[str, Any]) -> float:
-    """KiB per token of forward and backward, products and attention included."""
+    """Return KiB per token of forward and backward, products and attention included."""
     return sum(sum(one["kib"].values()) for one in _both(row))
 
 
-def computed(
-    row: dict[str, Any], rows: Sequence[dict[str, Any]], micro_batch: int, num_tokens: int
-) -> dict[str, Any]:
-    """What follows from a row: the least KiB, the ratio to them, and a training step's time.
+def computed(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what follows from a row: the least KiB, the ratio to them, and a training step's time.
 
     `steps`: GPU of RATES -> seconds, MFU and the price over no Canon, each with low rates, middle
     and high ones. Computed, not measured.
@@ -268,10 +250,8 @@ def computed(
     for gpu, rates in RATES.items():
         seconds, mfu, price = [], [], []
         for bar in range(3):
-            took, base = (
-                _step_s(one, gpu, bar, micro_batch, num_tokens) for one in (row, base_of(row, rows))
-            )
-            flops = flops_per_token(_key(row).args, num_tokens) * micro_batch * num_tokens
+            took, base = (_step_s(one, gpu, bar) for one in (row, base_of(row, rows)))
+            flops = flops_per_token(_key(row).args, NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
             seconds.append(took)
             mfu.append(flops / took / rates.peak_flops)
             price.append(took / base - 1)
@@ -279,7 +259,7 @@ def computed(
     return {"least_kib": least, "counted_kib": counted, "ratio": counted / least, "steps": steps}
 
 
-def _step_s(row: dict[str, Any], gpu: str, bar: int, micro_batch: int, num_tokens: int) -> float:
+def _step_s(row: dict[str, Any], gpu: str, bar: int) -> float:
     forward, backward = _both(row)
     launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in (forward, backward))
     launches += backward["operators"] + 3  # the second stage of weight gradients; attention
@@ -287,8 +267,8 @@ def _step_s(row: dict[str, Any], gpu: str, bar: int, micro_batch: int, num_token
         _key(row).args,
         RATES[gpu],
         bar,
-        num_tokens=micro_batch * num_tokens,
-        seq_len=num_tokens,
+        num_tokens=MICRO_BATCH * NUM_TOKENS,
+        seq_len=NUM_TOKENS,
         world_size=GPUS_OF_A_NODE,
         layer_bytes=KIB * sum(one["kib"]["other"] for one in (forward, backward)),
         layer_launches=launches,
@@ -305,10 +285,10 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def cells(row: dict[str, Any], rows: Sequence[dict[str, Any]], *shape: int) -> list[str]:
-    """A row of the table, in the order of COLUMNS."""
+def cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a row of the table, in the order of COLUMNS."""
     base = base_of(row, rows)
-    found = computed(row, rows, *shape)
+    found = computed(row, rows)
     words = [
         row["model"],
         row["canon_set"] or "none",
@@ -332,7 +312,7 @@ def cells(row: dict[str, Any], rows: Sequence[dict[str, Any]], *shape: int) -> l
 
 
 def legend(result: dict[str, Any]) -> list[str]:
-    """What the columns are, and which rates the times are computed from."""
+    """Return what the columns are, and which rates the times are computed from."""
     lines = [
         f"Counted for {result['counted_for']}: one block of 1.3B, {result['micro_batch']} x "
         f"{result['num_tokens']:,} tokens, bfloat16; nothing was run.",
@@ -359,10 +339,10 @@ def legend(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def site_rows(models: Sequence[str] = ("nope", "rope")) -> list[list[str]]:
-    """The least KiB of each site with every Canon layer, and what of it is Canon's own."""
+def site_rows() -> list[list[str]]:
+    """Return the least KiB of each site with every Canon layer, and what of it is Canon's own."""
     found = []
-    for model in models:
+    for model in ("nope", "rope"):
         with_all, none = (
             block_traffic(Case(model, canon_set, "").args, itemsize=2) for canon_set in ("ABCD", "")
         )
@@ -380,12 +360,11 @@ SITE_COLUMNS = ("model", "site", "forward", "Canon's", "backward", "Canon's")
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """The tables that a person reads."""
-    print_lines(console, heading(result), *legend(result))
-    shape = result["micro_batch"], result["num_tokens"]
+    """Print the counts, and the steps computed from them."""
+    print_lines(console, *legend(result))
     counts, steps = make_table(*COLUMNS[:10]), make_table(*COLUMNS[:3], *COLUMNS[10:])
     for row in result["rows"]:
-        words = cells(row, result["rows"], *shape)
+        words = cells(row, result["rows"])
         counts.add_row(*words[:10])
         steps.add_row(*words[:3], *words[10:])
     console.print(counts)
@@ -393,10 +372,9 @@ def print_result(result: dict[str, Any], console: Console) -> None:
 
 
 def page(result: dict[str, Any]) -> str:
-    """PAGE: the same in Markdown, and the least bytes site by site."""
-    shape = result["micro_batch"], result["num_tokens"]
+    """Return PAGE: the same in Markdown, and the least bytes site by site."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    rows = [cells(row, result["rows"], *shape) for row in result["rows"]]
+    rows = [cells(row, result["rows"]) for row in result["rows"]]
     lines = [
         "# What a block launches and moves on an H100, counted without one",
         "",

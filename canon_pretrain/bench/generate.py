@@ -14,21 +14,13 @@ from typing import Any
 
 import torch
 
-from canon_pretrain.bench import variants
+from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.tables import (
-    GENERATION,
-    extra_cells,
-    heading,
-    make_table,
-    print_lines,
-    verdict,
-)
 from canon_pretrain.bench.timing import Subject, compare_subjects, no_garbage, now, synchronize
-from canon_pretrain.bench.variants import NONE, Variant
+from canon_pretrain.bench.variants import NONE, Variant, Workload
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import BACKENDS
-from canon_pretrain.model.args import ModelArgs, num_parameters
+from canon_pretrain.model.args import num_parameters
 from canon_pretrain.model.decode import generate
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.bare_step import fill
@@ -52,23 +44,22 @@ def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return the figures as JSON can hold them; seconds. Raises UserError."""
-    variants.check_at_least(
-        1, batches=min(arguments.batches), prompt_tokens=arguments.prompt_tokens
-    )
-    variants.check_at_least(1, pairs=arguments.pairs)
-    variants.check_at_least(2, new_tokens=arguments.new_tokens)
-    lengths = (arguments.prompt_tokens, arguments.new_tokens)
-    args = variants.model_args(arguments, on_gpu=machine.on_gpu, num_tokens=sum(lengths))
-    dtype = variants.dtype_of(arguments, on_gpu=machine.on_gpu)
+    num_prompt, num_new = arguments.prompt_tokens, arguments.new_tokens
+    work = variants.workload(arguments, machine, num_prompt + num_new)
+    args = work.args
     if arguments.backend != "auto":
-        variants.available([arguments.backend], machine.device, dtype)
+        variants.available([arguments.backend], work.device, work.dtype)
     chosen = variants.variants(arguments.sets, [arguments.backend], [arguments.backend])
-    prompts = {batch: _prompts(args, batch, lengths[0]) for batch in arguments.batches}
+    generator = torch.Generator().manual_seed(0)
+    prompts = {
+        batch: torch.randint(args.vocab_size, (batch, num_prompt), generator=generator).tolist()
+        for batch in arguments.batches
+    }
 
     def make(variant: Variant) -> Callable[[], Subject]:
         def made() -> Subject:
             say(f"{variant.name} ...")
-            model = _model(args, variant, dtype, machine.device)
+            model = _model(work, variant)
             facts: dict[str, Any] = {
                 f"operators {batch}": operators_per_token(model, texts, machine)
                 for batch, texts in prompts.items()
@@ -78,7 +69,7 @@ def measure(
                 return {
                     f"{part} {batch}": seconds
                     for batch, texts in prompts.items()
-                    for part, seconds in generation(model, texts, lengths[1]).items()
+                    for part, seconds in generation(model, texts, num_new).items()
                 }
 
             block()
@@ -109,13 +100,11 @@ def measure(
         for variant in chosen
         for batch in prompts
     ]
-    weights = (num_parameters(args) - args.vocab_size * args.dim) * dtype.itemsize
+    weights = (num_parameters(args) - args.vocab_size * args.dim) * work.dtype.itemsize
     return {
-        "bench": "generate",
-        **machine.facts(),
-        **variants.model_facts(args, dtype),
-        "prompt_tokens": lengths[0],
-        "new_tokens": lengths[1],
+        **work.facts(),
+        "prompt_tokens": num_prompt,
+        "new_tokens": num_new,
         "operators_are": "kernels" if machine.on_gpu else "operators",
         "copy_bandwidth": machine.copy_bandwidth,
         "weight_bytes": weights,
@@ -124,21 +113,13 @@ def measure(
     }
 
 
-def _model(
-    args: ModelArgs, variant: Variant, dtype: torch.dtype, device: torch.device
-) -> Transformer:
-    own = variants.with_canon(args, variant.canon_set)
+def _model(work: Workload, variant: Variant) -> Transformer:
+    own = variants.with_canon(work.args, variant.canon_set)
     with torch.device("meta"):
-        model = Transformer(own, canon_backend=variant.backend).to(dtype)
-    model.to_empty(device=device)
+        model = Transformer(own, canon_backend=variant.backend).to(work.dtype)
+    model.to_empty(device=work.device)
     fill(model)
     return model.requires_grad_(False).eval()
-
-
-def _prompts(args: ModelArgs, batch: int, num_tokens: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (batch, num_tokens)
-    return torch.randint(args.vocab_size, shape, generator=generator).tolist()
 
 
 def generation(
@@ -175,38 +156,36 @@ def operators_per_token(
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Print the table, and what bounds it."""
-    print_lines(
+    tables.print_lines(
         console,
-        heading(result),
         f"{result['model']}, {result['dtype']}, prompts of {result['prompt_tokens']:,} tokens, "
         f"answers of {result['new_tokens']:,}",
     )
-    table = make_table(
+    table = tables.make_table(
         *("batch", "Canon", "prefill ms", "over none", "decode ms", "over none", "spread"),
         *("target", f"{result['operators_are']} per step"),
     )
     for batch in dict.fromkeys(row["batch"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["batch"] == batch]
         prefill, decode = (
-            1000 * statistics.median(row[p]["base_s"] for row in rows) for p in (PREFILL, DECODE)
+            statistics.median(row[part]["base_s"] for row in rows) for part in (PREFILL, DECODE)
         )
-        operators = f"{rows[0]['base_operators']:.0f}"
-        empty = ("", "", "")
-        table.add_row(str(batch), "none", f"{prefill:.2f}", "", f"{decode:.3f}", *empty, operators)
+        cells = (tables.ms(prefill), "", tables.ms(decode, 3), "", "", "")
+        table.add_row(str(batch), "none", *cells, f"{rows[0]['base_operators']:.0f}")
         for row in rows:
             table.add_row(
                 "",
                 row["canon_set"],
-                f"{1000 * row[PREFILL]['other_s']:.2f}",
-                extra_cells(row[PREFILL])[0],
-                f"{1000 * row[DECODE]['other_s']:.3f}",
-                *extra_cells(row[DECODE]),
-                verdict(GENERATION, row["canon_set"], row[DECODE]["ratio"] - 1),
+                tables.ms(row[PREFILL]["other_s"]),
+                tables.extra_cells(row[PREFILL])[0],
+                tables.ms(row[DECODE]["other_s"], 3),
+                *tables.extra_cells(row[DECODE]),
+                tables.verdict(tables.GENERATION, row["canon_set"], row[DECODE]["ratio"] - 1),
                 f"{row['operators']:.0f}",
             )
         table.add_section()
     console.print(table)
-    print_lines(
+    tables.print_lines(
         console,
         f"decode: ms per step, which makes one token in every row; medians of "
         f"{result['rows'][0][DECODE]['pairs']} pairs of calls. The limit: a step reads the weights "

@@ -11,33 +11,22 @@ from typing import Any
 
 import torch
 
-from canon_pretrain.bench import variants
+from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.machine import Machine
 from canon_pretrain.bench.step import fitting_micro_batch
-from canon_pretrain.bench.tables import (
-    SAVED_BYTES,
-    heading,
-    make_table,
-    print_lines,
-    unavailable_lines,
-)
-from canon_pretrain.bench.variants import NONE, Variant
+from canon_pretrain.bench.variants import NONE, Variant, Workload
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.model.args import CANON_SITES, ModelArgs
+from canon_pretrain.model.args import CANON_SITES
 from canon_pretrain.titan.bare_step import BareStep, job_of, one_rank
 from canon_pretrain.titan.dry_run import GIB
 from canon_pretrain.titan.memory import count_saved
 
-CPU_TOKENS = 512
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `memory`."""
-    add = parser.add_argument
-    variants.add_model_arguments(parser)
-    add("--tokens", type=int, metavar="T", help="counted on (default: 512 on a CPU, else 4096)")
-    add("--micro-batch", type=int, metavar="B", help="of the measured peak (default: what fits)")
-    add("--counted-only", action="store_true", help="no training steps on a GPU")
+    variants.add_model_arguments(parser, gpu=(0, 4096), cpu=(1, 512))
+    about = "no training steps on a GPU"
+    parser.add_argument("--counted-only", action="store_true", help=about)
     variants.add_variant_arguments(parser)
     parser.set_defaults(flavor="1b3", dtype="bfloat16", sets=[*CANON_SITES, "AC", "ABCD"])
 
@@ -46,15 +35,12 @@ def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return the figures as JSON can hold them; bytes. Raises UserError."""
-    variants.check_at_least(1, tokens=arguments.tokens, micro_batch=arguments.micro_batch)
-    num_tokens = arguments.tokens or (4096 if machine.on_gpu else CPU_TOKENS)
-    args = variants.model_args(arguments, on_gpu=machine.on_gpu, num_tokens=num_tokens)
-    dtype = variants.dtype_of(arguments, on_gpu=machine.on_gpu)
-    backends, missing = variants.available(arguments.backends, machine.device, dtype)
+    work = variants.workload(arguments, machine)
+    backends, missing = variants.available(arguments.backends, work.device, work.dtype)
     rows: list[dict[str, Any]] = []
     with variants.many_compilations():
         for variant in [NONE, *variants.variants(arguments.sets, arguments.backends, backends)]:
-            saved = saved_per_token(args, variant, num_tokens, dtype, machine.device)
+            saved = saved_per_token(work, variant)
             say(f"{variant.name}: {saved:,.1f} bytes per token")
             row = {
                 "variant": variant.name,
@@ -63,43 +49,32 @@ def measure(
             }
             if rows:
                 extra = saved - rows[0]["bytes_per_token"]
-                own = variants.with_canon(args, variant.canon_set)
+                own = variants.with_canon(work.args, variant.canon_set)
                 row["extra_per_token"] = extra
                 row["extra_per_channel"] = extra / sum(own.canon_channels.values())
             rows.append(row)
     measures = machine.on_gpu and not arguments.counted_only
-    return {
-        "bench": "memory",
-        **machine.facts(),
-        **variants.model_facts(args, dtype),
-        "num_tokens": num_tokens,
-        "unavailable": missing,
-        "rows": rows,
-        "measured": measured_peaks(arguments, args, dtype, machine) if measures else [],
-    }
+    measured = measured_peaks(work, machine) if measures else []
+    return {**work.facts(), "unavailable": missing, "rows": rows, "measured": measured}
 
 
-def saved_per_token(
-    args: ModelArgs, variant: Variant, num_tokens: int, dtype: torch.dtype, device: torch.device
-) -> float:
-    """Return the bytes that one compiled block keeps for backward per token, of `num_tokens`."""
-    block, compiled = variants.compiled_block(args, variant, "auto", device, dtype)
-    h_BTD = torch.randn(1, num_tokens, args.dim, device=device).to(dtype).requires_grad_()
-    return count_saved(lambda: compiled(h_BTD), block) / num_tokens
+def saved_per_token(work: Workload, variant: Variant) -> float:
+    """Return the bytes that one compiled block keeps for backward per token."""
+    block, compiled = variants.compiled_block(work, variant)
+    h_BTD = torch.randn(1, work.num_tokens, work.args.dim, device=work.device).to(work.dtype)
+    h_BTD.requires_grad_()
+    return count_saved(lambda: compiled(h_BTD), block) / work.num_tokens
 
 
-def measured_peaks(
-    arguments: argparse.Namespace, args: ModelArgs, dtype: torch.dtype, machine: Machine
-) -> list[dict[str, Any]]:
+def measured_peaks(work: Workload, machine: Machine) -> list[dict[str, Any]]:
     """Return the peak of two training steps, without Canon and with ABCD."""
-    num_tokens = args.max_seq_len
-    size = arguments.micro_batch
-    if size is None:
-        size = fitting_micro_batch(args, num_tokens, dtype, torch.cuda.mem_get_info()[0])
+    num_tokens, dtype = work.args.max_seq_len, work.dtype
+    size = work.micro_batch
+    size = size or fitting_micro_batch(work.args, num_tokens, dtype, torch.cuda.mem_get_info()[0])
     found = []
     with one_rank():
         for canon_set in ("", "ABCD"):
-            own = variants.with_canon(args, canon_set)
+            own = variants.with_canon(work.args, canon_set)
             job = job_of(own, num_tokens=num_tokens, micro_batch=size, dtype=dtype)
             machine.free_memory()
             torch.cuda.reset_peak_memory_stats()
@@ -107,41 +82,34 @@ def measured_peaks(
             for _ in range(2):
                 step()
             torch.cuda.synchronize()
-            found.append(
-                {
-                    "canon_set": canon_set,
-                    "micro_batch": size,
-                    "num_tokens": num_tokens,
-                    "peak": torch.cuda.max_memory_allocated(),
-                }
-            )
+            peak = torch.cuda.max_memory_allocated()
+            row = {"canon_set": canon_set, "micro_batch": size, "num_tokens": num_tokens}
+            found.append({**row, "peak": peak})
             del step
     return found
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Print what is kept per token, and the measured peaks."""
-    print_lines(
+    tables.print_lines(
         console,
-        heading(result),
         f"kept for backward by one compiled block of {result['model']}, {result['dtype']}, counted "
         f"on {result['num_tokens']:,} tokens",
     )
-    table = make_table("Canon", "backend", "bytes/token", "Canon's", "per channel", "target")
+    table = tables.make_table("Canon", "backend", "bytes/token", "Canon's", "per channel", "target")
     for row in result["rows"]:
         cells = [row["canon_set"] or "none", row["backend"], f"{row['bytes_per_token']:,.0f}"]
         if row["canon_set"]:
             each = row["extra_per_channel"]
             cells += [f"{row['extra_per_token']:+,.0f}", f"{each:.3f}"]
             if row["canon_set"] == "ABCD" and result["dtype"] == "bfloat16":
-                cells.append(SAVED_BYTES.verdict(round(each, 2)))
+                cells.append(tables.SAVED_BYTES.verdict(round(each, 2)))
         table.add_row(*cells)
     console.print(table)
     for peak in result["measured"]:
-        print_lines(
+        tables.print_lines(
             console,
             f"measured: peak {peak['peak'] / GIB:.1f} GiB with Canon "
             f"{peak['canon_set'] or 'none'}, {peak['micro_batch']} x {peak['num_tokens']:,} "
             f"tokens, one rank",
         )
-    print_lines(console, *unavailable_lines(result["unavailable"]))

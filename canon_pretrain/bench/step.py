@@ -15,6 +15,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ import torch
 from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import block_flops_per_token, least_extra
 from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.tables import print_lines
 from canon_pretrain.bench.timing import (
     STEP,
     Step,
@@ -32,7 +32,7 @@ from canon_pretrain.bench.timing import (
     seconds_of,
     steps_for,
 )
-from canon_pretrain.bench.variants import NONE, Variant
+from canon_pretrain.bench.variants import NONE, Variant, Workload
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import OPTIONAL
@@ -45,7 +45,6 @@ from canon_pretrain.titan.dry_run import GIB
 from canon_pretrain.titan.memory import memory_by_part
 
 UNITS = ("block", "model")
-CPU_TOKENS, CPU_MICRO_BATCH = 1024, 2
 ROOM = 0.92
 """The share of a GPU's memory that is planned with; fragments and workspaces take the rest."""
 MICRO_BATCH = 6
@@ -53,14 +52,10 @@ MICRO_BATCH = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Setting(Workload):
     """What all variants of one run have in common."""
 
-    args: ModelArgs
     unit: str
-    num_tokens: int
-    micro_batch: int
-    dtype: torch.dtype
     attention: str
     alone: bool
     """One model in memory at a time."""
@@ -71,17 +66,12 @@ class Setting:
     def tokens_per_step(self) -> int:
         return self.micro_batch * self.num_tokens
 
-    def args_of(self, variant: Variant) -> ModelArgs:
-        return variants.with_canon(self.args, variant.canon_set)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `step`."""
     add = parser.add_argument
-    variants.add_model_arguments(parser)
+    variants.add_model_arguments(parser, gpu=(0, 4096), cpu=(2, 1024))
     add("--unit", choices=UNITS, help="(default: model on a GPU, block on a CPU)")
-    add("--tokens", type=int, metavar="T", help="(default: the flavor's on a GPU, 1024 on a CPU)")
-    add("--micro-batch", type=int, metavar="B", help="sequences (default: what fits, 2 on a CPU)")
     add("--attention", default="auto", choices=ATTENTION, help="(default: %(default)s)")
     variants.add_variant_arguments(parser)
     variants.add_timing_arguments(parser, pairs=15, block_s=0.5)
@@ -96,18 +86,15 @@ def measure(
     chosen = variants.variants(arguments.sets, arguments.backends, backends)
     peaks = machine.peaks(setting.dtype)
     whole = None
+
+    def make(variant: Variant) -> Subject | str:
+        say(f"{variant.name} ...")
+        return _subject(setting, variant, machine)
+
     with one_rank() if setting.unit == "model" else nullcontext(), variants.many_compilations():
-
-        def make(variant: Variant) -> Callable[[], Subject | str]:
-            def made() -> Subject | str:
-                say(f"{variant.name} ...")
-                return _subject(setting, variant, machine)
-
-            return made
-
         found = compare_subjects(
-            make(NONE),
-            {variant.name: make(variant) for variant in chosen},
+            partial(make, NONE),
+            {variant.name: partial(make, variant) for variant in chosen},
             pairs=setting.pairs,
             alone=setting.alone,
             free=machine.free_memory,
@@ -123,8 +110,9 @@ def measure(
         if variant.name not in found.parts:
             continue
         beside = found.parts[variant.name][STEP]
-        per_byte = setting.tokens_per_step / machine.copy_bandwidth / beside.base_s
-        per_byte *= setting.args.num_layers if setting.unit == "model" else 1
+        args = variants.with_canon(setting.args, variant.canon_set)
+        layers = args.num_layers if setting.unit == "model" else 1
+        least = least_extra(args, setting.dtype.itemsize) * layers * setting.tokens_per_step
         rows.append(
             {
                 "variant": variant.name,
@@ -132,19 +120,15 @@ def measure(
                 **found.facts[variant.name],
                 **dataclasses.asdict(beside),
                 **speed(setting, variant, beside.other_s, peaks),
-                "least": least_extra(setting.args_of(variant), setting.dtype.itemsize) * per_byte,
+                "least": least / machine.copy_bandwidth / beside.base_s,
             }
         )
     base_s = statistics.median(row["base_s"] for row in rows)
     base = {"variant": NONE.name, **found.base_facts, "s": base_s, "drift": found.drift}
     return {
-        "bench": "step",
-        **machine.facts(),
-        **variants.model_facts(setting.args, setting.dtype),
+        **setting.facts(),
         "unit": setting.unit,
         "timed": "forward and backward" if setting.alone or setting.unit == "block" else "step",
-        "num_tokens": setting.num_tokens,
-        "micro_batch": setting.micro_batch,
         "attention": Attend(setting.args, setting.attention).describe(machine.device.type),
         "flops_formula": FLOPS_FORMULA,
         "peaks": peaks,
@@ -157,22 +141,14 @@ def measure(
 
 def _setting(arguments: argparse.Namespace, machine: Machine) -> Setting:
     """Return the options as what they mean on this machine."""
-    variants.check_at_least(
-        1, tokens=arguments.tokens, micro_batch=arguments.micro_batch, pairs=arguments.pairs
-    )
-    variants.check_at_least(0, block_seconds=arguments.block_seconds)
-    num_tokens = arguments.tokens or (4096 if machine.on_gpu else CPU_TOKENS)
-    args = variants.model_args(arguments, on_gpu=machine.on_gpu, num_tokens=num_tokens)
-    dtype = variants.dtype_of(arguments, on_gpu=machine.on_gpu)
-    micro_batch = arguments.micro_batch or CPU_MICRO_BATCH
-    if machine.on_gpu and not arguments.micro_batch:
-        micro_batch = fitting_micro_batch(args, num_tokens, dtype, torch.cuda.mem_get_info()[0])
+    work = variants.workload(arguments, machine)
+    if not work.micro_batch:
+        room = torch.cuda.mem_get_info()[0]
+        size = fitting_micro_batch(work.args, work.num_tokens, work.dtype, room)
+        work = dataclasses.replace(work, micro_batch=size)
     return Setting(
-        args=args,
+        **vars(work),
         unit=arguments.unit or ("model" if machine.on_gpu else "block"),
-        num_tokens=num_tokens,
-        micro_batch=micro_batch,
-        dtype=dtype,
         attention=arguments.attention,
         alone=machine.on_gpu,
         pairs=arguments.pairs,
@@ -194,12 +170,7 @@ def fitting_micro_batch(args: ModelArgs, num_tokens: int, dtype: torch.dtype, ro
 
     def overflows(size: int) -> bool:
         parts = memory_by_part(
-            args,
-            model,
-            num_shards=1,
-            micro_batch=size,
-            dtype=torch.float32,
-            param_dtype=dtype,
+            args, model, num_shards=1, micro_batch=size, dtype=torch.float32, param_dtype=dtype
         )
         parts["activations"] = args.num_layers * saved * size * num_tokens
         return sum(parts.values()) > ROOM * room
@@ -230,9 +201,7 @@ def build(setting: Setting, variant: Variant, device: torch.device) -> Step:
     """Return a step of `variant`, whose first call compiles it."""
     if setting.unit == "model":
         return _whole_step(setting, variant, device, plain=setting.alone)
-    block, compiled = variants.compiled_block(
-        setting.args, variant, setting.attention, device, setting.dtype
-    )
+    block, compiled = variants.compiled_block(setting, variant, setting.attention)
     shape = (setting.micro_batch, setting.num_tokens, setting.args.dim)
     h_BTD = torch.randn(shape, device=device).to(setting.dtype).requires_grad_()
     grad_BTD = torch.randn_like(h_BTD)
@@ -249,7 +218,7 @@ def _whole_step(
     setting: Setting, variant: Variant, device: torch.device, *, plain: bool
 ) -> BareStep:
     job = job_of(
-        setting.args_of(variant),
+        variants.with_canon(setting.args, variant.canon_set),
         num_tokens=setting.num_tokens,
         micro_batch=setting.micro_batch,
         dtype=setting.dtype,
@@ -277,7 +246,8 @@ def speed(
     """Return tokens per second, and the share of both peaks that their FLOPs are."""
     per_second = setting.tokens_per_step / seconds
     count = block_flops_per_token if setting.unit == "block" else flops_per_token
-    flops = count(setting.args_of(variant), setting.num_tokens) * per_second
+    args = variants.with_canon(setting.args, variant.canon_set)
+    flops = count(args, setting.num_tokens) * per_second
     measured, stated = peaks["matmul_flops"], peaks["stated_flops"]
     return {
         "tokens_per_second": per_second,
@@ -288,71 +258,68 @@ def speed(
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Print the table, and below it what bounds the figures."""
-    base, rows, args = result["base"], result["rows"], result["args"]
-    print_lines(
+    base, rows, unit = result["base"], result["rows"], result["unit"]
+    args = ModelArgs(**result["args"])
+    tables.print_lines(
         console,
-        tables.heading(result),
-        f"{result['timed']} of the {result['unit']} of {result['model']}, "
-        f"{result['micro_batch']} x {result['num_tokens']:,} tokens, {result['dtype']}; attention "
-        f"by {result['attention']}",
+        f"{result['timed']} of the {unit} of {result['model']}, {result['micro_batch']} x "
+        f"{result['num_tokens']:,} tokens, {result['dtype']}; attention by {result['attention']}",
     )
-    has_stated = base["mfu_of_stated"] is not None
-    columns = ["Canon", "backend", "ms", "tokens/s", "of matmul", *(["MFU"] if has_stated else [])]
-    table = tables.make_table(*columns, "over none", "spread", "least", "target")
     targets = {}
-    if "gpu" in result and result["gpu"] and result["unit"] == "model" and args["dim"] == 2048:
+    if result["gpu"] and unit == "model" and args.dim == 2048:
         targets = tables.STEP
-    elif (result["unit"], result["dtype"], args["dim"], args["ffn_dim"]) == (
-        *("block", "float32"),
-        *(512, 1368),
-    ):
+    elif (unit, result["dtype"], args.dim, args.ffn_dim) == ("block", "float32", 512, 1368):
         targets = tables.CPU_BLOCK
-    table.add_row("none", "", *_speed_cells(base, base["s"], has_stated))
+    columns = ("Canon", "backend", "ms", "tokens/s", "of matmul", "MFU", "over none", "spread")
+    table = tables.make_table(*columns, "least", "target")
+    table.add_row("none", "", *_speed_cells(base, base["s"]))
     for row in rows:
         table.add_row(
             row["canon_set"],
             row["backend"],
-            *_speed_cells(row, row["other_s"], has_stated),
+            *_speed_cells(row, row["other_s"]),
             *tables.extra_cells(row),
             f"{row['least']:+.1%}",
             tables.verdict(targets, row["canon_set"], row["ratio"] - 1),
         )
     console.print(table)
-    print_lines(console, *tables.unavailable_lines(result["unavailable"]))
     how = f"medians of {rows[0]['pairs']} pairs of neighboring blocks"
     if base["drift"] is not None:
         how = (
             f"medians of {rows[0]['pairs']} blocks of each model by itself, beside none's before "
             f"and after ({base['drift'] - 1:+.1%})"
         )
-    print_lines(
-        console,
+    products_s = base["mfu_of_measured"] * base["s"]
+    lines = [
         f"{how}; spread: 10th to 90th percentile",
         tables.peaks_line(result["peaks"]),
-        f"limits: the products alone take {1000 * base['mfu_of_measured'] * base['s']:.2f} ms of "
-        f"none's {1000 * base['s']:.2f} at the measured matmul peak ({result['flops_formula']}); "
+        f"limits: the products alone take {tables.ms(products_s)} ms of none's "
+        f"{tables.ms(base['s'])} at the measured matmul peak ({result['flops_formula']}); "
         "least: Canon's own bytes, one kernel per site, at the copy bandwidth",
-    )
+    ]
     if result["whole"] is not None:
         fsdp_s = result["whole"]["forward_backward_s"] - base["s"]
-        print_lines(
-            console,
+        lines.append(
             f"apart, without Canon: FSDP2 at one rank {1000 * fsdp_s:+.2f} ms on forward and "
             f"backward; clipping and AdamW of all parameters "
-            f"{1000 * result['whole']['update_s']:.2f} ms",
+            f"{tables.ms(result['whole']['update_s'])} ms"
         )
     if base["peak_bytes"] is not None:
         peaks = [f"{row['variant']} {row['peak_bytes'] / GIB:.1f}" for row in (base, *rows)]
-        print_lines(console, f"peak memory of each by itself in GiB: {', '.join(peaks)}")
-    is_1b3 = result["unit"] == "model" and (args["num_layers"], args["dim"]) == (24, 2048)
-    if is_1b3 and args["position"] == "nope" and "H200" in result["device"]:
+        lines.append(f"peak memory of each by itself in GiB: {', '.join(peaks)}")
+    is_1b3 = unit == "model" and (args.num_layers, args.dim, args.position) == (24, 2048, "nope")
+    if is_1b3 and "H200" in result["device"]:
         best = min(rows, key=lambda row: (row["canon_set"] != "ABCD", row["ratio"]))
         share = best["mfu_of_stated"]
-        target = tables.MFU.verdict(share)
-        print_lines(console, f"MFU of {best['variant']}: {share:.1%}; target {target}")
+        lines.append(f"MFU of {best['variant']}: {share:.1%}; target {tables.MFU.verdict(share)}")
+    tables.print_lines(console, *lines)
 
 
-def _speed_cells(row: Mapping[str, Any], seconds: float, has_stated: bool) -> list[str]:
-    cells = [f"{1000 * seconds:.2f}", f"{row['tokens_per_second']:,.0f}"]
-    cells.append(f"{row['mfu_of_measured']:.1%}")
-    return [*cells, f"{row['mfu_of_stated']:.1%}"] if has_stated else cells
+def _speed_cells(row: Mapping[str, Any], seconds: float) -> list[str]:
+    stated = row["mfu_of_stated"]
+    return [
+        tables.ms(seconds),
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['mfu_of_measured']:.1%}",
+        "" if stated is None else f"{stated:.1%}",
+    ]

@@ -58,9 +58,9 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=NO_TERMINAL_WIDTH)
 
 
-def make_table(*columns: str, title: str | None = None) -> Table:
+def make_table(*columns: str) -> Table:
     """Return a table whose cells stay on one line."""
-    table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0), title=title)
+    table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0))
     for column in table.columns:
         column.no_wrap = True
     return table
@@ -72,9 +72,9 @@ def print_lines(console: Console, *lines: str) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def unavailable_lines(missing: Mapping[str, str]) -> list[str]:
-    """Return a line for each thing that was not measured, with the reason."""
-    return [f"not measured: {name}: {why}" for name, why in missing.items()]
+def ms(seconds: float, digits: int = 2) -> str:
+    """Return a cell of milliseconds."""
+    return f"{1000 * seconds:.{digits}f}"
 
 
 def extra_cells(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -88,23 +88,19 @@ def ratio_cells(row: Mapping[str, Any]) -> tuple[str, str]:
     return f"{row['ratio']:.2f}x", f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
 
 
-def heading(result: Mapping[str, Any]) -> str:
+def heading(result: Mapping[str, Any]) -> list[str]:
     """Return the lines that say where, with what and when a result was measured."""
     with_what = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)
-    line = f"{result['device']}; {with_what}; {result['time']}; {result['seconds_are']} time"
-    gpu = result["gpu"]
-    if gpu is None:
-        return line
-    figures = {
-        name: "?" if value is None else f"{value:,.0f}"
-        for name, value in gpu.items()
-        if name not in ("driver", "throttled_by")
-    }
-    return (
-        f"{line}\ndriver {gpu['driver']}; {figures['sm_mhz']} of {figures['max_sm_mhz']} MHz, "
-        f"memory {figures['memory_mhz']} MHz, {figures['power_w']} of {figures['power_limit_w']} "
-        f"W, {figures['celsius']} C; throttled by: {', '.join(gpu['throttled_by']) or 'nothing'}"
-    )
+    lines = [f"{result['device']}; {with_what}; {result['time']}; {result['seconds_are']} time"]
+    if result["gpu"] is not None:
+        facts = {name: "?" if value is None else value for name, value in result["gpu"].items()}
+        throttled = ", ".join(facts.pop("throttled_by")) or "nothing"
+        told = [
+            f"{name} {value if isinstance(value, str) else f'{value:,.0f}'}"
+            for name, value in facts.items()
+        ]
+        lines.append(f"{', '.join(told)}; throttled by: {throttled}")
+    return lines
 
 
 def peaks_line(peaks: Mapping[str, float | None]) -> str:

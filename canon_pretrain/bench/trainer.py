@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from canon_pretrain.bench import tables
 from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.tables import TRAINER, extra_cells, heading, make_table, print_lines
 from canon_pretrain.bench.timing import (
     STEP,
     Comparison,
@@ -30,7 +30,6 @@ from canon_pretrain.bench.timing import (
     seconds_of,
     synchronize,
 )
-from canon_pretrain.bench.variants import check_at_least
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.shard_writer import write_shards
@@ -51,13 +50,12 @@ GPU_JOB = (
     *("--training.global_batch_size", "6"),
 )
 """A quarter of the 1.3B model's layers, compiled, in bfloat16; a rank's share of 8 GPUs' batch."""
-EPILOG = "Any --section.key value goes on top of the config, as for training."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `trainer`."""
+    """Add the options of `trainer`."""
     add = parser.add_argument
-    parser.epilog = EPILOG
+    parser.epilog = "Any --section.key value goes on top of the config, as for training."
     add("--config", type=Path, help=f"(default: {CONFIG}; on a GPU {' '.join(GPU_JOB)})")
     add("--repeats", type=int, default=30, help="blocks of steps of each (default: %(default)s)")
     add("--steps", type=int, default=3, help="steps in a block (default: %(default)s)")
@@ -66,22 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The figures of one run, as JSON can hold them; seconds and bytes. Raises UserError."""
+    """Return the figures as JSON can hold them; seconds and bytes. Raises UserError."""
     repeats, steps = arguments.repeats, arguments.steps
-    check_at_least(1, repeats=repeats, steps=steps)
-    config, overrides = arguments.config, arguments.overrides
-    if config is None:
-        config, overrides = CONFIG, overrides
-        if machine.on_gpu:
-            config, overrides = Path(GPU_JOB[0]), [*GPU_JOB[1:], *overrides]
+    config, overrides = arguments.config or CONFIG, arguments.overrides
+    if arguments.config is None and machine.on_gpu:
+        config, overrides = Path(GPU_JOB[0]), [*GPU_JOB[1:], *overrides]
     with tempfile.TemporaryDirectory(prefix="canon-bench-") as scratch:
         folder = Path(scratch)
         job = _job(config, overrides, folder, (repeats + 2) * steps + WARM_UP + SAVES)
         compare = measure_alone if machine.on_gpu else measure_in_turns
         found, saves, drift = compare(job, folder, machine, repeats, steps)
     return {
-        "bench": "trainer",
-        **machine.facts(),
         "config": str(config),
         "overrides": overrides,
         "tokens_per_step": job.training.global_batch_size * job.training.seq_len,
@@ -99,9 +92,8 @@ Found = tuple[Comparison, list[dict[str, float]], float | None]
 def measure_in_turns(
     job: CanonJobConfig, folder: Path, machine: Machine, repeats: int, steps: int
 ) -> Found:
-    """Both in memory, blocks in turn."""
-    with one_rank(start=False), _trainer(job, folder) as trainer:
-        data = trainer.batch_generator(trainer.dataloader)
+    """Measure with both in memory, blocks in turn."""
+    with _trainer(job, folder) as (trainer, data):
         ours = lambda: trainer.advance(data)  # noqa: E731
         bare = BareStep(
             job,
@@ -118,39 +110,33 @@ def measure_in_turns(
 def measure_alone(
     job: CanonJobConfig, folder: Path, machine: Machine, repeats: int, steps: int
 ) -> Found:
-    """The bare loop, ours, and the bare loop again, each alone in memory."""
-    before = _bare_seconds(job, machine, repeats, steps)
-    ours, saves = _our_seconds(job, folder, machine, repeats, steps)
-    found, drift = around(before, ours, _bare_seconds(job, machine, repeats, steps))
+    """Measure the bare loop, ours, and the bare loop again, each alone in memory."""
+
+    def seconds(step: Step) -> list[float]:
+        seconds_of(step, WARM_UP)
+        block = block_of(step, steps)
+        return [block()[STEP] for _ in range(repeats)]
+
+    def bare() -> list[float]:
+        machine.free_memory()
+        with one_rank():
+            rounds = job.training.global_batch_size // job.training.local_batch_size
+            return seconds(BareStep(job, machine.device, rounds=rounds))
+
+    def ours() -> tuple[list[float], list[dict[str, float]]]:
+        machine.free_memory()
+        with _trainer(job, folder) as (trainer, data):
+            took = seconds(lambda: trainer.advance(data))
+            return took, [_save(trainer, data) for _ in range(SAVES)]
+
+    before = bare()
+    took, saves = ours()
+    found, drift = around(before, took, bare())
     return found, saves, drift
 
 
-def _bare_seconds(job: CanonJobConfig, machine: Machine, repeats: int, steps: int) -> list[float]:
-    machine.free_memory()
-    with one_rank():
-        rounds = job.training.global_batch_size // job.training.local_batch_size
-        bare = BareStep(job, machine.device, rounds=rounds)
-        return _block_seconds(bare, repeats, steps)
-
-
-def _our_seconds(
-    job: CanonJobConfig, folder: Path, machine: Machine, repeats: int, steps: int
-) -> tuple[list[float], list[dict[str, float]]]:
-    machine.free_memory()
-    with one_rank(start=False), _trainer(job, folder) as trainer:
-        data = trainer.batch_generator(trainer.dataloader)
-        seconds = _block_seconds(lambda: trainer.advance(data), repeats, steps)
-        return seconds, [_save(trainer, data) for _ in range(SAVES)]
-
-
-def _block_seconds(step: Step, repeats: int, steps: int) -> list[float]:
-    seconds_of(step, WARM_UP)
-    block = block_of(step, steps)
-    return [block()[STEP] for _ in range(repeats)]
-
-
 def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJobConfig:
-    """The job on random shards in `folder`, saving only when told to and logging at the end."""
+    """Return the job on random shards in `folder`; it saves only on request."""
     job = parse_job(["--config", str(config), *overrides])
     job.training.steps, job.training.local_batch_size = total, micro_batch_size(job, 1)
     job.lr_scheduler.warmup_steps = min(job.lr_scheduler.warmup_steps, total)
@@ -171,22 +157,27 @@ def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJ
 
 
 @contextmanager
-def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[CanonTrainer]:
-    run = RunFolder(folder / "run")
+def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[tuple[CanonTrainer, Any]]:
+    """Yield a trainer in a process group of its own, and its batches."""
+    run, steps = RunFolder(folder / "run"), job.training.steps
     # torchtitan's Trainer turns the collection of garbage off, and leaves it so
-    with no_garbage(), Session(run, rank=0, world_size=1, steps=job.training.steps) as session:
+    with (
+        no_garbage(),
+        one_rank(start=False),
+        Session(run, rank=0, world_size=1, steps=steps) as session,
+    ):
         # a run saves and stops at these; a bench has nothing to save
         session.stop.let_through([signal.SIGINT, signal.SIGTERM])
         trainer = CanonTrainer(job, world_size=1, data=open_data(job), session=session)
         trainer.metrics_processor.begin(0)
         try:
-            yield trainer
+            yield trainer, trainer.batch_generator(trainer.dataloader)
         finally:
             trainer.close()
 
 
 def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
-    """One step and one save of its state: how long it stalled, and until it was whole."""
+    """Make a step and save its state; return how long it stalled, and until it was whole."""
     trainer.advance(data)
     synchronize()
     manager = trainer.checkpointer
@@ -204,33 +195,33 @@ def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Print the step's two times, the verdict, and the saves."""
-    print_lines(
+    tables.print_lines(
         console,
-        heading(result),
         f"{result['config']} {' '.join(result['overrides'])}, "
         f"{result['tokens_per_step']:,} tokens per step",
     )
-    table = make_table("step", "ms", "tokens/s")
+    table = tables.make_table("step", "ms", "tokens/s")
     for name, key in (("ours", "other_s"), ("bare PyTorch loop", "base_s")):
         seconds = result[key]
-        table.add_row(name, f"{1000 * seconds:.2f}", f"{result['tokens_per_step'] / seconds:,.0f}")
+        table.add_row(name, tables.ms(seconds), f"{result['tokens_per_step'] / seconds:,.0f}")
     console.print(table)
     drift = ""
     if result["drift"] is not None:
         drift = f", the bare loop's before and after ours: {result['drift'] - 1:+.1%}"
-    extra, spread = extra_cells(result)
-    print_lines(
+    extra, spread = tables.extra_cells(result)
+    verdict = tables.TRAINER.verdict(result["ratio"] - 1)
+    tables.print_lines(
         console,
         f"ours takes {extra} ({spread}, {result['pairs']} pairs of blocks of "
-        f"{result['steps_a_block']} steps{drift}); target {TRAINER.verdict(result['ratio'] - 1)}",
+        f"{result['steps_a_block']} steps{drift}); target {verdict}",
     )
-    table = make_table("save", "bytes", "stall ms", "whole after ms", "GB/s")
+    table = tables.make_table("save", "bytes", "stall ms", "whole after ms", "GB/s")
     for number, save in enumerate(result["saves"], 1):
         table.add_row(
             str(number),
             f"{save['bytes']:,}",
-            f"{1000 * save['stall_s']:.1f}",
-            f"{1000 * save['whole_s']:.1f}",
+            tables.ms(save["stall_s"], 1),
+            tables.ms(save["whole_s"], 1),
             f"{save['bytes'] / save['whole_s'] / 1e9:.2f}",
         )
     console.print(table)

@@ -2,13 +2,14 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from canon_pretrain.bench.machine import Machine
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.kernels import backends
 from canon_pretrain.kernels.backends import BACKENDS, OPTIONAL, compile_options
@@ -38,13 +39,42 @@ class Variant:
 NONE = Variant("", "auto")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which model."""
+@dataclass(frozen=True)
+class Workload:
+    """A model without Canon, and the micro-batch that is measured."""
+
+    args: ModelArgs
+    dtype: torch.dtype
+    device: torch.device
+    micro_batch: int
+    num_tokens: int
+
+    def facts(self) -> dict[str, Any]:
+        """Return all of it for the JSON."""
+        args = self.args
+        return {
+            "model": f"{args.num_layers}L{args.dim}D, F {args.ffn_dim}, {args.position}",
+            "args": dataclasses.asdict(args),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "micro_batch": self.micro_batch,
+            "num_tokens": self.num_tokens,
+        }
+
+
+def add_model_arguments(
+    parser: argparse.ArgumentParser, *, gpu: tuple[int, int] = (1, 0), cpu: tuple[int, int] = (1, 0)
+) -> None:
+    """Add the options that say which model; `gpu`, `cpu`: rows and tokens of a micro-batch."""
     add = parser.add_argument
     add("--flavor", help="size of the model (default: 1b3 on a GPU, 8L512D on a CPU)")
     add("--position", default="nope", choices=POSITIONS, help="(default: %(default)s)")
     add("--layers", type=int, help="so many layers instead of the flavor's")
     add("--dtype", choices=tuple(DTYPES), help="(default: bfloat16 on a GPU, float32 on a CPU)")
+    if gpu[1]:
+        for i, (option, letter) in enumerate((("--micro-batch", "B"), ("--tokens", "T"))):
+            about = f"(default: {gpu[i] or 'what fits'} on a GPU, {cpu[i]} on a CPU)"
+            add(option, type=int, metavar=letter, help=about)
+    parser.set_defaults(shapes={"cuda": gpu, "cpu": cpu})
 
 
 def add_variant_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,38 +91,20 @@ def add_timing_arguments(parser: argparse.ArgumentParser, *, pairs: int, block_s
     add("--block-seconds", type=float, default=block_s, metavar="S", help=about)
 
 
-def check_at_least(least: float, **given: float | None) -> None:
-    """Raise UserError unless each option is `least` or more, or was not given."""
-    for name, value in given.items():
-        if value is not None and value < least:
-            option = "--" + name.replace("_", "-")
-            raise UserError(f"{option} {value:g}: expected at least {least:g}")
-
-
-def model_args(arguments: argparse.Namespace, *, on_gpu: bool, num_tokens: int) -> ModelArgs:
-    """Return the model that the options describe, without Canon. Raises UserError."""
-    check_at_least(1, layers=arguments.layers)
-    base = flavor(arguments.flavor or ("1b3" if on_gpu else "8L512D"))
-    return dataclasses.replace(
+def workload(arguments: argparse.Namespace, machine: Machine, num_tokens: int = 0) -> Workload:
+    """Return what the options mean here, or of `num_tokens`. Raises UserError."""
+    rows, tokens = arguments.shapes[machine.device.type]
+    tokens = num_tokens or arguments.tokens or tokens
+    base = flavor(arguments.flavor or ("1b3" if machine.on_gpu else "8L512D"))
+    args = dataclasses.replace(
         base,
         position=arguments.position,
         num_layers=arguments.layers or base.num_layers,
-        max_seq_len=max(base.max_seq_len, num_tokens),
+        max_seq_len=max(base.max_seq_len, tokens),
     )
-
-
-def dtype_of(arguments: argparse.Namespace, *, on_gpu: bool) -> torch.dtype:
-    """Return the dtype that was asked for, or the device's usual one."""
-    return DTYPES[arguments.dtype or ("bfloat16" if on_gpu else "float32")]
-
-
-def model_facts(args: ModelArgs, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the model and its dtype, for the JSON."""
-    return {
-        "model": f"{args.num_layers}L{args.dim}D, F {args.ffn_dim}, {args.position}",
-        "args": dataclasses.asdict(args),
-        "dtype": str(dtype).removeprefix("torch."),
-    }
+    dtype = DTYPES[arguments.dtype or ("bfloat16" if machine.on_gpu else "float32")]
+    rows = getattr(arguments, "micro_batch", None) or rows
+    return Workload(args, dtype, machine.device, rows, tokens)
 
 
 def with_canon(args: ModelArgs, canon_set: str) -> ModelArgs:
@@ -138,33 +150,38 @@ def variants(
     If none was asked for: every set by what `auto` takes in a run whose check passes, and the last
     set by the others. Raises UserError for a set that can't be.
     """
-    sets = [with_canon(ModelArgs(), canon_set).canon_set for canon_set in canon_sets]
-    if "" in sets:
-        raise UserError('--sets "": no Canon is what the others are compared with')
+    sets = canon_sets_of(canon_sets)
     usual = list(usable) if asked else ["triton" if "triton" in usable else "compiled"]
     others = [Variant(sets[-1], backend) for backend in usable if backend not in usual]
     found = [Variant(canon_set, backend) for canon_set in sets for backend in usual]
     return list(dict.fromkeys([*found, *others]))
 
 
+def canon_sets_of(given: Sequence[str]) -> list[str]:
+    """Return the sets with their letters in order. Raises UserError for one that can't be."""
+    sets = [with_canon(ModelArgs(), canon_set).canon_set for canon_set in given]
+    if "" in sets:
+        raise UserError('--sets "": no Canon is what the others are compared with')
+    return sets
+
+
 def compiled_block(
-    args: ModelArgs, variant: Variant, attention: str, device: torch.device, dtype: torch.dtype
+    work: Workload, variant: Variant, attention: str = "auto"
 ) -> tuple[TransformerBlock, Any]:
-    """Return a block of `args` with the variant's Canon, and the same compiled as in training."""
-    args = with_canon(args, variant.canon_set)
+    """Return a block with the variant's Canon, and the same compiled as in training."""
+    args = with_canon(work.args, variant.canon_set)
     rope = Rope(args) if args.rope_dim else None
     block = TransformerBlock(args, rope, Attend(args, attention), variant.backend)
-    block.to(device, dtype)
+    block.to(work.device, work.dtype)
     if rope is not None:
-        rope.reset(device)
-    options = compile_options(device.type, variant.backend)
+        rope.reset(work.device)
+    options = compile_options(work.device.type, variant.backend)
     return block, torch.compile(block, fullgraph=True, dynamic=False, options=options)
 
 
-@contextmanager
-def many_compilations() -> Iterator[None]:
+def many_compilations() -> AbstractContextManager[None]:
     """Let the variants of a block, which share their code, be compiled each for its own shapes."""
-    with torch._dynamo.config.patch(
+    patched: AbstractContextManager[None] = torch._dynamo.config.patch(
         recompile_limit=MANY_COMPILATIONS, accumulated_recompile_limit=MANY_COMPILATIONS
-    ):
-        yield
+    )
+    return patched

@@ -29,7 +29,6 @@ from canon_pretrain.model import canon as canon_module
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token
 from canon_pretrain.model.transformer import TransformerBlock
-from canon_pretrain.titan import console
 from canon_pretrain.titan.bare_step import BareStep, job_of, one_rank
 from tests.flash_packages import flash_impl
 from tests.support import ROOT
@@ -45,16 +44,12 @@ def command(*arguments: object, temporary: Path) -> dict[str, Any]:
     return {"args": words, "cwd": ROOT, "env": environment, "text": True}
 
 
-def bench(*arguments: object, temporary: Path) -> subprocess.CompletedProcess[str]:
-    options = command(*arguments, temporary=temporary)
-    return subprocess.run(**options, capture_output=True, timeout=600)
-
-
 def measured(*arguments: object, temporary: Path) -> tuple[dict[str, Any], str]:
     """What the JSON of a run holds, and what it printed; nothing of it is left."""
     scratch, file = temporary / "scratch", temporary / "result.json"
     scratch.mkdir(exist_ok=True)
-    done = bench(*arguments, "--json", file, temporary=scratch)
+    options = command(*arguments, "--json", file, temporary=scratch)
+    done = subprocess.run(**options, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert not [path for path in scratch.iterdir() if path.name.startswith("canon-bench-")]
     result = json.loads(file.read_text())
@@ -154,7 +149,7 @@ def run(
 ) -> Callable[..., tuple[dict[str, Any], str]]:
     """`measured` in this process, on a machine of known speed and without compilation."""
     file = tmp_path / "result.json"
-    monkeypatch.setattr(console, "init_logging", lambda rank: None)  # this process has its own
+    monkeypatch.setattr(bench_main, "init_logging", lambda rank: None)  # this process has its own
     on_cpu(monkeypatch)
     monkeypatch.setattr(Machine, "copy_bandwidth", 1e10)
     monkeypatch.setattr(Machine, "matmul_flops", lambda self, dtype: 1e11)
@@ -430,21 +425,21 @@ def test_sizes_beyond_the_memory_are_one_message(
     assert "error: generate: these sizes do not fit" in capsys.readouterr().err
 
 
+def change_kernels(monkeypatch: pytest.MonkeyPatch, change: Callable[..., torch.Tensor]) -> None:
+    """Hand what the Canon kernels return, and the backend's name, to `change`."""
+
+    def changed(right: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *tensors, **options: change(right(*tensors, **options), options["backend"])
+
+    for name in ("canon", "canon_gate"):
+        monkeypatch.setattr(canon_module, name, changed(getattr(canon_module, name)))
+
+
 def test_a_kernel_that_is_wrong_is_not_timed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = canon_module.canon
+    def wrong(y: torch.Tensor, backend: str) -> torch.Tensor:
+        return y if backend == "reference" else y * 1.001
 
-    def wrong(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-        y = right(x, weight, **options)
-        return y if options["backend"] == "reference" else y * 1.001
-
-    right_gate = canon_module.canon_gate
-
-    def wrong_gate(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        y = right_gate(*tensors, **options)
-        return y if options["backend"] == "reference" else y * 1.001
-
-    monkeypatch.setattr(canon_module, "canon", wrong)
-    monkeypatch.setattr(canon_module, "canon_gate", wrong_gate)
+    change_kernels(monkeypatch, wrong)
     result, page = run("canon", *SMALL, *QUICK, "--micro-batch", 2)
     assert {row["backend"] for row in result["rows"]} == {"reference"}
     assert "not measured: A, C by compiled: output 0 is 0.000" in page
@@ -453,22 +448,15 @@ def test_a_kernel_that_is_wrong_is_not_timed(run: Run, monkeypatch: pytest.Monke
 
 def test_a_kernel_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that was never run on a GPU of this kind may."""
-    right = canon_module.canon
 
-    def failing(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-        if options["backend"] == "causal_conv1d":
+    def failing(y: torch.Tensor, backend: str) -> torch.Tensor:
+        if backend == "causal_conv1d":
             raise RuntimeError("no kernel image\nis available")
-        return right(x, weight, **options)
+        return y
 
-    def failing_gate(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        assert options["backend"] != "causal_conv1d", "no kernel image"
-        return right_gate(*tensors, **options)
-
-    right_gate = canon_module.canon_gate
+    change_kernels(monkeypatch, failing)
     monkeypatch.setattr(variants, "backend_problem", lambda name, device, dtype: None)
     monkeypatch.setattr(canon_check, "check_canon_backend", lambda *backend: None)
-    monkeypatch.setattr(canon_module, "canon", failing)
-    monkeypatch.setattr(canon_module, "canon_gate", failing_gate)
     options = ("--backends", "causal_conv1d", "compiled", "--micro-batch", 2)
     result, _ = run("canon", *SMALL, *QUICK, *options)
     assert {row["backend"] for row in result["rows"]} == {"compiled"}
@@ -510,7 +498,7 @@ def test_bad_input_is_one_message(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(console, "init_logging", lambda rank: None)
+    monkeypatch.setattr(bench_main, "init_logging", lambda rank: None)
     on_cpu(monkeypatch)
     monkeypatch.setattr(Machine, "peaks", lambda self, dtype: {})
     with pytest.raises(SystemExit) as end:
