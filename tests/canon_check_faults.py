@@ -5,7 +5,6 @@ process of its own, forked from one that has imported torch: kernels are importe
 in which one piece of text is replaced.
 """
 
-import importlib
 import json
 import os
 import shutil
@@ -70,7 +69,7 @@ def main() -> None:
 
 
 def _check(fault: str) -> str | None:
-    from tests.triton_cases import quicken_interpreter
+    from tests.triton_cases import quicken_interpreter, small_blocks
 
     name, text, instead, options = FAULTS[fault]
     with tempfile.TemporaryDirectory() as folder:
@@ -82,8 +81,7 @@ def _check(fault: str) -> str | None:
         kernels.__path__ = [str(copy)]
         quicken_interpreter()
         args = ModelArgs(**SMALL, max_seq_len=7, **options)  # type: ignore[arg-type]
-        blocks = importlib.import_module("canon_pretrain.kernels.triton.blocks")
-        with blocks.override(block=8, run=4):  # several programs along channels and tokens
+        with small_blocks(block=8, run=4):
             return training_problem(args, "triton", (2, 7), torch.float32, torch.device("cpu"))
 
 

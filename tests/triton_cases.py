@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +34,10 @@ def fused() -> Any:
     return importlib.import_module(FUSED)
 
 
-def small_blocks() -> AbstractContextManager[None]:
+def small_blocks(block: int = 32, run: int = 16) -> AbstractContextManager[None]:
     """Several programs along channels and tokens even for few of them."""
     blocks = importlib.import_module("canon_pretrain.kernels.triton.blocks")
-    made: AbstractContextManager[None] = blocks.override(block=32, run=16)
+    made: AbstractContextManager[None] = mock.patch.multiple(blocks, _BLOCK=block, _MAX_RUN=run)
     return made
 
 

@@ -2,15 +2,13 @@
 """How the work of a kernel is cut into programs, and how their sums are added up.
 
 No autotuning at run time: a choice by timing may differ between ranks and between runs, and with it
-the order of the weight gradient's additions. The numbers here are a choice by shape alone;
-`override` is for trying others.
+the order of the weight gradient's additions. The numbers here are a choice by shape alone.
 
 Shapes: P programs, S sums (K; one more: see rows.py), C channels, K taps.
 """
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -31,8 +29,6 @@ class Blocks:
     stages: int = 3
 
 
-# what `override` has set; nothing: chosen by shape
-_forced: dict[str, int] = {}
 # Kind of kernel -> programs to aim at and elements of a row for a thread. Enough programs for 132
 # multiprocessors (H100, H200) to have 24 KiB on their way from memory each, and no more: each adds
 # a halo, and in backward a row of sums. Many elements for a thread, since what a token costs beside
@@ -58,26 +54,13 @@ def choose_blocks(kind: str, num_rows: int, num_tokens: int, width: int) -> Bloc
     programs, per_thread = _PLANS[kind]
     block = max(32, triton.next_power_of_2(width))
     if kind != "whole row":
-        block = min(_forced.get("block", _BLOCK), block)
+        block = min(_BLOCK, block)
     across = max(1, triton.cdiv(width, block) * num_rows)
     runs = max(1, programs // across)
     run = min(max(_MIN_RUN, triton.cdiv(num_tokens, runs)), _MAX_RUN)
     least = 4 if kind == "whole row" else 1
     warps = min(16, max(least, block // (32 * per_thread)))
-    forced = {name: value for name, value in _forced.items() if name != "block"}
-    return replace(Blocks(block, run, warps), **forced)
-
-
-@contextlib.contextmanager
-def override(**values: int) -> Iterator[None]:
-    """Use these fields of Blocks inside, in every thread; `block` only if a row is in parts."""
-    before = dict(_forced)
-    _forced.update(values)
-    try:
-        yield
-    finally:
-        _forced.clear()
-        _forced.update(before)
+    return Blocks(block, run, warps)
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
