@@ -3,8 +3,11 @@
 See triton_cases.py, which runs these, and triton_properties.py, whose values they take.
 """
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from tests.triton_properties import (
     random,
     sites_inputs,
 )
+from tests.variants import build, random_tokens, variant
 
 
 def operators() -> Any:
@@ -130,7 +134,45 @@ def fsdp2_shards_the_weights() -> None:
         torch.distributed.destroy_process_group()
 
 
-CPU_CASES: dict[str, Callable[[], None]] = {"fsdp2 shards the weights": fsdp2_shards_the_weights}
+KERNELS = ("canon_triton", "norm_canon_stream_triton", "canon_qkv_triton", "canon_gate_triton")
+# model -> the kernels that it asks for; the rest of it is plain
+MODELS = {
+    "nope ABCD": KERNELS[1:],
+    "partial_rope_b ABCD cst qk_per_head gqa": KERNELS[1:],
+    "partial_rope_b BD k3 no_res act standard qk_per_head gqa documents": (KERNELS[0], KERNELS[2]),
+    "partial_rope_c ABCD qk_full": KERNELS[1:],
+    "partial_rope_a ABCD k2 no_res act cst relu2": KERNELS[1:],
+}
+
+
+def a_model_is_the_references(name: str) -> None:
+    """Its logits and all gradients, and the kernels that ran."""
+    args, fused = variant(name), face()
+    models = [build(args, canon_backend=backend) for backend in ("reference", "triton")]
+    tokens = random_tokens(args, rows=2, num_tokens=11)
+    with contextlib.ExitStack() as stack:
+        spies = {
+            kernel: stack.enter_context(
+                mock.patch.object(fused, kernel, wraps=getattr(fused, kernel))
+            )
+            for kernel in KERNELS
+        }
+        results = [model(tokens) for model in models]
+    weights = torch.randn(results[0].shape, generator=torch.Generator().manual_seed(1))
+    for logits in results:
+        (logits * weights).sum().backward()
+    used = {kernel for kernel, spy in spies.items() if spy.called}
+    # canon_qkv_triton calls canon_triton
+    assert set(MODELS[name]) <= used <= {*MODELS[name], "canon_triton"}, used
+    pairs = zip(*([p.grad for p in model.parameters()] for model in models), strict=True)
+    for one, other in (results, *pairs):
+        assert one is None or (one - other).abs().max() < 1e-4 * one.abs().max()
+
+
+CPU_CASES: dict[str, Callable[[], None]] = {
+    "fsdp2 shards the weights": fsdp2_shards_the_weights,
+    **{f"model {name}": partial(a_model_is_the_references, name) for name in MODELS},
+}
 CASES: dict[str, Callable[[], None]] = {
     function.__name__.replace("_", " "): function
     for function in (
