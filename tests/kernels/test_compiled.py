@@ -81,43 +81,6 @@ def test_the_gate_equals_canon_and_the_activation_after_it(num_tokens, num_taps)
             _same(canon_gate_compiled, _gate_reference, inputs, options)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_gradients_pass_gradcheck(options):
-    inputs = [_random(2, 19, 3).requires_grad_(), _random(3, 1, 4).requires_grad_()]
-    for segments in (None, _segments(2, 19, 4)):
-        assert torch.autograd.gradcheck(
-            lambda x, w: canon_compiled(x, w, **options, segments_BN=segments),  # noqa: B023
-            inputs,
-        )
-
-
-@pytest.mark.parametrize("relu2", [False, True])
-def test_the_gates_gradients_pass_gradcheck(relu2):
-    shapes = [(2, 19, 2), (2, 19, 2), (4, 1, 4)]
-    inputs = [_random(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
-    assert torch.autograd.gradcheck(
-        lambda *given: canon_gate_compiled(*given, residual=True, relu2=relu2), inputs
-    )
-
-
-def test_second_derivatives_are_right_in_eager(form):
-    """torch.compile refuses them, and says so."""
-    if form != "eager":
-        pytest.skip("not differentiated twice")
-    x, weight = _random(1, 6, 2).requires_grad_(), _random(2, 1, 4).requires_grad_()
-    for options in OPTIONS:
-        assert torch.autograd.gradgradcheck(
-            lambda *given: canon_compiled(*given, **options),  # noqa: B023
-            (x, weight),
-        )
-    inputs = [x, _random(1, 6, 2, seed=1).requires_grad_(), _random(4, 1, 4).requires_grad_()]
-    for relu2 in (False, True):
-        assert torch.autograd.gradgradcheck(
-            lambda *given: canon_gate_compiled(*given, residual=True, relu2=relu2),  # noqa: B023
-            inputs,
-        )
-
-
 def _transposed(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 

@@ -41,26 +41,6 @@ def test_equals_depthwise_conv1d_with_its_weight_layout(num_taps, residual, acti
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_last_tap_is_the_current_token_and_the_first_is_the_oldest():
-    x = torch.arange(1.0, 7.0).reshape(1, 6, 1)
-    weight = torch.zeros(1, 1, 4)
-    weight[0, 0, 3] = 1.0
-    y = canon_reference(x, weight, residual=False, activation=False)
-    assert y.flatten().tolist() == [1, 2, 3, 4, 5, 6]
-    weight = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])
-    y = canon_reference(x, weight, residual=False, activation=False)
-    assert y.flatten().tolist() == [0, 0, 0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 3])
-def test_tokens_before_the_start_count_as_zero(num_tokens):
-    x, weight = _inputs(num_tokens, 4)
-    longer = torch.cat((torch.zeros(2, 3, 5, dtype=x.dtype), x), dim=1)
-    y = canon_reference(x, weight, residual=True, activation=False)
-    expected = canon_reference(longer, weight, residual=True, activation=False)[:, 3:]
-    torch.testing.assert_close(y, expected, rtol=0, atol=0)
-
-
 def test_gradients_pass_gradcheck():
     x, weight = _inputs(5, 4)
     x.requires_grad_(True)

@@ -317,24 +317,6 @@ def test_an_unknown_backend_is_refused_with_the_nearest():
         assert part in str(error.value)
 
 
-def test_the_log_says_where_flex_was_asked_for_and_is_of_no_use():
-    assert Attend(variant("rope"), "flex").describe("cpu") == (
-        "sdpa (flex is for ALiBi, H-ALiBi and documents)"
-    )
-    assert Attend(variant("rope"), "flex").describe("cuda").endswith("documents)")
-    assert Attend(variant("alibi"), "flex").describe("cuda") == "flex"
-    assert Attend(variant("rope"), "auto").describe("cpu") == "sdpa"
-    for backend, order in (
-        ("auto", "cudnn, flash, efficient, math"),
-        ("cudnn", "cudnn, flash, efficient, math"),
-        ("flash", "flash, cudnn, efficient, math"),
-    ):
-        said = Attend(variant("rope"), backend).describe("cuda")
-        assert said == f"sdpa (the first that fits of {order})"
-        for words in ("alibi", "h_alibi", "rope documents"):  # a mask, which some kernels take
-            assert Attend(variant(words), backend).way("cpu", masked=True) == "sdpa"
-
-
 @pytest.mark.parametrize(
     ("name", "backend", "on_cpu", "on_cuda"),
     [

@@ -152,15 +152,6 @@ def test_what_stands_in_padding_changes_nothing(name):
         assert torch.equal(given, model(tokens, is_real_BT=is_real)[is_real])
 
 
-def test_padding_is_not_seen_because_it_is_marked_and_not_by_its_number():
-    # the same batch without the marks gives other logits: the tests above would notice
-    model, rows = build(variant("rope A")), _prompts(seed=0)
-    tokens, is_real = _padded(rows, "left", EOS_ID)
-    difference = (model(tokens) - model(tokens, is_real_BT=is_real))[is_real].abs()
-    assert difference[:7].amax(dim=-1).min() > 1e-2  # the rows of 2 and of 5
-    assert difference[7:].max() < 1e-5  # the row that fills its place
-
-
 @pytest.mark.parametrize("name", ["nope A", "rope BD no_res", "rope"])
 def test_a_chunk_that_forgets_what_was_read_is_noticed(name):
     # the released model ignores Canon's state there: its logits differ by O(1)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import canon_pretrain.model.transformer as transformer_module
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.cache import Cache, document_numbers
@@ -101,21 +100,3 @@ def test_each_canon_site_alone_stops_at_a_documents_start(monkeypatch, canon_set
     reached = [i < kernel - 1 for document in DOCUMENTS for i in range(len(document))]
     reached[: len(DOCUMENTS[0])] = [False] * len(DOCUMENTS[0])
     assert _crossed(build(args)).tolist() == reached
-
-
-def test_attention_alone_or_canon_alone_at_the_borders_is_not_enough(monkeypatch):
-    model = build(replace(BASE, canon_set="ABCD", document_mask=True))
-    assert not _crossed(model).any()
-    with monkeypatch.context() as patch:
-        patch.setattr(Attend, "mask", lambda *_: None)
-        assert _crossed(model)[len(DOCUMENTS[0]) :].all()
-    with monkeypatch.context() as patch:
-        patch.setattr(transformer_module, "near_segments", lambda *_: None)
-        assert _crossed(model)[len(DOCUMENTS[0]) :].any()
-
-
-def test_eos_is_a_token_like_others_without_the_option():
-    model = build(replace(BASE, canon_set="ABCD", eos_id=EOS_ID))
-    other = build(replace(BASE, canon_set="ABCD", eos_id=-5))  # no token at all
-    tokens = torch.tensor([[5, EOS_ID, 7, EOS_ID, 9]])
-    assert torch.equal(model(tokens), other(tokens))

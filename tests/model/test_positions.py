@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from canon_pretrain.model.args import POSITIONS, ModelArgs, flavor
-from canon_pretrain.model.attend import Attend
+from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.positions import Rope, apply_rope, rope_tables
-from canon_pretrain.model.transformer import Transformer
 
 LAYOUTS = {  # heads, dims that rotate at H = 4, K = 16
     "rope": (4, 16),
@@ -35,32 +33,6 @@ def test_rotates_exactly_the_layouts_coordinates(position, layout):
         assert expected.sum() * 4 == expected.numel()
 
 
-@pytest.mark.parametrize("kv_heads", [0, 4])
-@pytest.mark.parametrize("position", POSITIONS)
-def test_a_layout_moves_its_share_of_a_models_queries_and_keys(monkeypatch, position, kv_heads):
-    seen = []
-
-    def keep(_attend, q, k, v, _mask):
-        seen.append((q, k))
-        return v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
-
-    monkeypatch.setattr(Attend, "forward", keep)
-    args = replace(flavor("debug"), dim=128, num_heads=8, num_kv_heads=kv_heads, canon_set="B")
-    tokens = torch.arange(30)[None]
-    for other in ("nope", position):
-        model = Transformer(replace(args, position=other, num_layers=1))
-        model.init_weights()
-        model(tokens)
-    share = {"rope": 1.0, "nope": 0.0, "alibi": 0.0, "h_alibi": 0.0}.get(position, 0.25)
-    for still, moved in zip(*seen, strict=True):
-        places = (still != moved).any(dim=(0, 1))  # [heads, dims]
-        assert places.float().mean() == share
-        # what moves is a corner: the first heads, and of those the first dims
-        heads, dims = places.any(dim=1).sum(), places.any(dim=0).sum()
-        assert places[:heads, :dims].all()
-        assert torch.equal(still[:, 0], moved[:, 0])
-
-
 @pytest.mark.parametrize("position", LAYOUTS)
 @pytest.mark.parametrize("start", [1, 40])
 def test_a_later_start_continues_the_angles(position, start):
@@ -81,26 +53,6 @@ def test_equals_complex_multiplication(position, layout):
     expected = x.clone()
     expected[:, :, :heads, :dims] = torch.view_as_real(turned).flatten(-2).float()
     torch.testing.assert_close(Rope(_args(position))(x), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_scores_depend_on_the_distance_only():
-    rope = Rope(_args("rope"))
-    q, k = torch.randn(2, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    q_T = rope(q.expand(1, 64, 4, 16))[0, :, 0]
-    k_T = rope(k.expand(1, 64, 4, 16))[0, :, 0]
-    scores = q_T @ k_T.T
-    for distance in (0, 1, 7, 30):
-        diagonal = scores.diagonal(-distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)
-    assert (scores[0, 0] - scores[7, 0]).abs() > 1e-3
-
-
-def test_tables_turn_the_first_pair_by_one_radian_a_token_without_frequency_scaling():
-    cos, sin = rope_tables(5, 8, 10000.0)
-    assert cos.shape == sin.shape == (5, 4)
-    token = torch.arange(5.0)
-    torch.testing.assert_close(cos[:, 0], token.cos())
-    torch.testing.assert_close(sin[:, 3], (token * 1e-3).sin())
 
 
 def test_result_keeps_the_dtype_and_is_computed_in_float32():
