@@ -1,26 +1,70 @@
-"""What tests of the fault table share: an unharmed run to copy, and damage to put into copies."""
+"""What tests of the fault table share: launches of a run, an unharmed one to copy, and damage."""
 
+import functools
 import os
 import shutil
 import signal
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from tests.checkpoint_folders import flip_byte
-from tests.ranks import Ended, events, launch
+from tests.ranks import Ended, Launch, events, launch
 from tests.support import debug_run
 
 STEPS = 12
 EVERY_2 = ("--checkpoint.interval", 2, "--checkpoint.async_mode", "disabled")
 
 
-@cache
+@dataclass(frozen=True)
+class Trial:
+    """A run of the debug experiment, launched on two ranks as often as a test needs it."""
+
+    data: Path
+    folder: Path
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    def command(self, *more: object) -> list[object]:
+        return [*debug_run(self.data, self.run), *more]
+
+    def start(self, *more: object, **options: Any) -> Launch:
+        return Launch(*self.command(*more), output=self.folder / "out", **options)
+
+    def launch(self, *more: object, **options: Any) -> Ended:
+        return launch(*self.command(*more), output=self.folder / "out", **options)
+
+
+def wrap(
+    owner: Any,
+    name: str,
+    before: Callable[..., object] = lambda *arguments: None,
+    after: Callable[..., object] = lambda *arguments: None,
+) -> None:
+    """Have `before` and `after` called, with the same arguments, around each `owner.name`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        before(*arguments)
+        result = original(*arguments, **options)
+        after(*arguments)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+@functools.cache
 def unharmed_run(data: Path) -> Path:
     """A finished debug run of 2 ranks with checkpoints of steps 2, 4 ... 12; one for all files."""
     folder = data.with_name("unharmed")
-    launch(*debug_run(data, folder / "run"), *EVERY_2, output=folder / "out")
-    return folder / "run"
+    trial = Trial(data, folder)
+    trial.launch(*EVERY_2)
+    return trial.run
 
 
 def copy(base: Path, target: Path, *, last: int = STEPS) -> Path:

@@ -60,7 +60,7 @@ def run_of_checkpoint(checkpoint: Path) -> RunFolder:
         for folder in list(path.parents)[:_FLOORS]:
             if _holds_a_run(RunFolder(folder)):
                 return RunFolder(folder)
-    return RunFolder.of_checkpoint(Path(checkpoint))
+    return RunFolder(Path(checkpoint).resolve().parent.parent)
 
 
 def _holds_a_run(folder: RunFolder) -> bool:

@@ -150,8 +150,13 @@ class CheckpointFolder:
 
     def quarantined(self) -> list[Quarantined]:
         """All that was set aside, by name."""
-        paths = self._quarantine_entries()
-        return [Quarantined(path, _read_reason(path), tree_bytes(path)) for path in paths]
+        found = []
+        for path in self._quarantine_entries():
+            reason = ""
+            with contextlib.suppress(OSError):  # the first line is the time
+                reason = _reason_file(path).read_text(errors="replace").partition("\n")[2].strip()
+            found.append(Quarantined(path, reason or _NO_REASON, tree_bytes(path)))
+        return found
 
     def lack_of_room(self, num_bytes: int) -> str | None:
         """Why the disk can't take `num_bytes`, even without interrupted saves; None if it can."""
@@ -412,15 +417,6 @@ def _now() -> str:
 
 def _reason_file(path: Path) -> Path:
     return path.with_name(path.name + _REASON)
-
-
-def _read_reason(path: Path) -> str:
-    """Return the reason without the line of the time."""
-    try:
-        _, _, reason = _reason_file(path).read_text(errors="replace").partition("\n")
-    except OSError:
-        return _NO_REASON
-    return reason.strip() or _NO_REASON
 
 
 def _write_note(path: Path, text: str) -> None:

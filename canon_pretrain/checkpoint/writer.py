@@ -159,11 +159,6 @@ class VerifiedWriter(dcp.FileSystemWriter):
         """On the coordinator, once the checkpoint is whole."""
         self.fs = self._files = _HashingFileSystem()
 
-    @property
-    def bytes_written(self) -> int:
-        """Of this rank's own files; the manifest has the sum over all ranks."""
-        return sum(entry.bytes for entry in self._files.written.values())
-
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         if checkpoint_id is not None:
             raise ValueError(
@@ -224,7 +219,11 @@ class VerifiedWriter(dcp.FileSystemWriter):
             run_id=self.run_id,
             launch=self.launch,
         )
-        self._check_shared(manifest)
+        if faults := find_faults(self.temporary, manifest, hashes=False):
+            raise DamagedCheckpoint(  # a rank wrote to a disk of its own
+                f"{self.temporary} does not hold what the ranks wrote ({'; '.join(faults)}): the "
+                "folder must be the same for all nodes"
+            )
         manifest.write(self.temporary)  # syncs the names in the folder too
         if self.final != self.temporary:
             self._refuse_existing()
@@ -238,15 +237,6 @@ class VerifiedWriter(dcp.FileSystemWriter):
         if os.path.lexists(self.final):
             text = "exists, and a checkpoint is never written over"
             raise FileExistsError(errno.EEXIST, text, str(self.final))
-
-    def _check_shared(self, manifest: Manifest) -> None:
-        """Raise DamagedCheckpoint if a rank's file is missing: it wrote to a disk of its own."""
-        faults = find_faults(self.temporary, manifest, hashes=False)
-        if faults:
-            raise DamagedCheckpoint(
-                f"{self.temporary} does not hold what the ranks wrote ({'; '.join(faults)}): the "
-                "folder must be the same for all nodes"
-            )
 
 
 def remove_unfinished(temporary: Path) -> None:

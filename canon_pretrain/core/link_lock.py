@@ -279,7 +279,12 @@ class LinkLock:
         self.path, self.holder = path, holder
         self.failures = 0
         """Heartbeats in a row that could not be written."""
-        self._lost = self._released = False
+        self.lost = False
+        """Whether another launch has the folder, or the file was gone at two heartbeats in a row.
+
+        True for good: this launch must not write there any more, not even a checkpoint.
+        """
+        self._released = False
         self._gone = 0
         self._proof_s, self._expiry_s = PROOF_BEATS * heartbeat_s, expiry_s
         self._proved_at = _clock()
@@ -333,14 +338,6 @@ class LinkLock:
             ) from error
         return lock
 
-    @property
-    def lost(self) -> bool:
-        """Whether another launch has the folder, or the file was gone at two heartbeats in a row.
-
-        True for good: this launch must not write there any more, not even a checkpoint.
-        """
-        return self._lost
-
     def still_ours(self) -> bool:
         """Look now, not at the next heartbeat: before a write that must not hit another's run.
 
@@ -355,7 +352,7 @@ class LinkLock:
             return False
         if sight is not None and sight.holder.id == self.holder.id:
             self._proved_at = began
-            return not self._lost
+            return not self.lost
         if sight is not None and self._is_anothers(sight.holder):
             self._lose(f"{sight.holder} took it")
         elif sight is None and began - self._proved_at > self._expiry_s:
@@ -368,7 +365,7 @@ class LinkLock:
         For the log and the status, which are written too often for a look each time.
         """
         is_fresh = _clock() - self._proved_at <= self._proof_s
-        return not self._lost and (is_fresh or self.still_ours())
+        return not self.lost and (is_fresh or self.still_ours())
 
     def release(self) -> None:
         """Stop the heartbeat and remove the file if it is still ours; a second call does nothing.
@@ -381,7 +378,7 @@ class LinkLock:
         self._stop.set()
         for thread in self._threads:
             thread.join(JOIN_S)
-        if self._lost:
+        if self.lost:
             return
         try:
             self._give_up()
@@ -405,7 +402,7 @@ class LinkLock:
         remove(claim)
 
     def _repeat(self, period_s: float, action: Callable[[], None]) -> None:
-        while not self._stop.wait(period_s) and not self._lost:
+        while not self._stop.wait(period_s) and not self.lost:
             action()
 
     def _beat(self) -> None:
@@ -455,8 +452,8 @@ class LinkLock:
         return holder.id != self.holder.id and not holder.id.startswith(DAMAGED)
 
     def _lose(self, why: str) -> None:
-        if not self._lost:
-            self._lost = True
+        if not self.lost:
+            self.lost = True
             self._tell(f"{self.path} is no longer ours: {why}; this launch must end")
 
     def _tell(self, message: str) -> None:

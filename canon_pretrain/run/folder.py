@@ -75,11 +75,6 @@ class RunFolder:
         """Folder of the record of launch `number`, counted from 1."""
         return self.launches / f"{number:03}"
 
-    @classmethod
-    def of_checkpoint(cls, checkpoint: Path) -> "RunFolder":
-        """The run that a RUN/checkpoint/step-N folder belongs to."""
-        return cls(checkpoint.resolve().parent.parent)
-
     def read_config(self) -> dict[str, Any]:
         """Return the content of config.json. Raises UserError if it is missing or damaged."""
         try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,32 +10,23 @@ import pytest
 from canon_pretrain.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpoint,
-    FileEntry,
     Manifest,
     find_faults,
     verify,
 )
-from canon_pretrain.core.files import sha256_file
+from tests.checkpoint_folders import flip_byte, make_step
+
+FILE = "__0_0.distcp"
 
 
-def make(folder: Path, step: int = 7) -> Path:
-    path = folder / f"step-{step}"
-    path.mkdir(parents=True)
-    for name, content in {"__0_0.distcp": b"a" * 5000, ".metadata": b"b" * 100}.items():
-        (path / name).write_bytes(content)
-    files = {
-        name: FileEntry((path / name).stat().st_size, sha256_file(path / name))
-        for name in ("__0_0.distcp", ".metadata")
-    }
-    Manifest(
-        step=step, kind="full", world_size=2, torch="2.13.0", saved=Manifest.now(), files=files
-    ).write(path)
-    return path
+def make(folder: Path) -> Path:
+    """Two files of 5,000 bytes and their manifest."""
+    return make_step(folder, 7, num_bytes=5000)
 
 
 def test_what_was_written_is_read_and_whole(tmp_path: Path) -> None:
     manifest = verify(make(tmp_path), workers=2)
-    assert (manifest.step, manifest.kind, manifest.total_bytes) == (7, "full", 5100)
+    assert (manifest.step, manifest.kind, manifest.total_bytes) == (7, "full", 10_000)
     assert manifest.saved.endswith("+00:00")
 
 
@@ -57,39 +49,19 @@ def test_a_manifest_names_its_run_or_none(tmp_path: Path) -> None:
             Manifest.read(path)
 
 
-def flip(path: Path) -> None:
-    content = bytearray((path / "__0_0.distcp").read_bytes())
-    content[4321] ^= 1
-    (path / "__0_0.distcp").write_bytes(content)
-
-
-def cut(path: Path) -> None:
-    os.truncate(path / "__0_0.distcp", 4999)
-
-
-def lose(path: Path) -> None:
-    (path / ".metadata").unlink()
-
-
-def add(path: Path) -> None:
-    (path / "__1_0.distcp").write_bytes(b"")
-
-
-def rename(path: Path) -> None:
-    path.rename(path.with_name("step-8"))
-
-
 @pytest.mark.parametrize(
     ("harm", "message", "seen_by_size"),
     [
-        (flip, r"__0_0\.distcp has SHA-256", False),
-        (cut, r"__0_0\.distcp has 4,999 bytes, expected 5,000", True),
-        (lose, r"\.metadata is missing", True),
-        (add, r"__1_0\.distcp is not in the manifest", True),
-        (rename, "its manifest is that of step 7", True),
+        (lambda p: flip_byte(p / FILE), r"__0_0\.distcp has SHA-256", False),
+        (lambda p: os.truncate(p / FILE, 4999), "has 4,999 bytes, expected 5,000", True),
+        (lambda p: (p / FILE).unlink(), r"__0_0\.distcp is missing", True),
+        (lambda p: (p / "__2_0.distcp").touch(), r"__2_0\.distcp is not in the manifest", True),
+        (lambda p: p.rename(p.with_name("step-8")), "its manifest is that of step 7", True),
     ],
 )
-def test_every_difference_is_named(tmp_path, harm, message, seen_by_size) -> None:  # type: ignore[no-untyped-def]
+def test_every_difference_is_named(
+    tmp_path: Path, harm: Callable[[Path], object], message: str, seen_by_size: bool
+) -> None:
     path = make(tmp_path)
     harm(path)
     path = next(tmp_path.iterdir())
@@ -104,10 +76,10 @@ def test_every_difference_is_named(tmp_path, harm, message, seen_by_size) -> Non
 
 def test_a_share_of_the_files_is_checked_alone(tmp_path: Path) -> None:
     path = make(tmp_path)
-    flip(path)
+    flip_byte(path / FILE)
     manifest = Manifest.read(path)
-    assert find_faults(path, manifest, [".metadata"]) == []
-    assert len(find_faults(path, manifest, ["__0_0.distcp"])) == 1
+    assert find_faults(path, manifest, ["more/__1_0.distcp"]) == []
+    assert len(find_faults(path, manifest, [FILE])) == 1
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:

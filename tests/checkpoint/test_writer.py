@@ -75,11 +75,10 @@ def test_the_writer_tells_what_it_wrote(tmp_path: Path) -> None:
     writer = VerifiedWriter(
         tmp_path / "step-3", tmp_path / "t", step=3, kind="weights", world_size=1
     )
-    assert writer.manifest is None and writer.bytes_written == 0
+    assert writer.manifest is None
     writer = pickle.loads(pickle.dumps(writer))  # torch's process executor sends it so
     dcp.save(STATE, storage_writer=writer, no_dist=True)
     assert writer.manifest is not None and writer.manifest.kind == "weights"
-    assert writer.bytes_written == writer.manifest.total_bytes
     assert Manifest.read(tmp_path / "step-3").files == writer.manifest.files
 
 
@@ -251,7 +250,7 @@ def _on_two_ranks(rank: int, base: Path) -> None:
                     future.result()
                 finally:
                     sharded.to_local().sub_(1)
-            told[str(step)] = [bool(writer.manifest), writer.bytes_written]
+            told[str(step)] = bool(writer.manifest)
         except CheckpointException as error:
             told[str(step)] = {r: repr(e) for r, (e, _) in error.failures.items()}
         except BaseException:
@@ -291,11 +290,10 @@ def told(base: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("step", [1, 2, 4])
 def test_two_ranks_save_one_whole_checkpoint(two_ranks: Path, step: int) -> None:
     """At once (1), in the background (2), and at the second try (4)."""
-    manifest = check_whole(two_ranks / f"step-{step}", step=step, world_size=2)
+    check_whole(two_ranks / f"step-{step}", step=step, world_size=2)
     ours = [of_rank.get(str(step)) for of_rank in told(two_ranks)]
     if step != 1:  # told of the second attempt at it
-        own = [manifest.files[f"__{rank}_0.distcp"].bytes for rank in range(2)]
-        assert ours == [[True, own[0] + manifest.files[".metadata"].bytes], [False, own[1]]]
+        assert ours == [True, False]
     whole = {"w": torch.zeros(3000, 10), "u": torch.zeros(5), "b": torch.zeros(7)}
     load_alone(whole, two_ranks / f"step-{step}")
     assert torch.equal(whole["w"], torch.arange(30_000.0).reshape(3000, 10))

@@ -142,38 +142,23 @@ def test_the_log_names_run_and_launch_in_every_line(launched: Launched) -> None:
         assert head["hosts"] == record["hosts"]
 
 
-def test_a_refused_launch_is_not_counted_and_leaves_no_record(launched: Launched) -> None:
-    assert "going on would change it" in launched.output
-    before, after = RunFolder(launched.first), RunFolder(launched.refused)
-    assert launch_numbers(after) == [1]
+def test_only_launches_that_train_are_counted(launched: Launched) -> None:
+    assert "going on would change it" in launched.output and "nothing to do" in launched.output
+    first, refused = RunFolder(launched.first), RunFolder(launched.refused)
     for name in ("run.json", "config.json", "log.jsonl", "README.md"):
-        assert (before.path / name).read_bytes() == (after.path / name).read_bytes(), name
-
-
-def test_a_launch_that_finds_nothing_to_do_is_not_counted(launched: Launched) -> None:
-    assert "nothing to do" in launched.output
-    assert read_run(RunFolder(launched.idle)) == read_run(RunFolder(launched.second))
-    assert launch_numbers(RunFolder(launched.idle)) == [1, 2]
-
-
-def test_a_launch_that_goes_on_is_the_next_of_the_same_run(launched: Launched) -> None:
-    run = RunFolder(launched.second)
-    first, facts = read_run(RunFolder(launched.first)), read_run(run)
-    assert first is not None
-    assert facts == RunFacts(first.run_id, first.created, 2)
-    assert launch_numbers(run) == [1, 2]
-    newest = newest_launch(run)
+        assert (first.path / name).read_bytes() == (refused.path / name).read_bytes(), name
+    second, idle, fresh = map(RunFolder, (launched.second, launched.idle, launched.fresh))
+    before, facts, new = read_run(first), read_run(second), read_run(fresh)
+    assert before is not None and new is not None
+    assert facts == RunFacts(before.run_id, before.created, 2) == read_run(idle)
+    newest = newest_launch(second)
     assert newest is not None and newest["from_step"] == 2
-    assert [event["step"] for event in events(run.path, "step")] == [1, 2, 3]
-
-
-def test_a_fresh_start_is_another_run(launched: Launched) -> None:
-    old, new = read_run(RunFolder(launched.second)), read_run(RunFolder(launched.fresh))
-    assert old is not None and new is not None
-    assert new.run_id != old.run_id and new.launches == 1
-    assert launch_numbers(RunFolder(launched.fresh)) == [1]
-    archive = RunFolder(launched.fresh / "archive" / "1-before-a-fresh-start")
-    assert read_run(archive) == old and launch_numbers(archive) == [1, 2]
+    assert [event["step"] for event in events(second.path, "step")] == [1, 2, 3]
+    # a fresh start is another run
+    archive = RunFolder(fresh.path / "archive" / "1-before-a-fresh-start")
+    assert new.run_id != before.run_id and new.launches == 1 and read_run(archive) == facts
+    folders = (refused, second, idle, fresh, archive)
+    assert [launch_numbers(run) for run in folders] == [[1], [1, 2], [1, 2], [1], [1, 2]]
 
 
 def test_the_readme_names_what_is_there_and_what_to_type(launched: Launched) -> None:

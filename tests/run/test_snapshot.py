@@ -25,6 +25,7 @@ from canon_pretrain.run.source import (
 from tests.support import ROOT
 
 CONFIG = ROOT / "train_configs" / "debug.toml"
+FILE = "canon_pretrain/core/files.py"
 
 
 @pytest.fixture
@@ -76,22 +77,10 @@ def flip(snapshot: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"return", b"retur\xcf", 1))
 
 
-def lose(snapshot: Path) -> None:
-    (snapshot / "canon_pretrain/core/files.py").unlink()
-
-
-def add(snapshot: Path) -> None:
-    (snapshot / "torch.py").write_text("a module before torch's own")
-
-
 def link_file(snapshot: Path) -> None:
-    path = snapshot / "canon_pretrain/core/files.py"
+    path = snapshot / FILE
     path.unlink()
     path.symlink_to(Path(canon_pretrain.__file__).parent / "core/files.py")
-
-
-def link_folder(snapshot: Path) -> None:
-    (snapshot / "tyro").symlink_to("/tmp")
 
 
 def link_itself(snapshot: Path) -> None:
@@ -99,8 +88,15 @@ def link_itself(snapshot: Path) -> None:
     snapshot.symlink_to(snapshot.with_name("there"))
 
 
-def tear(snapshot: Path) -> None:
-    (snapshot / "manifest.json").write_text("{")
+HARMS: dict[str, Callable[[Path], object]] = {
+    "flip": flip,
+    "lose": lambda snapshot: (snapshot / FILE).unlink(),
+    "a module before torch's own": lambda snapshot: (snapshot / "torch.py").touch(),
+    "link a file": link_file,
+    "link a folder": lambda snapshot: (snapshot / "tyro").symlink_to("/tmp"),
+    "link itself": link_itself,
+    "tear": lambda snapshot: (snapshot / "manifest.json").write_text("{"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +104,9 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return take_snapshot(RunFolder(tmp_path_factory.mktemp("taken")))
 
 
-@pytest.mark.parametrize("harm", [flip, lose, add, link_file, link_folder, link_itself, tear])
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
 def test_damage_is_refused_with_the_way_out(
-    taken: Path, run: RunFolder, harm: Callable[[Path], None]
+    taken: Path, run: RunFolder, harm: Callable[[Path], object]
 ) -> None:
     shutil.copytree(taken, snapshot := run.code / "001")
     check_snapshot(snapshot)

@@ -4,7 +4,6 @@ Each fault of the table is injected for real, into launches of the trainer's ran
 """
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.checkpoint_folders import contents, set_manifest, small_disk
 from tests.fault_runs import (
     EVERY_2,
     STEPS,
+    Trial,
     assert_refused,
     checkpoint,
     copy,
@@ -33,30 +33,23 @@ from tests.fault_runs import (
     resumed_from,
     steps,
     truncate,
-    unharmed_run,
+    wrap,
 )
 from tests.ranks import Launch, assert_same_run, events, launch, status
 from tests.support import debug_run
 
-
-@pytest.fixture(scope="module")
-def base(data_folder: Path) -> Path:
-    return unharmed_run(data_folder)
-
-
 # ---- no whole checkpoint left
 
 
-def test_a_run_never_begins_again_by_itself(base: Path, data_folder: Path, tmp_path: Path) -> None:
+def test_a_run_never_begins_again_by_itself(base: Path, trial: Trial) -> None:
     """All broken; all in quarantine; all purged; and then afresh, because it is asked for."""
-    run = copy(base, tmp_path / "run")
-    command = (*debug_run(data_folder, run), *EVERY_2)
+    run = copy(base, trial.run)
     log = events(run, "step")
     for step, fault in zip(steps(run), [flip, missing, truncate] * 2, strict=True):
         fault(checkpoint(run, step) / "__0_0.distcp")
 
     def refused(*words: str) -> None:
-        ended = launch(*command, output=tmp_path / "out", check=False)
+        ended = trial.launch(*EVERY_2, check=False)
         assert_refused(ended)
         for word in ("holds no whole checkpoint to go on from", "--checkpoint.fresh", *words):
             assert word in ended.output, ended.output
@@ -70,7 +63,7 @@ def test_a_run_never_begins_again_by_itself(base: Path, data_folder: Path, tmp_p
     refused(*names)
     shutil.rmtree(run / "checkpoint")
     refused("steps that the log says were saved: 8, 10, 12")
-    ended = launch(*command, "--checkpoint.fresh", output=tmp_path / "out")
+    ended = trial.launch(*EVERY_2, "--checkpoint.fresh")
     archive = run / "archive" / "1-before-a-fresh-start"
     assert f"beginning again: the run so far is in {archive}" in ended.output
     assert {path.name for path in archive.iterdir()} >= {"log.jsonl", "config.json", "DONE"}
@@ -79,25 +72,22 @@ def test_a_run_never_begins_again_by_itself(base: Path, data_folder: Path, tmp_p
 
 def break_later(rank: int, run: Path, damaged: int, at: int) -> None:
     """Flip a byte of an older checkpoint while the run trains on: before step `at`."""
-    original = CanonTrainer.train_step
 
-    def train_step(self: CanonTrainer, data: Iterator[Any]) -> None:
-        if rank == 0 and self.step == at:
+    def damage(trainer: CanonTrainer, data: object) -> None:
+        if rank == 0 and trainer.step == at:
             flip(checkpoint(run, damaged) / "__0_0.distcp")
-        original(self, data)
 
-    CanonTrainer.train_step = train_step  # type: ignore[method-assign]
+    wrap(CanonTrainer, "train_step", before=damage)
 
 
-def test_broken_newer_ones_cost_no_good_one(base: Path, data_folder: Path, tmp_path: Path) -> None:
+def test_broken_newer_ones_cost_no_good_one(base: Path, trial: Trial) -> None:
     """keep_latest_k = 2 with 12, 10 broken before the launch and 8 during it: 4 and 6 stay."""
-    run = copy(base, tmp_path / "run")
+    run = copy(base, trial.run)
     for step in (10, 12):
         flip(checkpoint(run, step) / "__1_0.distcp")
-    launch(
-        *(*debug_run(data_folder, run), *EVERY_2, "--checkpoint.keep_latest_k", 2),
+    trial.launch(
+        *(*EVERY_2, "--checkpoint.keep_latest_k", 2),
         *("--run.stop_at", 9),  # the one save of this launch
-        output=tmp_path / "out",
         before=break_later,
         before_args=(run, 8, 9),
     )
@@ -113,20 +103,16 @@ def test_broken_newer_ones_cost_no_good_one(base: Path, data_folder: Path, tmp_p
 # ---- asked for by number
 
 
-def test_rolling_back_leaves_a_branch_that_nothing_comes_back_to(
-    base: Path, data_folder: Path, tmp_path: Path
-) -> None:
+def test_rolling_back_leaves_a_branch_that_nothing_comes_back_to(base: Path, trial: Trial) -> None:
     """Back to step 4 with another learning rate; relaunched and requeued, it stays there."""
-    run = copy(base, tmp_path / "run")
+    run = copy(base, trial.run)
     (run / "evals").mkdir()
     for step in (4, 6):
         (run / "evals" / f"step-{step}.lm.json").write_text("{}")
     changed = ("--optimizer.lr", 1e-3, "--run.allow_changes", "optimizer.lr")
-    command = (*debug_run(data_folder, run), *EVERY_2, *changed)
-    back = (*command, "--checkpoint.load_step", 4)
+    back = (*EVERY_2, *changed, "--checkpoint.load_step", 4)
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}
-    out = tmp_path / "out"
-    ended = launch(*back, "--run.stop_at", 6, output=out, environment=job)
+    ended = trial.launch(*back, "--run.stop_at", 6, environment=job)
     archive = run / "archive" / "1-back-to-step-4"
     assert f"after step 4 is an abandoned branch, now in {archive}" in ended.output
     assert events(run, "archive")[-1]["moved_to"] == str(archive)
@@ -139,9 +125,9 @@ def test_rolling_back_leaves_a_branch_that_nothing_comes_back_to(
     assert steps(run) == [2, 4, 6]
     # the same command line, from Slurm's requeue: not back to step 4 a second time
     job["SLURM_RESTART_COUNT"] = "1"
-    ended = launch(*back, "--run.stop_at", 8, output=out, environment=job)
+    ended = trial.launch(*back, "--run.stop_at", 8, environment=job)
     assert "this job has gone back to step 4 before" in ended.output
-    launch(*command, output=out)
+    trial.launch(*EVERY_2, *changed)
     assert resumed_from(run) == [4, 6, 8]
     rates = [event["lr"] for event in events(run, "step")]
     old = [event["lr"] for event in events(base, "step")]
@@ -152,13 +138,11 @@ def test_rolling_back_leaves_a_branch_that_nothing_comes_back_to(
     assert len(list((run / "archive").iterdir())) == 1
 
 
-def test_a_requeued_fresh_start_goes_on(base: Path, data_folder: Path, tmp_path: Path) -> None:
-    run = copy(base, tmp_path / "run")
-    command = (*debug_run(data_folder, run), *EVERY_2, "--checkpoint.fresh")
+def test_a_requeued_fresh_start_goes_on(base: Path, trial: Trial) -> None:
+    run = copy(base, trial.run)
     for restarts, stop_at in (("0", 2), ("1", 3)):
-        ended = launch(
-            *(*command, "--run.stop_at", stop_at),
-            output=tmp_path / "out",
+        ended = trial.launch(
+            *(*EVERY_2, "--checkpoint.fresh", "--run.stop_at", stop_at),
             ranks=1,
             environment={"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": restarts},
         )
@@ -169,16 +153,13 @@ def test_a_requeued_fresh_start_goes_on(base: Path, data_folder: Path, tmp_path:
         assert contents(checkpoint(archive, step)) == contents(checkpoint(base, step))
 
 
-def test_a_requeued_fresh_start_is_still_the_same_run(
-    base: Path, data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_requeued_fresh_start_is_still_the_same_run(base: Path, trial: Trial) -> None:
     """Its file was edited meanwhile: that is refused as in any launch that goes on."""
-    run = copy(base, tmp_path / "run", last=4)
+    run = copy(base, trial.run, last=4)
     job = {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "0"}
     mark_obeyed(RunFolder(run).obeyed_file, "checkpoint.fresh", job)
-    ended = launch(
-        *(*debug_run(data_folder, run), "--checkpoint.fresh", "--optimizer.lr", 1e-3),
-        output=tmp_path / "out",
+    ended = trial.launch(
+        *("--checkpoint.fresh", "--optimizer.lr", 1e-3),
         ranks=1,
         check=False,
         environment=job | {"SLURM_RESTART_COUNT": "1"},
@@ -187,14 +168,13 @@ def test_a_requeued_fresh_start_is_still_the_same_run(
 
 
 def test_a_requeued_roll_back_goes_on_though_its_step_was_deleted_since(
-    base: Path, data_folder: Path, tmp_path: Path
+    base: Path, trial: Trial
 ) -> None:
-    run = copy(base, tmp_path / "run", last=4)
-    command = (*debug_run(data_folder, run), *EVERY_2, "--checkpoint.keep_latest_k", 2)
+    run = copy(base, trial.run, last=4)
+    options = (*EVERY_2, "--checkpoint.keep_latest_k", 2, "--checkpoint.load_step", 2)
     for restarts, stop_at in (("0", 6), ("1", 7)):
-        launch(
-            *(*command, "--checkpoint.load_step", 2, "--run.stop_at", stop_at),
-            output=tmp_path / "out",
+        trial.launch(
+            *(*options, "--run.stop_at", stop_at),
             ranks=1,
             environment={"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": restarts},
         )
@@ -202,16 +182,12 @@ def test_a_requeued_roll_back_goes_on_though_its_step_was_deleted_since(
     assert resumed_from(run) == [2, 6]
 
 
-def test_strays_are_named_and_left_alone(base: Path, data_folder: Path, tmp_path: Path) -> None:
-    run = copy(base, tmp_path / "run", last=4)
+def test_strays_are_named_and_left_alone(base: Path, trial: Trial) -> None:
+    run = copy(base, trial.run, last=4)
     folder = run / "checkpoint"
     shutil.copytree(checkpoint(base, 8), folder / "step-100.backup")
     (folder / "step-7").write_text("a file")
-    ended = launch(
-        *(*debug_run(data_folder, run), *EVERY_2, "--run.stop_at", 6),
-        *("--checkpoint.keep_latest_k", 2),
-        output=tmp_path / "out",
-    )
+    ended = trial.launch(*EVERY_2, "--run.stop_at", 6, "--checkpoint.keep_latest_k", 2)
     assert ended.output.count("step-100.backup") == ended.output.count("step-7") == 1
     assert resumed_from(run) == [4] and steps(run) == [4, 6]
     assert contents(folder / "step-100.backup") == contents(checkpoint(base, 8))
@@ -222,25 +198,25 @@ def test_strays_are_named_and_left_alone(base: Path, data_folder: Path, tmp_path
 
 
 def test_another_runs_checkpoint_is_refused_and_an_old_one_is_read(
-    base: Path, data_folder: Path, tmp_path: Path
+    base: Path, trial: Trial
 ) -> None:
     """Issue 17, item 14: a step-12 of another run copied in is not resumed from; both runs are
     named and nothing moves. A checkpoint that names no run is an older one's."""
-    run = copy(base, tmp_path / "run", last=4)
+    run = copy(base, trial.run, last=4)
     shutil.copytree(checkpoint(base, 12), checkpoint(run, 12))
     set_manifest(checkpoint(run, 12), run_id="0badcafe")
     set_manifest(checkpoint(run, 4), run_id=None, launch=None)
     facts = read_run(RunFolder(run))
     assert facts is not None
     before = contents(run / "checkpoint")
-    command = (*debug_run(data_folder, run), *EVERY_2, "--run.stop_at", 5)
-    ended = launch(*command, output=tmp_path / "out", ranks=1, check=False)
+    command = (*EVERY_2, "--run.stop_at", 5)
+    ended = trial.launch(*command, ranks=1, check=False)
     assert_refused(ended)
     for word in ("step-12", "0badcafe", facts.run_id, "--checkpoint.initial_load_path"):
         assert word in ended.output
     assert contents(run / "checkpoint") == before and read_run(RunFolder(run)) == facts
     shutil.rmtree(checkpoint(run, 12))
-    ended = launch(*command, output=tmp_path / "out", ranks=1)
+    ended = trial.launch(*command, ranks=1)
     assert resumed_from(run) == [4] and "names no run" in ended.output
     manifest = verify(checkpoint(run, 5))
     assert (manifest.run_id, manifest.launch) == (facts.run_id, 2)
@@ -286,19 +262,15 @@ def files_of_run(run: Path) -> set[Path]:
     return {path for path in run.rglob("*") if path.is_file() and path.name != "status.json"}
 
 
-def test_a_fresh_start_moves_nothing_before_it_can_begin(
-    base: Path, data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_fresh_start_moves_nothing_before_it_can_begin(base: Path, trial: Trial) -> None:
     """Issue 17, item 18: --checkpoint.fresh with an initial_load_path in the run itself, one that
     is missing, damaged or of another model, and without room, leaves the run as it was."""
-    run = copy(base, tmp_path / "run")
-    damaged = copy(base, tmp_path / "damaged")
+    run = copy(base, trial.run)
+    damaged = copy(base, trial.folder / "damaged")
     flip(checkpoint(damaged, 12) / "__1_0.distcp")
     initial = "--checkpoint.initial_load_path"
-    command = (*debug_run(data_folder, run), *EVERY_2, "--checkpoint.fresh")
-    ended = launch(
-        *(*command, initial, checkpoint(run, 12)), output=tmp_path / "out", ranks=1, check=False
-    )
+    options = (*EVERY_2, "--checkpoint.fresh")
+    ended = trial.launch(*options, initial, checkpoint(run, 12), ranks=1, check=False)
     assert_refused(ended)
     assert "--job.dump_folder" in ended.output
     before = files_of_run(base)
@@ -306,21 +278,21 @@ def test_a_fresh_start_moves_nothing_before_it_can_begin(
 
     now = files_of_run(run)
     for more in (
-        (initial, tmp_path / "none"),
+        (initial, trial.folder / "none"),
         (initial, checkpoint(damaged, 12)),
         (initial, checkpoint(base, 12), "--model.num_layers", 3),
     ):
         with pytest.raises(UserError):
-            prepare(run, *command, *more)
+            prepare(run, *trial.command(*options, *more))
         assert files_of_run(run) == now
-    with small_disk(tmp_path / "small", "size=1m") as small:
+    with small_disk(trial.folder / "small", "size=1m") as small:
         with pytest.raises(UserError, match="no room in"):
-            prepare(run, *command, "--checkpoint.folder", small)
+            prepare(run, *trial.command(*options, "--checkpoint.folder", small))
     assert files_of_run(run) == now
-    prepare(run, *command, initial, checkpoint(base, 12))
+    prepare(run, *trial.command(*options, initial, checkpoint(base, 12)))
     assert steps(run) == [] and steps(run / "archive" / "1-before-a-fresh-start")[-1] == 12
     (run / "log.jsonl").touch()  # as a launch leaves it that is refused from now on
-    prepare(run, *command, initial, checkpoint(base, 12))
+    prepare(run, *trial.command(*options, initial, checkpoint(base, 12)))
     assert len(list((run / "archive").iterdir())) == 1
 
 
@@ -333,17 +305,14 @@ def other_code(rank: int) -> None:
     trainer_module.code_hashes = lambda: original() | {"titan/loss.py": "0"}
 
 
-def test_a_resume_with_other_code_names_the_files(
-    base: Path, data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_resume_with_other_code_names_the_files(base: Path, trial: Trial) -> None:
     """Issue 17, item 26: on the screen and in the log, or refused with run.code = refuse."""
-    run = copy(base, tmp_path / "run", last=4)
-    command = (*debug_run(data_folder, run), *EVERY_2)
-    options: dict[str, Any] = {"output": tmp_path / "out", "ranks": 1, "before": other_code}
-    ended = launch(*command, "--run.code", "refuse", check=False, **options)
+    run = copy(base, trial.run, last=4)
+    options: dict[str, Any] = {"ranks": 1, "before": other_code}
+    ended = trial.launch(*EVERY_2, "--run.code", "refuse", check=False, **options)
     assert_refused(ended)
     assert "titan/loss.py" in ended.output and resumed_from(run) == []
-    ended = launch(*command, "--run.stop_at", 5, **options)
+    ended = trial.launch(*EVERY_2, "--run.stop_at", 5, **options)
     assert "titan/loss.py" in ended.output
     assert RunFolder(run).read_config()["code"]["titan/loss.py"] == "0"
     (event,) = events(run, "changed")
@@ -355,16 +324,10 @@ def test_a_resume_with_other_code_names_the_files(
 
 
 @pytest.mark.slow
-def test_4_ranks_then_2_then_1_see_the_data_of_the_straight_run(
-    base: Path, data_folder: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
+def test_4_ranks_then_2_then_1_see_the_data_of_the_straight_run(base: Path, trial: Trial) -> None:
+    run = trial.run
     for ranks, stop_at in ((4, 4), (2, 8), (1, 12)):
-        launch(
-            *(*debug_run(data_folder, run), "--run.stop_at", stop_at),
-            output=tmp_path / "out",
-            ranks=ranks,
-        )
+        trial.launch("--run.stop_at", stop_at, ranks=ranks)
     assert resumed_from(run) == [4, 8]
     assert [e["world_size"] for e in events(run, "start") + events(run, "resume")] == [4, 2, 1]
     mine, straight = events(run, "step"), events(base, "step")

@@ -31,6 +31,7 @@ from tests.checkpoint_folders import contents
 from tests.fault_runs import (
     EVERY_2,
     STEPS,
+    Trial,
     a_folder,
     assert_refused,
     checkpoint,
@@ -43,18 +44,12 @@ from tests.fault_runs import (
     resumed_from,
     steps,
     truncate,
-    unharmed_run,
     zero_4k,
 )
-from tests.ranks import assert_same_run, events, launch, status
+from tests.ranks import assert_same_run, events, status
 from tests.support import debug_run
 
 NEWEST = STEPS
-
-
-@pytest.fixture(scope="module")
-def base(data_folder: Path) -> Path:
-    return unharmed_run(data_folder)
 
 
 @pytest.fixture(scope="module")
@@ -208,17 +203,17 @@ def vouch(newest: Path) -> None:
 
 
 def test_a_launch_passes_damaged_checkpoints_and_ends_as_the_unharmed_run(
-    base: Path, data_folder: Path, tmp_path: Path
+    base: Path, trial: Trial
 ) -> None:
     """Four faults at once, found by two ranks that share the files: back to step 4."""
-    run, proof = copy(base, tmp_path / "run"), tmp_path / "proof"
+    run, proof = copy(base, trial.run), trial.folder / "proof"
     flip(checkpoint(run, 12) / "__1_0.distcp")
     truncate(checkpoint(run, 10) / ".metadata")
     plant_in_an_entry(checkpoint(run, 8), proof)
-    plant_in_metadata(checkpoint(run, 6), tmp_path / "proof-2")
-    ended = launch(*debug_run(data_folder, run), *EVERY_2, output=tmp_path / "out")
+    plant_in_metadata(checkpoint(run, 6), trial.folder / "proof-2")
+    ended = trial.launch(*EVERY_2)
     assert resumed_from(run) == [4]
-    assert not proof.exists() and not (tmp_path / "proof-2").exists()
+    assert not proof.exists() and not (trial.folder / "proof-2").exists()
     aside = quarantine(run)
     assert list(aside) == ["step-10.1", "step-12.1", "step-6.1", "step-8.1"]
     logged = {event["checkpoint"]: event["reason"] for event in events(run, "quarantine")}
@@ -229,13 +224,12 @@ def test_a_launch_passes_damaged_checkpoints_and_ends_as_the_unharmed_run(
 
 
 def test_a_damaged_step_asked_for_by_number_is_not_replaced_by_another(
-    base: Path, council: Council, model: Transformer, data_folder: Path, tmp_path: Path
+    base: Path, council: Council, model: Transformer, trial: Trial
 ) -> None:
-    run = copy(base, tmp_path / "run")
+    run = copy(base, trial.run)
     flip(checkpoint(run, 8) / "__1_0.distcp")
     before = contents(run / "checkpoint")
-    command = (*debug_run(data_folder, run), *EVERY_2, "--checkpoint.load_step", 8)
-    ended = launch(*command, output=tmp_path / "out", check=False)
+    ended = trial.launch(*EVERY_2, "--checkpoint.load_step", 8, check=False)
     assert_refused(ended)
     assert f"checkpoint.load_step = 8: {checkpoint(run, 8)} is damaged: __1_0" in ended.output
     assert status(run).state == "failed" and "load_step = 8" in status(run).reason

@@ -11,7 +11,6 @@ import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,25 +33,20 @@ from tests.checkpoint_folders import small_disk
 from tests.fault_runs import (
     EVERY_2,
     STEPS,
+    Trial,
     assert_refused,
     checkpoint,
     copy,
     resumed_from,
     steps,
-    unharmed_run,
+    wrap,
 )
-from tests.ranks import assert_same_run, differences, events, launch, status, whole_state
-from tests.support import debug_run
+from tests.ranks import assert_same_run, differences, events, status, whole_state
 
 NEEDED = 3 << 20
 """Bytes: about what a checkpoint of the debug model takes."""
 EVERY_STEP = ("--checkpoint.interval", 1, "--checkpoint.async_mode", "disabled")
 KEEP_ALL = ("--checkpoint.keep_latest_k", 0)
-
-
-@pytest.fixture(scope="module")
-def base(data_folder: Path) -> Path:
-    return unharmed_run(data_folder)
 
 
 def fill_up(folder: Path, *, leave: int, name: str = "ballast") -> None:
@@ -75,40 +69,28 @@ def full_at_steps(rank: int, disk: Path) -> None:
     """No room before the saves of steps 2 to 4 and 12; taken in the middle of the save of 6."""
     no_pause = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
     trainer_module.time = no_pause  # type: ignore[assignment]
-    save, stage = CanonCheckpointManager.save, Staging.copy
     saving = [0]
 
-    def at_save(self: CanonCheckpointManager, step: int, last_step: bool = False) -> None:
+    def at_save(manager: CanonCheckpointManager, step: int, *last_step: bool) -> None:
         saving[0] = step
         if rank == 0:
             (disk / "ballast").unlink(missing_ok=True)
         if rank == 0 and step in (2, 3, 4, 12):
             fill_up(disk, leave=NEEDED // 3)
-        save(self, step, last_step)
 
-    def at_stage(self: Staging, state: dict[str, Any]) -> dict[str, Any]:
+    def at_stage(staging: Staging, state: object) -> None:
         """After the preflight, before the first byte is written."""
         if rank == 0 and saving == [6]:
             fill_up(disk, leave=NEEDED // 3)
-        return stage(self, state)
 
-    CanonCheckpointManager.save = at_save  # type: ignore[method-assign]
-    Staging.copy = at_stage  # type: ignore[method-assign]
+    wrap(CanonCheckpointManager, "save", before=at_save)
+    wrap(Staging, "copy", before=at_stage)
 
 
-def test_a_full_disk_costs_checkpoints_and_not_the_run(
-    base: Path, data_folder: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    command = (*debug_run(data_folder, run), *EVERY_STEP, *KEEP_ALL)
+def test_a_full_disk_costs_checkpoints_and_not_the_run(base: Path, trial: Trial) -> None:
+    run, command = trial.run, (*EVERY_STEP, *KEEP_ALL)
     with small_disk(run / "checkpoint", "size=48m") as disk:
-        ended = launch(
-            *command,
-            output=tmp_path / "out",
-            check=False,
-            before=full_at_steps,
-            before_args=(disk,),
-        )
+        ended = trial.launch(*command, check=False, before=full_at_steps, before_args=(disk,))
         assert steps(run) == [1, 5, 7, 8, 9, 10, 11]
         for step in steps(run):
             verify(checkpoint(run, step))
@@ -134,7 +116,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(
         assert (found.checkpoint_step, found.checkpoint_failures) == (11, 4)
         assert not RunFolder(run).done_file.exists()
         (disk / "ballast").unlink()
-        launch(*command, output=tmp_path / "out")
+        trial.launch(*command)
         assert resumed_from(run) == [11]
         assert status(run).state == "done" and status(run).checkpoint_failures == 0
         assert_same_run(run, base, step=STEPS)
@@ -142,37 +124,33 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(
 
 def full_in_the_background(rank: int, disk: Path) -> None:
     """Take the room of the async save of step 4; it has failed before step 5 is over."""
-    stage, train_step = Staging.copy, CanonTrainer.train_step
     reached = [0]
 
-    def at_stage(self: Staging, state: dict[str, Any]) -> dict[str, Any]:
+    def at_stage(staging: Staging, state: object) -> None:
         if rank == 0 and reached == [4]:
             fill_up(disk, leave=NEEDED // 3)
-        return stage(self, state)
 
-    def at_step(self: CanonTrainer, data: Iterator[Any]) -> None:
-        reached[0] = self.step
-        train_step(self, data)
-        if self.step == 5:
-            assert self.checkpointer._save is not None, "the failure was awaited at the save"
-            self.checkpointer._save.future.exception(timeout=60)
-        if self.step == 6:
+    def at_step(trainer: CanonTrainer, data: object) -> None:
+        reached[0] = trainer.step
+
+    def after_step(trainer: CanonTrainer, data: object) -> None:
+        if trainer.step == 5:
+            assert trainer.checkpointer._save is not None, "the failure was awaited at the save"
+            trainer.checkpointer._save.future.exception(timeout=60)
+        if trainer.step == 6:
             (disk / "ballast").unlink(missing_ok=True)
 
-    Staging.copy = at_stage  # type: ignore[method-assign]
-    CanonTrainer.train_step = at_step  # type: ignore[method-assign]
+    wrap(Staging, "copy", before=at_stage)
+    wrap(CanonTrainer, "train_step", before=at_step, after=after_step)
 
 
-def test_no_room_before_training_and_a_failed_async_save(
-    base: Path, data_folder: Path, tmp_path: Path
-) -> None:
+def test_no_room_before_training_and_a_failed_async_save(base: Path, trial: Trial) -> None:
     """The start is refused; it works once an interrupted save is all that fills the disk; and
     what fails in the background is told at the next step, not at the next interval."""
-    run = tmp_path / "run"
-    command = (*debug_run(data_folder, run), "--checkpoint.interval", 4)
+    run, command = trial.run, ("--checkpoint.interval", 4)
     with small_disk(run / "checkpoint", "size=16m") as disk:
         fill_up(disk, leave=NEEDED // 3)
-        ended = launch(*command, output=tmp_path / "out", check=False)
+        ended = trial.launch(*command, check=False)
         assert_refused(ended)
         for words in (f"no room in {disk}: a checkpoint takes", "are free", "--job.dump_folder"):
             assert words in ended.output
@@ -180,12 +158,7 @@ def test_no_room_before_training_and_a_failed_async_save(
         assert events(run, "start") == events(run, "step") == []
         (disk / "ballast").unlink()
         fill_up(disk, leave=NEEDED // 3, name=".saving-step-4/__0_0.distcp")
-        ended = launch(
-            *command,
-            output=tmp_path / "out",
-            before=full_in_the_background,
-            before_args=(disk,),
-        )
+        ended = trial.launch(*command, before=full_in_the_background, before_args=(disk,))
         assert ".saving-step-4 is a save that was interrupted" in ended.output
         assert "of interrupted saves to make room" in ended.output
         said = log_lines(run, "step", "checkpoint_failed")
@@ -198,31 +171,24 @@ def test_no_room_before_training_and_a_failed_async_save(
 
 def nothing_left(rank: int, disk: Path) -> None:
     """Not one byte is free from step 4 to step 8, neither for a checkpoint nor for the log."""
-    original = CanonTrainer.train_step
 
-    def train_step(self: CanonTrainer, data: Iterator[Any]) -> None:
-        if rank == 0 and self.step == 4:
+    def at_step(trainer: CanonTrainer, data: object) -> None:
+        if rank == 0 and trainer.step == 4:
             fill_up(disk, leave=0)
             with pytest.raises(OSError, match="No space left"):
-                (disk / "run" / "more").write_bytes(bytes(1 << 16))
-        if rank == 0 and self.step == 9:
+                (disk / "more").write_bytes(bytes(1 << 16))
+        if rank == 0 and trainer.step == 9:
             (disk / "ballast").unlink()
-        original(self, data)
 
-    CanonTrainer.train_step = train_step  # type: ignore[method-assign]
+    wrap(CanonTrainer, "train_step", before=at_step)
 
 
 def test_a_disk_that_takes_no_byte_of_the_log_does_not_end_the_run(
-    base: Path, data_folder: Path, tmp_path: Path
+    base: Path, trial: Trial
 ) -> None:
-    with small_disk(tmp_path / "disk", "size=24m") as disk:
-        run = disk / "run"
-        launch(
-            *(*debug_run(data_folder, run), *EVERY_2),
-            output=tmp_path / "out",
-            before=nothing_left,
-            before_args=(disk,),
-        )
+    with small_disk(trial.run, "size=24m") as disk:
+        run = trial.run
+        trial.launch(*EVERY_2, before=nothing_left, before_args=(disk,))
         assert [event["step"] for event in events(run, "checkpoint_failed")] == [4, 6, 8]
         assert steps(run) == [2, 10, 12]
         assert status(run).state == "done"
@@ -243,15 +209,14 @@ def full_for(rank: int, disk: Path, method: str) -> None:
     setattr(RunFolder, method, write)
 
 
-def test_a_disk_too_full_for_config_or_done(base: Path, data_folder: Path, tmp_path: Path) -> None:
+def test_a_disk_too_full_for_config_or_done(base: Path, trial: Trial) -> None:
     """Issue 17, item 25: without config.json no step is trained; without DONE a run is done."""
-    with small_disk(tmp_path / "disk", "size=24m") as disk:
-        run = disk / "run"
-        command = (*debug_run(data_folder, run), "--checkpoint.interval", 12)
+    with small_disk(trial.run, "size=24m") as disk:
+        run = trial.run
 
         def with_no_room_for(method: str | None, **options: Any) -> Any:
             before = {"before": full_for, "before_args": (disk, method)} if method else {}
-            return launch(*command, output=tmp_path / "out", **before, **options)
+            return trial.launch("--checkpoint.interval", 12, **before, **options)
 
         assert_refused(with_no_room_for("write_config", check=False))
         assert steps(run) == [] and events(run, "step") == []
@@ -266,14 +231,12 @@ def test_a_disk_too_full_for_config_or_done(base: Path, data_folder: Path, tmp_p
 # ---- a folder that can't be written
 
 
-def test_an_unusable_checkpoint_folder_is_found_before_the_first_step(
-    data_folder: Path, tmp_path: Path
-) -> None:
+def test_an_unusable_checkpoint_folder_is_found_before_the_first_step(trial: Trial) -> None:
     """Issue 17, item 16: RUN/checkpoint is a link to nowhere; no step is taken on any rank."""
-    run = tmp_path / "run"
+    run = trial.run
     run.mkdir()
-    (run / "checkpoint").symlink_to(tmp_path / "nowhere" / "else")
-    ended = launch(*debug_run(data_folder, run), *EVERY_2, output=tmp_path / "out", check=False)
+    (run / "checkpoint").symlink_to(trial.folder / "nowhere" / "else")
+    ended = trial.launch(*EVERY_2, check=False)
     assert_refused(ended)
     assert "a link to nothing" in ended.output and "--checkpoint.folder" in ended.output
     assert not RunFolder(run).log_file.exists()
@@ -285,20 +248,12 @@ def no_large_files(rank: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
 
 
-def test_each_rank_tries_a_file_of_the_size_that_it_will_write(
-    data_folder: Path, tmp_path: Path
-) -> None:
+def test_each_rank_tries_a_file_of_the_size_that_it_will_write(trial: Trial) -> None:
     """Issue 17, item 16: what another rank than the first can't write is found as early."""
-    run = tmp_path / "run"
-    ended = launch(
-        *(*debug_run(data_folder, run), *EVERY_2),
-        output=tmp_path / "out",
-        check=False,
-        before=no_large_files,
-    )
+    ended = trial.launch(*EVERY_2, check=False, before=no_large_files)
     assert_refused(ended)
-    assert "rank 1: File too large" in ended.output and events(run, "step") == []
-    assert list((run / "checkpoint").iterdir()) == []
+    assert "rank 1: File too large" in ended.output and events(trial.run, "step") == []
+    assert list((trial.run / "checkpoint").iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["file", "read-only", "full"])
@@ -341,34 +296,26 @@ def test_reserving_takes_room_and_writes_little(
 
 def slow_write(rank: int, step: int, until: int) -> None:
     """The background write of `step` takes until the trainer has come to step `until`."""
-    write, train_step = CanonCheckpointManager._write, CanonTrainer.train_step
     reached = [0]
 
-    def slowly(self: CanonCheckpointManager, staged: Any, writer: Any, copied: Any) -> None:
+    def slowly(manager: CanonCheckpointManager, staged: Any, writer: Any, copied: Any) -> None:
         deadline = time.monotonic() + 60
         while writer.step == step and reached[0] < until:
             assert time.monotonic() < deadline, "training waits for the disk"
             time.sleep(0.01)
-        write(self, staged, writer, copied)
 
-    def at_step(self: CanonTrainer, data: Iterator[Any]) -> None:
-        reached[0] = self.step
-        train_step(self, data)
+    def at_step(trainer: CanonTrainer, data: object) -> None:
+        reached[0] = trainer.step
 
-    CanonCheckpointManager._write = slowly  # type: ignore[method-assign]
-    CanonTrainer.train_step = at_step  # type: ignore[method-assign]
+    wrap(CanonCheckpointManager, "_write", before=slowly)
+    wrap(CanonTrainer, "train_step", before=at_step)
 
 
 def test_a_disk_slower_than_the_interval_does_not_hold_up_training(
-    base: Path, data_folder: Path, tmp_path: Path
+    base: Path, trial: Trial
 ) -> None:
-    run = tmp_path / "run"
-    ended = launch(
-        *(*debug_run(data_folder, run), "--checkpoint.interval", 2),
-        output=tmp_path / "out",
-        before=slow_write,
-        before_args=(2, 7),
-    )
+    run = trial.run
+    ended = trial.launch("--checkpoint.interval", 2, before=slow_write, before_args=(2, 7))
     slow = events(run, "checkpoint_slow")
     assert [(e["step"], e["saving"]) for e in slow[:2]] == [(4, 2), (6, 2)]
     assert "step 4 is not saved: the checkpoint of step 2 is still being written" in ended.output
@@ -384,29 +331,18 @@ def test_a_disk_slower_than_the_interval_does_not_hold_up_training(
 
 
 def slow_retention(rank: int) -> None:
-    original = Retention.apply
-
-    def apply(self: Retention) -> Any:
-        time.sleep(0.5)
-        return original(self)
-
-    Retention.apply = apply  # type: ignore[method-assign]
+    wrap(Retention, "apply", before=lambda retention: time.sleep(0.5))
 
 
 @pytest.fixture(scope="module")
 def held(base: Path, data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Step 9 was saved with keep_latest_k = 2 while an evaluation waited for step 2; retention was
     still at work when the launch came to its end."""
-    folder = tmp_path_factory.mktemp("held")
-    run = copy(base, folder / "run", last=8)
-    hold(run, 2, "validation")
-    launch(
-        *(*debug_run(data_folder, run), *EVERY_2, "--checkpoint.keep_latest_k", 2),
-        *("--run.stop_at", 9),
-        output=folder / "out",
-        before=slow_retention,
-    )
-    return run
+    trial = Trial(data_folder, tmp_path_factory.mktemp("held"))
+    hold(copy(base, trial.run, last=8), 2, "validation")
+    keep_2 = (*EVERY_2, "--checkpoint.keep_latest_k", 2)
+    trial.launch(*keep_2, "--run.stop_at", 9, before=slow_retention)
+    return trial.run
 
 
 def test_a_held_step_keeps_its_weights_alone(held: Path, base: Path) -> None:
@@ -416,17 +352,13 @@ def test_a_held_step_keeps_its_weights_alone(held: Path, base: Path) -> None:
     weights, whole = whole_state(checkpoint(held, 2)), whole_state(checkpoint(base, 2))
     assert weights and not any(name.startswith("optimizer.") for name in weights)
     assert differences(weights, {name: whole[name] for name in weights}) == []
-    assert events(held, "retention")[-1]["weights_only"] == [2]
+    assert events(held, "retention")[-1]["weights_only"] == status(held).weights_only == [2]
 
 
 def test_status_says_when_the_newest_checkpoint_was_saved(base: Path) -> None:
     found = status(base)
     assert found.checkpoint_step == STEPS
     assert found.checkpoint_saved == Manifest.read(checkpoint(base, STEPS)).saved
-
-
-def test_status_lists_weights_kept_for_an_evaluation(held: Path) -> None:
-    assert status(held).weights_only == [2]
 
 
 # ---- groups
@@ -445,14 +377,11 @@ def count_groups(rank: int, made: Path) -> None:
     dist.new_group = new_group
 
 
-def test_one_gloo_group_is_enough_for_saves_in_the_background(
-    base: Path, data_folder: Path, tmp_path: Path
-) -> None:
+def test_one_gloo_group_is_enough_for_saves_in_the_background(base: Path, trial: Trial) -> None:
     """Each takes a socket per other rank: 1,024 open files were passed near 440 ranks by two."""
-    run, made = tmp_path / "run", tmp_path / "made"
+    run, made = trial.run, trial.folder / "made"
     every_step = ("--checkpoint.interval", 1, "--checkpoint.async_mode", "async")
-    command = (*debug_run(data_folder, run), *every_step)
-    launch(*command, output=tmp_path / "out", before=count_groups, before_args=(made,))
+    trial.launch(*every_step, before=count_groups, before_args=(made,))
     assert sorted(made.read_text().splitlines()) == ["0 gloo", "1 gloo"]
     saved = log_lines(run, "checkpoint", "checkpoint_slow", "checkpoint_failed")
     assert {step for _, step in saved} == set(range(1, STEPS + 1))

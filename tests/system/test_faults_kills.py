@@ -6,7 +6,7 @@ Each harmed run must come to what an unharmed one did, bitwise, and says what it
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,17 @@ from canon_pretrain.titan.trainer import CanonTrainer
 from tests.fault_runs import (
     EVERY_2,
     STEPS,
+    Trial,
     checkpoint,
     copy,
     quarantine,
     resumed_from,
     steps,
-    unharmed_run,
+    wrap,
 )
-from tests.ranks import Ended, assert_same_run, events, launch, status
-from tests.support import debug_run
+from tests.ranks import Ended, assert_same_run, events, status
 
 ALL = (0, 1)
-
-
-@pytest.fixture(scope="module")
-def base(data_folder: Path) -> Path:
-    return unharmed_run(data_folder)
 
 
 def die_while_saving(
@@ -50,17 +45,11 @@ def die_while_saving(
             os.kill(int((pids / str(victim)).read_text()), signal.SIGKILL)
 
     def kill(owner: Any, name: str, when: Callable[..., bool], *, after: bool = False) -> None:
-        original = getattr(owner, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            if not after and when(*arguments):
+        def die_if_so(*arguments: Any) -> None:
+            if when(*arguments):
                 die()
-            result = original(*arguments, **options)
-            if after and when(*arguments):
-                die()
-            return result
 
-        setattr(owner, name, call)
+        wrap(owner, name, **{"after" if after else "before": die_if_so})
 
     def half_written(file: Any, data: object) -> bool:
         if saving not in str(file._file.name) or file.tell() < 300_000:
@@ -117,19 +106,18 @@ LEFT_BEHIND: dict[str, set[str]] = {
     ],
 )
 def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(
-    base: Path, data_folder: Path, tmp_path: Path, kills: list[tuple[str, tuple[int, ...]]]
+    base: Path, trial: Trial, kills: list[tuple[str, tuple[int, ...]]]
 ) -> None:
     """One run, killed in the second save of launch after launch, ends as if nothing had been."""
-    run, step, expected = tmp_path / "run", 0, ""
-    every_step = (*debug_run(data_folder, run), *EVERY_2, "--checkpoint.interval", 1)
+    run, step, expected = trial.run, 0, ""
+    every_step = (*EVERY_2, "--checkpoint.interval", 1)
     for moment, victims in kills:
         target = step + 2
-        ended = launch(
+        ended = trial.launch(
             *every_step,
-            output=tmp_path / "out",
             check=False,
             before=die_while_saving,
-            before_args=(moment, target, victims, tmp_path / "pids"),
+            before_args=(moment, target, victims, trial.folder / "pids"),
         )
         assert all(ended.codes[victim] == -signal.SIGKILL for victim in victims), ended
         assert not ended.succeeded and expected in ended.output, (moment, ended)
@@ -147,7 +135,7 @@ def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(
             expected = f"{saving.name} is a save that was interrupted; it was moved to {kept}"
         assert steps(run)[-1] == step
         verify(checkpoint(run, step))
-    ended = launch(*every_step, output=tmp_path / "out")
+    ended = trial.launch(*every_step)
     assert expected in ended.output
     assert resumed_from(run)[-1] == step
     assert_same_run(run, base, step=STEPS)
@@ -167,44 +155,36 @@ def assert_dead_or_failed(run: Path, ended: Ended) -> None:
 
 def die_in_the_background(rank: int, step: int, steps_later: int, pids: Path) -> None:
     """Hold the background write of `step` until the trainer has gone on, then kill both ranks."""
-    original = CanonTrainer.train_step
     reached = [0]
 
-    def train_step(self: CanonTrainer, data: Iterator[Any]) -> None:
-        reached[0] = self.step
-        original(self, data)
+    def at_step(trainer: CanonTrainer, data: object) -> None:
+        reached[0] = trainer.step
 
-    CanonTrainer.train_step = train_step  # type: ignore[method-assign]
-    write = _HashedFile.write
-
-    def wait_and_write(self: _HashedFile, data: Any) -> int:
+    def wait(file: _HashedFile, data: object) -> None:
         deadline = time.monotonic() + 60
-        if rank == 0 and f".saving-step-{step}" in str(self._file.name):
+        if rank == 0 and f".saving-step-{step}" in str(file._file.name):
             while reached[0] < step + steps_later:
                 assert time.monotonic() < deadline, "the trainer waits for the background write"
                 time.sleep(0.01)
-        return write(self, data)
 
-    _HashedFile.write = wait_and_write  # type: ignore[method-assign]
+    wrap(CanonTrainer, "train_step", before=at_step)
+    wrap(_HashedFile, "write", before=wait)
     die_while_saving(rank, "a file is half written", step, ALL, pids)
 
 
-def test_killed_in_the_background_write_of_an_async_save(
-    base: Path, data_folder: Path, tmp_path: Path
-) -> None:
-    run = copy(base, tmp_path / "run", last=2)
-    command = (*debug_run(data_folder, run), "--checkpoint.interval", 3)
-    ended = launch(
+def test_killed_in_the_background_write_of_an_async_save(base: Path, trial: Trial) -> None:
+    run = copy(base, trial.run, last=2)
+    command = ("--checkpoint.interval", 3)
+    ended = trial.launch(
         *command,
-        output=tmp_path / "out",
         check=False,
         before=die_in_the_background,
-        before_args=(3, 2, tmp_path / "pids"),
+        before_args=(3, 2, trial.folder / "pids"),
     )
     assert ended.codes == [-signal.SIGKILL] * 2, ended
     assert events(run, "step")[-1]["step"] >= 4, "the write is not in the background"
     assert steps(run) == [2]
-    ended = launch(*command, output=tmp_path / "out")
+    ended = trial.launch(*command)
     assert ".saving-step-3 is a save that was interrupted" in ended.output
     assert resumed_from(run) == [2, 2]
     assert_same_run(run, base, step=STEPS)

@@ -23,30 +23,28 @@ import torch.distributed as dist
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
+from canon_pretrain.checkpoint.writer import VerifiedWriter
+from canon_pretrain.core.link_lock import LinkLock
 from canon_pretrain.run import status as run_status
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog, read_log
 from canon_pretrain.run.status import StatusWriter, health
 from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
 from canon_pretrain.titan.trainer import CanonTrainer
+from tests.fault_runs import EVERY_2, Trial, steps, wrap
 from tests.ranks import (
     Ended,
     Launch,
     assert_failed,
     assert_same_run,
     events,
-    launch,
     logged_step,
     status,
 )
-from tests.support import ROOT, debug_run
+from tests.support import ROOT
 
 LONG = ("--training.steps", 400, "--checkpoint.interval", 1000, "--run.heartbeat_s", 0.2)
 """More steps than any launch here takes; the only checkpoint is the one left at the end."""
-
-
-def saved_steps(folder: Path) -> list[int]:
-    return CheckpointFolder(folder / "checkpoint").steps()
 
 
 def all_events(folder: Path) -> list[dict[str, Any]]:
@@ -55,7 +53,7 @@ def all_events(folder: Path) -> list[dict[str, Any]]:
 
 def check_stopped(folder: Path, reason: str, before: list[int]) -> int:
     """That the last launch stopped cleanly by `reason`; the step of its one checkpoint."""
-    (step,) = set(saved_steps(folder)) - set(before)
+    (step,) = set(steps(folder)) - set(before)
     said, last, run = status(folder), all_events(folder)[-1], RunFolder(folder)
     assert (said.state, said.reason, said.step) == ("stopped", reason, step)
     assert (last["event"], last["reason"], last["step"]) == ("stop", reason, step)
@@ -71,62 +69,40 @@ def check_stopped(folder: Path, reason: str, before: list[int]) -> int:
 
 def slow_steps(rank: int, seconds: float, marker: Path | None = None) -> None:
     """Every step takes `seconds` longer: time to hit one, from when `marker` is made."""
-    from canon_pretrain.titan.trainer import CanonTrainer
 
-    original = CanonTrainer.train_step
-
-    def train_step(self: Any, data: Any) -> None:
+    def dawdle(*arguments: object) -> None:
         if marker is not None and rank == 0:
             marker.touch()
         time.sleep(seconds)
-        original(self, data)
 
-    CanonTrainer.train_step = train_step  # type: ignore[method-assign]
+    wrap(CanonTrainer, "train_step", before=dawdle)
 
 
 def slow_start(rank: int, marker: Path) -> None:
     """A launch that is long busy before its first step, as with a large model."""
-    from canon_pretrain.titan.trainer import CanonTrainer
 
-    original = CanonTrainer.__init__
-
-    def init(self: Any, *args: Any, **options: Any) -> None:
+    def dawdle(*arguments: object) -> None:
         marker.with_suffix(f".{rank}").touch()
         time.sleep(0.7)
-        original(self, *args, **options)
 
-    CanonTrainer.__init__ = init  # type: ignore[method-assign]
+    wrap(CanonTrainer, "__init__", before=dawdle)
 
 
 def slow_write(rank: int) -> None:
     """A disk that takes a second for each rank's files."""
-    from canon_pretrain.checkpoint.writer import VerifiedWriter
-
-    original = VerifiedWriter.write_data
-
-    def write_data(self: Any, *args: Any) -> Any:
-        time.sleep(1)
-        return original(self, *args)
-
-    VerifiedWriter.write_data = write_data  # type: ignore[method-assign]
+    wrap(VerifiedWriter, "write_data", before=lambda *arguments: time.sleep(1))
 
 
 def keep_a_journal(rank: int, journal: Path, seconds: float) -> None:
     """Slow steps, and a line in `journal` for the loss of the lock and each write to the run."""
-    from canon_pretrain.checkpoint.writer import VerifiedWriter
-    from canon_pretrain.core.link_lock import LinkLock
-
     slow_steps(rank, seconds)
 
     def noted(owner: type, name: str) -> None:
-        original = getattr(owner, name)
-
-        def wrapper(self: Any, *args: Any, **options: Any) -> Any:
+        def note(*arguments: object) -> None:
             with open(journal, "a") as file:
-                file.write(json.dumps([owner.__name__, name, str(args[:1])]) + "\n")
-            return original(self, *args, **options)
+                file.write(json.dumps([owner.__name__, name, str(arguments[1:2])]) + "\n")
 
-        setattr(owner, name, wrapper)
+        wrap(owner, name, before=note)
 
     if rank == 0:
         noted(LinkLock, "_lose")
@@ -146,26 +122,25 @@ SIGNALS = [
 
 
 def test_a_signal_to_one_rank_stops_all_after_one_step_and_nothing_is_lost(
-    data_folder: Path, tmp_path: Path
+    trial: Trial,
 ) -> None:
     """Four launches, each ended by another signal; the fifth stands where a straight run does."""
-    run, straight = tmp_path / "run", tmp_path / "straight"
-    argv = [*debug_run(data_folder, run), *LONG]
+    run, straight = trial.run, Trial(trial.data, trial.folder / "straight")
     step = 0
     for number, rank in SIGNALS:
-        before = saved_steps(run)
-        started = Launch(*argv, output=tmp_path)
+        before = steps(run)
+        started = trial.start(*LONG)
         started.wait_for(lambda: logged_step(run) >= step + 2)  # noqa: B023
         started.send(number, [rank])
         ended = started.wait()
         assert ended.codes == [0, 0], ended.output
         assert f"by {number.name}; the same command goes on from here" in ended.output
         step = check_stopped(run, number.name, before)
-    assert [e["from_step"] for e in events(run, "resume")] == saved_steps(run)[:3]
+    assert [e["from_step"] for e in events(run, "resume")] == steps(run)[:3]
     last = ("--run.stop_at", step + 2)
-    launch(*argv, *last, output=tmp_path)
-    launch(*debug_run(data_folder, straight), *LONG, *last, output=tmp_path)
-    assert_same_run(run, straight, step=step + 2)
+    trial.launch(*LONG, *last)
+    straight.launch(*LONG, *last)
+    assert_same_run(run, straight.run, step=step + 2)
 
 
 def children_of(pid: int) -> list[int]:
@@ -173,14 +148,12 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(
-    data_folder: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
+def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(trial: Trial) -> None:
+    run, text = trial.run, trial.folder / "output.txt"
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*words, "-m", "canon_pretrain.train", *debug_run(data_folder, run), *LONG]
+    command = [*words, "-m", "canon_pretrain.train", *trial.command(*LONG)]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    with open(tmp_path / "output.txt", "w") as output:
+    with open(text, "w") as output:
         agent = subprocess.Popen(
             [str(word) for word in command],
             env=os.environ | environment,
@@ -191,11 +164,11 @@ def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(
         deadline = time.monotonic() + 90
         while logged_step(run) < 2 and time.monotonic() < deadline and agent.poll() is None:
             time.sleep(0.05)
-        assert logged_step(run) >= 2, (tmp_path / "output.txt").read_text()
+        assert logged_step(run) >= 2, text.read_text()
         workers = children_of(agent.pid)
         (other,) = set(workers) - {status(run).pid}
         os.kill(other, signal.SIGTERM)
-        assert agent.wait(60) == 0, (tmp_path / "output.txt").read_text()
+        assert agent.wait(60) == 0, text.read_text()
     finally:
         if agent.poll() is None:
             for pid in [*children_of(agent.pid), agent.pid]:
@@ -207,20 +180,19 @@ def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(
 
 
 def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(
-    data_folder: Path, tmp_path: Path
+    trial: Trial,
 ) -> None:
-    run = tmp_path / "run"
+    run = trial.run
     stop = RunFolder(run).stop_file
-    argv = [*debug_run(data_folder, run), *LONG]
-    first = Launch(*argv, output=tmp_path)
+    first = trial.start(*LONG)
     first.wait_for(lambda: logged_step(run) >= 1)
     stop.touch()
     assert first.wait().codes == [0, 0]
     step = check_stopped(run, "the file STOP", [])
 
     stop.touch()  # by somebody who thought that the run was still on
-    marker = tmp_path / "in a step"
-    second = Launch(*argv, output=tmp_path, before=slow_steps, before_args=(0.7, marker))
+    marker = trial.folder / "in a step"
+    second = trial.start(*LONG, before=slow_steps, before_args=(0.7, marker))
     second.wait_for(lambda: logged_step(run) > step)
     marker.unlink(missing_ok=True)
     assert not stop.exists()
@@ -239,21 +211,15 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(
     assert 0 not in ended.codes, ended.output
     said = status(run)
     assert (said.state, said.reason.partition(":")[0]) == ("failed", "KeyboardInterrupt")
-    assert saved_steps(run) == [step]
+    assert steps(run) == [step]
 
 
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
 def test_a_signal_before_the_first_step_stops_soon_after_it(
-    data_folder: Path, tmp_path: Path, number: signal.Signals, rank: int
+    trial: Trial, number: signal.Signals, rank: int
 ) -> None:
-    run, marker = tmp_path / "run", tmp_path / "starting"
-    started = Launch(
-        *debug_run(data_folder, run),
-        *LONG,
-        output=tmp_path,
-        before=slow_start,
-        before_args=(marker,),
-    )
+    run, marker = trial.run, trial.folder / "starting"
+    started = trial.start(*LONG, before=slow_start, before_args=(marker,))
     started.wait_for(lambda: marker.with_suffix(f".{rank}").exists())
     started.send(number, [rank])
     ended = started.wait()
@@ -261,17 +227,10 @@ def test_a_signal_before_the_first_step_stops_soon_after_it(
     assert check_stopped(run, number.name, []) <= 4
 
 
-def test_sigterm_ends_a_rank_that_waits_for_the_others_at_once(
-    data_folder: Path, tmp_path: Path
-) -> None:
+def test_sigterm_ends_a_rank_that_waits_for_the_others_at_once(trial: Trial) -> None:
     """torchrun sends it when rank 0 was refused; caught, it would take effect 30 seconds later."""
-    marker = tmp_path / "starting"
-    started = Launch(
-        *debug_run(data_folder, tmp_path / "run"),
-        output=tmp_path,
-        before=slow_start,
-        before_args=(marker,),
-    )
+    marker = trial.folder / "starting"
+    started = trial.start(before=slow_start, before_args=(marker,))
     started.wait_for(lambda: marker.with_suffix(".1").exists())
     started.send(signal.SIGTERM, [1])
     assert started.wait().codes[1] == -signal.SIGTERM
@@ -281,12 +240,11 @@ def test_sigterm_ends_a_rank_that_waits_for_the_others_at_once(
 
 
 def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken_at_once(
-    data_folder: Path, tmp_path: Path
+    trial: Trial,
 ) -> None:
-    run = tmp_path / "run"
-    argv = [*debug_run(data_folder, run), *LONG, "--checkpoint.interval", 3]
-    first = Launch(*argv, output=tmp_path)
-    first.wait_for(lambda: bool(saved_steps(run)))
+    run, command = trial.run, (*LONG, "--checkpoint.interval", 3)
+    first = trial.start(*command)
+    first.wait_for(lambda: bool(steps(run)))
     holder = json.loads(RunFolder(run).lock_file.read_text())
 
     def files() -> set[Path]:
@@ -295,7 +253,7 @@ def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken
         return {path for path in made if "step-" not in str(path) and path.name[0] != "."}
 
     before = files()
-    refused = launch(*argv, output=tmp_path, ranks=1, check=False)
+    refused = trial.launch(*command, ranks=1, check=False)
     assert refused.codes == [2]
     assert f"in use by another launch (host {holder['host']}, pid {first.pids[0]}" in refused.output
     assert files() == before
@@ -305,8 +263,8 @@ def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken
     first.kill()
     assert first.wait().codes == [-9, -9]
     assert RunFolder(run).lock_file.exists()
-    newest = saved_steps(run)[-1]
-    again = launch(*argv, "--run.stop_at", newest + 1, output=tmp_path)
+    newest = steps(run)[-1]
+    again = trial.launch(*command, "--run.stop_at", newest + 1)
     assert "took over from" in again.output
     assert "its process is gone" in again.output
     assert all_events(run)[-1]["event"] == "stop"
@@ -330,19 +288,13 @@ class Takeover:
 @pytest.fixture(scope="module")
 def takeover(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Takeover:
     """A launch of Slurm job 7, with a checkpoint at each slow step, and its restart on one rank."""
-    base = tmp_path_factory.mktemp("takeover")
-    run, journal = base / "run", base / "journal.jsonl"
+    trial = Trial(data_folder, tmp_path_factory.mktemp("takeover"))
+    run, journal = trial.run, trial.folder / "journal.jsonl"
     job = {"SLURM_JOB_ID": "7"}
-    argv = [*debug_run(data_folder, run), *LONG, "--checkpoint.interval", 1]
-    old = Launch(
-        *argv,
-        output=base,
-        environment=job,
-        before=keep_a_journal,
-        before_args=(journal, 0.15),
-    )
-    old.wait_for(lambda: len(saved_steps(run)) >= 2)
-    new = Launch(*argv, output=base, ranks=1, environment=job | {"SLURM_RESTART_COUNT": "1"})
+    command = (*LONG, "--checkpoint.interval", 1)
+    old = trial.start(*command, environment=job, before=keep_a_journal, before_args=(journal, 0.15))
+    old.wait_for(lambda: len(steps(run)) >= 2)
+    new = trial.start(*command, ranks=1, environment=job | {"SLURM_RESTART_COUNT": "1"})
     new.wait_for(lambda: bool(events(run, "resume")))
     new.send(signal.SIGTERM)
     began = time.monotonic()
@@ -377,15 +329,13 @@ def test_what_has_lost_its_lock_writes_nothing_any_more(takeover: Takeover) -> N
 
 def commit_after_sleep(rank: int, step: int) -> None:
     """Sleep between the last look at the lock before the commit of `step` and its rename."""
-    original = os.rename
 
-    def rename(source: Any, target: Any, **options: Any) -> None:
+    def sleep(source: Any, target: Any) -> None:
         if Path(target).name == f"step-{step}":
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.2)  # another thread may take the signal
-        original(source, target, **options)
 
-    os.rename = rename  # type: ignore[assignment]
+    wrap(os, "rename", before=sleep)
 
 
 def stopped(pid: int) -> bool:
@@ -411,26 +361,24 @@ class LateReturn:
 def late_return(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LateReturn:
     """The first launch sleeps in its commit of step 6; the second takes over at step 4 with another
     learning rate and ends at step 5; the first wakes up; the third resumes."""
-    base = tmp_path_factory.mktemp("late")
-    run = base / "run"
-    argv = [*debug_run(data_folder, run), "--checkpoint.interval", 2, "--training.steps", 12]
-    argv += ["--run.heartbeat_s", 0.2, "--checkpoint.async_mode", "disabled"]
-    first = Launch(*argv, output=base, before=commit_after_sleep, before_args=(6,), ranks=1)
+    trial = Trial(data_folder, tmp_path_factory.mktemp("late"))
+    run, command = trial.run, (*EVERY_2, "--run.heartbeat_s", 0.2)
+    first = trial.start(*command, before=commit_after_sleep, before_args=(6,), ranks=1)
     first.wait_for(lambda: stopped(first.pids[0]))
     changed = ("--optimizer.lr", 5e-4, "--run.allow_changes", "optimizer.lr")
-    launch(*argv, *changed, "--run.stop_at", 5, output=base, ranks=1)
+    trial.launch(*command, *changed, "--run.stop_at", 5, ranks=1)
     assert not RunFolder(run).lock_file.exists()
     names = ("status.json", "config.json", "run.json", "log.jsonl")
     before = {name: (run / name).read_bytes() for name in names}
-    steps_before = saved_steps(run)
+    steps_before = steps(run)
     first.send(signal.SIGCONT)
     ended = first.wait()
     after = {name: (run / name).read_bytes() for name in names}
-    steps_after = saved_steps(run)
+    steps_after = steps(run)
     # what the second launch found of the save, as if the first had still committed it
     checkpoints = run / "checkpoint"
     (checkpoints / "quarantine" / ".saving-step-6.1").rename(checkpoints / "step-6")
-    third = launch(*argv, *changed, output=base, ranks=1)
+    third = trial.launch(*command, *changed, ranks=1)
     return LateReturn(run, before, after, ended, third, steps_before, steps_after)
 
 
@@ -453,26 +401,15 @@ def test_a_checkpoint_of_a_launch_that_was_taken_over_is_set_aside(
     assert aside.path.name == "step-6.1" and "launch 1" in aside.reason
     assert [e["checkpoint"] for e in events(run, "quarantine")] == ["step-6"]
     assert "step-6" in late_return.third.output
-    assert status(run).state == "done" and saved_steps(run)[-1] == 12
-    launches = {s: Manifest.read(run / "checkpoint" / f"step-{s}").launch for s in saved_steps(run)}
+    assert status(run).state == "done" and steps(run)[-1] == 12
+    launches = {s: Manifest.read(run / "checkpoint" / f"step-{s}").launch for s in steps(run)}
     assert launches == {2: 1, 4: 1, 5: 2, 6: 3, 8: 3, 10: 3, 12: 3}
     assert [e["step"] for e in events(run, "step")] == list(range(1, 13))
 
 
-@pytest.fixture(scope="module")
-def finished(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """A run of three steps."""
-    base = tmp_path_factory.mktemp("finished")
-    run = base / "run"
-    argv = debug_run(data_folder, run)
-    more = ("--training.steps", 3, "--lr_scheduler.warmup_steps", 1, "--run.heartbeat_s", 0.2)
-    return run, launch(*argv, *more, output=base, ranks=1)
-
-
-def test_a_finished_run_started_again_changes_nothing(
-    finished: tuple[Path, Ended], data_folder: Path
-) -> None:
-    run, _ = finished
+def test_a_finished_run_started_again_changes_nothing(trial: Trial) -> None:
+    run, command = trial.run, ("--training.steps", 3, "--lr_scheduler.warmup_steps", 1)
+    trial.launch(*command, ranks=1)
     assert RunFolder(run).done_file.read_text() == "3\n"
     assert [e["event"] for e in all_events(run)][-3:] == ["checkpoint", "validation", "done"]
     said = status(run)
@@ -488,8 +425,7 @@ def test_a_finished_run_started_again_changes_nothing(
         }
 
     before = files()
-    more = ("--training.steps", 3, "--lr_scheduler.warmup_steps", 1, "--run.heartbeat_s", 0.2)
-    ended = launch(*debug_run(data_folder, run), *more, output=run.parent, ranks=1)
+    ended = trial.launch(*command, ranks=1)
     assert "nothing to do" in ended.output
     assert files() == before
     assert RunFolder(run).done_file.read_text() == "3\n"
@@ -551,28 +487,27 @@ def hang(started: Launch, folder: Path, ready: Callable[[], bool]) -> tuple[floa
 
 @pytest.mark.slow
 def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(
-    data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_status, "HUNG_AFTER_S", 1.0)
     monkeypatch.setattr(run_status, "HUNG_AFTER_STEPS", 1)
-    run = tmp_path / "run"
+    run = trial.run
     limits = ("--comm.train_timeout_seconds", TIMEOUT_S, "--comm.init_timeout_seconds", 60)
     first_only = "--checkpoint.enable_first_step_checkpoint"  # none is on its way later
-    argv = [*debug_run(data_folder, run), *LONG, *limits, first_only]
     traces = run / "comm_traces"
     stacks = []
     for attempt in range(2):
-        step = (saved_steps(run) or [0])[-1] + 3
-        started = Launch(*argv, output=tmp_path)
+        step = (steps(run) or [0])[-1] + 3
+        started = trial.start(*LONG, *limits, first_only)
         took, hung = hang(
             started,
             run,
-            lambda: logged_step(run) >= step and bool(saved_steps(run)),  # noqa: B023
+            lambda: logged_step(run) >= step and bool(steps(run)),  # noqa: B023
         )
         assert 0.7 * TIMEOUT_S < took < TIMEOUT_S + 10
         assert hung, "no reader could see it"
         assert status(run).state == "failed"
-        assert saved_steps(run), "the second launch resumes"
+        assert steps(run), "the second launch resumes"
         stacks.append((traces / "rank_0.stacks.txt").read_text())
         assert "Timeout" in stacks[attempt]
         assert "in train_step" in stacks[attempt]
@@ -582,16 +517,13 @@ def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(
 
 
 @pytest.mark.slow
-def test_a_hang_while_a_checkpoint_is_written_ends_as_well(
-    data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_hang_while_a_checkpoint_is_written_ends_as_well(trial: Trial) -> None:
     """The save can't end without rank 1: it is given a few seconds, not the hours that a slow disk
     may have."""
-    run = tmp_path / "run"
+    run = trial.run
     limits = ("--comm.train_timeout_seconds", TIMEOUT_S, "--checkpoint.interval", 5)
-    argv = [*debug_run(data_folder, run), *LONG, *limits]
     saving = run / "checkpoint" / ".saving-step-5"
-    started = Launch(*argv, output=tmp_path, before=slow_write)
+    started = trial.start(*LONG, *limits, before=slow_write)
     took, _ = hang(started, run, saving.is_dir)
     assert took < TIMEOUT_S + CLOSE_TIMEOUT_S + 10
     assert status(run).state == "failed"
