@@ -3,7 +3,7 @@
     OUT/model*.safetensors      the weights under the names of LlamaCanonForCausalLM, + index
        /config.json             the model (config.py), generation_config.json
        /tokenizer.json          the training tokenizer (tokenizer_files.py), tokenizer_config.json
-       /modeling_canon.py, ...  the code that travels (code.py)
+       /modeling_canon.py, ...  the code that travels (writing.py)
        /canon_pretrain.json     what it was made from, and the names of these files
        /README.md               how to load it
 
@@ -14,6 +14,7 @@ program loads it. One tensor is in memory at a time, or what a rank saved of it;
 process group is needed.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -43,12 +44,17 @@ from canon_pretrain.core.files import (
 )
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from canon_pretrain.hf.code import travelling_files
 from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_fields
 from canon_pretrain.hf.names import to_hf
 from canon_pretrain.hf.reading import CONFIG, halves_to_pairs, parameter_shapes
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
-from canon_pretrain.hf.writing import MAX_FILE_BYTES, folder_beside, plan_files, write_files
+from canon_pretrain.hf.writing import (
+    MAX_FILE_BYTES,
+    folder_beside,
+    plan_files,
+    travelling_files,
+    write_files,
+)
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import read_run
@@ -97,14 +103,12 @@ def export(
 ) -> Exported:
     """Write a checkpoint to the new folder `out`, with weights of `dtype` (DTYPES).
 
-    `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest.
-
-    Every file of the checkpoint is checked first. The tokenizer is that of the run's data folder
-    (of an import its own), or the file or folder `tokenizer`; `eos` names its end of a text if
-    neither the file nor the data says which it is. `force` replaces the files of an earlier export
-    and nothing else in `out`. Raises UserError, and leaves `out` as it was, for a damaged
-    checkpoint, weights that `dtype` can't hold, a tokenizer that is not there or can't be carried
-    over, and an `out` that may not be replaced.
+    `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest; all its files are checked first.
+    The tokenizer is that of the run's data folder (of an import its own), or the file or folder
+    `tokenizer`; `eos` names its end of a text if neither the file nor the data says it. `force`
+    replaces the files of an earlier export and nothing else in `out`. Raises UserError, and leaves
+    `out` as it was, for a damaged checkpoint, weights that `dtype` can't hold, a tokenizer that is
+    missing or can't be carried over, and an `out` that may not be replaced.
     """
     old = _files_of_export(out, force=force)
     if os.path.lexists(out):
@@ -114,9 +118,7 @@ def export(
     args = model_args_of(run)
     like = {name: torch.empty(s, device="meta") for name, s in parameter_shapes(args).items()}
     manifest = check_weights(checkpoint, like)
-    shards = _shards(run)
-    found = _tokenizer(run, shards, tokenizer, eos, args) if with_tokenizer else None
-    eos_id = found.eos_id if found else shards.eos_id if shards else None
+    found, eos_id = _find_tokenizer(run, args, tokenizer, eos, wanted=with_tokenizer)
     source = _Source(checkpoint, run, args, manifest, found, eos_id)
     with folder_beside(out, "exporting") as temporary:
         shapes = {to_hf(name): tensor.shape for name, tensor in like.items()}
@@ -142,19 +144,14 @@ def _tensors(
     if plain_fields(source.args) is not None and source.args.rope_dim:
         orders = {n: order.argsort() for n, order in halves_to_pairs(source.args).items()}
     for name, tensor in stream_weights(source.checkpoint, like, dtype):
-        order = orders.get(name)
-        yield to_hf(name), _finite(name, tensor if order is None else tensor[order])
-
-
-def _finite(name: str, tensor: Tensor) -> Tensor:
-    """`tensor`; UserError where its dtype could not hold a value, or training had lost it."""
-    if not tensor.isfinite().all():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        raise UserError(
-            f"{name} has values that are not finite in {dtype}; choose --dtype bfloat16 or float32 "
-            "where that is float16's range, else an earlier step"
-        )
-    return tensor
+        tensor = tensor[orders[name]] if name in orders else tensor
+        if not tensor.isfinite().all():
+            raise UserError(
+                f"{name} has values that are not finite in {str(dtype).removeprefix('torch.')}; "
+                "choose --dtype bfloat16 or float32 if that is float16's range, else an earlier "
+                "step"
+            )
+        yield to_hf(name), tensor
 
 
 def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
@@ -223,33 +220,23 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
 # ---- what it is made from
 
 
-def _data_folders(run: RunFolder) -> list[Path]:
+def _find_tokenizer(
+    run: RunFolder, args: ModelArgs, asked: Path | None, eos: str | None, *, wanted: bool
+) -> tuple[Tokenizer | None, int | None]:
+    """Return the training tokenizer, None unless `wanted`, and the id of EOS if it is known.
+
+    Raises UserError if the tokenizer is missing, or is not that of the run's data.
+    """
     data = run.read_config().get("config", {}).get("data", {})
     paths = data.get("paths") or ([data["path"]] if data.get("path") else [])
-    return [Path(path) for path in paths]
-
-
-def _shards(run: RunFolder) -> TokenShards | None:
-    """The training shards of the run's first data folder; None where they are gone."""
-    for folder in _data_folders(run)[:1]:
-        try:
-            return TokenShards.open(folder / "train")
-        except UserError:
-            return None
-    return None
-
-
-def _tokenizer(
-    run: RunFolder,
-    shards: TokenShards | None,
-    asked: Path | None,
-    eos: str | None,
-    args: ModelArgs,
-) -> Tokenizer:
-    """The training tokenizer; raises UserError where it is not there or another one."""
+    folder = Path(paths[0]) if paths else run.path  # an import has its tokenizer with it
+    shards = None
+    with contextlib.suppress(UserError):
+        shards = TokenShards.open(folder / "train") if paths else None
+    if not wanted:
+        return None, shards.eos_id if shards else None
     way_out = "Name it with --tokenizer PATH, or leave it out with --no-tokenizer"
     eos_id = shards.eos_id if shards else args.eos_id if args.document_mask else eos
-    folder, *_ = *_data_folders(run), run.path  # an import has its tokenizer with it
     if asked is not None:
         found = load_tokenizer(asked, eos=eos_id)
     else:
@@ -267,7 +254,7 @@ def _tokenizer(
             f"the tokenizer has {found.vocab_size} pieces, the model {args.vocab_size}: it is "
             f"another one. {way_out}"
         )
-    return found
+    return found, found.eos_id
 
 
 # ---- the files besides the weights
@@ -298,12 +285,11 @@ def _token_ids(eos_id: int | None, *more: str) -> dict[str, Any]:
 
 
 def _config(source: _Source, dtype: str) -> dict[str, Any]:
-    face = "modeling_canon"
     fields = plain_fields(source.args) or {
         "architectures": [ARCHITECTURE],
         "auto_map": {
-            "AutoConfig": f"{face}.LlamaCanonConfig",
-            "AutoModelForCausalLM": f"{face}.{ARCHITECTURE}",
+            "AutoConfig": "modeling_canon.LlamaCanonConfig",
+            "AutoModelForCausalLM": f"modeling_canon.{ARCHITECTURE}",
         },
         "model_type": MODEL_TYPE,
         **to_fields(source.args),
@@ -313,9 +299,9 @@ def _config(source: _Source, dtype: str) -> dict[str, Any]:
 
 def _record(source: _Source, dtype: str) -> dict[str, Any]:
     """Where the weights come from, and how far their training had come."""
-    known = source.run.read_config()
     facts = read_run(source.run)
     tokenizer = source.tokenizer
+    names = ("sha256", "bos_id", "eos_id", "vocab_size")
     return {
         "canon_pretrain": own_version(),
         "checkpoint": str(source.checkpoint.resolve()),
@@ -326,87 +312,83 @@ def _record(source: _Source, dtype: str) -> dict[str, Any]:
         "torch": source.manifest.torch,
         "dtype": dtype,
         "num_parameters": num_parameters(source.args),
-        "tokenizer": tokenizer
-        and {
-            "sha256": tokenizer.sha256,
-            "bos_id": tokenizer.bos_id,
-            "eos_id": tokenizer.eos_id,
-            "vocab_size": tokenizer.vocab_size,
-        },
+        "tokenizer": tokenizer and {name: getattr(tokenizer, name) for name in names},
         "position": read_plain_values(source.checkpoint, POSITION),
-        "identity": known["identity"],
+        "identity": source.run.read_config()["identity"],
     }
 
 
+_README = """\
+# {title}
+
+{numbers} of their training.
+
+    from transformers import {loaders}
+{loads}
+
+    lm_eval --model hf --model_args pretrained=THIS_FOLDER{lm_eval_trust} --tasks ...
+
+{serving}
+`{record}` says what these weights were made from, and lists the files.
+{tokenizer}"""
+_TOKENIZER_NOTE = """\
+The tokenizer adds no BOS, as in training; a text that needs a token before its first
+one begins with EOS.
+"""
+_PLAIN = """\
+A plain {architecture} of transformers: no code is in this folder, and vLLM and SGLang
+serve it as any model of that class.
+"""
+_PLAIN_NOPE = """\
+llama.cpp does not: it gives three of four layers of this class
+rotary positions, whatever config.json says; here no layer has them.
+"""
+_OWN = """\
+Needs torch and transformers (4.57 or later); the modeling code is in this folder.
+
+vLLM, SGLang and llama.cpp don't serve it: it is none of their classes.
+"""
+_CANON = """\
+vLLM's and SGLang's way to run a class of transformers packs the tokens of all requests
+into one row, in which Canon would mix neighboring requests and lose its state from
+one step to the next. So `_supports_attention_backend` is not set: they refuse the model.
+
+A plugin for vLLM would hold, beside keys and values, one convolution state per layer and
+sequence: the last {reach} inputs of sites {sites} side by side, {channels:,} channels,
+{kilobytes:,.0f} KB in bfloat16; as its ShortConv models hold theirs.
+"""
+
+
 def _readme(source: _Source, dtype: str) -> str:
-    args = source.args
-    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
-    plain = plain_fields(args)
-    trust, lm_eval_trust = ", trust_remote_code=True", ",trust_remote_code=True"
+    args, plain = source.args, plain_fields(source.args)
     if plain is not None:
-        trust = lm_eval_trust = ""
+        serving = _PLAIN.format(architecture=plain["architectures"][0])
+        of_llama_cpp = "So does llama.cpp, after its convert_hf_to_gguf.py.\n"
+        serving += _PLAIN_NOPE if args.position == "nope" else of_llama_cpp
+    else:
+        serving = _OWN
+    if args.canon_set:
+        channels, reach = sum(args.canon_channels.values()), args.canon_kernel - 1
+        serving += _CANON.format(
+            reach=reach,
+            sites=", ".join(args.canon_set),
+            channels=channels,
+            kilobytes=2 * channels * reach / 1000,
+        )
     loads = {"model": "AutoModelForCausalLM"}
-    notes = [f"`{RECORD}` says what these weights were made from, and lists the files."]
     if source.tokenizer is not None:
         loads["tokenizer"] = "AutoTokenizer"
-        notes += [
-            "The tokenizer adds no BOS, as in training; a text that needs a token before its first",
-            "one begins with EOS.",
-        ]
-    lines = [
-        f"# {args.num_layers} layers of width {args.dim}, position {args.position}, {canon}",
-        "",
-        f"{num_parameters(args):,} parameters in {dtype}, from step {source.manifest.step:,} of "
-        "their training.",
-        "",
-        f"    from transformers import {', '.join(loads.values())}",
-        *(
-            f'    {what} = {loader}.from_pretrained("THIS FOLDER"{trust})'
-            for what, loader in loads.items()
-        ),
-        "",
-        f"    lm_eval --model hf --model_args pretrained=THIS_FOLDER{lm_eval_trust} --tasks ...",
-        "",
-        *_serving(args, plain),
-        "",
-        *notes,
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _serving(args: ModelArgs, plain: dict[str, Any] | None) -> list[str]:
-    """What runs the model, and why other programs don't."""
-    if plain is not None:
-        (architecture,) = plain["architectures"]
-        lines = [
-            f"A plain {architecture} of transformers: no code is in this folder, and vLLM and "
-            "SGLang",
-            "serve it as any model of that class.",
-        ]
-        if args.position == "nope":
-            return [
-                *lines,
-                "llama.cpp does not: it gives three of four layers of this class",
-                "rotary positions, whatever config.json says; here no layer has them.",
-            ]
-        return [*lines, "So does llama.cpp, after its convert_hf_to_gguf.py."]
-    lines = [
-        "Needs torch and transformers (4.57 or later); the modeling code is in this folder.",
-        "",
-        "vLLM, SGLang and llama.cpp don't serve it: it is none of their classes.",
-    ]
-    if not args.canon_set:
-        return lines
-    channels, reach = sum(args.canon_channels.values()), args.canon_kernel - 1
-    return [
-        *lines,
-        "vLLM's and SGLang's way to run a class of transformers packs the tokens of all requests",
-        "into one row, in which Canon would mix neighboring requests and lose its state from",
-        "one step to the next. So `_supports_attention_backend` is not set: they refuse the model.",
-        "",
-        "A plugin for vLLM would hold, beside keys and values, one convolution state per layer and",
-        f"sequence: the last {reach} inputs of sites {', '.join(args.canon_set)} side by side, "
-        f"{channels:,} channels,",
-        f"{2 * channels * reach / 1000:,.0f} KB in bfloat16; as its ShortConv models hold theirs.",
-    ]
+    trust = "" if plain else "trust_remote_code=True"
+    call = f'from_pretrained("THIS FOLDER"{trust and f", {trust}"})'
+    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
+    return _README.format(
+        title=f"{args.num_layers} layers of width {args.dim}, position {args.position}, {canon}",
+        numbers=f"{num_parameters(args):,} parameters in {dtype}, from step "
+        f"{source.manifest.step:,}",
+        loaders=", ".join(loads.values()),
+        loads="\n".join(f"    {what} = {loader}.{call}" for what, loader in loads.items()),
+        lm_eval_trust=trust and f",{trust}",
+        serving=serving,
+        record=RECORD,
+        tokenizer=_TOKENIZER_NOTE if source.tokenizer is not None else "",
+    )

@@ -120,15 +120,26 @@ def import_folder(
 
 
 def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
-    """The model that the folder `source` describes. Raises UserError if it is none of ours.
+    """Return the model that the folder `source` describes; nothing is built of it.
 
-    Nor may it be much larger than what the folder holds: nothing is built of it before.
+    Raises UserError if it is none of ours, or much larger than the weights in the folder.
     """
     params = _params(source)
     name = params or Path(CONFIG)
     path = _file(source, name)
     config = _read_json(path)
-    _refuse_unknown(config, path, set(ignore), is_lingua=params is not None)
+    kind, ignored = config.get("model_type"), set(ignore)
+    if params is None and kind not in MODEL_TYPES and "model_type" not in ignored:
+        raise UserError(
+            f"{path} has model_type = {kind!r}; expected {' or '.join(MODEL_TYPES)}. Where the "
+            "model computes what a Llama computes, say so: --ignore model_type"
+        )
+    names = unknown(config) if params is None else lingua.unknown(config)
+    if others := sorted(set(names) - ignored):
+        raise UserError(
+            f"{path} has {', '.join(others)}, which this version does not know and which may "
+            f"change the model. Where they change nothing, say so: --ignore {' '.join(others)}"
+        )
     try:
         if params is not None:
             args = lingua.to_args(config)
@@ -137,7 +148,13 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
             args = to_args(config)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    _check_size(source, name, args)
+    shapes = [shape for _, _, shape, _ in _tensors(source)]
+    num_values = sum(shape.numel() for shape in shapes)
+    if args.num_layers > len(shapes) or num_parameters(args) > 4 * num_values:
+        raise UserError(
+            f"{path} describes {args.num_layers} layers with {num_parameters(args):,} parameters; "
+            f"the folder holds {len(shapes):,} tensors of {num_values:,} values"
+        )
     return args
 
 
@@ -183,18 +200,6 @@ def _file(source: Path, name: str | Path) -> Path:
     return path
 
 
-def _check_size(source: Path, name: Path, args: ModelArgs) -> None:
-    """Raise UserError if the model is larger than the folder's weights: it need not be built."""
-    num_tensors = num_values = 0
-    for _, _, shape, _ in _tensors(source):
-        num_tensors, num_values = num_tensors + 1, num_values + shape.numel()
-    if args.num_layers > num_tensors or num_parameters(args) > 4 * num_values:
-        raise UserError(
-            f"{source / name} describes {args.num_layers} layers with {num_parameters(args):,} "
-            f"parameters; the folder holds {num_tensors:,} tensors of {num_values:,} values"
-        )
-
-
 def is_folder(path: Path) -> bool:
     """Whether there is a Hugging Face folder: a config.json with weights beside it."""
     there = [(path / name).is_file() for name in (ONE_FILE, INDEX)]
@@ -206,24 +211,6 @@ def parameter_shapes(args: ModelArgs) -> dict[str, torch.Size]:
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=1))  # no rotary tables, which would be real
     return {name: p.shape for name, p in model.named_parameters()}
-
-
-def _refuse_unknown(
-    config: Mapping[str, Any], path: Path, ignore: set[str], *, is_lingua: bool
-) -> None:
-    """Raise UserError for another kind of model, and for fields that may change this one."""
-    kind = config.get("model_type")
-    if not is_lingua and kind not in MODEL_TYPES and "model_type" not in ignore:
-        raise UserError(
-            f"{path} has model_type = {kind!r}; expected {' or '.join(MODEL_TYPES)}. Where the "
-            "model computes what a Llama computes, say so: --ignore model_type"
-        )
-    names = lingua.unknown(config) if is_lingua else unknown(config)
-    if others := sorted(set(names) - ignore):
-        raise UserError(
-            f"{path} has {', '.join(others)}, which this version does not know and which may "
-            f"change the model. Where they change nothing, say so: --ignore {' '.join(others)}"
-        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -284,13 +271,6 @@ def _read_weights(
     return {name: weights[name] for name in wanted}
 
 
-def _our_name(theirs: str) -> str | None:
-    try:
-        return to_ours(theirs)
-    except ValueError:
-        return None
-
-
 def _tensors(
     source: Path,
 ) -> Iterator[tuple[str, str | None, torch.Size, Callable[[], Tensor]]]:
@@ -311,7 +291,11 @@ def _tensors(
                     raise UserError(f"{path} lacks {', '.join(lost[:5])}, which {INDEX} puts there")
                 for name in sorted(there if names is None else names):
                     shape = torch.Size(file.get_slice(name).get_shape())
-                    yield name, _our_name(name), shape, partial(file.get_tensor, name)
+                    try:
+                        ours = to_ours(name)
+                    except ValueError:
+                        ours = None
+                    yield name, ours, shape, partial(file.get_tensor, name)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} cannot be read: {error}") from None
 
@@ -385,14 +369,13 @@ def _training_state(checkpoint: Path, wanted: Mapping[str, torch.Size]) -> dict[
     if weights != dict(wanted):
         differing = sorted(n for n in weights.keys() | wanted if weights.get(n) != wanted.get(n))
         raise UserError(f"{checkpoint} is of another model: they differ in {differing[0]}")
-    state: dict[str, Any] = {}
-    for name, entry in read_metadata(checkpoint).state_dict_metadata.items():
-        if not name.startswith(TRAINING_STATE):
-            continue
-        if isinstance(entry, TensorStorageMetadata):
-            state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        else:
-            state[name] = None
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for name, entry in read_metadata(checkpoint).state_dict_metadata.items()
+        if name.startswith(TRAINING_STATE)
+    }
     load_alone(state, checkpoint)
     return state
 
@@ -404,13 +387,13 @@ def model_toml(args: ModelArgs, source: str) -> str:
     flavor is the one that comes nearest.
     """
     values = {f.name: getattr(args, f.name) for f in fields(ModelArgs)}
+
+    def num_equal(name: str) -> int:
+        return sum(getattr(FLAVORS[name], key) == value for key, value in values.items())
+
+    flavor = max(FLAVORS, key=num_equal)
     seq_len = values.pop("max_seq_len")
-    flavor = max(FLAVORS, key=lambda name: _shared(FLAVORS[name], args))
     # quoted: a name may hold what no comment may
     lines = [f"# the model of {json.dumps(source)}", "", "[model]", f'flavor = "{flavor}"']
     lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
     return "\n".join([*lines, "", "[training]", f"seq_len = {seq_len}", ""])
-
-
-def _shared(a: ModelArgs, b: ModelArgs) -> int:
-    return sum(getattr(a, f.name) == getattr(b, f.name) for f in fields(ModelArgs))

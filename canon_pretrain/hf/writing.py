@@ -1,16 +1,20 @@
-"""Writing a folder beside its place, and weights as safetensors files, one tensor at a time.
+"""What an export writes: its folder, weights as safetensors files, the code that travels.
 
-The format: 8 bytes that say how long the header is, the header (JSON: dtype, shape and place of
-each tensor), then the bytes of all tensors. The package's own writer wants them all at once.
+safetensors' own writer needs all tensors at once; here one is in memory at a time. A file has 8
+bytes with the size of its header, the header (JSON: dtype, shape and place of each tensor), then
+the bytes of all tensors.
 """
 
+import functools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +24,10 @@ from canon_pretrain.core.lock import locked
 
 MAX_FILE_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
+PACKAGE = "canon_pretrain"
+FACE = f"{PACKAGE}.hf.modeling_canon"
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_IMPORT = re.compile(rf"^([ \t]*from)[ \t]+({PACKAGE}(?:\.\w+)*)(?=[ \t]+import\b)", re.MULTILINE)
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -77,32 +85,62 @@ def write_files(
     With several files, also the index that says where each tensor is.
     """
     stream = iter(tensors)
+    total = 0
     for plan in plans:
-        _write(folder / plan.name, plan, stream, dtype)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, shape in plan.shapes.items():
+            start, end = end, end + shape.numel() * dtype.itemsize
+            place = [start, end]
+            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": place}
+        total += end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the first tensor is then at a multiple of 8
+        with open(folder / plan.name, "xb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name, shape in plan.shapes.items():
+                given, tensor = next(stream)
+                if given != name or tensor.shape != shape or tensor.dtype != dtype:
+                    raise ValueError(f"got {given} {tensor.shape}, planned was {name} {shape}")
+                file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
     if len(plans) > 1:
-        sizes = [shape.numel() * dtype.itemsize for plan in plans for shape in plan.shapes.values()]
         places = {name: plan.name for plan in plans for name in plan.shapes}
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write(
-    path: Path, plan: Plan, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype
-) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in plan.shapes.items():
-        start, end = end, end + shape.numel() * dtype.itemsize
-        place = [start, end]
-        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": place}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the first tensor then lies at a multiple of 8
-    with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in plan.shapes.items():
-            given, tensor = next(tensors)
-            if given != name or tensor.shape != shape or tensor.dtype != dtype:
-                raise ValueError(f"{given} {tensor.shape} came where {name} {shape} was planned")
-            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+@functools.cache
+def travelling_files(version: str | None) -> Mapping[str, str]:
+    """Return modeling_canon.py and all that it imports of this package, by file name.
+
+    `from canon_pretrain.model.args import` becomes `from .args import`: transformers loads such a
+    folder on machines without this package. Each file notes the `version` of this package.
+    """
+    sources: dict[str, str] = {}
+    wanted = [FACE]
+    while wanted:
+        if (module := wanted.pop()) not in sources:
+            sources[module] = _file(module).read_text(encoding="utf-8")
+            wanted += [found[2] for found in _IMPORT.finditer(sources[module])]
+    names = {module: module.rpartition(".")[2] for module in sorted(sources)}
+    if len(set(names.values())) != len(names):
+        raise ValueError(f"two of {list(names)} would have one name in a flat folder")
+    maker = f"{PACKAGE} {version}" if version else PACKAGE
+    files = {}
+    for module, name in names.items():
+        origin = f"# {_file(module).relative_to(_REPOSITORY)} of {maker}, imports made relative\n"
+        flat = _IMPORT.sub(lambda m: f"{m[1]} .{m[2].rpartition('.')[2]}", sources[module])
+        files[f"{name}.py"] = origin + flat
+    # transformers 4 copies only those files that this one names
+    others = [name for module, name in names.items() if module != FACE]
+    tail = "".join(f"from .{name} import __name__ as _  # noqa: E402, F401\n" for name in others)
+    files[f"{names[FACE]}.py"] += (
+        f"\n# all files beside this one: transformers 4 looks here\n{tail}"
+    )
+    return MappingProxyType(files)
+
+
+def _file(module: str) -> Path:
+    return _REPOSITORY / (module.replace(".", "/") + ".py")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.cluster.chain import Asked, Next, begin, end, main, restarts_file
+from canon_pretrain.cluster.chain import Asked, Decision, Next, begin, end, main, restarts_file
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.holder import Holder
@@ -38,6 +38,21 @@ def launch(run: RunFolder, state: str, step: int, reason: str = "", saved: int =
         (run.path / "checkpoint" / f"step-{saved}").mkdir(parents=True, exist_ok=True)
 
 
+def attempt(
+    run: RunFolder,
+    state: str,
+    step: int,
+    reason: str = "",
+    saved: int = 0,
+    asked: Asked = "none",
+    restarts: int = 2,
+) -> Decision:
+    """A start of job 7, what its launch leaves, and what follows."""
+    assert begin(run, "7", restarts=restarts) is None
+    launch(run, state, step, reason, saved)
+    return end(run, "7", asked, restarts=restarts)
+
+
 @pytest.mark.parametrize(
     ("state", "reason", "asked", "expected"),
     [
@@ -62,9 +77,7 @@ def launch(run: RunFolder, state: str, step: int, reason: str = "", saved: int =
 def test_what_a_launch_came_to_says_what_is_next(
     run: RunFolder, state: str, reason: str, asked: Asked, expected: Next
 ) -> None:
-    assert begin(run, "7") is None
-    launch(run, state, 40, reason)
-    decision = end(run, "7", asked)
+    decision = attempt(run, state, 40, reason, asked=asked)
     assert decision.next == expected and decision.why
     assert json.loads(restarts_file(run).read_text())["ended"] == expected
 
@@ -85,12 +98,8 @@ def test_a_link_that_is_too_short_to_begin_is_told_so(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_restarts_without_a_new_checkpoint_are_counted(run: RunFolder, limit: int) -> None:
-    found = []
-    for _ in range(limit + 1):
-        assert begin(run, "7", restarts=limit) is None
-        launch(run, "running", 7, saved=6)
-        found.append(end(run, "7", "none", restarts=limit).next)
-    assert found == ["requeue"] * limit + ["failed"]
+    attempts = [attempt(run, "running", 7, saved=6, restarts=limit).next for _ in range(limit + 1)]
+    assert attempts == ["requeue"] * limit + ["failed"]
     status = read_status(run.status_file)
     assert status is not None and status.state == "failed"
     assert f"{limit} restart(s) in a row from step 6" in status.reason
@@ -98,17 +107,11 @@ def test_restarts_without_a_new_checkpoint_are_counted(run: RunFolder, limit: in
 
 
 def test_a_new_checkpoint_ends_the_count_and_a_good_stop_keeps_it(run: RunFolder) -> None:
-    saved = [0, 0, 6, 6, 12, 12]
-    for step in saved:
-        assert begin(run, "7", restarts=2) is None
-        launch(run, "running", 13, saved=step)
-        assert end(run, "7", "none", restarts=2).next == "requeue", step
-    begin(run, "7", restarts=2)
-    launch(run, "stopped", 13, "SIGTERM")  # preempted before it could save something new
-    assert end(run, "7", "preempted", restarts=2).next == "requeue"
-    begin(run, "7", restarts=2)
-    launch(run, "running", 13)
-    assert end(run, "7", "none", restarts=2).next == "failed"
+    for step in (0, 0, 6, 6, 12, 12):
+        assert attempt(run, "running", 13, saved=step).next == "requeue", step
+    # preempted before it could save something new
+    assert attempt(run, "stopped", 13, "SIGTERM", asked="preempted").next == "requeue"
+    assert attempt(run, "running", 13).next == "failed"
 
 
 def test_links_that_died_with_their_scripts_count_too(run: RunFolder) -> None:
@@ -165,13 +168,7 @@ def test_the_command_prints_two_lines_and_needs_no_torch(
 def test_limits_that_come_before_a_new_step_end_the_chain(run: RunFolder, asked: Asked) -> None:
     """--time shorter than the start takes: each link would stop well, and get nowhere for ever."""
     reason = "the file STOP" if asked == "limit" else "SIGUSR1"
-    found = []
-    for _ in range(4):
-        assert begin(run, "7", restarts=2) is None
-        launch(run, "stopped", 6, reason, saved=6)
-        found.append(end(run, "7", asked, restarts=2))
-        if found[-1].next != "requeue":
-            break
+    found = [attempt(run, "stopped", 6, reason, saved=6, asked=asked) for _ in range(3)]
     assert [each.next for each in found] == ["requeue", "requeue", "failed"], "step 6 was new once"
     assert "2 restart(s) in a row from step 6" in found[-1].why
 

@@ -242,19 +242,6 @@ def test_a_config_that_changed_is_refused(
     assert launch_of(tmp_path / "s", 1, capsys)
 
 
-def test_configs_of_one_name_are_not_mixed_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, two = (config(tmp_path / name / "x.toml") for name in "ab")
-    assert "2 runs would be called x" in refused(
-        capsys, "plan", tmp_path / "s", "--configs", one, two
-    )
-    plan(tmp_path / "s", "--configs", one)
-    assert f"its x is of {one}, not {two}" in refused(
-        capsys, "plan", tmp_path / "s", "--configs", two
-    )
-
-
 def test_a_damaged_or_missing_plan_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,13 +262,6 @@ def test_a_number_that_is_none_is_refused(
     plan(tmp_path, *GRID)
     assert "has the runs 1 to 4" in refused(capsys, "run", tmp_path, number)
     assert "belong to `plan`" in refused(capsys, "run", tmp_path, 1, "--training.steps", 3)
-
-
-def test_a_file_where_the_sweep_should_be_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "s").touch()
-    assert f"{tmp_path / 's'}: " in refused(capsys, "plan", tmp_path / "s", *GRID)
 
 
 def test_planning_needs_no_torch() -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from canon_pretrain.hf.code import flatten, travelling_files
+from canon_pretrain.hf.writing import travelling_files
 
 FILES = travelling_files("1.2.3")
 
@@ -46,40 +46,3 @@ def test_the_face_names_every_file() -> None:
     face = FILES["modeling_canon.py"]
     named = set(re.findall(r"^\s*from\s+\.(\S+)\s+import", face, flags=re.MULTILINE))
     assert {f"{name}.py" for name in named} == FILES.keys() - {"modeling_canon.py"}
-
-
-def test_only_imports_change() -> None:
-    source = (
-        '"""Tells of `from canon_pretrain.model.args import ModelArgs`."""\n'
-        "from canon_pretrain.core.errors import UserError\n"
-        "from torch import nn\n"
-        "def f():\n"
-        "    # naïve: from canon_pretrain.core.errors import nearest\n"
-        "    from  canon_pretrain.model.canon  import (\n"
-        "        Canon,\n"
-        "    )\n"
-        '    return "from canon_pretrain.core.errors import x", Canon\n'
-    )
-    changed = source.replace(
-        "from canon_pretrain.core.errors import UserError", "from .errors import UserError"
-    )
-    changed = changed.replace("from  canon_pretrain.model.canon  import", "from .canon  import")
-    assert flatten(source) == changed
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (
-            "import canon_pretrain.core.errors\n",
-            "line 1: write `from canon_pretrain.x import`",
-        ),
-        ("from canon_pretrain.model import args\n", "canon_pretrain.model is no module"),
-        ("\nfrom .errors import UserError\n", "line 2: write the import with the package's name"),
-        ("x = 1; from canon_pretrain.core.errors import UserError\n", "on its own line"),
-        ("from \\\n    canon_pretrain.core.errors import UserError\n", "on its own line"),
-    ],
-)
-def test_other_forms_are_refused(source: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        flatten(source)

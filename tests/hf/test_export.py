@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from canon_pretrain.checkpoint import weights as weights_module
 from canon_pretrain.checkpoint.architecture import model_args_of, run_of_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.weights import strip_to_weights
@@ -27,7 +26,6 @@ from canon_pretrain.hf.export import DTYPES, RECORD, export
 from canon_pretrain.hf.names import to_ours
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.hf.writing import INDEX, plan_files, write_files
-from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.folder import RunFolder
 from tests import llama_canon
 from tests.checkpoint_folders import flip_byte, killed_everywhere
@@ -72,13 +70,6 @@ def test_weights_of_two_ranks(dtype: str, checkpoint: Path, tmp_path: Path) -> N
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_run_is_exported_from_its_newest_step(checkpoint: Path, tmp_path: Path) -> None:
-    """Issue 17, item 10: `hf export RUN OUT`."""
-    found = export(checkpoint.parents[1], tmp_path / "out", with_tokenizer=False)
-    steps = [int(path.name.removeprefix("step-")) for path in checkpoint.parent.glob("step-*")]
-    assert found.step == max(steps)
-
-
 def test_large_exports_are_several_files(checkpoint: Path, tmp_path: Path) -> None:
     export(checkpoint, tmp_path / "one", with_tokenizer=False)
     export(checkpoint, tmp_path / "out", with_tokenizer=False, max_file_bytes=200_000)
@@ -106,25 +97,8 @@ def test_a_tensor_larger_than_a_file_has_one_of_its_own() -> None:
 def test_another_tensor_than_planned_is_a_fault(tmp_path: Path) -> None:
     plans = plan_files({"a": torch.Size((2,)), "b": torch.Size((3,))}, torch.float32)
     given = [("b", torch.ones(3)), ("a", torch.ones(2))]
-    with pytest.raises(ValueError, match="b .* came where a"):
+    with pytest.raises(ValueError, match="got b"):
         write_files(tmp_path, plans, given, torch.float32)
-
-
-def test_few_tensors_are_held_at_once(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: list[int] = []
-    load = weights_module.load_alone
-
-    def noted(state: dict[str, Any], folder: Path) -> None:
-        held.append(sum(t.nbytes for t in state.values() if isinstance(t, Tensor)))
-        load(state, folder)
-
-    monkeypatch.setattr(weights_module, "load_alone", noted)
-    monkeypatch.setattr(weights_module.stream_weights, "__defaults__", (20_000,))
-    export(checkpoint, tmp_path / "out", with_tokenizer=False)
-    largest = max(t.nbytes for t in exported(tmp_path / "out").values())
-    assert len(held) > 10 and max(held) <= largest + 20_000
 
 
 @pytest.mark.slow
@@ -222,18 +196,6 @@ def test_a_tokenizer_that_moved(of_texts: Path, data: Path, tmp_path: Path) -> N
         made = (tmp_path / name / "tokenizer.json").read_bytes()
         export(of_texts, tmp_path / f"{name}-stayed")
         assert made == (tmp_path / f"{name}-stayed" / "tokenizer.json").read_bytes()
-
-
-def test_a_tokenizer_that_cannot_be_carried_over(
-    of_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def other(*arguments: object) -> None:
-        raise UserError("the tokenizer can't become a tokenizer.json")
-
-    monkeypatch.setattr(export_module, "tokenizer_files", other)
-    with pytest.raises(UserError, match=r"can't become .*\. Leave it out with --no-tokenizer"):
-        export(of_texts, tmp_path / "out")
-    export(of_texts, tmp_path / "out", with_tokenizer=False)
 
 
 def test_another_tokenizer_is_refused(of_texts: Path, checkpoint: Path, tmp_path: Path) -> None:
@@ -358,18 +320,6 @@ def test_a_plain_class_opens_it_without_code(
         found = import_folder(folder, tmp_path / f"back-{folder.name}")
         assert found.args == model.args
         check_equal(weights_of(found.checkpoint), expected)
-
-
-def test_what_serves_a_canon_model_is_written_down(of_texts: Path, tmp_path: Path) -> None:
-    """Issue 17, item 9: vLLM takes a class with that mark, and would mix neighboring requests."""
-    from canon_pretrain.hf.modeling_canon import LlamaCanonForCausalLM
-
-    assert not LlamaCanonForCausalLM._supports_attention_backend
-    channels = sum(VARIANTS["nope ABCD"].canon_channels.values())
-    assert sum(ModelArgs(canon_set="ABCD").canon_channels.values()) * 3 * 2 == 127_488
-    export(of_texts, tmp_path / "out", with_tokenizer=False)
-    readme = (tmp_path / "out" / "README.md").read_text()
-    assert "vLLM" in readme and f"{channels:,} channels" in readme
 
 
 def test_what_an_import_wrote_is_exported(tmp_path: Path, of_texts: Path) -> None:
@@ -514,21 +464,23 @@ def test_an_export_under_way_is_left_to_its_process(
 # ---- the command
 
 
-def test_the_command(of_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "new" / "out"
-    main(["export", str(of_texts), str(out), "--dtype", "float16"])
-    size = (out / "model.safetensors").stat().st_size / 1e6
+def test_the_command_and_what_it_says(
+    of_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """RUN stands for its newest step (issue 17, item 10)."""
+    out, back = tmp_path / "new" / "out", tmp_path / "back"
+    main(["export", str(of_texts.parents[1]), str(out), "--dtype", "float16"])
     count = sum(tensor.numel() for tensor in exported(out).values())
-    said = (
-        f"exported step 3 to {out}: {count:,} parameters in float16, {size:.1f} MB in 1 file(s)\n"
-    )
-    assert capsys.readouterr().out == said
-    assert all(t.dtype == torch.float16 for t in exported(out).values())
-    main(["import", str(out), str(tmp_path / "back"), "--step", "3"])
     said = capsys.readouterr().out
-    assert f"--checkpoint.initial_load_path {tmp_path / 'back' / 'step-3'}" in said
-    assert str(tmp_path / "back" / "model.toml") in said
+    assert f"step 3 to {out}" in said and f"{count:,}" in said
+    assert all(t.dtype == torch.float16 for t in exported(out).values())
+    readme = (out / "README.md").read_text()
+    channels = sum(VARIANTS["nope ABCD"].canon_channels.values())
+    assert "vLLM" in readme and f"{channels:,} channels" in readme
+    main(["import", str(out), str(back), "--step", "3"])
+    said = capsys.readouterr().out
+    assert f"--checkpoint.initial_load_path {back / 'step-3'}" in said
+    assert str(back / "model.toml") in said
     with pytest.raises(SystemExit) as ended:
         main(["export", str(of_texts), str(out)])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"error: {out} exists")
+    assert ended.value.code == 2 and str(out) in capsys.readouterr().err

@@ -189,16 +189,3 @@ def test_shards_that_still_have_work(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     main(["--shards", "2", "--", *map(str, options(tmp_path, tmp_path, out)), "--max-tok", "9"])
     assert capsys.readouterr().out == f"\0{out}\0{out}\0--max-tokens\x009\0"
-
-
-@pytest.mark.parametrize("words", [(), ("build",), ("shard", "2"), ("finish", "x")])
-def test_it_is_no_job_without_slurm(words: tuple[str, ...], tmp_path: Path) -> None:
-    environ = {name: value for name, value in os.environ.items() if "SLURM" not in name}
-    done = script(*words, environ=environ, cwd=tmp_path)
-    assert done.returncode == 2 and "--local" in done.stderr, done
-
-
-def test_help_is_its_header(tmp_path: Path) -> None:
-    done = script("--help", environ=dict(os.environ), cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("Build token shards on many nodes")
-    assert "SBATCH" not in done.stdout and "set -euo" not in done.stdout

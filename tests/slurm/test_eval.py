@@ -152,12 +152,3 @@ def test_an_evaluation_takes_one_gpu_of_a_node(jobs: Jobs, run: Path) -> None:
     assert asked(*sbatch) == asked(*submit) == ["8", "gres:gpu:1"]
     assert asked(*submit, EVAL_GPUS=2, CPUS_PER_GPU=3) == ["6", "gres:gpu:2"]
     assert asked(*submit, "--gres=gpu:8", CPUS_PER_GPU=1) == ["8", "gres:gpu:8"]
-
-
-@pytest.mark.parametrize("script", ["eval", "eval_report", "eval_watch"])
-def test_help_and_arguments(script: str, slurm: SlurmCluster) -> None:
-    path = ROOT / "slurm" / f"{script}.sh"
-    shown = subprocess.run(["bash", path, "--help"], capture_output=True, text=True, cwd="/")
-    assert shown.returncode == 0 and f"sbatch [sbatch flags] slurm/{script}.sh" in shown.stdout
-    refused = subprocess.run(["bash", path], capture_output=True, text=True, cwd="/")
-    assert refused.returncode == 2 and "this is a job script" in refused.stderr

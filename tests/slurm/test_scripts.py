@@ -76,15 +76,6 @@ def test_a_job_that_has_not_begun_stops_nobody(programs: Path, tmp_path: Path) -
         assert done.returncode == 0 and (tmp_path / "STOP").exists() == bool(ours)
 
 
-def test_ranks_get_the_environment_whatever_sbatch_was_told(programs: Path) -> None:
-    stand_in(programs, "srun", 'echo "export: ${SLURM_EXPORT_ENV-all}"')
-    start = (
-        f"{LIBRARY} NODES=1 RANKS=1 HOSTS=(n1) CONTAINER=() SRUN_FLAGS=(); start_ranks 0 m; wait"
-    )
-    done = bash(programs, "-c", start, "bash", ROOT, SLURM_JOB_ID=7, SLURM_EXPORT_ENV="NONE")
-    assert done.stdout == "export: all\n", done
-
-
 @pytest.mark.parametrize(
     ("once", "finished", "ends"), [(0, 0, True), (0, 1, False), (1, 0, True), (1, 1, False)]
 )
@@ -125,84 +116,61 @@ def test_a_finish_that_sbatch_refuses_is_an_error(programs: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
-        (("--gpus-per-node", "4"), 4),
-        (("--gpus-per-node=h100:4",), 4),
-        (("--gres=gpu:h100:2,nvme:9",), 2),
-        (("--gpus=12",), 4),
-        ((), 8),
+        ("--gpus-per-node 4", 4),
+        ("--gpus-per-node=h100:4", 4),
+        ("--gres=gpu:h100:2,nvme:9", 2),
+        ("--gpus=12", 4),
+        ("", 8),
     ],
 )
 def test_the_check_knows_the_gpus_that_sbatch_is_asked_for(
-    programs: Path, tmp_path: Path, flags: tuple[str, ...], ranks: int
+    programs: Path, flags: str, ranks: int
 ) -> None:
     stand_in(programs, "sbatch")
     stand_in(programs, "python", "printf '%s\\0' /run 1")
     script = ROOT / "slurm/pretrain_1b3.sh"
-    done = bash(programs, ROOT / "slurm/submit.sh", *flags, "--nodes=3", script, CANON_CPU=0)
+    words = (ROOT / "slurm/submit.sh", *flags.split(), "--nodes=3", script)
+    done = bash(programs, *words, CANON_CPU=0)
     assert done.returncode == 0, done
     (checked,) = calls(programs, "python")
     assert f"--ranks_per_node {ranks} --nodes 3" in checked
 
 
 WHOLE = ["--exclusive", "--mem=0"]
+SHARES = [
+    ("pretrain_1b3.sh", "", "", ["--gpus-per-node=8", *WHOLE]),
+    ("sweep.sh", "GPUS_PER_NODE=4 GPU_FLAG=--gres=gpu:h100:", "", ["--gres=gpu:h100:4", *WHOLE]),
+    ("pretrain_1b3.sh", "GPU_FLAG=", "", WHOLE),
+    ("pretrain_1b3.sh", "CANON_CPU=1", "", WHOLE),
+    (
+        "sweep.sh",
+        "GPUS_PER_NODE=2 SHARED_NODES=1 CPUS_PER_GPU=6 MEM_PER_GPU=50G",
+        "",
+        ["--gpus-per-node=2", "--cpus-per-task=12", "--mem=100G"],
+    ),
+    ("pretrain_1b3.sh", "SHARED_NODES=1 CPUS_PER_GPU=", "--gpus-per-node 1", []),
+    ("pretrain_1b3.sh", "SBATCH_GRES=gpu:4", "--exclusive=user --mem-per-cpu=4G", []),
+    ("eval.sh", "GPUS_PER_NODE=8", "", ["--gpus-per-node=1", "--cpus-per-task=8"]),
+    ("eval.sh", "EVAL_GPUS=2 CPUS_PER_GPU=4", "", ["--gpus-per-node=2", "--cpus-per-task=8"]),
+    ("eval.sh", "", "--gpus-per-node=8 -c 64", []),
+]
+"""A script, cluster.env's settings, sbatch's flags, and the flags that come before them."""
 
 
-@pytest.mark.parametrize(
-    ("script", "settings", "flags", "asked"),
-    [
-        ("pretrain_1b3.sh", {}, (), ["--gpus-per-node=8", *WHOLE]),
-        (
-            "sweep.sh",
-            {"GPUS_PER_NODE": 4, "GPU_FLAG": "--gres=gpu:h100:"},
-            (),
-            ["--gres=gpu:h100:4", *WHOLE],
-        ),
-        ("pretrain_1b3.sh", {"GPU_FLAG": ""}, (), WHOLE),
-        ("pretrain_1b3.sh", {"CANON_CPU": 1}, (), WHOLE),
-        (
-            "sweep.sh",
-            {"GPUS_PER_NODE": 2, "SHARED_NODES": 1, "CPUS_PER_GPU": 6, "MEM_PER_GPU": "50G"},
-            (),
-            ["--gpus-per-node=2", "--cpus-per-task=12", "--mem=100G"],
-        ),
-        (
-            "pretrain_1b3.sh",
-            {"SHARED_NODES": 1, "CPUS_PER_GPU": ""},
-            ("--gpus-per-node", "1"),
-            ["--gpus-per-node", "1"],
-        ),
-        (
-            "pretrain_1b3.sh",
-            {"SBATCH_GRES": "gpu:4"},
-            ("--exclusive=user", "--mem-per-cpu=4G"),
-            ["--exclusive=user", "--mem-per-cpu=4G"],
-        ),
-        ("eval.sh", {"GPUS_PER_NODE": 8}, (), ["--gpus-per-node=1", "--cpus-per-task=8"]),
-        (
-            "eval.sh",
-            {"EVAL_GPUS": 2, "CPUS_PER_GPU": 4},
-            (),
-            ["--gpus-per-node=2", "--cpus-per-task=8"],
-        ),
-        ("eval.sh", {}, ("--gpus-per-node=8", "-c", "64"), ["--gpus-per-node=8", "-c", "64"]),
-    ],
-)
+@pytest.mark.parametrize(("script", "settings", "flags", "asked"), SHARES)
 def test_cluster_env_says_which_part_of_a_node_a_job_takes(
-    programs: Path,
-    script: str,
-    settings: dict[str, object],
-    flags: tuple[str, ...],
-    asked: list[str],
+    programs: Path, script: str, settings: str, flags: str, asked: list[str]
 ) -> None:
     """No #SBATCH line says otherwise; sbatch by itself has the lines of the script."""
     stand_in(programs, "sbatch", 'while [[ $1 != *.sh ]]; do shift; done; grep ^#SBATCH "$1"')
     stand_in(programs, "python", "printf '%s\\0' /run 1")
-    settings = {"CANON_CPU": 0} | settings
-    done = bash(programs, ROOT / "slurm/submit.sh", *flags, ROOT / "slurm" / script, **settings)
+    variables = {"CANON_CPU": "0"} | dict(word.split("=", 1) for word in settings.split())
+    words = (ROOT / "slurm/submit.sh", *flags.split(), ROOT / "slurm" / script)
+    done = bash(programs, *words, **variables)
     assert done.returncode == 0, done
     (call,) = calls(programs, "sbatch")
-    *words, copy = call.split()[1:]
-    assert words == asked and not Path(copy).exists()
+    *given, copy = call.split()[1:]
+    assert given == [*asked, *flags.split()] and not Path(copy).exists()
     assert "--requeue" in done.stdout and "--nodes=1" in done.stdout
     assert not any(name in done.stdout for name in ("gpus", "exclusive", "mem", "cpus"))
 
@@ -250,19 +218,16 @@ def test_what_a_node_compiles_stays_on_it_and_is_the_users_own(
     assert Path(inductor).parent != own and Path(inductor).parent.stat().st_uid == os.getuid()
 
 
-def test_ranks_meet_by_slurms_names_of_the_nodes(programs: Path) -> None:
+def test_each_node_has_the_settings_and_slurms_name_of_itself(programs: Path) -> None:
+    """Whatever `sbatch --export` was told; by that name the ranks meet."""
     stand_in(programs, "srun", 'while [[ $1 == --* ]]; do shift; done; "$@"')
-    stand_in(programs, "python", 'echo "$PET_LOCAL_ADDR $TRITON_CACHE_DIR"')
-    start = (
-        f"{LIBRARY} NODES=1 RANKS=1 HOSTS=(n1) CONTAINER=() SRUN_FLAGS=(); start_ranks 0 m; wait"
-    )
-    names = {
-        "SLURM_JOB_ID": 7,
-        "SLURM_NODEID": 0,
-        "SLURMD_NODENAME": "n1",
-        "TRITON_CACHE_DIR": "/t",
-    }
-    assert bash(programs, "-c", start, "bash", ROOT, **names).stdout == "n1 /t\n"
+    body = 'echo "$PET_LOCAL_ADDR $TRITON_CACHE_DIR ${SLURM_EXPORT_ENV-all}"'
+    stand_in(programs, "python", body)
+    start = "NODES=1 RANKS=1 HOSTS=(n1) CONTAINER=() SRUN_FLAGS=(); start_ranks 0 m; wait"
+    job = {"SLURM_JOB_ID": 7, "SLURM_NODEID": 0, "SLURMD_NODENAME": "n1"}
+    job |= {"SLURM_EXPORT_ENV": "NONE", "TRITON_CACHE_DIR": "/t"}
+    done = bash(programs, "-c", f"{LIBRARY} {start}", "bash", ROOT, **job)
+    assert done.stdout == "n1 /t all\n", done
 
 
 def test_modules_and_a_container_stand_before_each_command(programs: Path) -> None:
@@ -310,3 +275,16 @@ def test_a_link_runs_the_code_and_config_that_its_chain_has(programs: Path, tmp_
     assert done.stdout == f"then: own.toml|--run.code note|{there}", done
     done = link("exit 2")
     assert done.returncode == 2 and not done.stdout
+
+
+@pytest.mark.parametrize(
+    "name", ["pretrain_1b3", "sweep", "eval", "eval_report", "eval_watch", "data_prep"]
+)
+def test_help_is_the_header_and_a_script_is_no_job_without_slurm(programs: Path, name: str) -> None:
+    script = ROOT / "slurm" / f"{name}.sh"
+    shown = bash(programs, script, "--help")
+    assert shown.returncode == 0 and f"slurm/{name}.sh" in shown.stdout
+    assert "#SBATCH" not in shown.stdout and "set -euo" not in shown.stdout
+    for words in ((), (".",)):
+        refused = bash(programs, script, *words)
+        assert refused.returncode == 2 and refused.stderr.startswith("error: "), refused

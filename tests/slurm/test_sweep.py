@@ -229,9 +229,3 @@ def test_wrong_words_are_refused(words: tuple[str, ...], says: str, tmp_path: Pa
     }
     done = script(*words, environ=environ, cwd=tmp_path)
     assert done.returncode == 2 and says in done.stderr, done
-
-
-def test_help_is_its_header(tmp_path: Path) -> None:
-    done = script("--help", environ=dict(os.environ), cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("Train the runs of a sweep")
-    assert "SBATCH" not in done.stdout and "set -euo" not in done.stdout
