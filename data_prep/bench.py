@@ -53,9 +53,10 @@ from canon_pretrain.data.shards import (
 from canon_pretrain.data.tokenizer import HF_FILE, Tokenizer
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from data_prep.folder import TRAIN, say
+from data_prep.readers import InputReader
 from data_prep.rows import Document
 from data_prep.settle import TokenizerRequest, train_tokenizer
-from data_prep.sources import LOCAL, open_input, select
+from data_prep.sources import LOCAL, select
 
 TEXT_FILES = (".py", ".md", ".rst", ".txt")
 ENCODED_BYTES = 12_000_000
@@ -167,7 +168,7 @@ def _texts(files: Sequence[Path], field: str | None) -> Iterator[str]:
     if files:
         chosen = select(LOCAL, files, text_field=field)
         for known in chosen.inputs:
-            reader = open_input(chosen.root, known, chosen.text_field, chosen.group_field)
+            reader = InputReader(chosen.root, known, chosen.text_field, chosen.group_field)
             yield from (row.text for row in reader.rows() if isinstance(row, Document))
         return
     for place in ("stdlib", "purelib"):
@@ -192,13 +193,13 @@ def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> dict[s
     others = _others(model)
     seconds: dict[str, list[float]] = {}
     for _ in range(repeats):
-        ours = Tokenizer(model.model, "bench", eos=model.eos_id).encode_batch
+        ours = _one_by_one(Tokenizer(model.model, "bench", eos=model.eos_id).encode)
         turn: dict[str, Encode] = {"cold": ours, "warm": ours, **others}
         for name, encode in turn.items():
             started = time.process_time()
             encode(texts)
             seconds.setdefault(name, []).append(time.process_time() - started)
-    tokens = sum(len(ids) for ids in model.encode_batch(texts))
+    tokens = sum(len(model.encode(text)) for text in texts)
     return {
         "tokens": tokens,
         "rates": {name: tokens / statistics.median(taken) for name, taken in seconds.items()},
@@ -212,13 +213,17 @@ def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> dict[s
     }
 
 
+def _one_by_one(encode: Callable[[str], Any]) -> Encode:
+    return lambda texts: [encode(text) for text in texts]
+
+
 def _others(model: Tokenizer) -> dict[str, Encode]:
     """What ours is compared with."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core
     others: dict[str, Encode] = {}
     if model.file_name != HF_FILE:
         processor = sentencepiece.SentencePieceProcessor(model_proto=model.model)
-        others["sp.encode"] = lambda batch: [processor.encode(text) for text in batch]
+        others["sp.encode"] = _one_by_one(processor.encode)
     if content := as_tokenizer_json(model):
         plain = tokenizers.Tokenizer.from_str(content)
         plain.encode_special_tokens = True

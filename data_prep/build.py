@@ -47,8 +47,7 @@ from data_prep.plan import (
     load_plan,
 )
 from data_prep.settle import TokenizerRequest, settle_plan
-from data_prep.units import Counts, UnitJob
-from data_prep.workers import BuildProgress, run_jobs
+from data_prep.units import BuildProgress, Counts, UnitJob, run_jobs
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ the plan and the limits alone: parts beyond the cut may be there or not.
 
 import argparse
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -95,8 +95,8 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
 
     Raises UserError where a unit that is needed is not built.
     """
-    stream = _training_stream(out, plan, limits)
-    marks = {TRAIN: stream.marks, VALIDATION: read_marks(out / VALIDATION, range(stream.units))}
+    train, units, cut = _training_stream(out, plan, limits)
+    marks = {TRAIN: train, VALIDATION: read_marks(out / VALIDATION, range(units))}
     # never the one split's new manifest beside the other's old one
     manifests = {
         split: make_manifest(
@@ -107,7 +107,7 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
             plan_sha256=plan.sha256,
             version=plan.version,
             limits=asdict(limits),
-            cut=stream.cut if split == TRAIN else None,
+            cut=cut if split == TRAIN else None,
         )
         for split in (VALIDATION, TRAIN)
     }
@@ -122,13 +122,13 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
             f"({manifest.num_bytes / max(manifest.num_tokens, 1):.3f} bytes/token), "
             f"fingerprint {manifest.fingerprint[:12]}"
         )
-    if stream.units < len(plan.units) or stream.cut:
+    if units < len(plan.units) or cut:
         say(
-            f"limited: the training stream ends in unit {stream.units - 1}, after which "
-            f"{len(plan.units) - stream.units:,} of {len(plan.units):,} units are left out"
+            f"limited: the training stream ends in unit {units - 1}, after which "
+            f"{len(plan.units) - units:,} of {len(plan.units):,} units are left out"
         )
     # of whole units: rows without a document are counted in a unit's last mark
-    whole = [*marks[VALIDATION], *read_marks(out / TRAIN, range(stream.units))]
+    whole = [*marks[VALIDATION], *read_marks(out / TRAIN, range(units))]
     for what in ("repaired", "skipped"):
         counts: Counter[str] = Counter()
         for named in whole:
@@ -142,16 +142,10 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
             remove_leftovers(folder)
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """The parts of a training stream, of the first `units` units; of the last part, the `cut`."""
-
-    marks: list[NamedMark[CommitMark]]
-    units: int
-    cut: Cut | None = None
-
-
-def _training_stream(out: Path, plan: Plan, limits: Limits) -> _Stream:
+def _training_stream(
+    out: Path, plan: Plan, limits: Limits
+) -> tuple[list[NamedMark[CommitMark]], int, Cut | None]:
+    """The parts of the training stream, how many units they are of, and the last part's cut."""
     marks: list[NamedMark[CommitMark]] = []
     units = documents = tokens = 0
     for unit in range(len(plan.units)):
@@ -165,15 +159,15 @@ def _training_stream(out: Path, plan: Plan, limits: Limits) -> _Stream:
             )
         for named in read_marks(out / TRAIN, [unit]):
             if limits.reached(documents, tokens):
-                return _Stream(marks, units)
+                return marks, units, None
             room_documents = (limits.max_documents or 1 << 62) - documents
             room_tokens = (limits.max_tokens or 1 << 62) - tokens
             if named.mark.documents > room_documents or named.mark.tokens > room_tokens:
                 cut = _cut_part(out / TRAIN, named, room_documents, room_tokens)
                 if cut.documents:
-                    return _Stream([*marks, named], unit + 1, cut)
+                    return [*marks, named], unit + 1, cut
                 if documents:
-                    return _Stream(marks, units)
+                    return marks, units, None
                 raise UserError(
                     f"--max-tokens {limits.max_tokens}: the first document alone is longer; "
                     f"give a larger number"
@@ -182,7 +176,7 @@ def _training_stream(out: Path, plan: Plan, limits: Limits) -> _Stream:
             units = unit + 1
             documents += named.mark.documents
             tokens += named.mark.tokens
-    return _Stream(marks, len(plan.units))
+    return marks, len(plan.units), None
 
 
 def _cut_part(folder: Path, named: NamedMark[CommitMark], documents: int, tokens: int) -> Cut:

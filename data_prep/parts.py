@@ -222,8 +222,10 @@ def rebuild(
             with suppress(ShardError):
                 seen |= read_mark(folder / TRAIN, name, CommitMark, sha256).mark.inputs
     job = UnitJob.of(scratch, root, plan, unit)
-    inputs = [replace(known, sha256=seen.get(known.path, known.sha256)) for known in job.inputs]
-    build_unit(replace(job, inputs=tuple(inputs)))
+    inputs = [
+        replace(known, sha256=seen.get(known.path, known.sha256)) for known in job.plan.inputs
+    ]
+    build_unit(replace(job, plan=replace(job.plan, inputs=tuple(inputs))))
     with unit_lock(folder, unit):
         for split, name in sorted(names):
             _check_same(folder / split, scratch / split, name)

@@ -51,7 +51,7 @@ class _Frame(Protocol):
 
 
 class InputReader:
-    """One input, read once by `rows()`.
+    """The input `known` below `root`, read once by `rows()`.
 
     `bytes_read` moves from 0 to the file's size while rows are made. `sha256` is the hex hash of
     all its bytes once `rows()` has ended, and "" until all are read. Raises UserError where the
@@ -60,14 +60,13 @@ class InputReader:
 
     def __init__(
         self,
-        path: Path,
+        root: Path,
         known: Input,
-        *,
         text_field: str,
         group_field: str | None,
         max_line_bytes: int = MAX_LINE_BYTES,
     ) -> None:
-        self.path = path
+        self.path = root / known.path
         self.known = known
         self.text_field = text_field
         self.group_field = group_field

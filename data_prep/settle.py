@@ -30,6 +30,7 @@ from data_prep.plan import (
     refuse_changes,
     save_plan,
 )
+from data_prep.readers import InputReader
 from data_prep.rows import Document
 
 # SentencePiece holds what it learns from in memory, several times; more text changes few pieces.
@@ -145,7 +146,7 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
     total = sum(known.size for known in inputs)
     for known in inputs:
         sources.fetch(selection.source, selection.version, selection.root, [known])
-        reader = sources.open_input(
+        reader = InputReader(
             selection.root,
             known,
             selection.text_field,

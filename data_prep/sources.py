@@ -25,8 +25,8 @@ from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.core.text import size
 from canon_pretrain.data import hub
 from data_prep.folder import say
-from data_prep.plan import MAX_LINE_BYTES, Input
-from data_prep.readers import SUFFIXES, InputReader
+from data_prep.plan import Input
+from data_prep.readers import SUFFIXES
 from data_prep.rows import TOPICS
 
 STDLIB = "stdlib"
@@ -172,7 +172,8 @@ def _select_stdlib(files: Sequence[Path]) -> Selection:
             f"installed with its standard library as files"
         )
     inputs = sorted(to_inputs(root, found, {}), key=lambda known: known.path != TOPICS)
-    return Selection(STDLIB, source_version(), root, tuple(inputs), unit_bytes=UNIT_BYTES)
+    version = f"python {platform.python_version()}"
+    return Selection(STDLIB, version, root, tuple(inputs), unit_bytes=UNIT_BYTES)
 
 
 def _select_local(files: Sequence[Path], text_field: str) -> Selection:
@@ -290,31 +291,9 @@ def fetch(
     hub.fetch(hub_source.repo, version, root, files, WAYS_OUT, advance)
 
 
-def open_input(
-    root: Path,
-    known: Input,
-    text_field: str,
-    group_field: str | None,
-    max_line_bytes: int = MAX_LINE_BYTES,
-) -> InputReader:
-    """Return the reader of one input of a selection."""
-    return InputReader(
-        root / known.path,
-        known,
-        text_field=text_field,
-        group_field=group_field,
-        max_line_bytes=max_line_bytes,
-    )
-
-
 def source_root(source: str) -> Path:
     """The folder of stdlib's inputs."""
     return Path(os.__file__).resolve().parent
-
-
-def source_version() -> str:
-    """What stdlib's inputs belong to: the running Python's version."""
-    return f"python {platform.python_version()}"
 
 
 def natural_order(path: str) -> tuple[list[tuple[int, int, str]], str]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from canon_pretrain.data.blocks import BlockReader
 from canon_pretrain.data.shards import Part, dtype_for
-from data_prep.workers import end_with_parent, worker_killed
+from data_prep.units import end_with_parent, worker_killed
 
 CHUNK_TOKENS = 1 << 20
 """Read at once; a document may be longer."""

@@ -1,29 +1,55 @@
-"""Build one unit, once and whole: read its inputs, encode them, write its parts in both splits.
+"""Build units, in this process or in several: read inputs, encode them, write both splits' parts.
 
-The working half of `build.py`: a unit is a range of the plan's inputs, and its parts depend on the
-plan alone, not on who builds it or when. Memory holds one batch of documents at a time.
+The working half of `build.py`. A unit is a range of the plan's inputs, and its parts depend on the
+plan alone, not on who builds it or when. Worker processes are spawned and end with their parent;
+each writes its unit's counts into slots of its own in a shared array, so that no kill can leave a
+lock held.
 """
 
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
+from ctypes import Array, c_longlong
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.terminal import Progress
+from canon_pretrain.core.text import size
 from canon_pretrain.data.shard_writer import UnitWriter, remove_unit
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep import sources
-from data_prep.folder import SPLITS, TRAIN, VALIDATION, is_complete, load_tokenizer, unit_lock
-from data_prep.plan import Input, Options, Plan, TokenizerRecord, is_held_out
-from data_prep.rows import Document, Skipped
+from data_prep.folder import (
+    SPLITS,
+    TRAIN,
+    VALIDATION,
+    is_complete,
+    load_tokenizer,
+    say,
+    unit_lock,
+)
+from data_prep.plan import Plan, is_held_out
+from data_prep.readers import InputReader
+from data_prep.rows import Skipped
 
-# Encoded together, and the progress is reported after each.
-BATCH_DOCUMENTS = 256
-BATCH_BYTES = 1 << 20
+REPORT_DOCUMENTS = 64
+"""Progress is reported after so many."""
+TICK_S = 0.5
+FEW_UNITS = 24
+"""Up to so many units in a run, each has a line of its own."""
 
 
 class Counts(NamedTuple):
@@ -35,76 +61,59 @@ class Counts(NamedTuple):
     downloaded: int = 0
 
 
+WIDTH = len(Counts())
+Report = Callable[[Counts], None]
+
+
 @dataclass(frozen=True)
 class UnitJob:
-    """All that a worker process needs to build one unit."""
+    """What a worker process needs to build one unit: `plan` has the unit's inputs alone."""
 
     folder: Path
     root: Path
     unit: int
-    source: str
-    source_version: str
-    text_field: str
-    group_field: str | None
-    inputs: tuple[Input, ...]
+    plan: Plan
     plan_sha256: str
-    version: int
-    tokenizer: TokenizerRecord
-    options: Options
 
     @classmethod
-    def of(cls, folder: Path, root: Path, plan: Plan, unit: int) -> "UnitJob":
+    def of(cls, folder: Path, root: Path, plan: Plan, unit: int) -> Self:
         """The job that builds `unit` of `plan` below `folder` from the inputs below `root`."""
-        return cls(
-            folder=folder,
-            root=root,
-            unit=unit,
-            source=plan.source,
-            source_version=plan.source_version,
-            text_field=plan.text_field,
-            group_field=plan.group_field,
-            inputs=plan.unit_inputs(unit),
-            plan_sha256=plan.sha256,
-            version=plan.version,
-            tokenizer=plan.tokenizer,
-            options=plan.options,
-        )
+        own = replace(plan, inputs=plan.unit_inputs(unit), units=())
+        return cls(folder, root, unit, own, plan.sha256)
 
     @property
     def size(self) -> int:
         """Bytes of the inputs."""
-        return sum(known.size for known in self.inputs)
+        return sum(known.size for known in self.plan.inputs)
 
     def writer(self, split: str) -> UnitWriter:
         """A writer of the unit's parts in one split."""
         return UnitWriter(
             self.folder / split,
             self.unit,
-            vocab_size=self.tokenizer.vocab_size,
-            eos_id=self.tokenizer.eos_id,
+            vocab_size=self.plan.tokenizer.vocab_size,
+            eos_id=self.plan.tokenizer.eos_id,
             plan_sha256=self.plan_sha256,
-            max_part_tokens=self.options.max_part_tokens,
-            version=self.version,
+            max_part_tokens=self.plan.options.max_part_tokens,
+            version=self.plan.version,
         )
 
 
-@lru_cache(maxsize=1)
-def _kept_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
-    """`load_tokenizer`, once per process: what it has learned of the text's words stays warm."""
-    return load_tokenizer(out, record)
+# once per process: what it has learned of the text's words stays warm
+_kept_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
 
 
-def build_unit(job: UnitJob, report: Callable[[Counts], None] = lambda counts: None) -> None:
-    """Write one unit's parts in both splits; where that fails, leave none of them.
+def build_unit(job: UnitJob, report: Report = lambda counts: None) -> None:
+    """Write one unit's parts in both splits; if that fails, leave none of them.
 
-    `report` is called now and then with how far it is. Raises UserError, OSError where the disk is
+    `report` is called now and then with how far it is. Raises UserError, OSError if the disk is
     full.
     """
     with unit_lock(job.folder, job.unit):
         # a killed run's worker may have committed it, or may come here after another run did
         if is_complete(job.folder, job.unit, job.plan_sha256):
             return
-        tokenizer = _kept_tokenizer(job.folder, job.tokenizer)
+        tokenizer = _kept_tokenizer(job.folder, job.plan.tokenizer)
         downloaded = 0
 
         def advance(more: int) -> None:
@@ -113,7 +122,8 @@ def build_unit(job: UnitJob, report: Callable[[Counts], None] = lambda counts: N
             report(Counts(downloaded=downloaded))
 
         # before anything that the inputs made is removed
-        sources.fetch(job.source, job.source_version, job.root, job.inputs, advance)
+        plan = job.plan
+        sources.fetch(plan.source, plan.source_version, job.root, plan.inputs, advance)
         for split in SPLITS:
             (job.folder / split).mkdir(exist_ok=True)
             remove_unit(job.folder / split, job.unit)
@@ -127,74 +137,207 @@ def build_unit(job: UnitJob, report: Callable[[Counts], None] = lambda counts: N
             raise
 
 
-def _write_unit(
-    job: UnitJob, tokenizer: Tokenizer, report: Callable[[Counts], None], downloaded: int
-) -> None:
-    rows = _Rows(job)
-    bos = np.array([job.tokenizer.bos_id] if job.options.bos else [], dtype=np.int64)
-    eos = np.array([job.tokenizer.eos_id], dtype=np.int64)
-    documents = tokens = 0
+def _write_unit(job: UnitJob, tokenizer: Tokenizer, report: Report, downloaded: int) -> None:
+    plan = job.plan
+    bos = np.array([plan.tokenizer.bos_id] if plan.options.bos else [], dtype=np.int64)
+    eos = np.array([plan.tokenizer.eos_id], dtype=np.int64)
+    skipped: Counter[str] = Counter()
+    hashes: dict[str, str] = {}
+    row = -1
+    documents = tokens = finished = 0
     with job.writer(TRAIN) as train, job.writer(VALIDATION) as validation:
-        for batch in _batches(rows):
-            encoded = tokenizer.encode_batch([document.text for _, document in batch])
-            for (row, document), ids in zip(batch, encoded, strict=True):
-                held_out = is_held_out(document.utf8, job.options.holdout)
-                framed = np.concatenate([bos, ids, eos])
+        for known in plan.inputs:
+            reader = InputReader(
+                job.root, known, plan.text_field, plan.group_field, plan.options.max_line_bytes
+            )
+            for document in reader.rows():
+                row += 1
+                if isinstance(document, Skipped):
+                    skipped[document.reason] += 1
+                    continue
+                ids = np.concatenate([bos, tokenizer.encode(document.text), eos])
+                held_out = is_held_out(document.utf8, plan.options.holdout)
                 (validation if held_out else train).add(
-                    framed,
+                    ids,
                     num_bytes=len(document.utf8),
                     row=row,
                     group=document.group,
                     repaired=document.repaired,
                 )
-                tokens += len(framed)
-            documents += len(batch)
-            report(Counts(documents, tokens, rows.bytes_read, downloaded))
+                documents += 1
+                tokens += len(ids)
+                if documents % REPORT_DOCUMENTS == 0:
+                    report(Counts(documents, tokens, finished + reader.bytes_read, downloaded))
+            finished += known.size
+            hashes[known.path] = reader.sha256
         validation.finish()
         # rows that made no document belong to no split: counted once, in train's last mark
-        train.finish(rows.skipped, rows.sha256)
+        train.finish(skipped, hashes)
     report(Counts(documents, tokens, job.size, downloaded))
 
 
-class _Rows:
-    """The documents of a unit's inputs with their row numbers, and what reading them finds.
+# ---- processes
 
-    `skipped` counts the rows without a document by reason, `sha256` has each input's hash once it
-    was read to its end, `bytes_read` grows while rows are read.
+
+def end_with_parent() -> None:
+    """Let this worker process end with its parent, and silently at Ctrl-C.
+
+    Without it the workers of a killed run would wait for work, or continue theirs, for ever.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def worker_killed() -> UserError:
+    """The error for a BrokenProcessPool."""
+    return UserError(
+        "a worker process was killed (out of memory?); run the same command again, which "
+        "continues, perhaps with fewer --workers"
+    )
+
+
+def run_jobs(
+    jobs: Sequence[UnitJob],
+    workers: int,
+    tick: Report,
+    wanted: Callable[[int], bool] = lambda unit: True,
+) -> Iterator[int]:
+    """Run the jobs in order, here or in `workers` processes; yield each unit once it is committed.
+
+    `tick` is called now and then with how far the run is. `wanted(unit)` is asked right before a
+    job starts; a job that is not wanted is left out.
+    """
+    counts = RawArray(c_longlong, WIDTH * len(jobs))
+
+    def show() -> None:
+        tick(Counts(*(sum(counts[at::WIDTH]) for at in range(WIDTH))))
+
+    if workers == 1 or len(jobs) < 2:
+        for slot, job in enumerate(jobs):
+            if wanted(job.unit):
+                _run(job, slot, counts, show)
+                yield job.unit
+        return
+    with ProcessPoolExecutor(
+        min(workers, len(jobs)),
+        # spawn: a fork would copy SentencePiece's and rich's threads in an unknown state
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(counts,),
+    ) as pool:
+        waiting = iter(enumerate(jobs))
+        running: dict[Future[None], int] = {}
+        try:
+            while True:
+                while len(running) < workers and (next_job := next(waiting, None)):
+                    slot, job = next_job
+                    if wanted(job.unit):
+                        running[pool.submit(_run, job, slot)] = job.unit
+                if not running:
+                    return
+                done = wait(running, TICK_S, FIRST_COMPLETED).done
+                show()
+                for future in done:
+                    future.result()
+                    yield running.pop(future)
+        except (UserError, OSError) as error:
+            if others := len(running) - 1:
+                say(f"failed: {error}\nending once {others} other unit(s) in work are built")
+            wait(running)  # shutdown does not, once it was told not to
+            raise
+        except BrokenProcessPool:
+            raise worker_killed() from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+# Set once at a worker's start: shared memory can only be handed over there.
+_shared: "Array[c_longlong] | None" = None
+
+
+def _start_worker(counts: "Array[c_longlong]") -> None:
+    """A killed run's workers must not write beside the run that resumes it."""
+    global _shared
+    _shared = counts
+    end_with_parent()
+
+
+def _run(
+    job: UnitJob,
+    slot: int,
+    counts: "Array[c_longlong] | None" = None,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    """Build a unit, its counts in `slot` of `counts`, which a worker process has already."""
+    slots = _shared if counts is None else counts
+    assert slots is not None
+
+    def report(so_far: Counts) -> None:
+        slots[WIDTH * slot : WIDTH * (slot + 1)] = list(so_far)
+        after()
+
+    build_unit(job, report)
+
+
+class BuildProgress:
+    """Progress over `num_units` units, of which `num_finished` were there before.
+
+    `goal` is what this run has to do: bytes to read, and documents or tokens if a limit may end
+    it sooner (0: none). Rates count what this run did. `clock` counts seconds.
     """
 
-    def __init__(self, job: UnitJob) -> None:
-        self.job = job
-        self.skipped: Counter[str] = Counter()
-        self.sha256: dict[str, str] = {}
-        self.bytes_read = 0
+    def __init__(
+        self,
+        num_units: int,
+        num_finished: int,
+        goal: Counts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._num_units = num_units
+        self._finished = num_finished
+        self._goal = goal
+        self._few = num_units - num_finished <= FEW_UNITS
+        self._clock = clock
+        self._started = clock()
+        self._progress = Progress(clock=clock)
+        self.counts = Counts()
 
-    def __iter__(self) -> Iterator[tuple[int, Document]]:
-        job = self.job
-        row = finished = 0
-        for known in job.inputs:
-            limit = job.options.max_line_bytes
-            reader = sources.open_input(job.root, known, job.text_field, job.group_field, limit)
-            for document in reader.rows():
-                if isinstance(document, Skipped):
-                    self.skipped[document.reason] += 1
-                else:
-                    yield row, document
-                row += 1
-                self.bytes_read = finished + reader.bytes_read
-            finished += known.size
-            self.sha256[known.path] = reader.sha256
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
 
+    def __exit__(self, *error: Any) -> None:
+        self._progress.__exit__(*error)
 
-def _batches(rows: _Rows) -> Iterator[list[tuple[int, Document]]]:
-    """Documents in batches of at most BATCH_DOCUMENTS and of about BATCH_BYTES."""
-    batch: list[tuple[int, Document]] = []
-    size = 0
-    for row, document in rows:
-        batch.append((row, document))
-        size += len(document.utf8)
-        if len(batch) == BATCH_DOCUMENTS or size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    def update(self, counts: Counts) -> None:
+        """Show how far this run is in all."""
+        self.counts = counts
+        self._progress.update(self.share(), self._status())
+
+    def unit_done(self, unit: int, documents: int, tokens: int) -> None:
+        """Show one more unit, with the documents and tokens it has."""
+        self._finished += 1
+        line = f"unit {unit}: {documents:,} documents, {tokens:,} tokens; {self._status()}"
+        self._progress.update(self.share(), line, final=self._few)
+
+    def share(self) -> float:
+        """How much of the run is done, in [0, 1]: the limit that ends it first counts."""
+        pairs = zip(self.counts[:3], self._goal[:3], strict=True)
+        return min(1.0, max((done / goal for done, goal in pairs if goal), default=0.0))
+
+    def _status(self) -> str:
+        seconds = max(self._clock() - self._started, 1e-9)
+        documents, tokens, read, downloaded = self.counts
+        fetched = f", {size(downloaded)} downloaded" if downloaded else ""
+        return (
+            f"{self._finished}/{self._num_units} units, {size(read)} of {size(self._goal.read)} "
+            f"read{fetched}; {documents / seconds:,.0f} documents/s, {tokens / seconds:,.0f} "
+            f"tokens/s, {size(read / seconds)}/s"
+        )

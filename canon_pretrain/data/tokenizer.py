@@ -7,7 +7,6 @@ reads a tokenizer.json is in `hf_tokenizer.py`.
 """
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -165,10 +164,6 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text` without BOS and EOS, int64 [tokens]."""
         return self._reader.encode(text)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each of `texts`, as `encode` gives them, on one core."""
-        return [self._reader.encode(text) for text in texts]
 
     def decode(self, ids: np.ndarray | list[int]) -> str:
         """The text of `ids` (int [tokens]); control ids such as EOS give nothing."""

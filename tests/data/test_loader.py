@@ -163,19 +163,6 @@ def test_sizes_that_do_not_fit_are_refused(folder: Path, changed: dict, message:
         BatchLoader(shards, **{**sizes, **changed})
 
 
-def test_damage_leaves_the_position(tmp_path: Path) -> None:
-    write_shards(tmp_path, [np.arange(50)], vocab_size=50, eos_id=2)
-    (loader,) = loaders(tmp_path, 1, 12)
-    path = tmp_path / "part-00000-0.bin"
-    content = path.read_bytes()
-    path.write_bytes(b"\xff" + content[1:])
-    with pytest.raises(ShardError, match="block 0"):
-        loader.next_batch()
-    assert loader.next_sample == 0
-    path.write_bytes(content)
-    assert loader.next_batch().shape == (12, SEQ_LEN + 1)
-
-
 def test_the_digest_of_a_batch_is_the_sum_of_its_shares_in_any_order() -> None:
     batch = np.arange(6 * 9, dtype=np.int64).reshape(6, 9)
     whole = samples_digest(batch)

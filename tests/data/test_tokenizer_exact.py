@@ -120,13 +120,6 @@ def test_the_texts_do_use_pieces_longer_than_a_character(name: str) -> None:
     assert len(_reference(name)(text)) < 0.8 * len(text)
 
 
-def test_encode_batch_is_encode() -> None:
-    tokenizer = _tokenizer("as ours")
-    batch = tokenizer.encode_batch(["", *LINES])
-    assert [ids.tolist() for ids in batch] == [_reference("as ours")(t) for t in ("", *LINES)]
-    assert all(ids.dtype == np.int64 for ids in batch)
-
-
 def test_bounds_come_from_the_pieces() -> None:
     assert PieceBounds(["\u2581a", "\u2581\u2581", "bc"]).before_spaces
     assert not PieceBounds(["a\u2581"]).before_spaces

@@ -195,20 +195,6 @@ def test_command_builds_says_so_and_is_quick_again(
     assert snapshot(out) == before
 
 
-def test_a_changed_input_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = tmp_path / "library"
-    write_library(library)
-    monkeypatch.setattr(sources, "source_root", lambda source: library)
-    build(tmp_path / "data", "stdlib", TOKENIZER, OPTIONS, workers=1)
-    before = snapshot(tmp_path / "data")
-    (library / "m3.py").write_text("changed = 1\n")
-    with pytest.raises(UserError, match="input m3.py: [0-9]+ bytes.* -> 12 bytes"):
-        build(tmp_path / "data", "stdlib", TOKENIZER, OPTIONS, workers=1)
-    assert snapshot(tmp_path / "data") == before
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -43,7 +43,8 @@ def hub(files: Files) -> Iterator[FakeHub]:
 SCRIPT = """
 import sys
 from canon_pretrain.core.errors import UserError
-from data_prep.sources import fetch, open_input, select
+from data_prep.readers import InputReader
+from data_prep.sources import fetch, select
 counts = []
 for step in sys.argv[1:]:
     try:
@@ -54,7 +55,7 @@ for step in sys.argv[1:]:
 SELECT = "s = select('fineweb-edu'{}); print(s.version, len(s.inputs), s.root)"
 FETCH = "fetch(s.source, s.version, s.root, s.inputs[{}], counts.append)"
 SUM = "print(sum(counts))"
-READ = "list(open_input(s.root, s.inputs[0], s.text_field, s.group_field).rows())"
+READ = "list(InputReader(s.root, s.inputs[0], s.text_field, s.group_field).rows())"
 
 
 def run(home: Path, endpoint: str, *steps: str, **more: str) -> list[str]:

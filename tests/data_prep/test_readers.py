@@ -33,7 +33,7 @@ def reader(
     path: Path, *, sha256: str = "", text_field: str = "text", group_field: str | None = None
 ) -> InputReader:
     known = Input(path.name, path.stat().st_size, sha256)
-    return InputReader(path, known, text_field=text_field, group_field=group_field)
+    return InputReader(path.parent, known, text_field, group_field)
 
 
 def rows(path: Path, **options: str) -> list[Document | Skipped]:
@@ -219,7 +219,7 @@ def test_a_zst_that_is_cut_anywhere(checksum: bool, tmp_path: Path) -> None:
             assert texts(rows(path)) == TEXTS[:20]
             whole = Input(path.name, len(content), "")
             with pytest.raises(UserError, match=f"{length:,} bytes, expected {len(content):,}"):
-                list(InputReader(path, whole, text_field="text", group_field=None).rows())
+                list(InputReader(tmp_path, whole, "text", None).rows())
             continue
         with pytest.raises(UserError, match=r"x\.jsonl\.zst, row (1|21|41): damaged") as raised:
             rows(path)

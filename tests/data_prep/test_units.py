@@ -2,8 +2,7 @@
 
 import pytest
 
-from data_prep.units import Counts
-from data_prep.workers import BuildProgress
+from data_prep.units import BuildProgress, Counts
 
 
 class Clock:
