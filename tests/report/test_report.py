@@ -354,14 +354,19 @@ def test_text_from_files_is_never_markup(tmp_path: Path) -> None:
     # two runs of one name get their parents' too, and so a label can hold "</script>"
     paths = [tmp_path / top / "<" / "script><script>alert(1)<" / "script>" for top in "ab"]
     paths.append(tmp_path / EVIL_NAME)
-    for path in paths:
-        planted = plant_run(path, EVENTS, description=f"{EVIL} | `x` **y**\n# z")
-        task = f"{EVIL_NAME}|{EVIL.replace('/', '_')}"
-        plant_results(planted, 30, "<b>suite", {task: {"<i>acc": Score(0.5, 0.1)}}, prompt=EVIL)
+    task = f"{EVIL_NAME}|{EVIL.replace('/', '_')}"
+    tasks = {task: {"version": 1, "primary": ["<i>acc"], "chance": 0.5}}
+    for k, path in enumerate(paths):
+        words = f"{EVIL} | `x` **y**\n# z"
+        planted = plant_run(path, EVENTS, description=words, model__position=EVIL * (k + 1))
+        for at in (20, 30):
+            values = {task: {"<i>acc": [float(i % 10 < 2 + 3 * k) for i in range(100)]}}
+            plant_items(planted, at, "<b>suite", values, tasks=tasks, prompt=EVIL)
     page = report(paths, tmp_path / "out")
     parsed = Page(page)
     names = [tag for tag, _ in parsed.tags]
-    assert names.count("script") == 5 and "img" not in names and "b" not in names
+    assert content(page)["verdicts"]["architectures"]
+    assert names.count("script") == 5 and not {"img", "b", "i"} & set(names)
     assert not any(name.startswith("on") for _, attributes in parsed.tags for name in attributes)
     assert EVIL in parsed.text and EVIL_NAME in parsed.text  # shown as what they are
     labels = [facts["label"] for facts in content(page)["runs"]]
