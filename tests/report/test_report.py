@@ -28,6 +28,7 @@ from tests.checkpoint_folders import make_step
 from tests.report_pages import Page, content, markdown
 from tests.report_runs import (
     FINGERPRINT,
+    IDENTITY,
     TOKENS_A_STEP,
     launch,
     plant_items,
@@ -81,18 +82,8 @@ def test_one_run_says_its_numbers_in_all_three_formats(
     assert "| lambada acc | 0.4820 ± 0.0158 (n = 1,000) |" in markdown(page)
     figures = "5.0625 (step 30) | 5.0625 (step 30) | 7.2500 (step 10) | 6.1250"
     assert f"| canon | {figures} |" in markdown(page)
-    parameters = num_parameters(
-        ModelArgs(
-            vocab_size=2048,
-            num_layers=3,
-            dim=128,
-            num_heads=4,
-            ffn_dim=344,
-            max_seq_len=256,
-            position="nope",
-            canon_set="ABCD",
-        )
-    )
+    model = {k.removeprefix("model."): v for k, v in IDENTITY.items() if k.startswith("model.")}
+    parameters = num_parameters(ModelArgs(**model))
     for words in (
         "done, step 30 of 500",
         f"{30 * TOKENS_A_STEP:,}",
