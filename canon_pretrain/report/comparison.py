@@ -4,6 +4,7 @@ architectures.py groups the runs, verdicts.py judges the pairs, score_tables.py 
 `eval report` shows all of it, `eval compare` a part.
 """
 
+import argparse
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,39 @@ from canon_pretrain.report.verdicts import family, held_out_words, verdicts
 
 VERSION = 1
 DEFAULT = Options()
+
+
+def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options on the noise between seeds of `eval compare` and `eval report`."""
+    parser.add_argument(
+        "--seed_sigma",
+        action="append",
+        default=[],
+        type=_sigma,
+        metavar="TASK=SIGMA",
+        help="the standard deviation of the score over seeds, taken as known; also "
+        "TASK:METRIC=SIGMA, of the logarithm for a perplexity",
+    )
+    parser.add_argument(
+        "--own_noise_only",
+        action="store_true",
+        help="take the seed noise from these runs alone, never from what the paper publishes",
+    )
+
+
+def _sigma(given: str) -> tuple[str, float]:
+    name, _, value = given.rpartition("=")
+    try:
+        if name:
+            return name, float(value)
+    except ValueError:
+        pass
+    raise UserError(f"--seed_sigma {given}: expected TASK=SIGMA, such as boolq=0.011")
+
+
+def noise_options(arguments: argparse.Namespace) -> Options:
+    """Return what `add_noise_arguments` took."""
+    return Options(dict(arguments.seed_sigma), arguments.own_noise_only)
 
 
 def comparison_content(

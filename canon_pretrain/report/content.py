@@ -24,9 +24,8 @@ from canon_pretrain.report.figures import (
     score_curves,
     training_curve,
 )
-from canon_pretrain.report.published import anchors
 from canon_pretrain.report.record import RunRecord, differing, in_turn, is_outdated
-from canon_pretrain.report.score_tables import suite_step
+from canon_pretrain.report.score_tables import anchors, suite_step
 from canon_pretrain.report.verdicts import verdict_summary
 from canon_pretrain.run.log import json_value
 

@@ -5,22 +5,31 @@ verdicts of the report. No torch.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import write_atomic
-from canon_pretrain.report.eval_report import add_noise_arguments
+from canon_pretrain.core.files import write_json
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.report.architectures import Recipe, architectures, recipe_of
+from canon_pretrain.report.comparison import (
+    add_noise_arguments,
+    check_seed_sigma,
+    finite,
+    noise_options,
+)
+from canon_pretrain.report.evaluations import read_runs, suite_order
+from canon_pretrain.report.measure import Measure, Side
+from canon_pretrain.report.record import RunRecord
+from canon_pretrain.report.verdicts import UNINFORMATIVE, family, held_out_words, verdicts
 from canon_pretrain.run.names import named_runs
 from canon_pretrain.run.results import VALIDATION
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from canon_pretrain.report.architectures import Recipe
-    from canon_pretrain.report.record import RunRecord
 
 ROOMY, WIDE = 60, 80
 """Columns beside the longest name with which what is detectable, and the intervals, fit too."""
@@ -48,22 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print the comparison. Raises UserError if the two sides cannot be compared."""
-    # scipy and statsmodels take a second, which --help need not wait for
-    from canon_pretrain.report.comparison import check_seed_sigma, finite
-    from canon_pretrain.report.evaluations import read_runs, suite_order
-    from canon_pretrain.report.measure import Measure, Options, Side
-    from canon_pretrain.report.verdicts import family, held_out_words, verdicts
-
     first, second = _sides(arguments)
     runs = read_runs([*first, *second])
     a, b = runs[: len(first)], runs[len(first) :]
     if not second:
         a, b = _two_architectures(runs)
-    options = Options(
-        dict(arguments.seed_sigma),
-        arguments.own_noise_only,
-        arguments.step,
-        arguments.suite,
+    options = replace(
+        noise_options(arguments),
+        step=arguments.step,
+        suites=arguments.suite,
         # whoever names single results wants these
         any_step=all(path.is_file() for path in (*first, *second)),
     )
@@ -94,10 +96,9 @@ def execute(arguments: argparse.Namespace) -> None:
     _print(content)
     if arguments.json:
         path = arguments.json
-        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, text.encode())
+            write_json(path, content)
         except OSError as error:
             raise UserError(f"--json {path}: cannot be written: {error.strerror}") from None
 
@@ -123,12 +124,8 @@ def _runs_in(paths: Sequence[Path]) -> list[Path]:
     return [run for path in paths for run in ([path] if path.is_file() else named_runs([path]))]
 
 
-def _two_architectures(
-    runs: "Sequence[RunRecord]",
-) -> "tuple[list[RunRecord], list[RunRecord]]":
+def _two_architectures(runs: Sequence[RunRecord]) -> tuple[list[RunRecord], list[RunRecord]]:
     """The runs of a sweep as the two sides of a comparison, in its order."""
-    from canon_pretrain.report.architectures import architectures
-
     found = architectures(runs)
     if len(found) != 2:
         labels = ", ".join(each.label for each in found)
@@ -140,10 +137,8 @@ def _two_architectures(
     return groups[0], groups[1]
 
 
-def _as_recipe(name: str, runs: "Sequence[RunRecord]") -> "tuple[Recipe, list[Recipe], list[str]]":
+def _as_recipe(name: str, runs: Sequence[RunRecord]) -> tuple[Recipe, list[Recipe], list[str]]:
     """A side as the one recipe that the user says it is; those it has; what speaks against it."""
-    from canon_pretrain.report.architectures import architectures, recipe_of
-
     recipe = recipe_of(runs)
     alike = [each for found in architectures(recipe.runs) for each in found.recipes]
     notes = []
@@ -156,7 +151,7 @@ def _as_recipe(name: str, runs: "Sequence[RunRecord]") -> "tuple[Recipe, list[Re
 
 
 def _nothing(
-    runs: "Sequence[RunRecord]", refused: Sequence[dict[str, Any]], arguments: argparse.Namespace
+    runs: Sequence[RunRecord], refused: Sequence[dict[str, Any]], arguments: argparse.Namespace
 ) -> str:
     """Why there is not one row."""
     reasons = [
@@ -180,10 +175,6 @@ def _nothing(
 
 
 def _print(content: dict[str, Any]) -> None:
-    from rich.text import Text
-
-    from canon_pretrain.core.terminal import Console
-
     console = Console()
     if content["held_out"]:
         console.print(Text(content["held_out"], style="bold"), soft_wrap=True)
@@ -209,14 +200,8 @@ def _print(content: dict[str, Any]) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-def _table(rows: Sequence[dict[str, Any]], width: int) -> "Table":
+def _table(rows: Sequence[dict[str, Any]], width: int) -> Table:
     """The rows of one suite; intervals, and what is detectable, where there is room."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from canon_pretrain.report.verdicts import UNINFORMATIVE
-
     steps = f"step {rows[0]['step']}"
     if rows[0]["baseline_step"] != rows[0]["step"]:
         steps = f"A at step {rows[0]['baseline_step']}, B at {steps}"

