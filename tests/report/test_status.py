@@ -27,8 +27,7 @@ from rich.text import Text
 
 from canon_pretrain.checkpoint.retention import hold
 from canon_pretrain.core.files import write_json
-from canon_pretrain.report.status import find_runs, look
-from canon_pretrain.report.summary import RunSummary, summarize_run
+from canon_pretrain.report.status import RunSummary, find_runs, look, summarize_run
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import begin_launch
@@ -274,7 +273,7 @@ def test_whatever_happens_in_one_run_the_others_are_shown(
             raise RuntimeError("what nobody thought of")
         return []
 
-    monkeypatch.setattr("canon_pretrain.report.summary.read_tail", broken)
+    monkeypatch.setattr("canon_pretrain.report.status.read_tail", broken)
     first, second = look([str(tmp_path)]).runs
     assert (first.state, first.problems) == ("unknown", ["RuntimeError: what nobody thought of"])
     assert second.step == 20
