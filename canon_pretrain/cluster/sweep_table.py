@@ -20,7 +20,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import printable
-from canon_pretrain.report.summary import summarize_run
+from canon_pretrain.report.status import summarize_run
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import number, read_tail
 from canon_pretrain.run.names import is_run

@@ -4,11 +4,12 @@ Thinning keeps spikes: of each stretch the lowest, the highest and the first val
 finite. JSON values, drawn by templates/. No torch.
 """
 
+import functools
 import math
 import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -109,8 +110,7 @@ def thin(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     return np.array(sorted(kept), dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """float64 [stretches] of a curve, NaN for a stretch without a finite value."""
 
     step: np.ndarray
@@ -122,16 +122,16 @@ class Summary:
     def of(cls, curve: Curve, bounds: np.ndarray) -> "Summary":
         """Summarize stretches of at least one point each."""
         finite, at = np.isfinite(curve.values), bounds[:-1]
-        count = np.add.reduceat(finite, at, dtype=np.int64)
+        count = np.add.reduceat(finite, at, dtype=np.float64)
+        count[count == 0] = np.nan
 
         def reduced(by: np.ufunc, values: np.ndarray, neutral: float) -> np.ndarray:
             result = by.reduceat(np.where(finite, values, neutral), at)
-            return np.where(count > 0, result, np.nan)
+            return np.where(np.isnan(count), np.nan, result)
 
-        divisor = np.maximum(count, 1)
         return cls(
-            step=reduced(np.add, curve.steps.astype(np.float64), 0.0) / divisor,
-            mean=reduced(np.add, curve.values, 0.0) / divisor,
+            step=reduced(np.add, curve.steps, 0.0) / count,
+            mean=reduced(np.add, curve.values, 0.0) / count,
             low=reduced(np.minimum, curve.values, np.inf),
             high=reduced(np.maximum, curve.values, -np.inf),
         )
@@ -176,27 +176,22 @@ def band(curves: Sequence[Curve | None], most: int) -> dict[str, Any] | None:
     there = [curve for curve in curves if curve is not None]
     if len(there) < 2:
         return None
-    common = there[0].steps
-    for curve in there[1:]:
-        common = np.intersect1d(common, curve.steps, assume_unique=True)
+    common = functools.reduce(np.intersect1d, [curve.steps for curve in there])
     if not len(common):
         return None
     rows = [curve.values[np.searchsorted(curve.steps, common)] for curve in there]
     bounds = stretches(len(common), most)
     parts = [Summary.of(Curve(common, row), bounds) for row in rows]
-    means = np.stack([part.mean for part in parts])
-    known = np.isfinite(means).all(axis=0)  # else a gap for all
-    low = np.stack([part.low for part in parts]).min(axis=0)
-    high = np.stack([part.high for part in parts]).max(axis=0)
-    low, high, means = (np.where(known, values, np.nan) for values in (low, high, means))
+    _, means, low, high = (np.stack(values) for values in zip(*parts, strict=True))
+    means[:, ~np.isfinite(means).all(axis=0)] = np.nan  # a gap of one is a gap of all
     steps = np.add.reduceat(common, bounds[:-1]) / np.diff(bounds)
     return {
         "n": len(there),
         "until": int(common[-1]),
         "steps": rounded(steps),
         "mean": rounded(means.mean(axis=0)),
-        "low": rounded(low),
-        "high": rounded(high),
+        "low": rounded(low.min(axis=0)),
+        "high": rounded(high.max(axis=0)),
         "members": [rounded(member) for member in means],
     }
 

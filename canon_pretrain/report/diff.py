@@ -8,7 +8,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,22 @@ import numpy as np
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.text import printable
-from canon_pretrain.report.record import HELD_OUT, LaunchRecord, RunRecord, in_turn
+from canon_pretrain.report.record import HELD_OUT, Curve, LaunchRecord, RunRecord, in_turn
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH
-from canon_pretrain.run.log import json_value, number
+from canon_pretrain.run.log import json_value
 
 RTOL = 1e-4
 """Relative: how far losses of one experiment are apart on two machines, by rounding alone."""
 EXIT_SAME, EXIT_DIFFERENT = 0, 1
 
 OWN_CONFIG = "|".join(map(re.escape, ("job.dump_folder", "job.description", *OWN_TO_A_LAUNCH)))
-OWN_ENVIRONMENT = (
-    "SLURM_|MASTER_|TORCHELASTIC_|CUDA_VISIBLE_DEVICES|HOSTNAME|RANK|WORLD_SIZE|"
-    "LOCAL_|GROUP_|ROLE_|NODE_RANK"
-)
-NONE, ALL = re.compile("(?!)"), re.compile("")
-OWN = dict.fromkeys(("identity", "data", "code", "packages"), NONE) | {
+OWN = {
     "config": re.compile(f"({OWN_CONFIG})$"),
-    "environment": re.compile(OWN_ENVIRONMENT),
-    "launch": ALL,
+    "environment": re.compile(
+        "SLURM_|MASTER_|TORCHELASTIC_|CUDA_VISIBLE_DEVICES|HOSTNAME|RANK|WORLD_SIZE|"
+        "LOCAL_|GROUP_|ROLE_|NODE_RANK"
+    ),
+    "launch": re.compile(""),
 }
 """By section, the names that each run or job has its own values of."""
 LOGGED_VERSIONS = ("torch", "torchtitan", "canon_pretrain", "python")
@@ -65,21 +63,19 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
     """
     ours, theirs = _recorded(a), _recorded(b)
     shared = a.identity.keys() & b.identity.keys()
-    for name in DATA:
-        if name not in shared:
-            ours["data"].pop(name, None)
-            theirs["data"].pop(name, None)
-    for name in shared:  # compared there, not among the settings
-        ours["config"].pop(name, None)
-        theirs["config"].pop(name, None)
+    for side in (ours, theirs):
+        side["data"] = {name: side["data"][name] for name in DATA if name in shared}
+        for name in shared:  # compared there, not among the settings
+            side["config"].pop(name, None)
     if ours["packages"] is None or theirs["packages"] is None:
-        logged = [_logged_versions(run) for run in (a, b)]
-        common = logged[0].keys() & logged[1].keys()
+        heads = [(run.heads or [{}])[-1] for run in (a, b)]
+        common = [name for name in LOGGED_VERSIONS if all(head.get(name) for head in heads)]
         ours["packages"], theirs["packages"] = (
-            {name: versions[name] for name in common} if versions else None for versions in logged
+            {name: head[name] for name in common} or None for head in heads
         )
     sections = {name: _section(name, ours[name], theirs[name]) for name in TITLES}
-    digests, losses = compare_digests(a.events, b.events), compare_losses(a.events, b.events, rtol)
+    digests = compare_digests(a.events, b.events)
+    losses = compare_losses(a.curve("loss"), b.curve("loss"), rtol)
     same = not any(section["differences"] for section in sections.values())
     return {
         "a": str(a.folder.path),
@@ -88,7 +84,12 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
         "sections": sections,
         "data_digests": digests,
         "losses": losses,
-        "notes": _notes("A", a) + _notes("B", b),
+        "notes": [
+            f"{name} changed its code {len(codes) - 1} time(s) between its "
+            f"{len(run.launch_records)} launches; the newest is compared"
+            for name, run in (("A", a), ("B", b))
+            if len(codes := in_turn(launch.code for launch in run.launch_records)) > 1
+        ],
     }
 
 
@@ -98,14 +99,12 @@ def _section(section: str, a: Facts | None, b: Facts | None) -> Facts:
     if a is None or b is None:
         return {"differences": {}, "own": {}, "compared": 0, "unknown": unknown}
     names = sorted(a.keys() | b.keys())
-    pairs = {name: [a.get(name), b.get(name)] for name in names if a.get(name) != b.get(name)}
-    own = {name: pair for name, pair in pairs.items() if OWN[section].match(name)}
-    return {
-        "differences": {name: pair for name, pair in pairs.items() if name not in own},
-        "own": own,
-        "compared": len(names),
-        "unknown": [],
-    }
+    found: dict[str, Facts] = {"differences": {}, "own": {}}
+    for name in names:
+        if a.get(name) != b.get(name):
+            is_own = section in OWN and OWN[section].match(name)
+            found["own" if is_own else "differences"][name] = [a.get(name), b.get(name)]
+    return found | {"compared": len(names), "unknown": unknown}
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> Facts:
@@ -132,8 +131,8 @@ def _recorded(run: RunRecord) -> dict[str, Any]:
         around = {"platform": facts.get("platform"), "devices": facts.get("devices")}
         environment = environment | flat(around)
     return {
-        "identity": {name: run.identity[name] for name in run.identity if name not in DATA},
-        "data": {name: run.identity[name] for name in run.identity if name in DATA},
+        "identity": {name: value for name, value in run.identity.items() if name not in DATA},
+        "data": run.identity,
         "config": flat(run.config),
         "code": code,
         "packages": None if packages is None else {"python": facts.get("python")} | packages,
@@ -145,31 +144,12 @@ def _recorded(run: RunRecord) -> dict[str, Any]:
             "canon_backend": facts.get("canon_backend"),
             "command": (facts.get("command") or {}).get("again"),
             "data_folders": (facts.get("data") or {}).get("folders"),
-            "last_step": max((e["step"] for e in run.events if e["event"] == "step"), default=0),
+            "last_step": int(run.clock.steps[-1]),
         },
     }
 
 
-def _logged_versions(run: RunRecord) -> Facts:
-    """Return the versions in the newest `start` or `resume` that names some."""
-    for head in reversed(run.heads):
-        if found := {name: head[name] for name in LOGGED_VERSIONS if head.get(name)}:
-            return found
-    return {}
-
-
-def _notes(name: str, run: RunRecord) -> list[str]:
-    changes = len(in_turn(launch.code for launch in run.launch_records)) - 1
-    if changes < 1:
-        return []
-    count = len(run.launch_records)
-    return [
-        f"{name} changed its code {changes} time(s) between its {count} launches; the newest is "
-        "compared"
-    ]
-
-
-def digests_by_step(events: Sequence[Facts]) -> dict[int, str]:
+def digests_by_step(events: Iterable[Facts]) -> dict[int, str]:
     """Return the digest of each step's token ids.
 
     A line has the digests of the steps since the line before, its own last.
@@ -182,7 +162,7 @@ def digests_by_step(events: Sequence[Facts]) -> dict[int, str]:
     return digests
 
 
-def compare_digests(a: Sequence[Facts], b: Sequence[Facts]) -> Facts:
+def compare_digests(a: Iterable[Facts], b: Iterable[Facts]) -> Facts:
     """Find the step from which on the runs saw other data, of those that both have logged."""
     ours, theirs = digests_by_step(a), digests_by_step(b)
     common = sorted(ours.keys() & theirs.keys())
@@ -196,39 +176,35 @@ def compare_digests(a: Sequence[Facts], b: Sequence[Facts]) -> Facts:
     }
 
 
-def compare_losses(a: Sequence[Facts], b: Sequence[Facts], rtol: float) -> Facts:
+def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Facts:
     """Find the steps from which on losses differ at all, and by more than `rtol` of the larger.
 
     NaN equals NaN; a value that is finite in one run alone is beyond any rounding.
     """
-    ours, theirs = _losses(a), _losses(b)
-    common = sorted(ours.keys() & theirs.keys())
-    one, other = (np.array([x[step] for step in common], np.float64) for x in (ours, theirs))
+    ours, theirs = (curve or Curve(np.empty(0, np.int64), np.empty(0)) for curve in (a, b))
+    steps, i, j = np.intersect1d(ours.steps, theirs.steps, assume_unique=True, return_indices=True)
+    one, other = ours.values[i], theirs.values[j]
     equal = (one == other) | (np.isnan(one) & np.isnan(other))
-    finite = np.isfinite(one) & np.isfinite(other)
-    apart = np.zeros(len(common))
-    x, y = one[finite], other[finite]
-    larger = np.maximum(np.maximum(np.abs(x), np.abs(y)), np.finfo(np.float64).tiny)
-    apart[finite] = np.abs(x - y) / larger
-    apart[~finite & ~equal] = math.inf
-    first, beyond = np.flatnonzero(~equal), np.flatnonzero(apart > rtol)
-    largest = int(apart.argmax()) if len(common) else None
-    at = common[beyond[0]] if len(beyond) else None
+    with np.errstate(all="ignore"):
+        apart = np.abs(one - other) / np.maximum(np.abs(one), np.abs(other))
+    apart[~np.isfinite(apart)] = math.inf
+    apart[equal] = 0.0
+    largest = int(apart.argmax()) if len(steps) else None
+    first, beyond = (int(x.argmax()) if x.any() else None for x in (~equal, apart > rtol))
+
+    def step_at(index: int | None) -> int | None:
+        return None if index is None else int(steps[index])
+
     return {
-        "common": len(common),
+        "common": len(steps),
         "rtol": rtol,
-        "first_unequal": common[first[0]] if len(first) else None,
-        "first_beyond": at,
-        "there": None if at is None else [json_value(ours[at]), json_value(theirs[at])],
+        "first_unequal": step_at(first),
+        "first_beyond": step_at(beyond),
+        "there": None if beyond is None else json_value([float(x[beyond]) for x in (one, other)]),
         "largest": None if largest is None else json_value(float(apart[largest])),
-        "largest_step": None if largest is None else common[largest],
-        "last_common": common[-1] if common else None,
+        "largest_step": step_at(largest),
+        "last_common": int(steps[-1]) if len(steps) else None,
     }
-
-
-def _losses(events: Sequence[Facts]) -> dict[int, float]:
-    steps = (event for event in events if event["event"] == "step")
-    return {e["step"]: number(e["loss"]) for e in steps if e.get("loss") is not None}
 
 
 # -- its words

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -55,23 +55,18 @@ def row_of(event: Event) -> Row | None:
     Values that the log does not have are left out; NaN and infinities stay.
     """
     kind = event["event"]
+    if kind not in ("step", "validation"):
+        return None
+    values: dict[str, Any] = {}
+    sources = event.get("source_tokens" if kind == "step" else "sources") or {}
     if kind == "step":
         values = {f"{g}/{name}": event.get(name) for g in ("train", "speed") for name in GROUPS[g]}
-        sources = event.get("source_tokens") or {}
         if len(sources) > 1:
             values |= {f"data/tokens/{plain(name)}": tokens for name, tokens in sources.items()}
-    elif kind == "validation":
-        sources = event.get("sources") or {}
-        parts = {"validation": event}
-        if len(sources) > 1:
-            parts |= {f"validation/{plain(name)}": part for name, part in sources.items()}
-        values = {
-            f"{heading}/{name}": part.get(name)
-            for heading, part in parts.items()
-            for name in GROUPS["validation"]
-        }
     else:
-        return None
+        named = {f"validation/{plain(name)}": part for name, part in sources.items()}
+        for heading, part in {"validation": event, **(named if len(named) > 1 else {})}.items():
+            values |= {f"{heading}/{name}": part.get(name) for name in GROUPS["validation"]}
     try:
         numbers = {name: number(value) for name, value in values.items() if value is not None}
         tokens = int(event.get("tokens") or 0)
@@ -127,9 +122,9 @@ def seconds(time: Any) -> float:
 def about(run: RunRecord, events: list[dict[str, Any]]) -> About:
     """Return what the run is called and what it is, from config.json and its log."""
     first = events[0] if events else {}
-    run_id = next((event["run_id"] for event in reversed(events) if "run_id" in event), None)
-    if run_id is None:  # a run from before run.json: the first line's time names it
-        run_id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:8]
+    # a run from before run.json is named by its first line
+    run_id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:8]
+    run_id = next((event["run_id"] for event in reversed(events) if "run_id" in event), run_id)
     flavor = str(run.config.get("model", {}).get("flavor", "model"))
     position = str(run.identity.get("model.position", ""))
     canon = str(run.identity.get("model.canon_set", ""))
@@ -152,50 +147,46 @@ def about(run: RunRecord, events: list[dict[str, Any]]) -> About:
 # -- copying
 
 
-@dataclass(frozen=True)
-class Export:
-    """A run and its target, which `open_target` makes from what the run is."""
+def copy_whole(run: RunRecord, open_target: Callable[[About], Target]) -> str:
+    """Copy what there is, evaluations too; returns where it is, in words."""
+    rows = rows_of(run.events)
+    for notice in run.notices:
+        print(f"NOTE: {notice}", file=sys.stderr)
+    add_evaluations(rows, run)
+    target = open_target(about(run, run.events))
+    for step in sorted(rows):
+        target.write(rows[step])
+    place = target.finish()
+    return f"{len(rows)} steps and {len(run.latest)} evaluations of {run.folder.path}: {place}"
 
-    run: RunRecord
-    open_target: Callable[[About], Target]
 
-    def whole(self, say: Callable[[str], None]) -> str:
-        """Copy what there is, evaluations too; returns where it is, in words."""
-        rows = rows_of(self.run.events)
-        for notice in self.run.notices:
-            say(f"NOTE: {notice}")
-        add_evaluations(rows, self.run)
-        target = self.open_target(about(self.run, self.run.events))
-        for step in sorted(rows):
-            target.write(rows[step])
-        scores, told = len(self.run.latest), target.finish()
-        return f"{len(rows)} steps and {scores} evaluations of {self.run.folder.path}: {told}"
-
-    def follow(self, ended: Callable[[float], bool]) -> str:
-        """Copy what there is and what comes, until `ended(seconds to wait)` or the run is done."""
-        log = LogFollower(self.run.folder.log_file)
-        events = drop_superseded(log.poll())
-        while not any(event["event"] in ("step", "start", "resume") for event in events):
-            if ended(POLL_S):
-                break
-            events = drop_superseded([*events, *log.poll()])
-        target = self.open_target(about(self.run, events))
-        rows = rows_of(events)
-        for step in sorted(rows):
-            target.write(rows[step])
+def follow(
+    run: RunRecord, open_target: Callable[[About], Target], ended: Callable[[float], bool]
+) -> str:
+    """Copy what there is and what comes, until `ended(seconds to wait)` or the run is done."""
+    log = LogFollower(run.folder.log_file)
+    events = drop_superseded(log.poll())
+    while not any(event["event"] in ("step", "start", "resume") for event in events):
+        if ended(POLL_S):
+            break
+        events = drop_superseded([*events, *log.poll()])
+    target = open_target(about(run, events))
+    rows = rows_of(events)
+    for step in sorted(rows):
+        target.write(rows[step])
+    target.flush()
+    turns = [e["event"] for e in events if e["event"] in ("start", "resume", "done")]
+    over = turns[-1:] == ["done"]
+    while not over:
+        over = ended(POLL_S)  # asked first: what was written before the end is still read
+        for event in log.poll():
+            if event["event"] in ("start", "resume"):
+                target.restart(int(event.get("from_step", 0)))
+            if row := row_of(event):
+                target.write(row)
+            over |= event["event"] == "done"
         target.flush()
-        turns = [e["event"] for e in events if e["event"] in ("start", "resume", "done")]
-        over = turns[-1:] == ["done"]
-        while not over:
-            over = ended(POLL_S)  # asked first: what was written before the end is still read
-            for event in log.poll():
-                if event["event"] in ("start", "resume"):
-                    target.restart(int(event.get("from_step", 0)))
-                if row := row_of(event):
-                    target.write(row)
-                over |= event["event"] == "done"
-            target.flush()
-        return target.finish()
+    return target.finish()
 
 
 # -- the command
@@ -242,18 +233,21 @@ def run(arguments: argparse.Namespace) -> int:
             f"{folder.path} is being trained, and may show itself live in the default place; name "
             "another with --out, or add --follow"
         )
-    export = Export(record, lambda facts: open_target(arguments, facts, os.environ))
+
+    def opened(facts: About) -> Target:
+        return open_target(arguments, facts, os.environ)
+
     if not follows:
-        print(export.whole(lambda line: print(line, file=sys.stderr)))
+        print(copy_whole(record, opened))
     elif arguments.beside_trainer:
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(name, signal.SIG_IGN)
-        print(export.follow(_trainer_ended))
+        print(follow(record, opened, _trainer_ended))
     else:
         interrupted = threading.Event()
         before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
         try:
-            print(export.follow(interrupted.wait))
+            print(follow(record, opened, interrupted.wait))
         finally:
             signal.signal(signal.SIGINT, before)
     return 0
@@ -288,8 +282,7 @@ def _trainer_ended(wait_s: float) -> bool:
     From then on this process has FINISH_S to live, whatever a network does.
     """
     readable, _, _ = select.select([sys.stdin], [], [], wait_s)
-    ended = bool(readable) and not os.read(sys.stdin.fileno(), 1)
-    if ended:
+    if ended := bool(readable) and not os.read(sys.stdin.fileno(), 1):
         watchdog = threading.Timer(FINISH_S, os._exit, (1,))
         watchdog.daemon = True
         watchdog.start()

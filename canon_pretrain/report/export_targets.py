@@ -72,11 +72,10 @@ class TensorBoardTarget:
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names: a live one comes after the last
         began = time.time() if live else facts.began
-        name = f"events.out.tfevents.{int(began):010d}.{facts.run_id}{ENDING}"
+        self._final = folder / f"events.out.tfevents.{int(began):010d}.{facts.run_id}{ENDING}"
         ours = folder.glob(f"events.out.tfevents.*.{facts.run_id}{ENDING}")
-        self._before = [each for each in ours if each.name != name]
-        self._final = folder / name
-        self._path = self._final if live else folder / f".{name}.tmp"
+        self._before = set(ours) - {self._final}
+        self._path = self._final if live else folder / f".{self._final.name}.tmp"
         self._file: BinaryIO = open(self._path, "wb")  # noqa: SIM115 - as long as the target lives
         self._writer = RecordWriter(self._file)
         self._write(wall_time=facts.began, file_version="brain.Event:2")
@@ -108,10 +107,9 @@ class TensorBoardTarget:
         """Complete the copy; returns where it is, in words."""
         self._writer.flush()
         os.fsync(self._file.fileno())
-        self._writer.close()
         os.replace(self._path, self._final)
-        while self._before:
-            self._before.pop().unlink(missing_ok=True)
+        self.flush()
+        self._writer.close()
         fsync_folder(self._folder)
         return f"{self._final}; `tensorboard --logdir {self._folder}` shows it"
 
@@ -133,10 +131,10 @@ class WandbTarget:
         *,
         mode: str,
         project: str,
-        entity: str = "",
-        name: str = "",
-        tags: Sequence[str] = (),
-        live: bool = False,
+        entity: str,
+        name: str,
+        tags: Sequence[str],
+        live: bool,
     ) -> None:
         """An empty `entity` or `name` leaves the choice to the account, or to the run."""
         if mode not in MODES:
@@ -157,7 +155,6 @@ class WandbTarget:
                 del os.environ[variable]
         self._folder = folder / "wandb"
         self._before = self._offline_folders()
-        is_online = mode == "online"
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(
@@ -165,7 +162,7 @@ class WandbTarget:
                 dir=folder,
                 id=facts.run_id,
                 # a whole copy replaces what is there; offline, wandb cannot look
-                resume="allow" if is_online and live else None,
+                resume="allow" if mode == "online" and live else None,
                 project=project,
                 entity=entity or None,
                 name=name or facts.name,
@@ -178,7 +175,7 @@ class WandbTarget:
                     disable_git=True,
                     save_code=False,
                     symlink=False,
-                    silent=live or not is_online,
+                    silent=live or mode != "online",
                     # a copy that is made later would show the machine that makes it
                     x_disable_stats=not live,
                     x_disable_meta=not live,
@@ -201,10 +198,7 @@ class WandbTarget:
         self._run.log(values, step=row.step)
 
     def restart(self, step: int) -> None:
-        """Do nothing: a launch that goes back repeats the steps, and wandb keeps the first.
-
-        If it does not (another branch), a whole copy puts that right.
-        """
+        """Do nothing: wandb keeps the first of repeated steps; a whole copy puts that right."""
 
     def flush(self) -> None:
         """Remove the folders of earlier copies: the new one has what they have."""

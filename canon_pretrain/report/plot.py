@@ -4,7 +4,7 @@
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -37,6 +37,7 @@ TOTAL_STRETCHES = 16_000
 MAX_MARKS = 300
 
 Json = dict[str, Any]
+Bands = Callable[[Sequence[Curve | None]], list[Json | None]]
 
 
 def plot(paths: list[Path], out: Path) -> Json:
@@ -131,17 +132,13 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
         "differing": differing(runs),
         "sections": [
             {"title": "Training", "charts": training},
-            {"title": "Evaluation", "charts": validation + _evaluations(runs, drawn, bands)},
+            {"title": "Evaluation", "charts": validation + _evaluations(runs, most, bands)},
         ],
         "notes": _notes(runs, entries, most),
     }
 
 
-def _evaluations(
-    runs: Sequence[RunRecord],
-    drawn: Callable[[Chart, dict[str, list[Curve | None]]], list[Json]],
-    bands: Callable[[Sequence[Curve | None]], list[Json | None]],
-) -> list[Json]:
+def _evaluations(runs: Sequence[RunRecord], most: int, bands: Bands) -> list[Json]:
     """Return a chart per suite that a run was evaluated on; its variants are tasks' metrics."""
     found: dict[str, dict[tuple[str, str], list[list[Results]]]] = {}
     for k, run in enumerate(runs):
@@ -151,43 +148,39 @@ def _evaluations(
                     measures = found.setdefault(suite, {})
                     by_run = measures.setdefault((task, metric), [[] for _ in runs])
                     by_run[k].append(results)
-    charts: list[Json] = []
-    for k, (suite, measures) in enumerate(sorted(found.items())):
-        unit = "score ± standard error over items"
-        chart = Chart(f"eval_{k}", printable(suite), unit, ",.4f", smooth=False)
-
-        def curve(scored: list[Results], measure: tuple[str, str]) -> Curve | None:
-            task, metric = measure
-            return Curve.of((r.asked["step"], r.scores[task][metric].value) for r in scored)
-
-        variants = {
-            printable(f"{task}, {metric}"): [curve(scored, (task, metric)) for scored in by_run]
-            for (task, metric), by_run in measures.items()
-        }
-        (made,) = drawn(chart, variants)
-        for variant, (measure, by_run) in zip(made["variants"], measures.items(), strict=True):
-            for drawn_line, scored in zip(variant["lines"], by_run, strict=True):
-                if drawn_line is not None:
-                    _add_errors(drawn_line, scored, measure)
-            # what was cut short is no result, and no part of a mean
-            whole = [[r for r in scored if r.asked["limit"] is None] for scored in by_run]
-            variant["bands"] = bands([curve(scored, measure) for scored in whole])
-        charts.append(made)
-    return charts
-
-
-def _add_errors(drawn: Json, scored: list[Results], measure: tuple[str, str]) -> None:
-    """Put standard errors, and the limits of trials, beside a line's points."""
-    task, metric = measure
-    by_step = {results.asked["step"]: results for results in scored}
-    shown = [by_step[step] for step in drawn["steps"]]
-    drawn["errors"] = [json_value(results.scores[task][metric].stderr) for results in shown]
-    drawn["limits"] = [results.asked["limit"] for results in shown]
-    drawn["words"] = [
-        ("" if error is None else f" ± {figure(error, '.2g')}")
-        + ("" if limit is None else f"<br>of {limit:,} items only")
-        for error, limit in zip(drawn["errors"], drawn["limits"], strict=True)
+    unit = "score ± standard error over items"
+    return [
+        asdict(Chart(f"eval_{k}", printable(suite), unit, ",.4f", smooth=False))
+        | {"variants": [_scores(*measure, by_run, most, bands) for measure, by_run in rows.items()]}
+        for k, (suite, rows) in enumerate(sorted(found.items()))
     ]
+
+
+def _scores(
+    task: str, metric: str, by_run: Sequence[list[Results]], most: int, bands: Bands
+) -> Json:
+    """Return the curves of one metric, with standard errors and the limits of trials."""
+
+    def curve(scored: Iterable[Results]) -> Curve | None:
+        return Curve.of((r.asked["step"], r.scores[task][metric].value) for r in scored)
+
+    lines: list[Json | None] = [None] * len(by_run)
+    for k, scored in enumerate(by_run):
+        if scores := curve(scored):
+            drawn = line(scores, most)
+            by_step = {results.asked["step"]: results for results in scored}
+            shown = [by_step[step] for step in drawn["steps"]]
+            drawn["errors"] = [json_value(r.scores[task][metric].stderr) for r in shown]
+            drawn["limits"] = [results.asked["limit"] for results in shown]
+            drawn["words"] = [
+                ("" if error is None else f" ± {figure(error, '.2g')}")
+                + ("" if limit is None else f"<br>of {limit:,} items only")
+                for error, limit in zip(drawn["errors"], drawn["limits"], strict=True)
+            ]
+            lines[k] = drawn
+    # what was cut short is no result, and no part of a mean
+    whole = [curve(r for r in scored if r.asked["limit"] is None) for scored in by_run]
+    return {"name": printable(f"{task}, {metric}"), "lines": lines, "bands": bands(whole)}
 
 
 def _run_content(run: RunRecord) -> Json:

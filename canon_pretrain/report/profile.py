@@ -131,13 +131,13 @@ def summarize(trace: Trace) -> Summary:
         merged = union(interval for each in intervals for interval in each)
         return sum(max(0.0, min(e, end) - max(b, begin)) for b, e in merged) / window_us
 
-    rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
-    purposes = dict.fromkeys(PURPOSES, 0.0)
+    own_times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for name, purpose, own in calls:
-        row = rows[name, purpose]
-        row[0] += 1
-        row[1] += own
-        purposes[purpose] += own / window_us
+        own_times[name, purpose].append(own)
+    rows = [Row(*key, len(times), sum(times)) for key, times in own_times.items()]
+    purposes = dict.fromkeys(PURPOSES, 0.0)
+    for each in rows:
+        purposes[each.purpose] += each.self_us / window_us
     purposes[DATA] = share(host.waits)  # all of it, beside what a device did meanwhile
     both, communication = share(busy[True], busy[False]), share(busy[True])
     overlapped = communication + share(busy[False]) - both
@@ -154,10 +154,7 @@ def summarize(trace: Trace) -> Summary:
         purposes=purposes,
         communication_exposed=communication - overlapped,
         communication_overlapped=overlapped,
-        rows=sorted(
-            (Row(name, purpose, int(n), own) for (name, purpose), (n, own) in rows.items()),
-            key=lambda row: -row.self_us,
-        ),
+        rows=sorted(rows, key=lambda row: -row.self_us),
     )
 
 
@@ -231,7 +228,11 @@ class _Host:
         def close(before: float) -> None:
             while stack and stack[-1].event.end <= before:
                 advance(stack[-1].event.end)
-                self._close(stack.pop())
+                done = stack.pop()
+                if done.is_work:
+                    self.calls.append((done.event.name, done.purpose or OTHER, done.own))
+                elif done.event.name == DATA:
+                    self.waits.append((done.event.begin, done.event.end))
 
         # outer events first if two begin at once
         for event in sorted(events, key=lambda event: (event.begin, -event.end)):
@@ -258,12 +259,6 @@ class _Host:
             of_forward = self._of_sequence.get(event.link)
             return of_forward if of_forward in (CANON, ATTENTION, MATMUL) else None
         return own
-
-    def _close(self, done: _Open) -> None:
-        if done.is_work:
-            self.calls.append((done.event.name, done.purpose or OTHER, done.own))
-        elif done.event.name == DATA:
-            self.waits.append((done.event.begin, done.event.end))
 
 
 # -- the command
@@ -321,7 +316,7 @@ def find_trace(run: Path, rank: int) -> Path:
         raise UserError(f"{run}: no such run folder or trace")
     try:
         folder = run / str(RunRecord(run).config["profiling"]["save_traces_folder"])
-    except (UserError, OSError, KeyError, TypeError):
+    except (UserError, KeyError, TypeError):
         folder = run / TRACES
     traces: dict[int, list[Path]] = {}
     for path in folder.glob("iteration_*/*"):
@@ -348,15 +343,13 @@ def print_summary(console: Console, summary: Summary, rows: Sequence[Row]) -> No
     table.add_column("purpose", no_wrap=True)
     table.add_column("share", no_wrap=True, justify="right")
     table.add_column("what it is")
+    communication = (
+        f"; {summary.communication_exposed:.1%} exposed, "
+        f"{summary.communication_overlapped:.1%} overlapped"
+    )
+    more = {COMMUNICATION: communication, DATA: ", on the host" if summary.is_device else ""}
     for name, explained in PURPOSES.items():
-        if name == COMMUNICATION:
-            explained += (
-                f"; {summary.communication_exposed:.1%} exposed, "
-                f"{summary.communication_overlapped:.1%} overlapped"
-            )
-        if name == DATA and summary.is_device:
-            explained += ", on the host"
-        table.add_row(name, f"{summary.purposes[name]:.1%}", explained)
+        table.add_row(name, f"{summary.purposes[name]:.1%}", explained + more.get(name, ""))
     idle = "no kernel runs" if summary.is_device else "no operator runs: Python, waiting for others"
     table.add_row("idle", f"{summary.idle_share:.1%}", idle)
     console.print(table)

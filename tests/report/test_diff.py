@@ -16,7 +16,7 @@ from canon_pretrain.report.diff import (
     digests_by_step,
     flat,
 )
-from canon_pretrain.report.record import RunRecord
+from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from tests.report_runs import FINGERPRINT, launch, plant_run, step
@@ -121,8 +121,8 @@ def test_repeated_steps_are_compared_as_they_were_done_last(tmp_path: Path) -> N
 # ---- losses
 
 
-def losses(*values: Any) -> list[dict]:
-    return [step(10 * (k + 1), value) for k, value in enumerate(values)]
+def losses(*values: float) -> Curve | None:
+    return Curve.of((10 * (k + 1), value) for k, value in enumerate(values))
 
 
 def test_losses_part_where_they_are_further_apart_than_rounding() -> None:
@@ -137,15 +137,13 @@ def test_losses_part_where_they_are_further_apart_than_rounding() -> None:
 
 
 def test_losses_that_are_not_finite_are_compared_too() -> None:
-    ours = losses("NaN", "Infinity", 0.0, 1.0)
-    assert compare_losses(ours, ours, 1e-4)["first_unequal"] is None
-    for k, value in enumerate((1.0, "-Infinity", "NaN", "NaN")):
-        theirs = losses("NaN", "Infinity", 0.0, 1.0)
-        theirs[k]["loss"] = value
-        result = compare_losses(ours, theirs, 1e-4)
+    values = [math.nan, math.inf, 0.0, 1.0]
+    assert compare_losses(losses(*values), losses(*values), 1e-4)["first_unequal"] is None
+    for k, value in enumerate((1.0, -math.inf, math.nan, math.nan)):
+        theirs = losses(*values[:k], value, *values[k + 1 :])
+        result = compare_losses(losses(*values), theirs, 1e-4)
         assert result["first_beyond"] == 10 * (k + 1) and result["largest"] == "Infinity"
-    assert math.isinf(float(compare_losses(ours, losses(1.0), 1e-4)["largest"]))
-    assert compare_losses(ours, [], 1e-4)["common"] == 0
+    assert compare_losses(losses(*values), None, 1e-4)["common"] == 0
 
 
 # ---- what the runs are
@@ -210,20 +208,15 @@ def test_every_kind_of_difference_is_in_its_section(tmp_path: Path) -> None:
     assert not result["same"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"patch": "+ another line"},
-        {"git": {"commit": "decaf"}},
-        {"packages": {"numpy": "2.2.0"}},
-        {"around": {"OMP_NUM_THREADS": "8"}},
-    ],
-)
-def test_each_difference_alone_is_exit_code_1(tmp_path: Path, change: dict[str, Any]) -> None:
-    a, b = pair(tmp_path, lines(20), lines(20))
+def test_each_difference_alone_is_exit_code_1(tmp_path: Path) -> None:
+    a = plant_run(tmp_path / "a", [launch("start"), *lines(20)])
     plant_launch(a, patch="+ one line")
-    plant_launch(b, **{"patch": "+ one line"} | change)
-    assert run_command(a.path, b.path) == 1
+    changes: dict[str, Any] = {"patch": "+ another line", "git": {"commit": "decaf"}}
+    changes |= {"packages": {"numpy": "2.2.0"}, "around": {"OMP_NUM_THREADS": "8"}}
+    for name, change in changes.items():
+        b = plant_run(tmp_path / name, [launch("start"), *lines(20)])
+        plant_launch(b, **{"patch": "+ one line"} | {name: change})
+        assert run_command(a.path, b.path) == 1, name
 
 
 def test_the_newest_launch_counts(tmp_path: Path) -> None:
@@ -283,9 +276,8 @@ def test_real_runs_stopped_and_resumed_are_the_same(runs: Runs) -> None:
     result = found(RunFolder(runs.straight), RunFolder(runs.resumed))
     for name in ("identity", "data", "config", "packages"):
         assert result["sections"][name]["differences"] == {}
-    digests, losses = result["data_digests"], result["losses"]
-    assert (digests["common"], digests["first_different"]) == (12, None)
-    assert (losses["common"], losses["first_unequal"]) == (12, None)
+    for name, first in (("data_digests", "first_different"), ("losses", "first_unequal")):
+        assert (result[name]["common"], result[name][first]) == (12, None)
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ import pytest
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.link_lock import LinkLock
-from canon_pretrain.report.export import Export, about, row_of
-from canon_pretrain.report.export_targets import TensorBoardTarget
+from canon_pretrain.report.export import about, follow, row_of
+from canon_pretrain.report.export_targets import About, TensorBoardTarget
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run import live_export
 from canon_pretrain.run.__main__ import main
@@ -162,7 +162,7 @@ def test_tensorboard_shows_one_clean_curve(
 
 
 class Script:
-    """The `ended` of `Export.follow`: each look of the follower does the next thing first."""
+    """The `ended` of `follow`: each look of the follower does the next thing first."""
 
     def __init__(self, *actions: Callable[[], object]) -> None:
         self._actions: Iterator[Callable[[], object]] = iter(actions)
@@ -184,10 +184,12 @@ def test_tensorboard_is_followed_over_launches(tmp_path: Path) -> None:
         curve = tensorboard_curve(tmp_path / "tb")
         seen.append({step: values["train/loss"] for step, values in curve.items()})
 
-    follower = Export(
-        RunRecord(run.path), lambda facts: TensorBoardTarget(tmp_path / "tb", facts, live=True)
-    )
-    told = follower.follow(
+    def live(facts: About) -> TensorBoardTarget:
+        return TensorBoardTarget(tmp_path / "tb", facts, live=True)
+
+    told = follow(
+        RunRecord(run.path),
+        live,
         Script(
             lambda: None,  # the log is not there yet
             lambda: write_launch(run.path, 0),
@@ -196,7 +198,7 @@ def test_tensorboard_is_followed_over_launches(tmp_path: Path) -> None:
             lambda: write_launch(run.path, 1),
             look,
             look,
-        )
+        ),
     )
     assert str(tmp_path / "tb") in told
     assert seen[0] == pytest.approx({k: loss_of(k) if k <= 4 else WRONG for k in range(1, 7)})
@@ -204,7 +206,7 @@ def test_tensorboard_is_followed_over_launches(tmp_path: Path) -> None:
     # a later follower replaces the file of the first, and ends by itself when the run is done
     write_launch(run.path, 2)
     time.sleep(1.1)  # a second's difference in the name
-    follower.follow(lambda wait_s: False if wait_s else True)
+    follow(RunRecord(run.path), live, lambda wait_s: not wait_s)
     assert len(list((tmp_path / "tb").iterdir())) == 1
     curve = tensorboard_curve(tmp_path / "tb")
     losses = {step: values["train/loss"] for step, values in curve.items()}

@@ -38,15 +38,9 @@ def step(hours: float, number: int, loss: Any, **fields: Any) -> Json:
 
 
 def validation(number: int, bits: Any, **sources: float) -> Json:
-    return at(
-        number / 100,
-        "validation",
-        step=number,
-        tokens=number * TOKENS_A_STEP,
-        loss=1.0,
-        bits_per_byte=bits,
-        sources={name: {"bits_per_byte": value} for name, value in sources.items()},
-    )
+    parts = {name: {"bits_per_byte": value} for name, value in sources.items()}
+    scored = {"loss": 1.0, "bits_per_byte": bits, "sources": parts}
+    return at(number / 100, "validation", step=number, tokens=number * TOKENS_A_STEP, **scored)
 
 
 def record(path: Path, events: list[Json], **identity: Any) -> RunRecord:
@@ -233,15 +227,15 @@ def test_a_thinned_band_holds_all_that_is_in_its_stretches() -> None:
 
 
 def test_only_runs_that_differ_in_seeds_alone_are_joined(tmp_path: Path) -> None:
-    planted: list[tuple[str, Json]] = [
-        ("rope_seed0", {"model__init_seed": 0}),
-        ("nope_lr", {"optimizer__lr": 0.1}),
-        ("rope_seed1", {"model__init_seed": 1}),
-        ("rope_data2", {"model__init_seed": 0, "data__data_seed": 9}),
-        ("twin", {"training__steps": 7}),
-        ("twin_again", {"training__steps": 7}),
-    ]
-    runs = [record(tmp_path / name, LEARNS, **identity) for name, identity in planted]
+    planted: dict[str, Json] = {
+        "rope_seed0": {"model__init_seed": 0},
+        "nope_lr": {"optimizer__lr": 0.1},
+        "rope_seed1": {"model__init_seed": 1},
+        "rope_data2": {"model__init_seed": 0, "data__data_seed": 9},
+        "twin": {"training__steps": 7},
+        "twin_again": {"training__steps": 7},
+    }
+    runs = [record(tmp_path / name, LEARNS, **identity) for name, identity in planted.items()]
     assert [(entry.label, entry.runs) for entry in join_seeds(runs)] == [
         ("rope_*", (0, 2, 3)),
         ("nope_lr", (1,)),
@@ -337,7 +331,6 @@ def test_a_sweep_means_all_of_its_runs(tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "new" / "page.html"
     assert run_command(tmp_path / "sweep", "--out", out) == 0
     assert f"{out} (2 runs, " in capsys.readouterr().out
-    assert out.read_text().startswith("<!doctype html>")
 
 
 def test_bad_input_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
