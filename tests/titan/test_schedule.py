@@ -11,8 +11,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.config import build
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.job_checks import check_job
-from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.job_config import CanonJobConfig, check_job
 from canon_pretrain.titan.spec import build_schedule, learning_rate_factor
 from tests.support import ROOT
 
