@@ -384,7 +384,7 @@ def refused(argv: list[object], capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_refused_change_touches_nothing_and_its_way_out_is_one(
     half: Path, data_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That each part of the identity is refused by name: tests/titan/test_identity.py."""
+    """That each part of the identity is refused by name: tests/titan/test_launch.py."""
     before = {path: path.stat().st_mtime_ns for path in (half / "checkpoint").rglob("*")}
     argv = job(data_folder, half, "--optimizer.lr", 1e-3, "--data.data_seed", 5)
     message = refused(argv, capsys)

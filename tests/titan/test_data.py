@@ -35,8 +35,8 @@ from canon_pretrain.titan.data import (
     open_shards,
 )
 from canon_pretrain.titan.dry_run import make_plan, reference
-from canon_pretrain.titan.identity import check_identity, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.launch import check_identity, run_identity
 from canon_pretrain.train import main
 from tests.ranks import Ended, assert_failed, events, launch
 from tests.support import (

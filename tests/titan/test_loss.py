@@ -14,8 +14,8 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.config import Loss
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.identity import check_identity, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.launch import check_identity, run_identity
 from canon_pretrain.titan.loss import build_loss, cross_entropy_and_objective, head_loss
 from tests.support import ROOT
 

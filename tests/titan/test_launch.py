@@ -14,8 +14,8 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.source import code_hashes
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.identity import check_identity, code_changes, config_changes, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.launch import check_identity, code_changes, config_changes, run_identity
 from tests.support import ROOT
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
