@@ -1,10 +1,8 @@
 """The TrainSpec that plugs our model, schedule, data and metrics into torchtitan's Trainer.
 
-The learning rate is torchtitan's, or a decay whose length is its own. After the warm-up: a cosine,
-a line or 1 - sqrt down to `min_lr_factor` at the run's end; with `decay_ratio` (WSD) a stable rate
-first and the decay in that last share of the run; with `decay_steps` (InfiniteLR, seed 000) a decay
-that does not depend on `training.steps`, and then the minimum. Where the rate is stable, or has its
-own length, a prolonged run is the longer one.
+After the warm-up, the learning rate is a cosine, a line or 1 - sqrt down to `min_lr_factor` at the
+run's end; with `decay_ratio` (WSD) it is stable first and decays in that last share of the run;
+with `decay_steps` (InfiniteLR, seed 000) the decay does not depend on `training.steps`.
 """
 
 import contextlib
