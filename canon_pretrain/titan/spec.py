@@ -58,23 +58,22 @@ class TitanTransformer(Transformer):
         super().init_weights(write=write_shard, buffer_device=buffer_device)
 
 
-def learning_rate_factor(
-    step: int, *, warmup_steps: int, decay_steps: int, decay_type: str, min_lr_factor: float
-) -> float:
+def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
     """Return what the peak rate is multiplied with at `step` (0 is the first).
 
     (step + 1) / warmup_steps in warm-up, 1 at its end, then from 1 to `min_lr_factor` within
     `decay_steps` steps (linear, sqrt or cosine as in torchtitan), and `min_lr_factor` from there.
     """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / decay_steps)
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    assert config.decay_steps is not None
+    progress = min(1.0, (step - config.warmup_steps) / config.decay_steps)
     left = {
         "linear": 1 - progress,
         "sqrt": 1 - math.sqrt(progress),
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[decay_type]
-    return min_lr_factor + (1 - min_lr_factor) * left
+    }[config.decay_type]
+    return config.min_lr_factor + (1 - config.min_lr_factor) * left
 
 
 def build_schedule(
@@ -83,14 +82,7 @@ def build_schedule(
     """Build our schedule where `decay_steps` is set, torchtitan's elsewhere."""
     if config.decay_steps is None:
         return build_lr_schedulers(optimizers, config, training_steps)
-    factor = functools.partial(
-        learning_rate_factor,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.decay_steps,
-        decay_type=config.decay_type,
-        min_lr_factor=config.min_lr_factor,
-    )
-    return LRSchedulersContainer(optimizers, factor)
+    return LRSchedulersContainer(optimizers, functools.partial(learning_rate_factor, config=config))
 
 
 @contextlib.contextmanager

@@ -124,11 +124,6 @@ def test_the_loss_compiles_with_its_terms(chunk_tokens: int) -> None:
         torch.testing.assert_close(*grads)
 
 
-def test_two_forms_of_one_thing_are_refused() -> None:
-    with pytest.raises(UserError, match="two forms of one thing"):
-        parse_job([*DEBUG, "--loss.z_loss", "1e-4", "--loss.squared_loss", "1e-4"])
-
-
 def test_it_is_part_of_what_a_run_is_and_was_off_before_it_had_a_name(tmp_path: Path) -> None:
     plain, z_loss = parse_job(DEBUG), parse_job([*DEBUG, "--loss.z_loss", "1e-4"])
     folder = RunFolder(tmp_path)

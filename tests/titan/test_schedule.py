@@ -116,16 +116,9 @@ def test_a_rate_that_stays() -> None:
 def test_infinite_lr_of_seed_000() -> None:
     """Warm-up 500, cosine over 50,000 steps from 1e-3 towards 1e-4, and no further."""
     job = parse_job(["--config", str(ROOT / "train_configs/tiny/llama.toml")])
-    config = job.lr_scheduler
 
     def rate(step: int) -> float:
-        return job.optimizer.lr * learning_rate_factor(
-            step,
-            warmup_steps=config.warmup_steps,
-            decay_steps=config.decay_steps or 0,
-            decay_type=config.decay_type,
-            min_lr_factor=config.min_lr_factor,
-        )
+        return job.optimizer.lr * learning_rate_factor(step, config=job.lr_scheduler)
 
     assert rates(job, 2) == pytest.approx([rate(0), rate(1)])
     assert rate(0) == pytest.approx(1e-3 / 500)
