@@ -308,7 +308,7 @@ def test_data_that_cannot_be_taken_leave_no_run_folder(
         (debug_run(tmp_path / "nowhere", run), "nowhere"),
         (debug_run(broken, run), "part-00000-0.bin"),
         ([*debug_run(data_folder, run), "--model.vocab_size", 100], "model.vocab_size = 100"),
-        ([*debug_run(data_folder, run), "--data.path", ""], "data.path is not set"),
+        (["--config", ROOT / "train_configs" / "debug.toml"], "data.path is not set"),
     ):
         assert named in exits_with_2(argv, capsys)
         assert not run.exists()
