@@ -14,9 +14,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from canon_pretrain.core.cli import check_encoding, words
 from canon_pretrain.core.errors import UserError, exit_with
@@ -28,17 +26,11 @@ from canon_pretrain.titan.command_line import FORCE, check_names, parse_job
 from canon_pretrain.titan.console import init_logging
 from canon_pretrain.titan.device import (
     check_launch,
-    device_count,
-    has_accelerator,
     prepare_device,
     prepare_process,
     stand_alone,
     take_device,
 )
-
-if TYPE_CHECKING:  # they import torchtitan, which must wait for prepare_device()
-    from canon_pretrain.titan.dry_run import Device
-    from canon_pretrain.titan.job_config import CanonJobConfig
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -76,9 +68,15 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     import torch
 
     from canon_pretrain.titan.data import open_data
-    from canon_pretrain.titan.dry_run import check_memory, make_plans, print_plans, this_machine
+    from canon_pretrain.titan.dry_run import (
+        check_memory,
+        first_notes,
+        make_plans,
+        print_plans,
+        this_machine,
+    )
     from canon_pretrain.titan.job_config import micro_batch_size, shard_degree
-    from canon_pretrain.titan.launch import checkpoints_outside, leave_folder, prepare_folder
+    from canon_pretrain.titan.launch import checkpoints_outside, prepare_folder
     from canon_pretrain.titan.trainer import CanonTrainer
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -98,7 +96,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         here = this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
         if not options.force:
             check_memory(job, here, world_size)
-        notes = [*data.notices, *_first_notes(job, here, world_size)]
+        notes = [*data.notices, *first_notes(job, here, world_size)]
     init_logging(rank)
     logger = logging.getLogger()
     for note in notes:
@@ -124,8 +122,8 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         finally:
             if trainer is not None:
                 trainer.close()
-            if record is not None:
-                leave_folder(session, record)
+            if record is not None and session.still_ours():
+                record.settle(session.folder)  # it takes its number back if it began nothing
     torch.distributed.destroy_process_group()
 
 
@@ -145,20 +143,6 @@ def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if given and not options.dry_run:
         raise UserError(f"{', '.join(given)} belong(s) to --dry_run, which is not given")
     return options, rest
-
-
-def _first_notes(job: "CanonJobConfig", here: "Device", world_size: int) -> Iterator[str]:
-    """Yield what a user should know before a real run starts to use up their time."""
-    from canon_pretrain.titan.dry_run import describe_duration
-
-    ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), device_count()
-    if has_accelerator() and ranks < devices:
-        yield (
-            f"this run uses {ranks} of the {devices} GPUs of this node; torchrun "
-            f"--nproc-per-node {devices} would use all"
-        )
-    if note := describe_duration(job, here, world_size):
-        yield note
 
 
 if __name__ == "__main__":

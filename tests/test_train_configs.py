@@ -13,8 +13,7 @@ from canon_pretrain.model.args import CHOICES, POSITIONS, ROTARY, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Loss, build, merge, read_experiment
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.job_checks import check_job
-from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.job_config import CanonJobConfig, check_job
 from tests.support import ROOT
 
 FOLDER = ROOT / "train_configs"

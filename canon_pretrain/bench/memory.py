@@ -18,8 +18,7 @@ from canon_pretrain.bench.variants import NONE, Variant, Workload
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import CANON_SITES
 from canon_pretrain.titan.bare_step import BareStep, job_of, one_rank
-from canon_pretrain.titan.dry_run import GIB
-from canon_pretrain.titan.memory import count_saved
+from canon_pretrain.titan.dry_run import GIB, count_saved
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -41,8 +41,7 @@ from canon_pretrain.model.attend import BACKENDS as ATTENTION
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.bare_step import BareStep, job_of, one_rank
-from canon_pretrain.titan.dry_run import GIB
-from canon_pretrain.titan.memory import memory_by_part
+from canon_pretrain.titan.dry_run import GIB, memory_by_part
 
 UNITS = ("block", "model")
 ROOM = 0.92
@@ -159,7 +158,7 @@ def _setting(arguments: argparse.Namespace, machine: Machine) -> Setting:
 def fitting_micro_batch(args: ModelArgs, num_tokens: int, dtype: torch.dtype, room: float) -> int:
     """Return the most sequences that fit in `room` bytes with Canon ABCD, from 1 to MICRO_BATCH.
 
-    States by titan/memory.py. A compiled block keeps about 8 D + 3 F values per token: the inputs
+    States by titan/dry_run.py. A compiled block keeps about 8 D + 3 F values per token: the inputs
     of its norms, q, k, v, attention and its output, the feed-forward's input, gate, up and product.
     """
     args = dataclasses.replace(args, canon_set="ABCD", max_seq_len=num_tokens)

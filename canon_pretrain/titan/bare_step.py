@@ -72,10 +72,7 @@ def job_of(
 
 @torch.no_grad()
 def fill(model: Transformer) -> None:
-    """Give a model values of the usual size, drawn on its own device.
-
-    `init_weights` draws the same bits on every machine, which takes a 1.3B model half a minute.
-    """
+    """Give a model values of the usual size, drawn on its own device: in no time."""
     for name, parameter in model.named_parameters():
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if name.endswith("norm.weight"):

@@ -1,11 +1,9 @@
-"""Saving and resuming a run's state, in the place of torchtitan's CheckpointManager.
+"""Saving a run's state, in the place of torchtitan's CheckpointManager; resume.py loads it.
 
-    save    preflight -> copy to CPU memory -> VerifiedWriter in the background -> retention
-    load    newest first: verified on all ranks, or moved to quarantine and the next one tried
+    preflight -> copy to CPU memory -> VerifiedWriter in the background -> retention
 
 The format is canon_pretrain/checkpoint/; this room knows the ranks. Every decision is global rank
-0's, over the Council's gloo group (resume.py). A save in the background uses the same group: until
-it has ended, nothing else does.
+0's, over the Council's gloo group, which nothing else uses while a save is written.
 """
 
 import functools
@@ -76,8 +74,7 @@ def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
 class Staging:
     """A copy of the state in CPU memory, from which a save is written while training goes on.
 
-    On a GPU the buffers are pinned, and the copies run on a stream of their own beside the next
-    step's forward pass: `copied` is the event of their end, which the writing thread waits for.
+    On a GPU it is pinned and made on a stream of its own: `copied` is the event of its end.
     """
 
     def __init__(self) -> None:
@@ -115,9 +112,8 @@ class Staging:
 class CanonCheckpointManager:
     """One run's checkpoints. All public methods are collective, in the same order on every rank.
 
-    `event` and `note` report (to the run's log, status.json), `still_ours` asks whether this launch
-    holds the run folder, `flush` waits for the run's log, which has the steps of a checkpoint
-    before it is whole. `launch` is which launch it is, on rank 0.
+    `event` and `note` report to the run's log and status.json, `still_ours` asks whether this
+    launch holds the run folder, `flush` waits for the run's log. `launch` is for rank 0.
     """
 
     def __init__(
@@ -235,8 +231,7 @@ class CanonCheckpointManager:
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Begin a checkpoint as `curr_step`, if it is due or the last, which is waited for.
 
-        Returns once the state is copied. A save that can't be made leaves nothing behind, is
-        reported, and is tried again when the next one is due.
+        A save that can't be made leaves nothing behind, is reported, and the next one tries again.
         """
         if not self.enable or not (last_step or self.is_due(curr_step)):
             return

@@ -132,8 +132,7 @@ def parse_job(arguments: list[str], *, quiet: bool = False) -> "CanonJobConfig":
     import tyro
     from torchtitan.config.manager import custom_registry
 
-    from canon_pretrain.titan.job_checks import check_job
-    from canon_pretrain.titan.job_config import CanonJobConfig
+    from canon_pretrain.titan.job_config import CanonJobConfig, check_job
 
     path, overrides = split_config(arguments)
     if path is None:

@@ -1,9 +1,8 @@
 """What a user sees of a running launch: a live view on a terminal, plain lines elsewhere.
 
-titan/metrics.py reports to it. The view is rich's, at the bottom of the terminal; whatever is
-printed goes above it, and nothing of the terminal is changed (the cursor stays visible, no other
-screen is taken): a process that is killed leaves nothing to put right. torchtitan's own log passes
-through here as well, less what is no news.
+The view is rich's, at the bottom of the terminal. Nothing of the terminal is changed (no hidden
+cursor, no other screen), so that a killed process leaves nothing to put right. torchtitan's own log
+passes through here as well, less what is no news.
 """
 
 import atexit
@@ -86,12 +85,7 @@ class Console:
         """Show one step's figures; `remaining_s` seconds are left until this launch ends."""
         if self._tell_view("report", step, fields, remaining_s):
             return
-        text = (
-            f"loss {fields['loss']:.4f}  grad_norm {fields['grad_norm']:.3f}  "
-            f"lr {fields['lr']:.2e}  {fields['tokens_per_second']:,.0f} tok/s"
-        )
-        if "mfu" in fields:
-            text += f"  MFU {fields['mfu']:.1%}"
+        text = "  ".join([f"loss {fields['loss']:.4f}", *_figures(fields)])
         percent = 100 * step / self.total_steps
         logger.info(
             f"step {step}/{self.total_steps}  {percent:.1f} %  {text}  ETA {duration(remaining_s)}"
@@ -220,22 +214,15 @@ class View:
             fitting = list(self._losses)[-max(1, options.max_width - len(loss)) :]
             drawn = sparkline(fitting, ascii_only=options.ascii_only)
             yield Text.assemble((loss, "bold"), (drawn, "cyan"), no_wrap=True, overflow="crop")
-        if self._fields:
-            yield Text("  ".join(self._figures(self._fields)))
+        if fields := self._fields:
+            more = (
+                f"{fields['seconds_per_step']:.3g} s/step  data wait {fields['data_wait']:.1%}  "
+                f"memory {fields['memory_gib']:.1f} GiB  {fields['tokens']:,} tokens"
+            )
+            yield Text("  ".join([*_figures(fields), more]))
         yield Text("  ".join(self._state(now)))
         for when, what in self._events:
             yield Text(f"{when}  {what}", "dim", no_wrap=True, overflow="crop")
-
-    def _figures(self, fields: Mapping[str, Any]) -> Iterator[str]:
-        yield f"grad_norm {fields['grad_norm']:.3f}"
-        yield f"lr {fields['lr']:.2e}"
-        yield f"{fields['tokens_per_second']:,.0f} tok/s"
-        if "mfu" in fields:
-            yield f"MFU {fields['mfu']:.1%}"
-        yield f"{fields['seconds_per_step']:.3g} s/step"
-        yield f"data wait {fields['data_wait']:.1%}"
-        yield f"memory {fields['memory_gib']:.1f} GiB"
-        yield f"{fields['tokens']:,} tokens"
 
     def _state(self, now: float) -> Iterator[str]:
         if self._checkpoint is None:
@@ -280,6 +267,14 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str:
             facts = "  ".join(f"{key} {value}" for key, value in fields.items() if key != "tokens")
             text = f"{name.replace('_', ' ')}  {facts}"
     return printable(text)
+
+
+def _figures(fields: Mapping[str, Any]) -> Iterator[str]:
+    yield f"grad_norm {fields['grad_norm']:.3f}"
+    yield f"lr {fields['lr']:.2e}"
+    yield f"{fields['tokens_per_second']:,.0f} tok/s"
+    if "mfu" in fields:
+        yield f"MFU {fields['mfu']:.1%}"
 
 
 def _held_out(fields: Mapping[str, Any]) -> str:

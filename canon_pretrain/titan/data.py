@@ -1,18 +1,17 @@
 """A job's data: opened once per node, shared by rank 0, and read ahead in batches of tensors.
 
-Hundreds of ranks that read the same thousands of small files stall a shared file system. So the
-first rank of each node opens the data before the ranks meet (`open_data`; an error ends the
-launch), and `share` hands rank 0's to all ranks. The loader's state is that of the batches that
-were taken from it, whatever is read ahead.
+Hundreds of ranks that read the same thousands of small files stall a shared file system: the first
+rank of each node opens the data before the ranks meet (`open_data`), and `share` hands rank 0's to
+all. The loader's state is that of the batches that were taken from it, whatever is read ahead.
 """
 
 import copy
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -29,10 +28,12 @@ from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.run.config import Data
 from canon_pretrain.titan.device import has_accelerator
-from canon_pretrain.titan.identity import HELD_OUT, Comparison
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 T = TypeVar("T")
+HELD_OUT = "held_out_fingerprint"
+"""The identity's name of the text that the held-out loss is of. A launch with validation off has no
+such name, nor has a run of an earlier version; nothing is compared then."""
 OFF = "--validation.enable False turns it off"
 IN_THE_IDENTITY = ("fingerprint", "seed", "mode", "seq_len", "global_batch")
 """Fields of the loader's state that the run's identity has too."""
@@ -156,9 +157,7 @@ def _settle_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None])
     return [f"no validation on {names}: no held-out part ({how})"]
 
 
-def share(
-    job: CanonJobConfig, data: OpenedData | None, compared: Comparison | None
-) -> tuple[OpenedData, Comparison]:
+def share(job: CanonJobConfig, data: OpenedData | None, compared: T | None) -> tuple[OpenedData, T]:
     """Return what rank 0 has of both, on all ranks; collective.
 
     `data` is None except on the first rank of each node, `compared` except on rank 0. Raises
@@ -202,50 +201,40 @@ class ReadAhead(Generic[T]):
     """
 
     def __init__(self, read: Callable[[], T], depth: int) -> None:
-        self._read, self._depth = read, depth
-        self._items: deque[T] = deque()
+        self._read = read
+        self._items: SimpleQueue[tuple[T, ...]] = SimpleQueue()
+        """Each in a tuple of its own; an empty one is the end."""
+        self._places = threading.Semaphore(depth)
         self._error: BaseException | None = None
         self._closed = False
-        self._changed = threading.Condition()
         # a daemon: a disk that hangs must not keep a process from ending
         self._thread = threading.Thread(target=self._run, name="read ahead", daemon=True)
         self._thread.start()
 
     def take(self) -> T:
         """Return the next item, waiting for it. Raises what `read` raised in its place."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._items or self._closed or self._error is not None)
-            if self._items:
-                self._changed.notify_all()
-                return self._items.popleft()
+        item = self._items.get()
+        if self._closed or not item:
+            self._items.put(())
             raise self._error or RuntimeError("nothing is read ahead: close() was called")
+        self._places.release()
+        return item[0]
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Let the thread end with what it is reading; returns whether it has ended by then."""
-        with self._changed:
-            self._closed = True
-            self._items.clear()
-            self._changed.notify_all()
+        self._closed = True
+        self._places.release()
+        self._items.put(())
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or len(self._items) < self._depth)
-                if self._closed:
-                    return
-            try:
-                item = self._read()
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                if not self._closed:
-                    self._items.append(item)
-                self._changed.notify_all()
+        try:
+            while self._places.acquire() and not self._closed:
+                self._items.put((self._read(),))
+        except BaseException as error:
+            self._error = error
+            self._items.put(())
 
 
 @dataclass(frozen=True)
@@ -262,9 +251,9 @@ class _Batch:
 class CanonDataLoader(BaseDataLoader):
     """Endless micro-batches of this rank; its state is the same on every rank.
 
-    Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead of the input; in
-    pinned memory if there is a GPU. A thread reads `read_ahead` of them ahead, from the first one
-    asked for until the iterator is closed, or `close`. A loaded state may differ in `may_change`.
+    Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead, in pinned memory
+    if there is a GPU. A thread reads `read_ahead` of them ahead, from the first one asked for until
+    the iterator is closed, or `close`. A loaded state may differ in `may_change`.
     """
 
     def __init__(

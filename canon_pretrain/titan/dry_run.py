@@ -4,16 +4,22 @@
 
 Nothing is trained and nothing written. It shows what this machine would do and, beside it, a
 reference GPU: the one that is asked for, or 8 H100 for a run that is too much for this machine.
-titan/memory.py counts what a GPU must hold.
+Activations are counted, not guessed: a block runs under FakeTensorMode, which computes shapes and
+no numbers, and every tensor that autograd keeps for backward is added up.
 """
 
 import contextlib
+import dataclasses
 import json
 import logging
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from rich.table import Table
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
 
@@ -24,17 +30,25 @@ from canon_pretrain.core.text import duration
 from canon_pretrain.core.text import size as text_of_size
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.kernels.hardware import available_memory
-from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token, num_parameters
-from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.model.args import (
+    FLOPS_FORMULA,
+    ROTARY,
+    ModelArgs,
+    flops_per_token,
+    num_parameters,
+)
+from canon_pretrain.model.attend import Attend
+from canon_pretrain.model.cache import near_segments
+from canon_pretrain.model.positions import Rope
+from canon_pretrain.model.transformer import Head, Transformer, TransformerBlock, norm_of
 from canon_pretrain.run.config import Loss, valid_world_sizes
 from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.device import device_count, has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
-from canon_pretrain.titan.memory import count_parameters, memory_by_part
+from canon_pretrain.titan.loss import head_loss
 
 GIB = 2**30
 DAY_S = 86_400
-WEEK_S = 7 * DAY_S
 DEFAULT_MFU = 0.4
 FILLS_A_GPU = 50_000_000
 """Parameters below which no MFU is assumed: a GPU waits for so small a model's kernels."""
@@ -43,6 +57,7 @@ LEAST_KEPT = 0.64
 to 0.78 with Canon-ABCD (kernels/NOTES.md, of 101,512 and 110,984 bytes per token)."""
 # measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
 CPU_FLOPS_PER_RANK = 3e10
+ADVICE = "training.local_batch_size (it changes no result), use more"
 
 SHOWN_IF_SET = (
     *("num_kv_heads", "ffn", "ffn_activation", "norm", "bias", "partial_rope_dim"),
@@ -60,11 +75,7 @@ class Gpu:
     peak_flops: float
 
 
-GPUS = {
-    "a100": Gpu(79.2, 312e12),
-    "h100": Gpu(79.6, 989e12),
-    "h200": Gpu(139.8, 989e12),
-}
+GPUS = {"a100": Gpu(79.2, 312e12), "h100": Gpu(79.6, 989e12), "h200": Gpu(139.8, 989e12)}
 
 
 @dataclass(frozen=True)
@@ -76,64 +87,6 @@ class Device:
     flops_per_s: float
     assumed: str
     is_gpu: bool = True
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a job would take on `world_size` ranks."""
-
-    device: Device
-    world_size: int
-    num_shards: int
-    """Ranks that share one copy of the weights; the rest are its replicas."""
-    parameters: int
-    trained: int
-    flops_per_token: int
-    tokens: int
-    tokens_per_step: int
-    steps: int
-    micro_batch: int
-    world_sizes: list[int]
-    memory: dict[str, int]
-    checkpoint_bytes: int
-    checkpoints_kept: int
-    data_bytes: int
-    data_fingerprint: str | None
-
-    @property
-    def seconds(self) -> float:
-        """Expected wall time."""
-        flops = self.tokens * self.flops_per_token
-        return flops / (self.world_size * self.device.flops_per_s)
-
-    @property
-    def fits(self) -> bool:
-        """Whether a rank has the memory, as it is counted."""
-        return sum(self.memory.values()) <= self.device.memory_gib * GIB
-
-
-def make_plans(
-    job: CanonJobConfig, gpu: str | None, world: int | None, mfu: float | None, ranks: int
-) -> dict[str, Plan]:
-    """Return the plan for this machine and, if asked for or needed, the reference GPU; by title.
-
-    `gpu`, `world` and `mfu` are the command line's; `ranks` those that were started.
-    """
-    asked, mfu = gpu is not None or world is not None, DEFAULT_MFU if mfu is None else mfu
-    gpu = (gpu or "h100").lower()
-    if gpu not in GPUS:
-        raise UserError(f"--gpu {gpu}: expected one of {', '.join(GPUS)}")
-    if not 0 < mfu <= 1:
-        raise UserError(f"--mfu {mfu}: expected a fraction above 0 and up to 1, such as 0.4")
-    if world is not None and world < 1:
-        raise UserError(f"--world {world}: expected at least 1")
-    places = device_count() if has_accelerator() else available_cores()
-    ranks = ranks if ranks > 1 else most_ranks(job, places)
-    plans = {"this machine": make_plan(job, this_machine(ranks, mfu), ranks)}
-    if asked or plans["this machine"].seconds > DAY_S or not plans["this machine"].fits:
-        world = most_ranks(job, 8) if world is None else world
-        plans["reference"] = make_plan(job, reference(gpu, mfu), world)
-    return plans
 
 
 def reference(gpu: str, mfu: float = DEFAULT_MFU) -> Device:
@@ -159,43 +112,110 @@ def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
     return Device(name, memory, mfu * peak, f"{mfu:.0%} MFU of {whose}")
 
 
-def make_plan(job: CanonJobConfig, device: Device, world_size: int) -> Plan:
-    """Return the plan of `job` on one kind of device. Raises UserError for a bad world size."""
-    training = job.training
-    tokens_per_step = training.global_batch_size * training.seq_len
-    drawn, fingerprint = tokens_per_step * training.steps, None
-    with contextlib.suppress(ShardError):  # what is there, and this job would refuse, is an error
-        if job.data.folders:
-            with open_shards(job) as data:
-                drawn, fingerprint = data.num_tokens, data.fingerprint
-    args = job.model_args  # with the vocabulary of the data
-    micro_batch, num_shards = micro_batch_size(job, world_size), shard_degree(job, world_size)
-    with torch.device("meta"):
-        model = Transformer(args)
+# -- memory --------------------------------------------------------------------------------------
+
+
+def memory_by_part(
+    args: ModelArgs,
+    model: nn.Module,
+    *,
+    num_shards: int,
+    micro_batch: int,
+    dtype: torch.dtype,
+    param_dtype: torch.dtype,
+    loss: Loss | None = None,
+    recompute: bool = False,
+    keep_gathered: bool = False,
+) -> dict[str, int]:
+    """Return the bytes on one GPU of `num_shards` that share the weights, by part.
+
+    `model` may be on the meta device; what is not trained (cst-Canon) has weights alone.
+    Activations are an upper bound: what eager PyTorch keeps on a CPU, whose RMSNorm holds float32
+    copies that a GPU's fused one does not. With `recompute` (full activation checkpointing) they
+    are the blocks' inputs, and one block's at a time. FSDP2's own buffers are the gathered weights
+    of two blocks (one computes, one is prefetched; of all with `keep_gathered`), of the embedding
+    and the head, and one block's gradient in float32 for the reduction.
+    """
     parameters, trained = count_parameters(model)
-    assert parameters == num_parameters(args), "the closed form and the built model differ"
-    saves = -(-training.steps // job.checkpoint.interval)
-    keep = min(job.checkpoint.keep_latest_k or saves, saves)
-    return Plan(
-        device=device,
-        world_size=world_size,
-        num_shards=num_shards,
-        parameters=parameters,
-        trained=trained,
-        flops_per_token=flops_per_token(args, training.seq_len),
-        tokens=tokens_per_step * training.steps,
-        tokens_per_step=tokens_per_step,
-        steps=training.steps,
-        micro_batch=micro_batch,
-        world_sizes=_world_sizes(job),
-        memory=count_memory(
-            job, model, world_size, recompute=job.activation_checkpoint.mode == "full"
-        ),
-        checkpoint_bytes=(parameters + 2 * trained) * TORCH_DTYPE_MAP[training.dtype].itemsize,
-        checkpoints_kept=keep,
-        data_bytes=drawn * dtype_for(args.vocab_size).itemsize,
-        data_fingerprint=fingerprint,
-    )
+    block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
+    ends = parameters - args.num_layers * block
+    gathered = parameters if keep_gathered else 2 * block + ends
+    weights, shard = (-(-count // num_shards) * dtype.itemsize for count in (parameters, trained))
+    loss = loss or Loss()
+    saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype, loss)
+    tokens = micro_batch * args.max_seq_len
+    activations = args.num_layers * saved_block
+    if recompute:
+        activations = args.num_layers * tokens * args.dim * param_dtype.itemsize + saved_block
+    # the peak beside what backward needs; of whole logits: two float32 gradients in backward
+    logits = 2 * tokens * args.vocab_size * 4
+    if loss.chunk_tokens:  # in forward: a chunk's logits, in float32 as well, and as log-softmax
+        chunk = -(-tokens // -(-tokens // loss.chunk_tokens))
+        each = 4 if param_dtype == torch.float32 else param_dtype.itemsize + 4
+        logits = chunk * args.vocab_size * (each + 4)
+    return {
+        "weights": weights,
+        "gradients": shard,
+        "optimizer (two moments)": 2 * shard,
+        "gathered by FSDP2": gathered * param_dtype.itemsize + 4 * block,
+        "activations": activations,
+        "logits and loss": saved_head + logits,
+    }
+
+
+def saved_bytes(
+    args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Loss
+) -> tuple[int, int]:
+    """Return the bytes that autograd keeps for backward: of one block; of norm, head and loss.
+
+    For `micro_batch` sequences of args.max_seq_len tokens, without the weights. Masks and ALiBi are
+    counted as on a GPU, where flex attention computes them and keeps what plain attention does.
+    """
+    shape = (micro_batch, args.max_seq_len)
+    plain = args if args.position in ROTARY else dataclasses.replace(args, position="nope")
+    before = torch.get_default_dtype()
+    with FakeTensorMode():
+        torch.set_default_dtype(dtype)
+        try:
+            rope = Rope(plain) if plain.rope_dim else None
+            block = TransformerBlock(plain, rope, Attend(plain))
+            norm, output = norm_of(args), Head(args.dim, args.vocab_size)
+        finally:
+            torch.set_default_dtype(before)
+        h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
+        labels_BT = torch.zeros(shape, dtype=torch.int64)
+        near_BN = None
+        if args.document_mask and args.canon_set:
+            near_BN = near_segments(labels_BT.int(), args.max_seq_len, args.canon_kernel - 1)
+        function = head_loss(loss)
+        modules = nn.ModuleList([block, norm, output])
+        return (
+            count_saved(lambda: block(h_BTD, None, near_BN), modules),
+            count_saved(lambda: output(norm(h_BTD), labels_BT, function)[1], modules),
+        )
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return how many parameters a model has, and how many of them are trained."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
+    """Return the bytes of storages that `forward` leaves for backward, less the modules' own."""
+    own = {t.untyped_storage()._cdata for t in (*modules.parameters(), *modules.buffers())}
+    kept: dict[int, Tensor] = {}  # the tensors are held, so that no storage's address is used again
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage()._cdata
+        if address not in own:
+            kept.setdefault(address, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    del out
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def count_memory(
@@ -222,8 +242,8 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     The least that it may need is compared: of compiled blocks the LEAST_KEPT share, and what full
     activation checkpointing keeps in the modes between none and full. With CPU offload nothing is.
     """
-    room, training = device.memory_gib * GIB, job.training
-    if training.enable_cpu_offload or _is_small(job, world_size, room):
+    room = device.memory_gib * GIB
+    if job.training.enable_cpu_offload or _is_small(job, world_size, room):
         return
     with torch.device("meta"):
         model = Transformer(job.model_args)
@@ -237,38 +257,163 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     raise UserError(
         f"this job can't fit: each of its {world_size} rank(s) needs at least {total / GIB:.1f} "
         f"GiB ({listed}), and a {device.name} here has {device.memory_gib:.1f} GiB for one. Lower "
-        "training.local_batch_size (it changes no result), use more ranks, each with memory of "
-        "its own, or --activation_checkpoint.mode full; --dry_run shows the whole plan, --force "
-        "starts all the same"
+        f"{ADVICE} ranks, each with memory of its own, or --activation_checkpoint.mode full; "
+        "--dry_run shows the whole plan, --force starts all the same"
     )
 
 
 def _is_small(job: CanonJobConfig, world_size: int, room: float) -> bool:
-    """Return whether a bound several times too high fits: most runs need not be counted."""
+    """Return whether a bound several times too high fits: counting takes a second."""
     args = job.model_args
     tokens = micro_batch_size(job, world_size) * job.training.seq_len
     values = tokens * (64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size)
     return 4 * (6 * num_parameters(args) + values) < room
 
 
+# -- plans ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job would take on `world_size` ranks, of which `num_shards` share the weights."""
+
+    device: Device
+    world_size: int
+    num_shards: int
+    micro_batch: int
+    parameters: int
+    trained: int
+    flops_per_token: int
+    tokens: int
+    memory: dict[str, int]
+    checkpoint_bytes: int
+    checkpoints_kept: int
+    data_bytes: int
+    data_fingerprint: str | None
+
+    @property
+    def seconds(self) -> float:
+        """Expected wall time."""
+        return self.tokens * self.flops_per_token / (self.world_size * self.device.flops_per_s)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank has the memory, as it is counted."""
+        return sum(self.memory.values()) <= self.device.memory_gib * GIB
+
+
+def make_plan(job: CanonJobConfig, device: Device, world_size: int) -> Plan:
+    """Return the plan of `job` on one kind of device. Raises UserError for a bad world size."""
+    training = job.training
+    tokens = training.steps * training.global_batch_size * training.seq_len
+    drawn, fingerprint = tokens, None
+    with contextlib.suppress(ShardError):  # what is there, and this job would refuse, is an error
+        if job.data.folders:
+            with open_shards(job) as data:
+                drawn, fingerprint = data.num_tokens, data.fingerprint
+    args = job.model_args  # with the vocabulary of the data
+    with torch.device("meta"):
+        model = Transformer(args)
+    parameters, trained = count_parameters(model)
+    assert parameters == num_parameters(args), "the closed form and the built model differ"
+    recompute = job.activation_checkpoint.mode == "full"
+    saves = -(-training.steps // job.checkpoint.interval)
+    return Plan(
+        device=device,
+        world_size=world_size,
+        num_shards=shard_degree(job, world_size),
+        micro_batch=micro_batch_size(job, world_size),
+        parameters=parameters,
+        trained=trained,
+        flops_per_token=flops_per_token(args, training.seq_len),
+        tokens=tokens,
+        memory=count_memory(job, model, world_size, recompute=recompute),
+        checkpoint_bytes=(parameters + 2 * trained) * TORCH_DTYPE_MAP[training.dtype].itemsize,
+        checkpoints_kept=min(job.checkpoint.keep_latest_k or saves, saves),
+        data_bytes=drawn * dtype_for(args.vocab_size).itemsize,
+        data_fingerprint=fingerprint,
+    )
+
+
+def make_plans(
+    job: CanonJobConfig, gpu: str | None, world: int | None, mfu: float | None, ranks: int
+) -> dict[str, Plan]:
+    """Return the plan for this machine and, if asked for or needed, the reference GPU; by title.
+
+    `gpu`, `world` and `mfu` are the command line's; `ranks` those that were started.
+    """
+    asked, mfu = gpu is not None or world is not None, DEFAULT_MFU if mfu is None else mfu
+    gpu = (gpu or "h100").lower()
+    if gpu not in GPUS:
+        raise UserError(f"--gpu {gpu}: expected one of {', '.join(GPUS)}")
+    if not 0 < mfu <= 1:
+        raise UserError(f"--mfu {mfu}: expected a fraction above 0 and up to 1, such as 0.4")
+    if world is not None and world < 1:
+        raise UserError(f"--world {world}: expected at least 1")
+    places = device_count() if has_accelerator() else available_cores()
+    ranks = ranks if ranks > 1 else most_ranks(job, places)
+    plans = {"this machine": (here := make_plan(job, this_machine(ranks, mfu), ranks))}
+    if asked or here.seconds > DAY_S or not here.fits:
+        world = most_ranks(job, 8) if world is None else world
+        plans["reference"] = make_plan(job, reference(gpu, mfu), world)
+    return plans
+
+
+def most_ranks(job: CanonJobConfig, places: int) -> int:
+    """Return the largest valid world size up to `places`; the smallest if none is."""
+    sizes = world_sizes(job)
+    return max((n for n in sizes if n <= places), default=sizes[0])
+
+
+def world_sizes(job: CanonJobConfig) -> list[int]:
+    """Return the numbers of ranks that can train `job`. Raises UserError if there are none."""
+    replicas = job.parallelism.data_parallel_replicate_degree
+    sizes = valid_world_sizes(job.training.global_batch_size, replicas)
+    if not sizes:
+        micro_batch_size(job, replicas)
+    return sizes
+
+
+def first_notes(job: CanonJobConfig, device: Device, world_size: int) -> Iterator[str]:
+    """Yield what a user should know before a real run starts to use up their time."""
+    ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), device_count()
+    if has_accelerator() and ranks < devices:
+        yield (
+            f"this run uses {ranks} of the {devices} GPUs of this node; torchrun "
+            f"--nproc-per-node {devices} would use all"
+        )
+    training = job.training
+    tokens = job.last_step * training.global_batch_size * training.seq_len
+    flops = tokens * flops_per_token(job.model_args, training.seq_len)
+    days = flops / (world_size * device.flops_per_s) / DAY_S
+    if days > 7:
+        yield (
+            f"this run takes about {days:,.0f} days in all on {world_size} rank(s), assuming "
+            f"{device.assumed}; --dry_run shows what it needs"
+        )
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
 def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -> None:
     """Print the plans as tables that can be checked."""
-    args, plan = job.model_args, next(iter(plans.values()))
+    args, training, plan = job.model_args, job.training, next(iter(plans.values()))
     console.print(f"[bold]{job.job.description}[/bold]  (dry run: nothing is trained or written)")
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts.add_column(style="cyan")
-    facts.add_column()
     width = dtype_for(args.vocab_size).itemsize
     there = plan.data_fingerprint or f"not there yet; {width} bytes a token drawn, none twice"
     where = ", ".join(job.data.folders) or "data.path unset"
+    trained = f", {plan.trained:,} of them trained" if plan.trained != plan.parameters else ""
     rows = {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
         f"{args.dim}, F {args.ffn_dim}, {_variant(job)}",
-        "parameters": f"{plan.parameters:,}"
-        + (f", {plan.trained:,} of them trained" if plan.trained != plan.parameters else ""),
+        "parameters": f"{plan.parameters:,}{trained}",
         "FLOPs per token": f"{_short(plan.flops_per_token)} by {FLOPS_FORMULA}",
-        "steps": f"{plan.steps:,} of {plan.tokens_per_step:,} tokens: {_short(plan.tokens)} tokens",
-        "valid world sizes": ", ".join(map(str, plan.world_sizes)),
+        "steps": f"{training.steps:,} of {plan.tokens // training.steps:,} tokens: "
+        f"{_short(plan.tokens)} tokens",
+        "valid world sizes": ", ".join(map(str, world_sizes(job))),
         **{title: _pace(job, each) for title, each in plans.items()},
         "disk for data": f"{text_of_size(plan.data_bytes)} ({where})",
         "data fingerprint": there,
@@ -296,9 +441,8 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
         console.print(f"activation_checkpoint.mode = {job.activation_checkpoint.mode}: not counted")
     if too_small := [title for title, each in plans.items() if not each.fits]:
         console.print(
-            f"[bold]does not fit as counted[/bold] ({', '.join(too_small)}): lower "
-            "training.local_batch_size (it changes no result), use more GPUs, or "
-            "--activation_checkpoint.mode full"
+            f"[bold]does not fit as counted[/bold] ({', '.join(too_small)}): lower {ADVICE} GPUs, "
+            "or --activation_checkpoint.mode full"
         )
 
 
@@ -310,9 +454,8 @@ def _pace(job: CanonJobConfig, plan: Plan) -> str:
     start = f"{plan.world_size} x {device.name}{sharding}, {batch} on each: "
     if device.is_gpu and plan.parameters < FILLS_A_GPU:
         return start + "no time is estimated, the model is too small to fill a GPU"
-    hours = ""
-    if device.is_gpu:
-        hours = f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
+    gpu_hours = f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
+    hours = gpu_hours if device.is_gpu else ""
     speed = f"{plan.tokens / plan.seconds:,.0f} tokens/s"
     return f"{start}{duration(plan.seconds)}{hours}, {speed}, assuming {device.assumed}"
 
@@ -320,16 +463,14 @@ def _pace(job: CanonJobConfig, plan: Plan) -> str:
 def _variant(job: CanonJobConfig) -> str:
     """Return what the model is beside its sizes, and the objective, in the words of the TOML."""
     args = job.model_args
-    words = [args.position, f"Canon-{args.canon_set}" if args.canon_set else "no Canon"]
-    words.append(f"QK-norm {args.qk_norm}")
-    settings = {**vars(args), **vars(job.loss)}
-    defaults = {**vars(ModelArgs()), **vars(Loss())}
-    words += [
+    settings, defaults = vars(args) | vars(job.loss), vars(ModelArgs()) | vars(Loss())
+    others = [
         f"{name} = {json.dumps(settings[name])}"
         for name in SHOWN_IF_SET
         if settings[name] != defaults[name]
     ]
-    return ", ".join(words)
+    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
+    return ", ".join([args.position, canon, f"QK-norm {args.qk_norm}", *others])
 
 
 def _short(value: float) -> str:
@@ -338,32 +479,3 @@ def _short(value: float) -> str:
         if value >= unit:
             return f"{value / unit:,.2f} {word}"
     return f"{value:,.0f}"
-
-
-def describe_duration(job: CanonJobConfig, device: Device, world_size: int) -> str | None:
-    """Return a sentence for a run that would take over a week on `device`, None for others."""
-    training = job.training
-    tokens = job.last_step * training.global_batch_size * training.seq_len
-    flops = tokens * flops_per_token(job.model_args, training.seq_len)
-    seconds = flops / (world_size * device.flops_per_s)
-    if seconds <= WEEK_S:
-        return None
-    return (
-        f"this run takes about {seconds / DAY_S:,.0f} days in all on {world_size} rank(s), "
-        f"assuming {device.assumed}; --dry_run shows what it needs"
-    )
-
-
-def most_ranks(job: CanonJobConfig, places: int) -> int:
-    """Return the largest valid world size up to `places`; the smallest if none is."""
-    sizes = _world_sizes(job)
-    return max((n for n in sizes if n <= places), default=sizes[0])
-
-
-def _world_sizes(job: CanonJobConfig) -> list[int]:
-    """Return the numbers of ranks that can train `job`. Raises UserError if there are none."""
-    replicas = job.parallelism.data_parallel_replicate_degree
-    sizes = valid_world_sizes(job.training.global_batch_size, replicas)
-    if not sizes:
-        micro_batch_size(job, replicas)
-    return sizes

@@ -1,9 +1,9 @@
 """Which steps leave the weights as they are: judged on the device, read by the host later.
 
 A step whose loss or gradient norm is not finite is skipped on all ranks: both numbers are reduced,
-so every rank judges alike, and the fused optimizer receives the verdict as `found_inf`, with which
-it changes neither weights nor state, bitwise. The host learns of a step two steps later
-(`Readback`). After `max_bad_steps` in a row the verdict latches until the host has seen it.
+and the fused optimizer receives the verdict as `found_inf`, with which it changes nothing, bitwise.
+The host learns of a step two steps later (`Readback`). After `max_bad_steps` in a row the verdict
+latches until the host has seen it.
 """
 
 from collections import deque

@@ -1,11 +1,13 @@
-"""What a launch does to its run folder before its first step, and what it writes of itself there.
+"""What makes a run the run it is, and what a launch does to its folder before the first step.
 
-train.py calls `prepare_folder` and `leave_folder` under the run's lock, the trainer `announce`. A
+train.py calls `prepare_folder` under the run's lock, the trainer `compare` and `Launch.announce`. A
 launch that is refused, whatever for, leaves no record: `announce` comes after the last refusal.
+The identity is in RUN/config.json. World size, logging, checkpointing and the like are no part of
+it: they change nothing that is computed.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from torchtitan.tools.logging import logger
 from canon_pretrain.checkpoint.folder import ARCHIVE, CheckpointFolder, remove_tree
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import host_name
+from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.config import Loss
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import (
     FRESH,
@@ -30,16 +34,181 @@ from canon_pretrain.run.launches import (
 )
 from canon_pretrain.run.provenance import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
+from canon_pretrain.run.source import code_hashes
 from canon_pretrain.titan.canon_choice import CanonChoice
 from canon_pretrain.titan.checkpoint import check_room, full_bytes
-from canon_pretrain.titan.data import absolute_folders
+from canon_pretrain.titan.data import HELD_OUT, OpenedData, absolute_folders
 from canon_pretrain.titan.device import device_count, has_accelerator
-from canon_pretrain.titan.identity import HELD_OUT, Comparison
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.resume import Council, check_initial
 
+Changes = dict[str, list[Any]]
+"""Dotted name -> [old, new]."""
+TRAINING_TERMS = (
+    *("seq_len", "global_batch_size", "steps", "max_norm", "dtype"),
+    *("mixed_precision_param", "mixed_precision_reduce"),
+)
+LOSS_TERMS = ("z_loss", "squared_loss")
+"""The keys of `[loss]` that belong to the identity; chunk_tokens changes nothing but rounding."""
+GUARD_TERMS = ("outlier_sigma", "outlier_window")
+CODE = "code"
+"""What `run.allow_changes` calls the source of the program, which is no part of the identity."""
+
+# -- what a run is -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a launch is, and how that differs from the run in its folder."""
+
+    is_new: bool
+    identity: dict[str, Any]
+    code: dict[str, str]
+    changes: Changes
+    """Of the identity, as allowed."""
+    code_changes: Changes
+    config_changes: Changes
+
+
+def compare(
+    job: CanonJobConfig, folder: RunFolder, data: OpenedData, config: dict[str, Any]
+) -> Comparison:
+    """Compare a launch with the run in `folder`; one with checkpoint.fresh begins a new run.
+
+    Raises UserError for changes that `job` does not allow.
+    """
+    identity, code = run_identity(job, data.training.fingerprint, data.identity), code_hashes()
+    is_new = not folder.config_file.exists()
+    if is_fresh(job, folder):
+        return Comparison(is_new, identity, code, {}, {}, {})
+    allowed = job.run.allow_changes
+    changes = check_identity(folder, identity, allowed)
+    refuse = job.run.code == "refuse" and CODE not in _names(allowed)
+    changed_code = code_changes(folder, code, refuse=refuse)
+    changed_config = config_changes(folder, config)
+    if not is_new:
+        recorded = folder.read_config().get("identity", {})
+        if HELD_OUT in identity and HELD_OUT not in recorded:
+            changed_config[HELD_OUT] = ["not recorded", identity[HELD_OUT]]
+        if HELD_OUT in recorded:
+            identity = {HELD_OUT: recorded[HELD_OUT]} | identity
+    return Comparison(is_new, identity, code, changes, changed_code, changed_config)
+
+
+def run_identity(
+    job: CanonJobConfig, fingerprint: str, held_out: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return all that a run may not change between its launches unless told to, by dotted name.
+
+    `fingerprint` is of the data's content and weights; `held_out` has HELD_OUT, unless validation
+    is off.
+    """
+    return {
+        **{f"model.{name}": value for name, value in asdict(job.model_args).items()},
+        **{f"optimizer.{name}": value for name, value in asdict(job.optimizer).items()},
+        **{f"lr_scheduler.{name}": value for name, value in asdict(job.lr_scheduler).items()},
+        "data_fingerprint": fingerprint,
+        **(held_out or {}),
+        "data.data_seed": job.data.data_seed,
+        "data.order": job.data.order,
+        **{f"training.{name}": getattr(job.training, name) for name in TRAINING_TERMS},
+        **{f"loss.{name}": getattr(job.loss, name) for name in LOSS_TERMS},
+        **{f"guards.{name}": getattr(job.guards, name) for name in GUARD_TERMS},
+    }
+
+
+def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[str]) -> Changes:
+    """Return what this launch changes in the run that `folder` holds; nothing in a new one.
+
+    Raises UserError for a difference that `allowed` does not name, showing the argument that would
+    allow it, and for a name that no run has.
+    """
+    names = _names(allowed)
+    if unknown := [name for name in names if name not in (*identity, HELD_OUT, CODE)]:
+        raise UserError(
+            f"run.allow_changes names {', '.join(unknown)}, which is no part of what a run is. "
+            f"Its parts: {', '.join(sorted(identity))}; and code"
+        )
+    if not folder.config_file.exists():
+        return {}
+    # what a part was before there was a name for it
+    defaults = {f"model.{f.name}": f.default for f in fields(ModelArgs)}
+    defaults |= {f"loss.{name}": getattr(Loss(), name) for name in LOSS_TERMS}
+    old = defaults | folder.read_config().get("identity", {})
+    changed = _differing(old, identity)
+    if not (HELD_OUT in old and HELD_OUT in identity):
+        changed.pop(HELD_OUT, None)
+    refused = {name: pair for name, pair in changed.items() if name not in names}
+    if refused:
+        raise UserError(
+            f"{folder.path} holds another run; going on would change it: "
+            + "; ".join(f"{name}: {pair[0]!r} -> {pair[1]!r}" for name, pair in refused.items())
+            + ". Choose another folder with --job.dump_folder, undo the change, or name it: "
+            + f"--run.allow_changes {' '.join(changed)}"
+        )
+    return changed
+
+
+def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Changes:
+    """Return source files that differ from those of the run's last launch: path -> hashes.
+
+    Empty for a run without a record of them. With `refuse`, UserError instead.
+    """
+    old = folder.read_config().get("code") if folder.config_file.exists() else None
+    changed = _differing(old, code) if old else {}
+    if changed and refuse:
+        raise UserError(
+            f"the code of canon_pretrain is not that of the last launch of {folder.path}: "
+            f"{', '.join(changed)} differ(s), and run.code is refuse. Put the former code back "
+            "(launches/ names its commit), or give --run.allow_changes code",
+            shared=True,
+        )
+    return changed
+
+
+def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
+    """Return all that differs between the job in `folder` and this one.
+
+    A key that an earlier version did not have was at its default.
+    """
+    if not folder.config_file.exists():
+        return {}
+    old = _flat(CanonJobConfig().to_dict()) | _flat(folder.read_config().get("config", {}))
+    changed = _differing(old, _flat(config))
+    return {name: pair for name, pair in changed.items() if name not in OWN_TO_A_LAUNCH}
+
+
+def _names(words: list[str]) -> list[str]:
+    """Return the names in `run.allow_changes`, which may be separated by commas."""
+    return [name for word in words for name in word.split(",") if name]
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
+    return {
+        name: [old.get(name), new.get(name)]
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    }
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a job's sections as one dict by dotted names, with the values that JSON returns."""
+    flat = {}
+    for section, keys in config.items():
+        for key, value in keys.items() if isinstance(keys, dict) else [("", keys)]:
+            flat[f"{section}.{key}".rstrip(".")] = (
+                list(value) if isinstance(value, tuple) else value
+            )
+    return flat
+
+
 # -- before the trainer --------------------------------------------------------------------------
+
+
+def is_fresh(job: CanonJobConfig, run: RunFolder) -> bool:
+    """Return whether the launch begins a new run; a restarted job repeats the option in vain."""
+    return job.checkpoint.fresh and not was_obeyed(run.obeyed_file, FRESH)
 
 
 def prepare_folder(
@@ -47,14 +216,13 @@ def prepare_folder(
 ) -> LaunchRecord:
     """Prepare the run folder, under its lock, before the ranks meet; on rank 0.
 
-    Returns the launch's record, with the shards' `fingerprint` and the command line's `arguments`,
-    which `announce` writes. Raises UserError, with nothing moved, for a folder that the launch
-    can't use.
+    Returns the launch's record, with the shards' `fingerprint` and the command line's `arguments`.
+    Raises UserError, with nothing moved, for a folder that the launch can't use.
     """
     run = session.folder
     path = run.path / job.checkpoint.folder
     checkpoints = CheckpointFolder(path, may_change=session.still_ours)
-    fresh = job.checkpoint.fresh and not was_obeyed(run.obeyed_file, FRESH)
+    fresh = is_fresh(job, run)
     try:
         _check_folder(job, run, checkpoints, fresh=fresh)
         _settle_folder(job, run, checkpoints, fresh=fresh)
@@ -70,12 +238,6 @@ def prepare_folder(
     places = absolute_folders(job.data)
     folders = places["paths"] or [places["path"]]
     return LaunchRecord(facts, arguments, fingerprint=fingerprint, folders=folders)
-
-
-def leave_folder(session: Session, record: LaunchRecord) -> None:
-    """Take the launch's number back if it began nothing; rank 0's last act, however it ends."""
-    if session.still_ours():
-        record.settle(session.folder)
 
 
 def checkpoints_outside(job: CanonJobConfig) -> Path | None:

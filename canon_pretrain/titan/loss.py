@@ -1,10 +1,7 @@
 """What a step is judged by, and what the optimizer minimizes: cross-entropy, and what is added.
 
-The trainer and the validation hand the function that is built here to the model, whose head calls
-it (model/transformer.py). Sums over tokens: the trainer divides them by the tokens of the global
-batch, so that neither the world size nor the number of micro-batches changes anything.
-
-Shapes: N tokens, D hidden, V vocabulary.
+The model's head calls the function that is built here (model/transformer.py). Sums over tokens: the
+trainer divides them by the tokens of the global batch. Shapes: N tokens, D hidden, V vocabulary.
 """
 
 import functools

@@ -1,8 +1,4 @@
-"""What a training step reports: a line in log.jsonl, and progress for the user who watches.
-
-torchtitan's MetricsProcessor measures; this one also knows the whole run (all ranks, all steps),
-so that it can say how far the run is and when it will end.
-"""
+"""What a training step reports: a line in log.jsonl, and progress for the user who watches."""
 
 import contextlib
 import copy
@@ -96,10 +92,7 @@ class CanonMetrics(MetricsProcessor):
         self._exports.start(self.job_config.metrics, self.run_log.path.parent)
 
     def validation(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Report a held-out loss: `fields` are those of the log's event, but `step`.
-
-        Its `seconds` are taken off the clocks: the speed reported is that of training.
-        """
+        """Report a held-out loss; its `seconds` are no part of the speed of training."""
         self.event("validation", step=step, **fields)
         self.time_last_log += fields["seconds"]
         if self.run_log is not None:
@@ -113,10 +106,7 @@ class CanonMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Report `step`: losses in nats per token, gradient norm before clipping; collective.
-
-        `extra_metrics` are fields of the log's event, `tokens` and `lr` among them.
-        """
+        """Report `step`: losses in nats per token, gradient norm before clipping; collective."""
         seconds = time.perf_counter() - self.time_last_log
         steps = step - self._logged_at
         tokens_per_second = self.world_size * self.ntokens_since_last_log / seconds
@@ -154,10 +144,7 @@ class CanonMetrics(MetricsProcessor):
         self.device_memory_monitor.reset_peak_stats()
 
     def _global_digests(self) -> list[str]:
-        """Return a digest of each global batch since the last line; collective.
-
-        Two runs with equal digests saw the same samples, at any world size.
-        """
+        """Return a digest of each global batch since the last line; collective."""
         # int64 holds the bits; its sum wraps as the digests do
         own = self._dataloader.take_digests()
         signed = [digest - (1 << 64) if digest >= 1 << 63 else digest for digest in own]

@@ -168,11 +168,7 @@ def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
 
 
 def write_shard(parameter: Tensor, value: InitialValue) -> None:
-    """Copy this rank's rows of an initial value into its shard of `parameter`.
-
-    A row depends on the seed and its place in the whole parameter; FSDP2's own initialization draws
-    each shard from the same generator state.
-    """
+    """Copy this rank's rows of an initial value into its shard of `parameter`."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(value.rows(0, value.shape[0]))
         return

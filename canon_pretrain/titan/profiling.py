@@ -1,9 +1,8 @@
 """torchtitan's `[profiling]` keys in our loop: traces of single steps, and memory snapshots.
 
-torchtitan's own profiler hands torch a None for a missing accelerator, which torch refuses; its
-trace can end a run on a full disk, and it knows no Canon. The files are where its users look for
-them: RUN/profile_traces/iteration_N/rankK_trace.json, which `python -m canon_pretrain.run profile
-RUN` reads.
+torchtitan's own profiler hands torch a None for a missing accelerator, its trace can end a run on a
+full disk, and it knows no Canon. The files are where it puts them, profile_traces/iteration_N/
+rankK_trace.json in the run folder, and `python -m canon_pretrain.run profile RUN` reads them.
 """
 
 import contextlib

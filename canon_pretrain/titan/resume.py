@@ -11,11 +11,10 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -70,17 +69,16 @@ class Council:
         """
         answer: list[Any] = [None, None]
         group = self.group  # before a decision takes its time: making it waits for minutes only
-        if self.rank == 0:
-            try:
+        try:
+            if self.rank == 0:
                 answer[0] = decision()
-            except (UserError, OSError) as error:
-                answer[1] = str(error)
-            except BaseException as error:
-                # the others must not wait for an answer that never comes
-                answer[1] = f"{type(error).__name__}: {error}"
-                dist.broadcast_object_list(answer, src=0, group=group)
-                raise
-        dist.broadcast_object_list(answer, src=0, group=group)
+        except (UserError, OSError) as error:
+            answer[1] = str(error)
+        except BaseException as error:
+            answer[1] = f"{type(error).__name__}: {error}"
+            raise
+        finally:  # the others must not wait for an answer that never comes
+            dist.broadcast_object_list(answer, src=0, group=group)
         if answer[1] is not None:
             raise UserError(answer[1], shared=True)
         return answer[0]
@@ -102,8 +100,7 @@ class Council:
         return {rank: texts for rank, texts in enumerate(everyone) if texts}
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """What rank 0 has read of a checkpoint whose every byte is what was saved."""
 
     manifest: Manifest
@@ -129,10 +126,8 @@ class Resume:
     def take_up(self, asked: int, *, initial: str, initial_model_only: bool) -> int | None:
         """Load step `asked`, or with -1 the newest whole one; returns the step, if any; collective.
 
-        A damaged one is moved to quarantine and the next is tried; one asked for by its number is
-        not replaced by another. If the run has no checkpoint yet, the state may come from the
-        folder `initial`. Raises UserError if steps are there, or were, and none is whole, and for a
-        checkpoint of another model.
+        If the run has no checkpoint yet, the state may come from the folder `initial`. Raises
+        UserError if steps are there, or were, and none is whole, and for one of another model.
         """
         if asked == -1:
             self._council.decide(self._set_late_ones_aside)
@@ -152,21 +147,16 @@ class Resume:
                     shared=True,
                 )
             self._council.decide(functools.partial(self._set_aside, path, "; ".join(found)))
-        verified = time.monotonic()
         self._read(path, found)
         if found.manifest.run_id is None:
             logger.info(f"NOTE: {path} names no run, as older checkpoints; taken for this run's")
-        logger.info(
-            f"took up {path}: verified in {verified - begin:.1f} s, read in "
-            f"{time.monotonic() - verified:.1f} s"
-        )
+        logger.info(f"took up {path}, verified and read in {time.monotonic() - begin:.1f} s")
         return step
 
     def _set_late_ones_aside(self) -> None:
         """Move checkpoints that a launch committed after another took the run over; rank 0 only.
 
-        A launch moves all after the step that it resumes from: a later step of an earlier launch
-        came after that. A user who put it back names it (checkpoint.load_step).
+        A user who put one back names it (checkpoint.load_step).
         """
         newest = newest_launch(self.run)
         if newest is None or not isinstance(begin := newest.get("from_step"), int):
@@ -233,9 +223,8 @@ class Resume:
     def _verify(self, path: Path, *, weights_suffice: bool = False) -> Verified | list[str]:
         """Return a checkpoint proved whole, or its faults; each rank reads its share of files.
 
-        What another rank alone finds wrong is read by rank 0 as well: if it is right there, that
-        rank's node does not see the disk, and a UserError says so. A good checkpoint is not set
-        aside for a bad mount.
+        What another rank alone finds wrong is read by rank 0 as well: a good checkpoint is not set
+        aside for one node's bad mount.
         """
         manifest = self._council.decide(lambda: _read_manifest(path))
         if isinstance(manifest, str):
@@ -317,7 +306,6 @@ class Resume:
                 model_only=model_only,
             )
 
-        # config.json names the path; what was there is logged once, where it was read
         self._council.decide(tell_origin)
 
 

@@ -1,10 +1,8 @@
 """The TrainSpec that plugs our model, schedule, data and metrics into torchtitan's Trainer.
 
-The learning rate is torchtitan's, or a decay whose length is its own. After the warm-up: a cosine,
-a line or 1 - sqrt down to `min_lr_factor` at the run's end; with `decay_ratio` (WSD) a stable rate
-first and the decay in that last share of the run; with `decay_steps` (InfiniteLR, seed 000) a decay
-that does not depend on `training.steps`, and then the minimum. Where the rate is stable, or has its
-own length, a prolonged run is the longer one.
+After the warm-up, the learning rate is a cosine, a line or 1 - sqrt down to `min_lr_factor` at the
+run's end; with `decay_ratio` (WSD) it is stable first and decays in that last share of the run;
+with `decay_steps` (InfiniteLR, seed 000) the decay does not depend on `training.steps`.
 """
 
 import contextlib
@@ -60,23 +58,22 @@ class TitanTransformer(Transformer):
         super().init_weights(write=write_shard, buffer_device=buffer_device)
 
 
-def learning_rate_factor(
-    step: int, *, warmup_steps: int, decay_steps: int, decay_type: str, min_lr_factor: float
-) -> float:
+def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
     """Return what the peak rate is multiplied with at `step` (0 is the first).
 
     (step + 1) / warmup_steps in warm-up, 1 at its end, then from 1 to `min_lr_factor` within
     `decay_steps` steps (linear, sqrt or cosine as in torchtitan), and `min_lr_factor` from there.
     """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / decay_steps)
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    assert config.decay_steps is not None
+    progress = min(1.0, (step - config.warmup_steps) / config.decay_steps)
     left = {
         "linear": 1 - progress,
         "sqrt": 1 - math.sqrt(progress),
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[decay_type]
-    return min_lr_factor + (1 - min_lr_factor) * left
+    }[config.decay_type]
+    return config.min_lr_factor + (1 - config.min_lr_factor) * left
 
 
 def build_schedule(
@@ -85,14 +82,7 @@ def build_schedule(
     """Build our schedule where `decay_steps` is set, torchtitan's elsewhere."""
     if config.decay_steps is None:
         return build_lr_schedulers(optimizers, config, training_steps)
-    factor = functools.partial(
-        learning_rate_factor,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.decay_steps,
-        decay_type=config.decay_type,
-        min_lr_factor=config.min_lr_factor,
-    )
-    return LRSchedulersContainer(optimizers, factor)
+    return LRSchedulersContainer(optimizers, functools.partial(learning_rate_factor, config=config))
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
 """torchtitan's Trainer as a run of ours: one folder, counted tokens, and no end that loses it.
 
-torchtitan builds the parts (mesh, model, optimizer, schedule, data, metrics); the loop is here,
-since each step also judges its gradient, asks all ranks whether to stop, and learns how the last
-checkpoint went. None of this makes the host wait for a running step.
+The loop is here, since each step also judges its gradient, asks all ranks whether to stop, and
+learns how the last checkpoint went. None of this makes the host wait for a running step.
 """
 
 import contextlib
@@ -25,15 +24,14 @@ from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run.launches import FRESH, was_obeyed
 from canon_pretrain.run.provenance import LaunchRecord
 from canon_pretrain.run.session import Session
-from canon_pretrain.run.source import code_hashes
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
 from canon_pretrain.titan.canon_choice import choose_canon
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.console import is_terminal
 from canon_pretrain.titan.data import (
+    HELD_OUT,
     IN_THE_IDENTITY,
     CanonDataLoader,
     OpenedData,
@@ -42,9 +40,8 @@ from canon_pretrain.titan.data import (
     share,
 )
 from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
-from canon_pretrain.titan.identity import HELD_OUT, Comparison, compare, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
-from canon_pretrain.titan.launch import Launch
+from canon_pretrain.titan.launch import Comparison, Launch, compare
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.parallelize import clip_gradients
 from canon_pretrain.titan.profiling import named_data, profiling
@@ -55,10 +52,9 @@ from canon_pretrain.titan.validation import CanonValidator, stands_in_log
 class CanonTrainer(torchtitan.train.Trainer):
     """Trains one CanonJobConfig from its newest whole checkpoint, or from its seeds.
 
-    `world_size` is known before the process group is, so that a batch that can't be shared is
-    refused first. `data` is None except on the first rank of each node. `session` holds the run
-    folder, `record` is what rank 0 writes down about this launch; None on other ranks and in
-    benches. Raises UserError, before anything is trained, for a run that would change.
+    `data` is None except on the first rank of each node. `session` holds the run folder, `record`
+    is what rank 0 writes down about this launch; None on other ranks and in benches. Raises
+    UserError, before anything is trained, for a run that would change.
     """
 
     job_config: CanonJobConfig
@@ -86,7 +82,10 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.config["data"] |= absolute_folders(job.data)
         if job.validation.path:
             self.config["validation"]["path"] = str(Path(job.validation.path).resolve())
-        self._compared = self._compare(job, data) if os.environ["RANK"] == "0" else None
+        self._compared: Comparison | None = None
+        if os.environ["RANK"] == "0":
+            assert data is not None, "rank 0 is the first of its node"
+            self._compared = compare(job, self.folder, data, self.config)
         self.tokens = 0
         self.skipped_steps = 0
         """Since the run began, as far as the host knows: of all but the last two steps."""
@@ -115,16 +114,6 @@ class CanonTrainer(torchtitan.train.Trainer):
                 f"was asked for): {self.gradient_accumulation_steps} micro-batches a step on each "
                 f"of {world_size} ranks make the global batch of {job.training.global_batch_size}"
             )
-
-    def _compare(self, job: CanonJobConfig, data: OpenedData | None) -> Comparison:
-        """Compare this launch with the run folder; rank 0 only. Raises UserError."""
-        assert data is not None, "rank 0 is the first of its node"
-        # a restarted job repeats --checkpoint.fresh, and is not obeyed: it resumes its run
-        fresh = job.checkpoint.fresh and not was_obeyed(self.folder.obeyed_file, FRESH)
-        identity = run_identity(job, data.training.fingerprint, data.identity)
-        return compare(
-            job, self.folder, identity=identity, config=self.config, code=code_hashes(), fresh=fresh
-        )
 
     # -- the parts, in the order in which torchtitan's constructor builds them -----------------
 
@@ -389,10 +378,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
     ) -> Tensor:
-        """Add a micro-batch's gradients; returns its cross-entropy and what is minimized, [2].
-
-        In the place of torchtitan's, which knows one loss only.
-        """
+        """Add a micro-batch's gradients; returns its cross-entropy and what is minimized, [2]."""
         with self.train_context():
             nats_BT, objective = self.model_parts[0](
                 input_dict["input"], labels_BT=labels, loss=self.loss_fn
@@ -462,8 +448,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _halt(self, step: int, counters: list[float]) -> None:
         """End the run on the weights from before the bad steps in a row; raises UserError.
 
-        The weights still are those: every step since was skipped. What the host counts goes back
-        to that step, so that the checkpoint is the one that this step would have left.
+        Every step since was skipped; what the host counts goes back to that step as well.
         """
         # a launch that began between bad steps knows none from before itself
         good = max(step - int(counters[IN_A_ROW]), self._before[0][0])

@@ -1,11 +1,9 @@
 """Held-out loss while training: the same windows at every step, seed, architecture and world size.
 
-The held-out part of each data folder, or the text of `validation.path`, has some windows, the same
-ones that `python -m eval run --suite validation` scores. They are dealt out to the ranks; every
-rank takes as many forward passes, since FSDP2's collectives must meet, and what fills up the last
-pass has no weight. Losses are plain cross-entropy in float32, summed in float64 with the tokens
-they are of, so the mean is the same at any number of ranks. The order of the training data, random
-state, weights and gradients are not touched.
+The windows are those that `python -m eval run --suite validation` scores, dealt out to the ranks.
+Every rank takes as many forward passes, since FSDP2's collectives must meet; what fills up the last
+pass has no weight. Losses are plain cross-entropy in float32, summed in float64 with their tokens.
+The order of the training data, random state, weights and gradients are not touched.
 """
 
 import time
@@ -35,24 +33,19 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.loss import head_loss
 
 STEPS_PER_BATCH = 100
-"""A global batch of windows for so many steps between two validations: see `num_windows`."""
 MAX_TOKENS = 1 << 21
-"""The most that is scored at a time, unless `validation.windows` says so."""
 
 
 def num_windows(job: CanonJobConfig) -> int | None:
     """Return how many windows are scored at a time; None for all that there are.
 
-    Unless `validation.windows` says it: one global batch for every 100 steps of `validation.freq`,
-    at most 2**21 tokens. Without a backward pass, a batch costs a third of a step, so this is a
-    third of a percent of the run's arithmetic. A run shorter than `freq` is validated once, at its
-    end, on that share of its steps. Independent of the world size.
+    Unless `validation.windows` says it: one global batch for every 100 steps of `validation.freq`
+    (of a shorter run: of its steps), at most 2**21 tokens: a third of a percent of the run's time.
     """
     given = job.validation.windows
     if given is not None:
         return None if given < 0 else given
-    training = job.training
-    batch = training.global_batch_size
+    training, batch = job.training, job.training.global_batch_size
     most = max(1, MAX_TOKENS // training.seq_len)
     steps = min(job.validation.freq, training.steps)
     if steps >= STEPS_PER_BATCH:
@@ -76,9 +69,8 @@ def _limits(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -> list[
 class CanonValidator(BaseValidator):
     """Scores this rank's windows of `parts`, the held-out part of each folder that has one.
 
-    All windows are read by the constructor, so that damage shows before anything is trained. A
-    forward pass takes at most as many rows as a training step, and exactly that many where blocks
-    are compiled, which are compiled for one shape.
+    The constructor reads them all: damage shows before anything is trained. A forward pass takes at
+    most the rows of a training step; exactly those if blocks are compiled, for one shape.
     """
 
     def __init__(
@@ -122,8 +114,7 @@ class CanonValidator(BaseValidator):
     def measure(self, model: nn.Module) -> list[tuple[float, int]]:
         """Return (summed nats, tokens predicted) of each source, over all ranks; collective.
 
-        `model` is a Transformer; it stays in the mode it is in, since Canon models have no dropout
-        and compiled blocks would be compiled anew for another mode.
+        `model` stays in its mode: there is no dropout, and another mode would be compiled anew.
         """
         shape = (2, len(self.names))
         sums = torch.zeros(shape, dtype=torch.float64, device=device_type)  # nats, tokens

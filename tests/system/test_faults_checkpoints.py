@@ -15,9 +15,9 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import mark_obeyed, read_run
 from canon_pretrain.run.session import Session
-from canon_pretrain.titan import trainer as trainer_module
+from canon_pretrain.titan import launch as launch_module
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.launch import leave_folder, prepare_folder
+from canon_pretrain.titan.launch import prepare_folder
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.checkpoint_folders import contents, set_manifest, small_disk
 from tests.fault_runs import (
@@ -255,7 +255,7 @@ def prepare(run: Path, *command: object) -> None:
     """What rank 0 does to the folder before the ranks meet, and after a launch that is refused."""
     job = parse_job([str(word) for word in command])
     with Session(RunFolder(run), rank=0, world_size=1, steps=STEPS) as session:
-        leave_folder(session, prepare_folder(job, session, fingerprint="x", arguments=[]))
+        prepare_folder(job, session, fingerprint="x", arguments=[]).settle(session.folder)
 
 
 def files_of_run(run: Path) -> set[Path]:
@@ -301,8 +301,8 @@ def test_a_fresh_start_moves_nothing_before_it_can_begin(base: Path, trial: Tria
 
 def other_code(rank: int) -> None:
     """The loss is another file than that of the launch before."""
-    original = trainer_module.code_hashes
-    trainer_module.code_hashes = lambda: original() | {"titan/loss.py": "0"}
+    original = launch_module.code_hashes
+    launch_module.code_hashes = lambda: original() | {"titan/loss.py": "0"}
 
 
 def test_a_resume_with_other_code_names_the_files(base: Path, trial: Trial) -> None:

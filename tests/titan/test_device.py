@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -14,7 +13,6 @@ import torch
 from canon_pretrain import train
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.titan import device
-from canon_pretrain.titan.device import prepare_process
 from tests.support import ROOT
 
 STAND_IN = """
@@ -57,16 +55,6 @@ def test_what_is_set_when_torch_is_imported(
     )
     assert done.returncode == 7, done.stderr
     assert done.stdout.strip() == expected.format(cores=min(32, available_cores()))
-
-
-def test_the_limit_on_open_files_is_raised_as_far_as_it_goes() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))
-        prepare_process({})
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("binding", ["1", "0"])

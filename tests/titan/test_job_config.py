@@ -107,34 +107,33 @@ def test_a_world_size_that_does_not_divide_names_the_ones_that_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (["--run.stop_at", "13"], r"run\.stop_at = 13: expected a step from 1 to .* = 12"),
-        (["--lr_scheduler.warmup_steps", "13"], "warmup_steps = 13 is more than"),
-        (["--parallelism.tensor_parallel_degree", "2"], "it shards with FSDP2 over the"),
-        (["--parallelism.data_parallel_shard_degree", "2"], "this trainer does not have it"),
-        (["--validation.dataset", "x"], r"validation\.dataset = 'x': this trainer does not"),
-        (["--model.converters", "float8"], "this trainer does not have it"),
-        (["--training.dataset", "c4"], "this trainer does not have it"),
-        (["--checkpoint.last_save_model_only"], "this trainer does not have it"),
-        (["--checkpoint.keep_latest_k", "1"], "keep_latest_k = 1: expected 0"),
-        (["--checkpoint.no-enable", "--run.stop_at", "3"], "checkpoint.enable is false"),
-        (["--validation.windows", "0"], "validation.windows = 0"),
-        (["--validation.steps", "5"], "validation.steps = 5: set validation.windows"),
-        (["--profiling.enable_profiling", "--profiling.profile_freq", "3"], "profile_freq = 3"),
-        (["--model.name", "llama3"], "this trainer trains 'canon' only"),
-        (["--model.canon_set", "ABE"], 'canon_set = "ABE" names the Canon site "E"'),
-        (["--model.flavor", "1b4"], '"1b4" is not known'),
-        (
-            ["--model.attention_backend", "flash_attn", "--model.position", "h_alibi"],
-            '"flash_attn" has nothing for position = "h_alibi"',
-        ),
-        (["--model.position", "ropee"], '"ropee" is not known.*Did you mean "rope"'),
+        ("run.stop_at 13", "run.stop_at = 13"),
+        ("lr_scheduler.warmup_steps 13", "warmup_steps = 13"),
+        ("parallelism.tensor_parallel_degree 2", "parallelism.tensor_parallel_degree = 2"),
+        ("parallelism.data_parallel_shard_degree 2", "parallelism.data_parallel_shard_degree = 2"),
+        ("validation.dataset x", "validation.dataset = 'x'"),
+        ("model.converters float8", "model.converters = "),
+        ("training.dataset c4", "training.dataset = 'c4'"),
+        ("checkpoint.last_save_model_only", "checkpoint.last_save_model_only = True"),
+        ("checkpoint.keep_latest_k 1", "checkpoint.keep_latest_k = 1"),
+        ("checkpoint.no-enable --run.stop_at 3", "checkpoint.enable"),
+        ("checkpoint.fresh --checkpoint.load_step 3", "checkpoint.load_step = 3"),
+        ("loss.z_loss 1e-4 --loss.squared_loss 1e-4", "loss.squared_loss = 0.0001"),
+        ("validation.windows 0", "validation.windows = 0"),
+        ("validation.steps 5", "validation.steps = 5"),
+        ("profiling.enable_profiling --profiling.profile_freq 3", "profile_freq = 3"),
+        ("model.name llama3", "'llama3'"),
+        ("model.canon_set ABE", '"E"'),
+        ("model.flavor 1b4", '"1b4"'),
+        ("model.attention_backend flash_attn --model.position h_alibi", '"flash_attn"'),
+        ("model.position ropee", 'Did you mean "rope"'),
     ],
 )
-def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        parse_job(["--config", DEBUG, *words])
+def test_what_makes_no_sense_is_refused(words: str, named: str) -> None:
+    with pytest.raises(UserError, match=re.escape(named)):
+        parse_job(["--config", DEBUG, *f"--{words}".split()])
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.config import Loss
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.identity import check_identity, run_identity
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.launch import check_identity, run_identity
 from canon_pretrain.titan.loss import build_loss, cross_entropy_and_objective, head_loss
 from tests.support import ROOT
 
@@ -122,11 +122,6 @@ def test_the_loss_compiles_with_its_terms(chunk_tokens: int) -> None:
             grads.append(leaf.grad)
             assert counters["stats"]["unique_graphs"] == frames
         torch.testing.assert_close(*grads)
-
-
-def test_two_forms_of_one_thing_are_refused() -> None:
-    with pytest.raises(UserError, match="two forms of one thing"):
-        parse_job([*DEBUG, "--loss.z_loss", "1e-4", "--loss.squared_loss", "1e-4"])
 
 
 def test_it_is_part_of_what_a_run_is_and_was_off_before_it_had_a_name(tmp_path: Path) -> None:

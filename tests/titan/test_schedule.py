@@ -11,8 +11,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.config import build
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.job_checks import check_job
-from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.job_config import CanonJobConfig, check_job
 from canon_pretrain.titan.spec import build_schedule, learning_rate_factor
 from tests.support import ROOT
 
@@ -117,16 +116,9 @@ def test_a_rate_that_stays() -> None:
 def test_infinite_lr_of_seed_000() -> None:
     """Warm-up 500, cosine over 50,000 steps from 1e-3 towards 1e-4, and no further."""
     job = parse_job(["--config", str(ROOT / "train_configs/tiny/llama.toml")])
-    config = job.lr_scheduler
 
     def rate(step: int) -> float:
-        return job.optimizer.lr * learning_rate_factor(
-            step,
-            warmup_steps=config.warmup_steps,
-            decay_steps=config.decay_steps or 0,
-            decay_type=config.decay_type,
-            min_lr_factor=config.min_lr_factor,
-        )
+        return job.optimizer.lr * learning_rate_factor(step, config=job.lr_scheduler)
 
     assert rates(job, 2) == pytest.approx([rate(0), rate(1)])
     assert rate(0) == pytest.approx(1e-3 / 500)

@@ -288,21 +288,21 @@ def test_compiled_blocks_are_compiled_for_one_shape_and_once_more(
 # ---- what can't be
 
 
-def without_held_out(base: Path) -> Path:
-    folder = base / "bare"
-    documents = token_documents(1, 20, length=200)
+def write_more(folder: Path, *, seed: int = 9, count: int = 8, tokenizer_sha256: str = "") -> None:
+    documents = token_documents(seed, count, length=200)
     write_shards(
-        folder / "train",
+        folder,
         documents,
         vocab_size=VOCAB_SIZE,
         eos_id=EOS_ID,
         num_bytes=[3 * len(ids) for ids in documents],
+        tokenizer_sha256=tokenizer_sha256,
     )
-    return folder
 
 
 def test_data_without_a_held_out_part(data_folder: Path, tmp_path: Path) -> None:
-    bare = without_held_out(tmp_path)
+    bare = tmp_path / "bare"
+    write_more(bare / "train", seed=1, count=20)
     words = [*debug_run(bare, tmp_path / "run"), "--run.stop_at", 1]
     ended = launch(*words, ranks=1, output=tmp_path / "out")
     assert ended.output.count("has no held-out part") == 1
@@ -343,11 +343,10 @@ def test_validation_path_keeps_a_held_out_loss_of_the_whole_stream(
 ) -> None:
     """Issue 17, item 4: data built with --holdout 0, scored on another build's text, all of it or
     its held-out part; refused where it is the training text or of another tokenizer."""
-    bare = without_held_out(tmp_path)
-    apart = {"part": data_folder, "all": without_held_out(tmp_path / "more")}
-    shutil.rmtree(apart["all"] / "train")
-    write_more(apart["all"] / "train", seed=9)
-    for folder, split in zip(apart.values(), ("validation", "train"), strict=True):
+    bare, apart = tmp_path / "bare", tmp_path / "apart"
+    write_more(bare / "train", seed=1, count=20)
+    write_more(apart / "train")
+    for folder, split in ((data_folder, "validation"), (apart, "train")):
         job = debug_job(path=str(bare))
         job.validation = dataclasses.replace(job.validation, path=str(folder))
         with TokenShards.open(folder / split) as text:
@@ -358,22 +357,10 @@ def test_validation_path_keeps_a_held_out_loss_of_the_whole_stream(
         job.validation.path = str(bare)
         with pytest.raises(UserError, match="text that is trained on"):
             open_data(job)
-    write_more(tmp_path / "foreign" / "train", seed=9, tokenizer_sha256="f" * 64)
+    write_more(tmp_path / "foreign" / "train", tokenizer_sha256="f" * 64)
     job.validation.path = str(tmp_path / "foreign")
     with pytest.raises(UserError, match="another tokenizer"):
         open_data(job)
-
-
-def write_more(folder: Path, *, seed: int, tokenizer_sha256: str = "") -> None:
-    documents = token_documents(seed, 8, length=200)
-    write_shards(
-        folder,
-        documents,
-        vocab_size=VOCAB_SIZE,
-        eos_id=EOS_ID,
-        num_bytes=[3 * len(ids) for ids in documents],
-        tokenizer_sha256=tokenizer_sha256,
-    )
 
 
 def test_another_held_out_text_is_another_run(data_folder: Path, tmp_path: Path) -> None:
@@ -387,7 +374,7 @@ def test_another_held_out_text_is_another_run(data_folder: Path, tmp_path: Path)
     (start,) = events(run, "start")
     assert start["held_out_fingerprint"] == before
     shutil.rmtree(data / "validation")
-    write_more(data / "validation", seed=9)
+    write_more(data / "validation")
     ended = launch(*words, ranks=1, output=tmp_path / "out", check=False)
     assert_failed(ended, 2)
     assert "held_out_fingerprint" in ended.output
