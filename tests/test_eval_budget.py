@@ -147,6 +147,6 @@ def test_a_budget_is_really_found_on_this_machine(tmp_path: Path) -> None:
     assert entry["found"] == {"batch_tokens": tokens, "read_tokens": read}
     assert entry["for"]["dtype"] == "float32" and entry["for"]["max_length"] == 60
     # a GPU's trials, here on the CPU: both kinds of work take time, and more for more tokens
-    few, many = (budget._writing(lm.model, n, 60) for n in (64, 4096))
+    few, many = (min(budget._writing(lm.model, n, 60) for _ in range(3)) for n in (64, 4096))
     assert 0 < few < many
     assert find_budget(lm.model, 60).batch_tokens == tokens
