@@ -1,12 +1,8 @@
 """`eval run`: ask one checkpoint one suite or several, print the scores and record them.
 
-Reads what training left in the run folder and the data that it names; writes results.json and one
-line per item to RUN/evals (run/results.py). A question that was answered is read from there, and an
-interrupted suite resumes with the task that it was at.
-
-Everything that can be refused is refused before the model is loaded: a data set that is not staged,
-a task file that does not load, a folder that can't be written. Under torchrun every rank goes
-through the same tasks, and the batches of each are shared out (model/ranks.py).
+A question that was answered is read from RUN/evals; an interrupted suite resumes with its task.
+What can be refused is refused before the model is loaded. Under torchrun every rank goes through
+the same tasks, and the batches of each are shared out (model/ranks.py).
 """
 
 import argparse
@@ -53,7 +49,7 @@ from eval.suite_names import (
     is_birth_year,
     split_suites,
 )
-from eval.tasks.birth_year.frozen import open_probes
+from eval.tasks.birth_year.task import open_probes
 from eval.validation import baseline_losses, model_loss
 
 VALIDATION_DESCRIBED = {
@@ -65,10 +61,7 @@ VALIDATION_DESCRIBED = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One suite of the command: what is asked, where its answers go, and its tasks.
-
-    `tasks` is empty for `validation`.
-    """
+    """One suite of the command: what is asked, where answers go, its tasks (none: `validation`)."""
 
     name: str
     asked: dict[str, Any]
@@ -86,10 +79,7 @@ class Plan:
 
 
 class Work:
-    """The work of several tasks, by name; `part` is entered for one after another.
-
-    All of it is known before the first task is asked, so that the time left is that of the command.
-    """
+    """The work of several tasks, all known at the start; `part` is entered one after another."""
 
     def __init__(self, progress: Progress, costs: Mapping[str, int]) -> None:
         self._progress, self._costs = progress, dict(costs)
@@ -376,8 +366,7 @@ class Evaluation:
 def known_results(plan: Plan, is_foreign: bool) -> Results | None:
     """Return what an earlier call found for exactly the same question, if any.
 
-    `is_foreign`: the user named the folder, so it may hold any results. Those of another question
-    are not overwritten: UserError. The run's own folder is named after the question.
+    Raises UserError if it is of another question in a folder that the user named (`is_foreign`).
     """
     try:
         results = read_results(plan.folder / RESULTS)

@@ -6,8 +6,8 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from eval.harness import harness
-from eval.tasks.birth_year.frozen import Corpus, FrozenSets
 from eval.tasks.birth_year.probes import KINDS, LENGTHS, Junk
+from eval.tasks.birth_year.task import Corpus, FrozenSets
 from tests import data_folders
 from tests.support import ROOT
 

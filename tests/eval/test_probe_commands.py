@@ -17,8 +17,8 @@ import torch
 from canon_pretrain.hf.export import export
 from canon_pretrain.model.transformer import Transformer
 from eval.tasks.babilong.task import is_right
-from eval.tasks.birth_year.frozen import FrozenSets
 from eval.tasks.birth_year.probes import KINDS
+from eval.tasks.birth_year.task import FrozenSets
 from tests.data_folders import plant_data, sentence, tokenizer
 from tests.eval_fixtures import stage_fixtures
 from tests.hf_exports import hub_environment, plant_run

@@ -10,9 +10,8 @@ import pytest
 
 from canon_pretrain.core.errors import UserError
 from eval.staging.staged import write_staged
-from eval.tasks.birth_year.frozen import Corpus, find_corpus, open_probes
 from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, make_probe, split_sentences
-from eval.tasks.birth_year.task import load
+from eval.tasks.birth_year.task import Corpus, find_corpus, load, open_probes
 from tests import data_folders
 from tests.probe_folders import CORPUS, JUNK, NAMES, SENTENCES, few, freeze_all, load_tasks
 

@@ -1,9 +1,8 @@
 """The birth-year probes 1-hop-L and 2-hop-L: does a model find, and follow, what it just read?
 
-From the paper's appendix B and footnote 29: a few statements of the form "NAME was born in the year
-of YEAR." among L tokens of other text, then a question. A probe is a pure function of a seed, its
-number, the tokenizer and the corpus that the other text comes from. frozen.py freezes sets of them
-on disk, task.py asks them. No torch, no lm_eval, no files.
+From the paper's appendix B and footnote 29: statements "NAME was born in the year of YEAR." among L
+tokens of other text, then a question. A probe is a pure function of a seed, its number, the
+tokenizer and the corpus.
 """
 
 import hashlib
@@ -63,10 +62,7 @@ def task_names(probes: str) -> tuple[str, str]:
 
 
 class Draws:
-    """Uniform integers from the raw words of Philox, keyed by anything that has a text.
-
-    NumPy guarantees the words across versions, but not its distributions.
-    """
+    """Uniform integers from Philox's raw words, which NumPy keeps across versions; keyed."""
 
     def __init__(self, *key: object) -> None:
         digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
@@ -99,10 +95,7 @@ class Junk:
         self.num_tokens = sum(self.lengths)
 
     def take(self, draws: Draws, length: int) -> list[str]:
-        """Return consecutive sentences of less than `length` tokens in all, from a random start.
-
-        The corpus is a circle: texts from its end are no shorter than those from its middle.
-        """
+        """Return consecutive sentences below `length` tokens from a random start on a circle."""
         if length == 0:
             return []
         start, total = draws.below(len(self.sentences)), 0
@@ -125,10 +118,8 @@ def split_sentences(text: str) -> list[str]:
 def ends_with_space(tokenizer: Encoder) -> bool:
     """Return whether a question's trailing space is the token that training had before a year.
 
-    A tokenizer that splits digits, as Llama's does, has [of][ ][1][9][8][7] for "of 1987": "of " is
-    its beginning, and a model asked for the next token is where it was in training. If a year is
-    one token together with its space, "of " ends in a token that is never before a year: the space
-    is then left to the answer.
+    It is for a tokenizer that splits digits, as Llama's: [of][ ][1][9][8][7]. If a year is one
+    token together with its space, the space is left to the answer.
     """
     asked = list(tokenizer.encode("in the year of "))
     return all(
@@ -139,8 +130,7 @@ def ends_with_space(tokenizer: Encoder) -> bool:
 def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> dict[str, Any]:
     """Return probe number `item` of the set (kind, length): prompt, choices, answer and target.
 
-    `choices` are the context's years in ascending order, which reveals nothing: a model without an
-    opinion takes the first, and is right by chance.
+    `choices` are the context's years in ascending order, which reveals nothing.
     """
     # the control has the key of 1-hop: the same people in the same text, another question
     draws = Draws(SEED, kind.people, kind.hops, length, item)

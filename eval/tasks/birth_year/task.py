@@ -1,10 +1,18 @@
-"""The birth-year tasks' documents and scores, for the YAML files here (spec/eval.md section 4).
+"""The birth-year tasks: frozen sets of probes, their documents and scores (spec/eval.md section 4).
 
-The documents are frozen probes (frozen.py). Each set is asked twice: `exact`, the primary score,
-lets the model answer; `rank`, the secondary one, ranks the years that the context names.
+    FOLDER/sets.json                    what each set is made of (tokenizer, text), its SHA-256
+    FOLDER/1-hop-256-3fa4b2c19d07.jsonl one probe per line; the name ends with a hash of that
+
+A set is made once, then only read, by every checkpoint of a run. It is asked twice: `exact`, the
+primary score, lets the model answer; `rank` ranks the years that the context names.
 """
 
-from functools import lru_cache
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +20,258 @@ import datasets
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from eval.staging.staged import MANIFEST, staged_folder
+from canon_pretrain.core.files import (
+    UnreadableFile,
+    read_record,
+    sha256_file,
+    write_atomic,
+    write_json,
+)
+from canon_pretrain.core.lock import locked
+from canon_pretrain.data.tokenizer import Tokenizer
+from eval.staging.catalogue import CATALOGUE
+from eval.staging.staged import MANIFEST, load_staged, restage, staged_folder
 from eval.task_tokenizer import TaskTokenizer, known_max_length, task_tokenizer, too_long
-from eval.tasks.birth_year.frozen import WIKITEXT, FrozenSets, find_corpus
-from eval.tasks.birth_year.probes import ANSWER_TOKENS, KINDS, LENGTHS, set_name
+from eval.tasks.birth_year.probes import (
+    ANSWER_TOKENS,
+    KINDS,
+    LENGTHS,
+    NUM_ITEMS,
+    SEED,
+    VERSION,
+    Encoder,
+    Junk,
+    Kind,
+    ends_with_space,
+    make_probe,
+    set_name,
+    split_sentences,
+    task_names,
+)
 
+SETS_FILE = "sets.json"
+WIKITEXT = "wikitext"
+"""The data set of the catalogue that statements are hidden in, unless a file is given."""
 SETS = {set_name(kind, length): (kind, length) for kind in KINDS for length in LENGTHS}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What sets.json says of one set: its file's hash, its longest prompt, what it is made of."""
+
+    sha256: str
+    max_tokens: int
+    made_of: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of sets.json."""
+
+    sets: dict[str, Entry]
+
+
+@dataclass(frozen=True)
+class ProbeSet:
+    """One frozen set; `name` is that of its kind and length, such as 1-hop-256."""
+
+    name: str
+    path: Path
+    sha256: str
+    max_tokens: int
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the probes. Raises UserError if the file is not what was frozen."""
+        try:
+            found = sha256_file(self.path)
+        except OSError as error:
+            found = f"unreadable: {error.strerror}"
+        if found != self.sha256:
+            raise UserError(
+                f"{self.path} was changed after it was frozen (sha256 {found[:28]}, expected "
+                f"{self.sha256[:16]}): scores would not compare with earlier ones. Restore "
+                f"it, or delete {self.path.parent} and evaluate this run's checkpoints again"
+            )
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text that statements are hidden in; `origin` is a label and a hash of its content."""
+
+    origin: str
+    text: str
+
+
+def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
+    """Return the text of the file `junk`, or the staged WikiText as lm_eval's task writes it.
+
+    Returns the reason if WikiText is not staged. Raises UserError for what is damaged or not UTF-8.
+    """
+    if junk:
+        try:
+            text = Path(junk).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"junk {junk}: cannot be read as UTF-8 text: {error}") from None
+        return Corpus(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
+    if not (staged / WIKITEXT / MANIFEST).exists():
+        return (
+            f"the text around the statements, WikiText, is not staged; {restage(WIKITEXT, staged)}"
+            "; or take the text of a file, --junk FILE.txt"
+        )
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    pages = load_staged(WIKITEXT, staged)[CATALOGUE[WIKITEXT].split]
+    lines = (line for page in pages for line in wikitext_detokenizer(page).split("\n"))
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("="))
+    return Corpus(f"{WIKITEXT} {hashlib.sha256(text.encode()).hexdigest()}", text)
+
+
+class FrozenSets:
+    """The probes in a folder: made when first asked for, then only read.
+
+    A set is named by all that it is made of. `corpus` is called for a set with text; if it returns
+    why there is none, sets that were frozen with WikiText can still be read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tokenizer: Encoder,
+        tokenizer_sha256: str,
+        corpus: Callable[[], Corpus | str],
+        num_items: int = NUM_ITEMS,
+    ) -> None:
+        self.folder, self.tokenizer, self._find_corpus = folder, tokenizer, corpus
+        self._made_of: dict[str, Any] = {
+            "version": VERSION,
+            "seed": SEED,
+            "num_items": num_items,
+            "tokenizer_sha256": tokenizer_sha256,
+        }
+
+    def sets(
+        self, max_length: int, advance: Callable[[str], None]
+    ) -> tuple[list[ProbeSet], list[str]]:
+        """Return the sets that fit a model of `max_length` tokens, and why others are left out.
+
+        `advance` receives the name of each set that has to be made.
+        """
+        fitting: list[ProbeSet] = []
+        left_out: dict[str, list[str]] = {}
+        for length in LENGTHS:
+            for kind in KINDS:
+                if length >= max_length:
+                    left_out.setdefault(f"max_length {max_length}", []).append(f"L = {length}")
+                    break
+                found = self.get(kind, length, advance)
+                if isinstance(found, str):
+                    left_out.setdefault(found, []).append(set_name(kind, length))
+                elif found.max_tokens + ANSWER_TOKENS > max_length:
+                    reason = f"prompts of up to {found.max_tokens} tokens"
+                    left_out.setdefault(reason, []).append(found.name)
+                else:
+                    fitting.append(found)
+        return fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
+
+    def get(
+        self, kind: Kind, length: int, advance: Callable[[str], None] = lambda name: None
+    ) -> ProbeSet | str:
+        """Return one set, or why it cannot be made."""
+        name, known = set_name(kind, length), self._known()
+        made_of = {"set": name, **self._made_of}
+        if length and isinstance(self._corpus, str):
+            for key, entry in reversed(known.items()):
+                earlier = dict(entry.made_of)
+                if str(earlier.pop("junk", "")).startswith(WIKITEXT) and earlier == made_of:
+                    return self._found(name, key, entry)
+            return self._corpus
+        if length:
+            assert isinstance(self._corpus, Corpus)
+            made_of["junk"] = self._corpus.origin
+        key = f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
+        if key not in known:
+            junk = self._junk if length else Junk((), self.tokenizer)
+            if junk.num_tokens < length:
+                return f"the text to hide in has only {junk.num_tokens:,} tokens"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                # two checkpoints may be evaluated side by side
+                with locked(self.folder / ".lock", str(self.folder), patience_s=math.inf):
+                    known = self._known()
+                    if key not in known:
+                        advance(name)
+                        known[key] = self._freeze(key, kind, length, junk, made_of)
+                        write_json(self.folder / SETS_FILE, asdict(Manifest(known)))
+            except OSError as error:
+                raise UserError(
+                    f"the probes {name} can't be frozen in {self.folder}: {error.strerror}. Make "
+                    "room there, or choose another folder with --out (under lm_eval: the metadata "
+                    "`probes`)"
+                ) from None
+        return self._found(name, key, known[key])
+
+    def _found(self, name: str, key: str, entry: Entry) -> ProbeSet:
+        return ProbeSet(name, self.folder / f"{key}.jsonl", entry.sha256, entry.max_tokens)
+
+    def _freeze(
+        self, key: str, kind: Kind, length: int, junk: Junk, made_of: dict[str, Any]
+    ) -> Entry:
+        space = ends_with_space(self.tokenizer)
+        items = range(self._made_of["num_items"])
+        probes = [make_probe(kind, length, item, junk, space) for item in items]
+        content = "".join(json.dumps(probe) + "\n" for probe in probes).encode()
+        write_atomic(self.folder / f"{key}.jsonl", content)
+        max_tokens = max(len(self.tokenizer.encode(probe["prompt"])) for probe in probes)
+        return Entry(hashlib.sha256(content).hexdigest(), max_tokens, made_of)
+
+    @cached_property
+    def _corpus(self) -> Corpus | str:
+        return self._find_corpus()
+
+    @cached_property
+    def _junk(self) -> Junk:
+        assert isinstance(self._corpus, Corpus)
+        return Junk(split_sentences(self._corpus.text), self.tokenizer)
+
+    def _known(self) -> dict[str, Entry]:
+        try:
+            return read_record(self.folder / SETS_FILE, Manifest).sets
+        except UnreadableFile as error:
+            if error.is_missing:
+                return {}
+            raise UserError(f"{error}; delete {self.folder} to freeze anew") from None
+
+
+def open_probes(
+    folder: Path,
+    tokenizer: Tokenizer,
+    junk: Path | None,
+    staged: Path,
+    *,
+    max_length: int,
+    say: Callable[[str], None],
+) -> tuple[list[str], list[str]]:
+    """Freeze the sets that fit `max_length`; return their tasks, and why other sets are left out.
+
+    Raises UserError if no set fits.
+    """
+    frozen = FrozenSets(
+        folder,
+        tokenizer=tokenizer,
+        tokenizer_sha256=tokenizer.sha256,
+        corpus=lambda: find_corpus(junk, staged),
+    )
+    sets, left_out = frozen.sets(
+        max_length, lambda name: say(f"freezing the probes {name} in {folder}")
+    )
+    if not sets:
+        raise UserError(
+            f"no set of birth-year fits max_length {max_length}: raise it with --max_length; it "
+            "may be longer than what training saw"
+        )
+    return [name for probes in sets for name in task_names(probes.name)], left_out
 
 
 def load(
@@ -25,10 +279,9 @@ def load(
 ) -> dict[str, datasets.Dataset]:
     """Return the split `test`, the probes of one frozen set: lm_eval's `custom_dataset`.
 
-    Metadata: `probes`, the folder of the frozen sets (default: `probes` among the staged data);
-    `tokenizer` or `pretrained`, whose tokenizer the set is for; `junk`, a text file to hide the
-    statements in (default: the staged WikiText). A set that is not there is made. Raises UserError
-    if it cannot be made, or does not fit `max_length`.
+    Metadata: `probes`, the folder of the sets (default: among the staged data); `tokenizer` or
+    `pretrained`; `junk`, a text file. A set that is not there is made. Raises UserError if it can't
+    be, or does not fit `max_length`.
     """
     staged = staged_folder(metadata.get("staged"))
     folder = Path(probes) if probes else staged / "probes"
@@ -64,18 +317,12 @@ def _frozen_sets(
 
 
 def exact(document: dict[str, Any], answers: list[str]) -> dict[str, float]:
-    """Return whether the first four characters of a greedy answer are the year.
-
-    Without the space that the prompt leaves to the answer (probes.ends_with_space).
-    """
+    """Return whether a greedy answer, without the prompt's space, begins with the year."""
     return {"exact": float(answers[0].strip()[:4] == document["answer"])}
 
 
 def without_space(document: dict[str, Any]) -> str:
-    """Return the prompt for ranking: its trailing space belongs to the continuations.
-
-    What all choices share (the space) changes no rank.
-    """
+    """Return the prompt for ranking: its trailing space belongs to the continuations."""
     return document["prompt"].rstrip(" ")
 
 

@@ -1,8 +1,7 @@
 """The cut rule of the JRT suite: so many tokens of a document around the answer.
 
-Pure functions, used by documents.py before a prompt is made. All positions in texts are those of
-the characters as they are written: letters are compared one by one, case ignored, so that no
-position shifts where a letter's other case is longer (`re.IGNORECASE`, as upstream).
+Positions are those of characters as written: letters are compared with `re.IGNORECASE`, as
+upstream, so that none shifts where a letter's other case is longer.
 """
 
 import re
@@ -48,8 +47,7 @@ def first_hit(text: str, answer: str) -> int | None:
 def window(num_tokens: int, position: int, limit: int) -> tuple[int, int]:
     """Return the tokens to keep, [start, end): `limit` of them, half of it before `position`.
 
-    What is not needed before `position` goes behind it, but not the other way round: at the end of
-    a document only the half is left (spec/eval.md, section 2).
+    At the end of a document only the half is left (spec/eval.md, section 2).
     """
     start = max(0, position - limit // 2)
     return start, min(num_tokens, position + limit - (position - start))
@@ -66,12 +64,9 @@ def cut(
 ) -> Cut:
     """Return at most `limit` tokens of `text` around the earliest of `answers`; None: its first.
 
-    If none of them occurs: around the first of `alternatives` that does; else around the token
-    `token_position`; else the last half of `limit`. Spaces around `text` are no part of it.
-
-    A hit at a character becomes the number of tokens that the text before it has on its own, as
-    upstream counts. A character whose bytes the window divides is left out. If nothing is cut the
-    text stays as it is, even if the tokenizer would not decode to it exactly.
+    If none occurs: around the first of `alternatives` that does; else around `token_position`; else
+    the last half of `limit`. A hit at a character becomes the number of tokens of the text before
+    it, as upstream counts. A text that is not cut stays as it is.
     """
     text = text.strip()
     tokens = tokenizer.encode(text)
@@ -99,15 +94,12 @@ def cut(
 def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: Codec) -> str:
     """Return the characters of `text` that are whole in the tokens [start, end), stripped.
 
-    Tokenizers differ in what they decode half a character to, so a part is cut out of the text.
-    That needs one that reproduces texts; of another (it normalises) it is what it decodes to.
+    Tokenizers differ in what half a character decodes to: a part is cut out of the text, or decoded
+    if the tokenizer does not reproduce texts.
     """
 
     def characters(border: int) -> int | None:
-        """Return how many characters of `text` are before a token; None if `text` has no such.
-
-        _DIVIDED within one. So is, to be sure, the character that stands for such halves.
-        """
+        """Return the characters before a token: _DIVIDED within one, None if `text` has no such."""
         if border == len(tokens):
             return len(text)
         decoded = tokenizer.decode(tokens[:border])
@@ -126,9 +118,6 @@ def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: Codec) 
 
 
 def contains(prediction: str, labels: Sequence[str]) -> float:
-    """Return 1.0 if one of `labels` occurs in the first line of `prediction`, case ignored.
-
-    An empty label occurs in nothing: it would make any answer right.
-    """
+    """Return 1.0 if a label that is not empty occurs in the first line of `prediction`."""
     line = prediction.split("\n", 1)[0]
     return float(any(first_hit(line, label) is not None for label in labels))

@@ -15,14 +15,15 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, check_choice
 from eval.staging.staged import load_staged, staged_folder, staged_sha256
 from eval.task_tokenizer import (
     TaskTokenizer,
@@ -31,7 +32,6 @@ from eval.task_tokenizer import (
     task_tokenizer,
 )
 from eval.tasks.jrt.cut import CENTRES, NUM_TOKENS, contains, cut
-from eval.tasks.jrt.prompts import STYLES, Row
 
 SPLIT = "validation"
 ANSWER_TOKENS = 48
@@ -40,6 +40,127 @@ ALTERNATIVES, TOKEN_POSITION = "alt_answers", "tok_pos"
 OPTION = "jrt_"
 # below its own name the harness shows what is logged
 LOG = logging.getLogger(f"lm_eval.{__name__}")
+Row = Mapping[str, Any]
+Template = Callable[[Row], str]
+
+SUMMARY = "Summary of information above"
+"""What begins SWDE's own summary, which holds the answers."""
+MARKS = re.compile(r"\[PAR\]|\[DOC\]|\[TLE\]")
+QUESTION = "Question:"
+
+
+# -- prompts --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Style:
+    """One data set: the field that is cut, those it is centred on, the labels', and its prompts.
+
+    `clean` is applied to `context` first. Rows of one `passage` share a source, unless a field of
+    `documents` says so.
+    """
+
+    context: str
+    answers: tuple[str, ...]
+    labels: str
+    once: Template
+    twice: Template
+    passage: Template
+    clean: Callable[[str], str] = str.strip
+    documents: tuple[str, ...] = ()
+
+
+def without_trailing(text: str, copy: str) -> str:
+    """`text` without the copies of `copy` at its end, case ignored, and without spaces there."""
+    text, copy = text.rstrip(), copy.strip()
+    pattern = re.compile(re.escape(copy), re.IGNORECASE)
+    while copy and pattern.fullmatch(text, max(0, len(text) - len(copy))):
+        text = text[: -len(copy)].rstrip()
+    return text
+
+
+def _key(row: Row) -> str:
+    key = row["key"].strip()
+    return key[:1].upper() + key[1:]
+
+
+def _keyed_text(row: Row) -> str:
+    return without_trailing(row["text"], f"{row['key'].strip()}:").strip()
+
+
+def _keyed_twice(row: Row) -> str:
+    text = _keyed_text(row).strip(".").strip()
+    return f"Information about {_key(row)}. {text}.\n{text}. {_key(row)}:"
+
+
+def _squad_context(row: Row) -> str:
+    return str(row["context"]).partition(QUESTION)[0]
+
+
+def _asked_text(row: Row) -> str:
+    return without_trailing(row["context"], row["question"]).strip()
+
+
+def _asked(row: Row) -> str:
+    return f"{_asked_text(row).strip('.')}. {row['question'].strip()}"
+
+
+def _asked_twice(row: Row) -> str:
+    text = _asked_text(row).strip(".").strip()
+    return f"{row['orig_question']} {text}.\n{text}. {row['question'].strip()}"
+
+
+def _asked_twice_without_colon(row: Row) -> str:
+    return _asked_twice({**row, "orig_question": row["orig_question"].strip(":")})
+
+
+def _unmarked(made: Template) -> Template:
+    """`made` of a row whose context is without TriviaQA's marks, which upstream cuts and counts."""
+    return lambda row: made({**row, "context": MARKS.sub("", row["context"])})
+
+
+_PAGE = Style(
+    context="text",
+    answers=("key", "value"),
+    labels="value",
+    once=lambda row: f"{_keyed_text(row).strip('.')}. {_key(row)}:",
+    twice=_keyed_twice,
+    passage=_keyed_text,
+    documents=("file_name", "doc_id"),
+)
+_PASSAGE = Style(
+    context="context",
+    answers=("answers",),
+    labels="answers",
+    once=_asked,
+    twice=_asked_twice,
+    passage=_asked_text,
+)
+STYLES: dict[str, Style] = {
+    "jrt_swde": replace(_PAGE, clean=lambda text: text.partition(SUMMARY)[0]),
+    "jrt_fda": _PAGE,
+    "jrt_squad": Style(
+        context="text",
+        answers=("value",),
+        labels="value",
+        once=lambda row: str(row["text"]).strip(),
+        twice=lambda row: f"{row['question']} {_squad_context(row)}\n{str(row['text']).strip()}",
+        passage=_squad_context,
+    ),
+    "jrt_triviaqa": replace(
+        _PASSAGE,
+        answers=(),
+        once=_unmarked(_asked),
+        twice=_unmarked(_asked_twice),
+        passage=_unmarked(_asked_text),
+    ),
+    "jrt_nq": replace(_PASSAGE, twice=_asked_twice_without_colon),
+    "jrt_drop": replace(_PASSAGE, answers=(), twice=_asked_twice_without_colon),
+}
+"""By key of the catalogue."""
+
+
+# -- items ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,12 +177,8 @@ class Options:
         style, tokens = STYLES[dataset], f"{OPTION}tokens"
         known = {tokens}.union(*({f"{key}_context", f"{key}_answers"} for key in STYLES))
         for name in metadata:
-            if name.startswith(OPTION) and name not in known:
-                near = nearest(name, known)
-                raise UserError(
-                    f"unknown option '{name}'{f', did you mean {near!r}?' if near else ''}; known: "
-                    f"{', '.join(sorted(known))}"
-                )
+            if name.startswith(OPTION):
+                check_choice("option", name, sorted(known))
         given = metadata.get(tokens, NUM_TOKENS)
         try:
             num_tokens = int(str(given))
@@ -81,8 +198,8 @@ def load(
 ) -> dict[str, datasets.Dataset]:
     """Return the items of one task: row, prompt, labels, target, centre (of the cut) and source.
 
-    `read_counts` returns what became of the rows. Raises UserError for data that is not staged,
-    lacks a field or has no answers, for an unknown option and if no tokenizer is named.
+    Raises UserError for data that is not staged, lacks a field or has no answers, for an unknown
+    option and if no tokenizer is named.
     """
     tokenizer, folder, style = task_tokenizer(metadata), staged_folder(staged), STYLES[dataset]
     options, sha256 = Options.read(dataset, metadata), staged_sha256(dataset, folder)
@@ -122,10 +239,7 @@ def load(
 def read_counts(loaded: datasets.Dataset) -> dict[str, int]:
     """Return what `load` counted: rows, dropped, kept, cut, the centres' names, and too_long.
 
-    `dropped` have an answer, in a field that is searched, of at most one character. Of the kept,
-    `cut` lost something, and each of the names in CENTRES counts those centred so: `nothing` had no
-    hit. `too_long`, if a max_length is known, counts prompts that do not fit it with their answer:
-    they lose their beginning.
+    `dropped`: an answer of at most one character; `too_long`: prompts that lose their beginning.
     """
     return dict(json.loads(loaded.info.description))
 
