@@ -1,11 +1,7 @@
 """Our runner beside `lm_eval --model hf`: the same export, the same requests, one process.
 
-    python -m eval bench [--model 8L512D | --checkpoint RUN/checkpoint/step-N] [--json FILE]
-
-A stage of its own: nothing reads what it writes. Both sides take turns on every case
-(canon_pretrain/bench/timing.py) and must give the same answers. The requests are in number and
-length like those of the suites, in tokens of the model's tokenizer; their text is the standard
-library's, and the model has random weights by default: neither changes a time.
+Both sides take turns on every case and must give the same answers. The requests are in number and
+length like those of the suites; their text is the standard library's.
 """
 
 import argparse
@@ -22,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,12 +26,11 @@ from typing import Any
 import sentencepiece
 import torch
 from lm_eval.api.instance import Instance
-from rich.box import SIMPLE
-from rich.table import Table
 
-from canon_pretrain.bench.timing import Comparison, clock_name, paired, synchronize
+from canon_pretrain.bench.tables import make_table, print_lines, ratio_cells
+from canon_pretrain.bench.timing import clock_name, paired, synchronize
 from canon_pretrain.checkpoint.writer import save_alone
-from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, check_choice, suggestion
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
@@ -45,7 +41,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
-from eval.model.load import dtype_for
+from eval.model.load import cpu_info, dtype_for
 from eval.model.subject import Subject
 
 MAX_LENGTH = 2048
@@ -59,6 +55,8 @@ which on a CPU is beyond its memory, and on a GPU costs passes of its own."""
 NO_TEXT = 3 + 256
 """The ids of control tokens and bytes in a tokenizer that SentencePiece has just trained."""
 CHOICE, ROLLING, GENERATION = "multiple choice", "perplexity", "generation"
+KINDS = {CHOICE: "loglikelihood", ROLLING: "loglikelihood_rolling", GENERATION: "generate_until"}
+"""lm_eval's requests by group."""
 TARGETS = {CHOICE: 1.2, GENERATION: 1.5}
 """How many times as fast ours should be on a CPU."""
 
@@ -91,15 +89,7 @@ def execute(arguments: argparse.Namespace) -> None:
             "more than 0"
         )
     console = Console()
-    result = measure(
-        arguments.model,
-        arguments.checkpoint,
-        dtype=arguments.dtype,
-        repeats=arguments.repeats,
-        scale=arguments.scale,
-        only=arguments.cases,
-        say=lambda line: console.print(line, highlight=False, soft_wrap=True),
-    )
+    result = measure(arguments, lambda line: print_lines(console, line))
     print_result(result, console)
     if arguments.json:
         write_json(arguments.json, result)
@@ -108,6 +98,7 @@ def execute(arguments: argparse.Namespace) -> None:
 # ---- the requests
 
 Asked = Iterator[tuple[object, ...]]
+Range = tuple[int, int]
 
 
 def library_texts() -> list[str]:
@@ -132,11 +123,13 @@ class Words:
         return self._tokenizer.decode(self._ids[start : start + count]).strip()
 
 
-def hellaswag(words: Words, count: int) -> Asked:
-    """A context and four endings."""
+def choices(
+    words: Words, count: int, form: str, context: Range, number: int, ending: Range
+) -> Asked:
+    """`number` endings after each context: HellaSwag's four, PIQA's two solutions."""
     for _ in range(count):
-        context = words.some(20, 110)
-        yield from ((context, f" {words.some(10, 45)}") for _ in range(4))
+        text = form.format(words.some(*context))
+        yield from ((text, f" {words.some(*ending)}") for _ in range(number))
 
 
 def boolq(words: Words, count: int) -> Asked:
@@ -144,13 +137,6 @@ def boolq(words: Words, count: int) -> Asked:
     for _ in range(count):
         context = f"{words.some(80, 300)}\nQuestion: {words.some(6, 14)}?\nAnswer:"
         yield from ((context, choice) for choice in (" no", " yes"))
-
-
-def piqa(words: Words, count: int) -> Asked:
-    """A short question and two solutions."""
-    for _ in range(count):
-        context = f"Question: {words.some(5, 25)}\nAnswer:"
-        yield from ((context, f" {words.some(8, 50)}") for _ in range(2))
 
 
 def wikitext(words: Words, count: int) -> Asked:
@@ -183,25 +169,27 @@ def birth_year(words: Words, count: int) -> Asked:
         yield words.some(310, 360) + question, options
 
 
-CASES: dict[str, tuple[str, str, Callable[[Words, int], Asked], int]] = {
-    "hellaswag": (CHOICE, "loglikelihood", hellaswag, 6),
-    "boolq": (CHOICE, "loglikelihood", boolq, 8),
-    "piqa": (CHOICE, "loglikelihood", piqa, 16),
-    "wikitext": (ROLLING, "loglikelihood_rolling", wikitext, 1),
-    "jrt": (GENERATION, "generate_until", jrt, 4),
-    "babilong": (GENERATION, "generate_until", babilong, 3),
-    "birth-year": (GENERATION, "generate_until", birth_year, 8),
+HELLASWAG = partial(choices, form="{}", context=(20, 110), number=4, ending=(10, 45))
+QUESTION = "Question: {}\nAnswer:"
+PIQA = partial(choices, form=QUESTION, context=(5, 25), number=2, ending=(8, 50))
+CASES: dict[str, tuple[str, Callable[[Words, int], Asked], int]] = {
+    "hellaswag": (CHOICE, HELLASWAG, 6),
+    "boolq": (CHOICE, boolq, 8),
+    "piqa": (CHOICE, PIQA, 16),
+    "wikitext": (ROLLING, wikitext, 1),
+    "jrt": (GENERATION, jrt, 4),
+    "babilong": (GENERATION, babilong, 3),
+    "birth-year": (GENERATION, birth_year, 8),
 }
-"""Name -> group, kind of request, its maker, and how many items (documents) at scale 1."""
+"""Name -> group, maker of its requests, and how many items (documents) at scale 1."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`requests` of one `kind` of lm_eval; `tokens`: all that are in them, or asked for."""
+    """`requests` of one group; `tokens`: all that are in them, or asked for."""
 
     name: str
     group: str
-    kind: str
     requests: list[Instance]
     tokens: int
 
@@ -211,13 +199,13 @@ def make_cases(tokenizer: Tokenizer, names: Sequence[str], scale: float) -> list
     words = Words(tokenizer)
     cases = []
     for name in names:
-        group, kind, make, count = CASES[name]
+        group, make, count = CASES[name]
         asked = list(make(words, max(1, round(count * scale))))
         parts = [part for arguments in asked for part in arguments]
         tokens = sum(len(tokenizer.encode(part)) for part in parts if isinstance(part, str))
         tokens += sum(part["max_gen_toks"] for part in parts if isinstance(part, dict))
-        requests = [Instance(kind, {}, given, index) for index, given in enumerate(asked)]
-        cases.append(Case(name, group, kind, requests, tokens))
+        requests = [Instance(KINDS[group], {}, given, index) for index, given in enumerate(asked)]
+        cases.append(Case(name, group, requests, tokens))
     return cases
 
 
@@ -232,10 +220,8 @@ def parse_model(text: str) -> ModelArgs:
     for setting in settings:
         field, _, value = setting.partition("=")
         if field not in known:
-            near = nearest(field, known)
             raise UserError(
-                f'--model {text}: "{field}" is no field of a model'
-                + (f"; did you mean {near}?" if near else "")
+                f'--model {text}: "{field}" is no field of a model.{suggestion(field, known)}'
             )
         kind = known[field]
         try:
@@ -250,7 +236,7 @@ def write_random_export(args: ModelArgs, folder: Path, dtype: str) -> None:
     """Write to `folder`/out the export of an untrained model, with a tokenizer of its size.
 
     Its likeliest token is never EOS, a newline or another byte: answers are of full length, and
-    valid text, which both sides decode alike.
+    text.
     """
     tokenizer = folder / SENTENCEPIECE_FILE
     tokenizer.write_bytes(trained_tokenizer(args.vocab_size))
@@ -308,36 +294,22 @@ def load_theirs(folder: Path, device: torch.device, dtype: str, scratch: Path) -
 # ---- the measurement
 
 
-def measure(
-    model: str | None,
-    checkpoint: Path | None,
-    *,
-    dtype: str,
-    repeats: int,
-    scale: float | None,
-    only: list[str] | None,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
+def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the figures of one run, as JSON can hold them; seconds. Raises UserError."""
-    for name in only or ():
-        if name not in CASES:
-            near = nearest(name, CASES)
-            raise UserError(
-                f"--cases {name}: expected some of {', '.join(CASES)}"
-                + (f"; did you mean {near}?" if near else "")
-            )
+    for name in asked.cases or ():
+        check_choice("--cases", name, CASES)
     check_cuda()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
-    weights = dtype_for(dtype, device)
+    weights = dtype_for(asked.dtype, device)
     dtype = str(weights).removeprefix("torch.")
     with tempfile.TemporaryDirectory(prefix="canon-eval-bench-") as scratch:
         folder = Path(scratch)
-        if checkpoint is not None:
-            export(checkpoint, folder / "out", dtype=dtype)
-            title = str(checkpoint)
+        if asked.checkpoint is not None:
+            export(asked.checkpoint, folder / "out", dtype=dtype)
+            title = str(asked.checkpoint)
         else:
-            args = parse_model(model or ("1b3" if on_gpu else "8L512D"))
+            args = parse_model(asked.model or ("1b3" if on_gpu else "8L512D"))
             canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
             title = f"random weights, {args.num_layers}L{args.dim}D, {args.position}, {canon}"
             write_random_export(args, folder, dtype)
@@ -346,18 +318,20 @@ def measure(
         ours = CanonLM(transformer, subject.tokenizer, max_length=MAX_LENGTH)
         ours.batch_tokens = batch_tokens_for(ours, folder, lambda line: None)
         theirs = load_theirs(folder / "out", device, dtype, folder)
-        names = [name for name in CASES if not only or name in only]
+        names = [name for name in CASES if not asked.cases or name in asked.cases]
+        scale = asked.scale or (16.0 if on_gpu else 1.0)
         cases = []
-        for case in make_cases(subject.tokenizer, names, scale or (16.0 if on_gpu else 1.0)):
-            cases.append(measure_case(ours, theirs, case, repeats))
+        for case in make_cases(subject.tokenizer, names, scale):
+            cases.append(measure_case(ours, theirs, case, asked.repeats))
             say(f"{case.name}: {cases[-1]['ratio']:.2f}x")
+    cpu = f"{cpu_info('model name') or platform.machine()}, {torch.get_num_threads()} threads"
     groups: dict[str, list[dict[str, Any]]] = {}
     for found in cases:
         groups.setdefault(found["group"], []).append(found)
     return {
         "bench": "eval",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if on_gpu else _cpu(),
+        "device": torch.cuda.get_device_name() if on_gpu else cpu,
         "versions": {name: version(name) for name in ("torch", "transformers", "lm_eval")},
         "model": title,
         "args": asdict(transformer.args),
@@ -365,7 +339,7 @@ def measure(
         "dtype": dtype,
         "batch_tokens": ours.batch_tokens,
         "max_length": MAX_LENGTH,
-        "repeats": repeats,
+        "repeats": asked.repeats,
         "ratio_of": clock_name(),
         "cases": cases,
         "groups": [
@@ -384,14 +358,14 @@ def measure_case(ours: Any, theirs: Any, case: Case, repeats: int) -> dict[str, 
     batch_size = best_batch_size(theirs, case)
     theirs.batch_size_per_gpu = batch_size
     answer(ours, case, case.requests[:1])  # the first call warms up
-    answers: dict[str, list[Any]] = {}
+    answers: dict[Any, list[Any]] = {}
 
-    def block(name: str, side: Any) -> dict[str, float]:
-        answers[name], clocks = answer(side, case, case.requests)
+    def block(side: Any) -> dict[str, float]:
+        answers[side], clocks = answer(side, case, case.requests)
         return clocks
 
-    found = paired(lambda: block("ours", ours), lambda: block("hf", theirs), repeats)
-    ratio: Comparison = found[clock_name()]
+    found = paired(partial(block, ours), partial(block, theirs), repeats)
+    ratio = found[clock_name()]
     weight = ours.model.tok_embeddings.weight
     return {
         "case": case.name,
@@ -407,7 +381,7 @@ def measure_case(ours: Any, theirs: Any, case: Case, repeats: int) -> dict[str, 
         "ratio_low": ratio.ratio_low,
         "ratio_high": ratio.ratio_high,
         "target": None if weight.is_cuda else TARGETS.get(case.group),
-        "agreement": agreement(case, answers["ours"], answers["hf"], weight.dtype),
+        "agreement": agreement(case, answers[ours], answers[theirs], weight.dtype),
     }
 
 
@@ -418,17 +392,14 @@ def answer(
     synchronize()
     begin, begin_cpu = time.perf_counter(), time.process_time()
     with contextlib.redirect_stderr(io.StringIO()):  # their bars
-        answers = getattr(side, case.kind)(list(requests), disable_tqdm=True)
+        answers = getattr(side, KINDS[case.group])(list(requests), disable_tqdm=True)
     synchronize()
     clocks = {"clock": time.perf_counter() - begin, "CPU": time.process_time() - begin_cpu}
     return answers, clocks
 
 
 def best_batch_size(theirs: Any, case: Case) -> int:
-    """Return the batch size with which theirs answer the requests the fastest.
-
-    Larger ones are tried until one is slower, or does not fit in memory.
-    """
+    """Return theirs' fastest batch size: larger ones are tried until one is slower or fails."""
     best, fastest = 1, float("inf")
     for size in HF_BATCH_SIZES[theirs.device.type]:
         theirs.batch_size_per_gpu = size
@@ -445,10 +416,7 @@ def best_batch_size(theirs: Any, case: Case) -> int:
 
 
 def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype) -> str:
-    """Return how the answers are the same; raises UserError if they are not, in float32.
-
-    In bfloat16 what is nearly a tie falls either way.
-    """
+    """Return how the answers are the same; in float32 raises UserError if they are not."""
     if case.group == GENERATION:
         same = [_is_same(own, text) for own, text in zip(ours, theirs, strict=True)]
         text, agrees = f"{sum(same)} of {len(same)} texts", all(same)
@@ -474,54 +442,39 @@ def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype
 def _is_same(ours: str, theirs: str) -> bool:
     """Return whether two texts are of the same tokens.
 
-    Theirs lack the space before the first word, which SentencePiece drops there, and bytes that are
-    no text, as of a character cut off, which are U+FFFD in ours.
+    Theirs lack the space before the first word, and bytes of a character that was cut off.
     """
     text, cut, _ = ours.removeprefix(" ").partition("\ufffd")
     return theirs.startswith(text) if cut else theirs == text
 
 
-def _cpu() -> str:
-    name = platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        models = (x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
-        name = next(models, name)
-    return f"{name}, {torch.get_num_threads()} threads"
-
-
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Print the figures as a table."""
     versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
-    console.print(
+    print_lines(
+        console,
         f"{result['device']}; {versions}; {result['time']}\n{result['model']}, "
         f"{result['num_parameters']:,} parameters in {result['dtype']}; ours with batch_tokens "
         f"{result['batch_tokens']:,}, hf with the best batch size; medians of {result['repeats']}, "
         f"{result['ratio_of']} time",
-        highlight=False,
-        soft_wrap=True,
     )
-    columns = ("case", "tokens", "ours s", "hf s", "batch", "faster", "spread", "goal")
-    table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        column.no_wrap = True
+    table = make_table("case", "tokens", "ours s", "hf s", "batch", "faster", "spread", "goal")
     for case in result["cases"]:
         table.add_row(
             case["case"],
             f"{case['tokens']:,}",
             *(f"{case[side][result['ratio_of']]:.2f}" for side in ("ours", "hf")),
             str(case["hf"]["batch_size"]),
-            f"{case['ratio']:.2f}x",
-            f"{case['ratio_low']:.2f}-{case['ratio_high']:.2f}",
+            *ratio_cells(case),
             _verdict(case),
         )
     console.print(table)
     for group in result["groups"]:
         goal = f"; goal {_verdict(group)}" if group["target"] else ""
-        text = f"{group['group']}: {group['ratio']:.2f}x, the geometric mean of its cases{goal}"
-        console.print(text, highlight=False)
+        mean = f"{group['ratio']:.2f}x, the geometric mean of its cases"
+        print_lines(console, f"{group['group']}: {mean}{goal}")
     agreed = ", ".join(f"{case['case']} {case['agreement']}" for case in result["cases"])
-    console.print(f"answers agree: {agreed}", highlight=False)
+    print_lines(console, f"answers agree: {agreed}")
 
 
 def _verdict(found: dict[str, Any]) -> str:

@@ -1,12 +1,7 @@
 """A checkpoint, or a folder exported from one, as a model on a device.
 
-The architecture is what the run folder (or the export's config.json) says, the weights are those of
-the step. Weights are kept in float32, or rounded to bfloat16 as training rounds them for its
-passes; either way the rotary tables stay float32 (model/positions.py) and so does log-softmax
-(score.py).
-
-torch multiplies float32 matrices with MKL, which on AMD's processors takes a slower path: oneDNN,
-in the same torch, is twice as fast there (`FastLinear`). The numbers are equal but for rounding.
+Rotary tables and log-softmax stay float32 whatever the dtype of the weights. On AMD's processors
+torch's float32 products take MKL's slower path: `FastLinear` takes oneDNN, twice as fast there.
 """
 
 from dataclasses import replace
@@ -18,7 +13,6 @@ from torch import Tensor, nn
 
 from canon_pretrain.checkpoint.architecture import model_args_of, run_of_checkpoint
 from canon_pretrain.checkpoint.weights import check_checkpoint, read_weights
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf.reading import folder_args, folder_weights, is_folder
 from canon_pretrain.model.transformer import Head, Transformer
 from canon_pretrain.run.folder import RunFolder
@@ -30,8 +24,6 @@ def dtype_for(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise UserError(f"--dtype {name}: expected auto, {' or '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -44,10 +36,8 @@ def load_model(
 ) -> Transformer:
     """Return the model of RUN/checkpoint/step-N or of an exported folder, in eval mode.
 
-    `run` is the checkpoint's, if the caller knows it: it may be in another folder. The model takes
-    sequences of `max_length` tokens even if training saw shorter ones only: no weight depends on
-    the length, and rotary tables are computed. Raises UserError for a step or a folder that is not
-    there, is damaged, or is of another model.
+    `run` is the checkpoint's, if known. Sequences of `max_length` tokens are taken even if training
+    saw shorter ones. Raises UserError for what is not there, is damaged, or is of another model.
     """
     is_exported = is_folder(path)
     if is_exported:
@@ -101,14 +91,14 @@ def is_faster(model: Transformer) -> bool:
     """Return whether FastLinear is for this model and machine; equal on every rank of a job."""
     weight = model.tok_embeddings.weight
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return fits and torch.backends.mkldnn.is_available() and cpu_vendor() == "AuthenticAMD"
+    return fits and torch.backends.mkldnn.is_available() and cpu_info("vendor_id") == "AuthenticAMD"
 
 
-def cpu_vendor() -> str:
-    """Return the maker of the processor from /proc/cpuinfo; empty elsewhere than on Linux."""
+def cpu_info(field: str) -> str:
+    """Return a field of /proc/cpuinfo; empty elsewhere than on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id"))
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith(field))
     return next(found, "")

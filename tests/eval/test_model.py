@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.positions import rope_tables
 from eval.model import load
@@ -23,8 +22,6 @@ def test_auto_is_bfloat16_on_a_gpu_and_float32_on_a_cpu() -> None:
     assert dtype_for("auto", torch.device("cuda", 3)) == torch.bfloat16
     assert dtype_for("auto", CPU) == torch.float32
     assert dtype_for("bfloat16", CPU) == torch.bfloat16
-    with pytest.raises(UserError, match="--dtype half: expected auto, float32 or bfloat16"):
-        dtype_for("half", CPU)
 
 
 @pytest.mark.parametrize("name", ["nope ABCD", "rope standard gqa", "rope BD k2 no_res gqa tied"])
@@ -76,7 +73,7 @@ def test_faster_products_give_the_same_numbers(args) -> None:  # type: ignore[no
 def test_faster_products_are_for_float32_on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(VARIANTS["rope"])
     for vendor, expected in (("AuthenticAMD", True), ("GenuineIntel", False), ("", False)):
-        monkeypatch.setattr(load, "cpu_vendor", lambda vendor=vendor: vendor)
+        monkeypatch.setattr(load, "cpu_info", lambda field, vendor=vendor: vendor)
         assert is_faster(model) is (expected and torch.backends.mkldnn.is_available())
-    monkeypatch.setattr(load, "cpu_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(load, "cpu_info", lambda field: "AuthenticAMD")
     assert not is_faster(model.to(torch.bfloat16))
