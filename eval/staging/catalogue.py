@@ -1,8 +1,4 @@
-"""The data sets of the suites: where the hub has them, at which commit, what must be in them.
-
-`stage.py` downloads what is listed here, `staged.py` reads it back; a task names a data set by its
-key. Nothing but values: no torch, no datasets, no files.
-"""
+"""The data sets of the suites: where the hub has them, at which commit, what must be in them."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -30,10 +26,7 @@ REVISIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class DataSet:
-    """One configuration of a hub repository, and the split of it that a task reads.
-
-    `columns` are those that tasks use; `documents` is the split's number of rows.
-    """
+    """One configuration of a hub repository: the split and columns that a task reads, its rows."""
 
     key: str
     suite: str

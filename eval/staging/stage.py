@@ -1,15 +1,8 @@
 """`eval stage`: download the suites' data sets once, at fixed commits, for offline machines.
 
-    python -m eval stage --suite all --to outputs/eval_data
-    python -m eval stage --suite all --to outputs/eval_data --check    # hashes only, no network
-
-Before `eval run`, on a login node. For each data set of catalogue.py it finds the commit, loads the
-rows, checks their number and columns and writes the files (staged.py). A data set that is staged is
-not touched again: the same command resumes where it was interrupted. DIR may be copied.
-
-DIR/pins.json names a commit for each repository that the catalogue does not pin, the one found at
-the first staging, and for those that the user pinned. Copied to another site, it stages the same
-data there.
+What is staged is not touched again: the same command resumes where it was interrupted, and DIR may
+be copied. DIR/pins.json names a commit per repository that the catalogue does not pin (the one
+found first), or that the user pinned; copied to another site it stages the same data there.
 """
 
 import argparse
@@ -17,13 +10,13 @@ import errno
 import math
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
 from canon_pretrain.core.text import size
@@ -63,30 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Download the suites' data sets at fixed commits, once, on a machine with network; "
         "evaluation then needs none. What is staged is not downloaded again."
     )
-    parser.add_argument("--suite", default=ALL, help=f"{', '.join(SUITES)} or {ALL} (%(default)s)")
-    parser.add_argument(
-        "--to",
-        type=Path,
-        metavar="DIR",
-        help=f"the folder (default: ${FOLDER_VARIABLE}, else {DEFAULT_FOLDER})",
-    )
-    parser.add_argument("--only", nargs="+", metavar="KEY", help="these data sets of the suite")
-    parser.add_argument(
-        "--pin",
-        nargs="+",
-        default=[],
-        metavar="KEY=COMMIT",
-        help=f"stage this commit of KEY's repository, now and later; kept in DIR/{PINS}",
-    )
-    parser.add_argument(
-        "--allow_count",
-        "--allow-count",
-        action="store_true",
-        help="accept another number of documents than the catalogue's",
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="only verify the hashes of what is staged; no network"
-    )
+    add = parser.add_argument
+    add("--suite", default=ALL, help=f"{', '.join(SUITES)} or {ALL} (%(default)s)")
+    about = f"the folder (default: ${FOLDER_VARIABLE}, else {DEFAULT_FOLDER})"
+    add("--to", type=Path, metavar="DIR", help=about)
+    add("--only", nargs="+", metavar="KEY", help="these data sets of the suite")
+    about = f"stage this commit of KEY's repository, now and later; kept in DIR/{PINS}"
+    add("--pin", nargs="+", default=[], metavar="KEY=COMMIT", help=about)
+    about = "accept another number of documents than the catalogue's"
+    add("--allow_count", "--allow-count", action="store_true", help=about)
+    about = "only verify the hashes of what is staged; no network"
+    add("--check", action="store_true", help=about)
 
 
 def execute(arguments: argparse.Namespace) -> None:
@@ -94,23 +74,22 @@ def execute(arguments: argparse.Namespace) -> None:
     folder = staged_folder(arguments.to)
     chosen = choose(arguments.suite, arguments.only)
     if arguments.check:
-        _check(folder, chosen)
+        _each(folder, chosen, lambda data: _described(verify(data.key, folder), data), "whole")
         return
-    waits = f"waits: another process is staging into {folder}"
     downloads = folder / DOWNLOADS
+
+    def on_wait() -> None:
+        print(f"waits: another process is staging into {folder}", flush=True)
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(
-            folder / LOCK,
-            str(folder),
-            patience_s=math.inf,
-            on_wait=lambda: print(waits, flush=True),
-        ):
+        with locked(folder / LOCK, str(folder), patience_s=math.inf, on_wait=on_wait):
             pins = Pins(folder)
             pins.choose(arguments.pin)
             shutil.rmtree(downloads, ignore_errors=True)  # what a killed one left
             try:
-                _stage_all(folder, chosen, pins, arguments.allow_count)
+                allows = arguments.allow_count
+                _each(folder, chosen, lambda data: _stage(folder, data, pins, allows), "staged")
             finally:
                 shutil.rmtree(downloads, ignore_errors=True)
     except OSError as error:
@@ -125,11 +104,10 @@ def execute(arguments: argparse.Namespace) -> None:
 def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
     """Return the data sets of a suite, or of all, and of them those of `only`."""
     if suite not in (*SUITES, ALL):
-        near = nearest(suite, [*SUITES, ALL])
         raise UserError(
-            f"--suite {suite}: has no staged data{f', did you mean {near!r}?' if near else ''}; "
-            f"expected {', '.join(SUITES)} or {ALL} (validation needs none, "
-            "birth-year only wikitext of discriminative)"
+            f"--suite {suite}: has no staged data; expected {', '.join(SUITES)} or {ALL} "
+            "(validation needs none, birth-year only wikitext of discriminative)."
+            f"{suggestion(suite, [*SUITES, ALL])}"
         )
     found = of_suites(SUITES if suite == ALL else [suite])
     if only is None:
@@ -172,9 +150,7 @@ class Pins:
         for pin in given:
             key, _, commit = pin.partition("=")
             if not COMMIT.fullmatch(commit):
-                raise UserError(
-                    f"--pin {pin}: expected KEY=COMMIT with the 40 hex digits of a commit"
-                )
+                raise UserError(f"--pin {pin}: expected KEY=COMMIT, 40 hex digits of a commit")
             data = data_set(key)
             if chosen.setdefault(data.path, (data, commit))[1] != commit:
                 raise UserError(
@@ -185,23 +161,24 @@ class Pins:
             self.add(data, commit)
 
 
-def _stage_all(folder: Path, chosen: list[DataSet], pins: Pins, allow_count: bool) -> None:
-    refused: list[str] = []
+def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], state: str) -> None:
+    """Print what `act` returns for each data set; raise UserError at the end if one has failed."""
+    failed: list[str] = []
     for number, data in enumerate(chosen, 1):
-        where = f"[{number}/{len(chosen)}] {data.key}:"
         try:
-            print(where, _stage(folder, data, pins, allow_count), flush=True)
+            line = act(data)
         except HubUnavailable:
             raise
         except UserError as error:
-            print(where, f"refused: {error}", flush=True)
-            refused.append(data.key)
-    if refused:
+            line = f"refused: {error}"
+            failed.append(data.key)
+        print(f"[{number}/{len(chosen)}] {data.key}: {line}", flush=True)
+    if failed:
         raise UserError(
-            f"{len(refused)} of {len(chosen)} data sets were not staged in {folder}: "
-            f"{', '.join(refused)}; the reasons are above"
+            f"{len(failed)} of {len(chosen)} data sets are not {state} in {folder}: "
+            f"{', '.join(failed)}; the reasons are above"
         )
-    print(f"staged in {folder}: {len(chosen)} of {len(chosen)} data sets", flush=True)
+    print(f"{state} in {folder}: {len(chosen)} of {len(chosen)} data sets", flush=True)
 
 
 def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
@@ -222,25 +199,25 @@ def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
         pins.add(data, commit)
     print(f"    {data.path}@{commit[:12]} {data.config or ''} {data.split} ...", flush=True)
     rows = fetch(data, commit, folder / DOWNLOADS)
-    what = f"{data.path}@{commit[:12]} {data.split}"
+    what, way_out = f"{data.path}@{commit[:12]} {data.split}", f"--pin {data.key}=COMMIT"
     if missing := [name for name in data.columns if name not in rows.column_names]:
         raise UserError(
             f"{what}: has no column {', '.join(missing)} (but {', '.join(rows.column_names)}), "
-            f"which its task needs; choose another commit with --pin {data.key}=COMMIT"
+            f"which its task needs; choose another commit with {way_out}"
         )
     if not len(rows) or (not allow_count and len(rows) != data.documents):
         raise UserError(
             f"{what}: {len(rows):,} documents, expected {data.documents:,}; choose another commit "
-            f"with --pin {data.key}=COMMIT, or accept them with --allow_count"
+            f"with {way_out}, or accept them with --allow_count"
         )
     manifest = write_staged(folder, data.key, {data.split: rows}, revision=commit)
     return f"{_described(manifest, data)}, {time.monotonic() - began:.0f} s"
 
 
 def fetch(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
-    """Return the rows of `data` at `commit`; they may be in `cache`, and live as long as it does.
+    """Return the rows of `data` at `commit`, for as long as `cache` is there.
 
-    `cache` is not shared with other revisions: if the hub fails, `datasets` takes what is there.
+    `cache` has no other revision: if the hub fails, `datasets` takes what is there.
     """
     import datasets
     from datasets.exceptions import DatasetsError
@@ -260,19 +237,3 @@ def _described(manifest: Manifest, data: DataSet) -> str:
     known = manifest.splits[data.split]
     odd = f" (expected {data.documents:,})" if known.rows != data.documents else ""
     return f"{known.rows:,} documents{odd}, {size(known.bytes)}, commit {manifest.revision[:12]}"
-
-
-def _check(folder: Path, chosen: list[DataSet]) -> None:
-    broken: list[str] = []
-    for data in chosen:
-        try:
-            print(f"{data.key}: {_described(verify(data.key, folder), data)}", flush=True)
-        except UserError as error:
-            print(f"{data.key}: {error}", flush=True)
-            broken.append(data.key)
-    if broken:
-        raise UserError(
-            f"{len(broken)} of {len(chosen)} data sets are not whole in {folder}: "
-            f"{', '.join(broken)}"
-        )
-    print(f"whole in {folder}: {len(chosen)} of {len(chosen)} data sets", flush=True)

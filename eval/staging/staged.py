@@ -1,14 +1,10 @@
-"""What was staged, read back and verified: the data of the suites' tasks, without any network.
-
-`stage.py` writes it on a machine that reaches the hub; tasks load it, on machines that may not:
+"""The staged data of the suites' tasks, read back and verified without any network.
 
     DIR/KEY/SPLIT.parquet   the rows of one split
     DIR/KEY/manifest.json   written last: where the rows are from, how many, the files' SHA-256
 
-Tasks name it in their YAML, with a key of catalogue.py:
-
-    custom_dataset: !function eval.staging.staged.load
-    dataset_kwargs: {dataset: piqa}
+A task's YAML names them: `custom_dataset: !function eval.staging.staged.load`, with
+`dataset_kwargs: {dataset: KEY}`.
 """
 
 import hashlib
@@ -21,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import (
     UnreadableFile,
     create_file,
@@ -124,23 +120,15 @@ def verify(key: str, folder: Path) -> Manifest:
 
 
 def read_manifest(key: str, folder: Path) -> Manifest:
-    """Return the manifest of `key` in `folder`.
-
-    Raises UserError if it is missing, damaged, or of another data set than the catalogue's.
-    """
+    """Return the manifest of `key`; UserError if missing, damaged or of other data."""
     data, path = data_set(key), folder / key / MANIFEST
     try:
         manifest = read_record(path, Manifest)
     except UnreadableFile as error:
         fault = f"{path.parent}: not staged" if error.is_missing else str(error)
         raise UserError(f"{fault}; {restage(key, folder)}") from None
-    found = {name: getattr(manifest, name) for name in ("version", "key", "path", "config")}
-    expected = {
-        "version": MANIFEST_VERSION,
-        "key": data.key,
-        "path": data.path,
-        "config": data.config,
-    }
+    expected = {"version": MANIFEST_VERSION, "key": key, "path": data.path, "config": data.config}
+    found = {name: getattr(manifest, name) for name in expected}
     if found != expected or set(manifest.splits) != {data.split}:
         raise UserError(
             f"{path}: of {found} with splits {', '.join(manifest.splits)}, expected {expected} "
@@ -176,12 +164,7 @@ def restage(key: str, folder: Path) -> str:
 
 def data_set(key: str) -> DataSet:
     """Return the catalogue's entry. Raises UserError for an unknown key."""
-    if key not in CATALOGUE:
-        near = nearest(key, CATALOGUE)
-        raise UserError(
-            f"unknown data set '{key}'{f', did you mean {near!r}?' if near else ''}; known: "
-            f"{', '.join(CATALOGUE)}"
-        )
+    check_choice("data set", key, CATALOGUE)
     return CATALOGUE[key]
 
 
@@ -194,8 +177,8 @@ def write_staged(
 ) -> Manifest:
     """Write the data set `key` so that it is staged: files first, manifest.json last.
 
-    What was staged there before goes only once the new files are written: a reader sees the old, an
-    error, or the new. One writer per folder at a time: `stage.py` locks it. Returns the manifest.
+    A reader sees the old, an error, or the new. One writer per folder at a time: `stage.py` locks
+    it.
     """
     import datasets
     import pyarrow
