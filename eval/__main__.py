@@ -1,16 +1,6 @@
-"""Ask checkpoints, and report what they answered.
+"""Ask checkpoints, and report what they answered: `python -m eval COMMAND`, or `canon-eval`.
 
-    python -m eval stage --suite all --to DIR
-    python -m eval tasks [--grep PATTERN]
-    python -m eval run --checkpoint RUN --suite all
-    python -m eval submit RUN... --suites all --every N
-    python -m eval compare RUN_A RUN_B
-    python -m eval report RUN [RUN ...] --out DIR
-    python -m eval bench
-
-The last stage of the flow: it reads what training left on disk and writes beside it, to
-RUN/evals/step-N/SUITE/QUESTION/results.json. Also installed as `canon-eval`. Exit code 2 with one
-message for bad input.
+It reads what training left on disk and writes RUN/evals/step-N/SUITE/QUESTION/results.json.
 """
 
 import argparse
@@ -23,24 +13,12 @@ COMMANDS = {
     "stage": ("eval.staging.stage", "download the suites' data once, where there is a network"),
     "run": ("eval.run_command", "evaluate one checkpoint on some suites, or on all"),
     "tasks": ("eval.suite_names", "the suites and tasks that can be asked, ours and lm_eval's"),
-    "submit": (
-        "eval.submit",
-        "evaluate checkpoints as they come, by Slurm jobs or here",
-    ),
-    "report": (
-        "canon_pretrain.report.eval_report",
-        "curves, scores and verdicts of runs as one HTML page",
-    ),
-    "compare": (
-        "canon_pretrain.report.eval_compare",
-        "what differs between two runs, beyond noise",
-    ),
+    "submit": ("eval.submit", "evaluate checkpoints as they come, by Slurm jobs or here"),
+    "report": ("canon_pretrain.report.eval_report", "scores and verdicts of runs as one HTML page"),
+    "compare": ("canon_pretrain.report.eval_compare", "what differs between two runs"),
     "bench": ("eval.bench", "our runner beside lm_eval's own, on the same export"),
 }
-"""Name -> the module with its `add_arguments` and `execute`, and what it does.
-
-Only the module of the given command is imported: torch takes seconds, and `report` does without it.
-"""
+"""Name -> the module with its `add_arguments` and `execute` (imported if given), and about it."""
 
 
 def main(argv: list[str] | None = None) -> None:

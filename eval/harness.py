@@ -1,8 +1,4 @@
-"""lm_eval as a guest: a suite's tasks are loaded and asked, and the answers become our records.
-
-Between run.py, which goes through the tasks of a suite, and the harness's own evaluator, which
-builds the requests, applies the filters and computes the metrics. suite_names.py finds task files.
-"""
+"""Load a suite's tasks through lm_eval, ask them, and make its answers our records."""
 
 import functools
 import hashlib
@@ -50,8 +46,8 @@ FILE_KINDS = (".yaml", ".yml", ".py", ".json", ".toml", ".txt")
 class TaskPlan:
     """One task, ready to be asked.
 
-    `described` is what its scores depend on, and what the report needs to know of its metrics;
-    `cost` is the work of its requests (lm.request_cost).
+    `described` is what its scores depend on and what its metrics are; `cost` the work of its
+    requests.
     """
 
     task: Task
@@ -64,8 +60,7 @@ def open_tasks(
 ) -> dict[str, TaskPlan]:
     """Return the tasks of a YAML file, a group's in its order; `only` those if it is given.
 
-    `metadata` names for them where things are (the tokenizer, staged data, frozen probes) and the
-    user's options. Raises UserError, with the reason, for what does not load.
+    `metadata` is passed to them. Raises UserError, with the reason, for what does not load.
     """
     with harness():
         try:
@@ -133,6 +128,8 @@ def _plan(task: Task, path: Path, limit: int | None) -> TaskPlan:
         text = json.dumps(document, default=handle_non_serializable)
         documents.update(text.encode() + b"\n")
     files = {path, *(file for file in path.parent.iterdir() if file.suffix in FILE_KINDS)}
+    content = b"".join(file.read_bytes() for file in sorted(files))
+    own = json.dumps(config, default=_source_text, sort_keys=True)
     better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
     primary = metadata.get("primary") or list(better)[:1]
     described = {
@@ -142,8 +139,8 @@ def _plan(task: Task, path: Path, limit: int | None) -> TaskPlan:
         **{
             key: metadata[key] for key in ("part_of", "part", "chance", "source") if key in metadata
         },
-        "files_sha256": _sha256(b"".join(file.read_bytes() for file in sorted(files))),
-        "config_sha256": _sha256(json.dumps(config, default=_source_text, sort_keys=True).encode()),
+        "files_sha256": hashlib.sha256(content).hexdigest(),
+        "config_sha256": hashlib.sha256(own.encode()).hexdigest(),
         **_counts(task),
         "documents_sha256": documents.hexdigest(),
         "requests_sha256": requests.hexdigest(),
@@ -184,10 +181,6 @@ def _source_text(value: Any) -> str:
     return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
 
 
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def ask(lm: LM, name: str, task: Task, limit: int | None) -> Answers:
     """Return scores and item records of `lm` on the first `limit` items of a task."""
     metadata = task.config.metadata or {}
@@ -221,7 +214,7 @@ def source_of(document: Mapping[str, Any], fields: str | Sequence[str] | None) -
         return None
     names = [fields] if isinstance(fields, str) else fields
     values = json.dumps([document[name] for name in names], default=handle_non_serializable)
-    return _sha256(values.encode())[:16]
+    return hashlib.sha256(values.encode()).hexdigest()[:16]
 
 
 def _scores(
@@ -262,11 +255,7 @@ def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Scor
 
 @contextmanager
 def harness() -> Iterator[None]:
-    """Fix the harness's seeds and restore ours; no log lines below errors, no bars of its own.
-
-    It compiles a task's template for each item, which takes longer than all else that it does to
-    build the requests: here each is compiled once.
-    """
+    """Fix the harness's seeds, compile each template once, silence its log and bars; undo all."""
     log = logging.getLogger("lm_eval")
     level, bar, bars = log.level, lm_eval.api.task.tqdm, datasets.are_progress_bars_disabled()
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -4,19 +4,16 @@
     RUN/evals/step-N/SUITE/leases/                 who evaluates it (cluster/leases.py)
     RUN/evals/step-N/SUITE/leases/restarts.json    how often the job began again, and what it gained
 
-A look opens no data: a suite of a step is answered if RUN/evals/step-N/SUITE holds a results.json
-of it, whole (`limit` None), of the checkpoint that is there, asked with the options of the request.
-It does not see that a task's file or its data have changed since; `eval run` does, and asks anew. A
-checkpoint is taken once it has its final name and all files of the right sizes; the job that loads
-it checks its hashes. A job asks `python -m eval.schedule begin` before it begins (slurm/eval.sh).
-No torch.
+A suite of a step is answered if there is a whole results.json of the checkpoint that is there,
+asked with the options of the request; no data are opened. A job asks `python -m eval.schedule
+begin` before it begins (slurm/eval.sh). No torch.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -53,7 +50,7 @@ FINAL = ("done", "failed", "missing", "damaged")
 class Request:
     """The content of schedule.json. `every`: steps; None: each checkpoint on the run's schedule.
 
-    `how` are `eval run`'s options, `sbatch` flags for each job; `retries` of a job that failed.
+    `how`: options of `eval run`; `sbatch`: flags of each job; `retries` of a job that failed.
     """
 
     suites: list[str]
@@ -106,10 +103,7 @@ def to_words(given: dict[str, Any]) -> list[str]:
 
 
 def read_request(run: Path, *, change: bool = False) -> Request | None:
-    """Return schedule.json, None without one; a `change` passes over a damaged one.
-
-    Raises UserError for what is no run.
-    """
+    """Return schedule.json, None without one; a `change` passes over a damaged one."""
     RunFolder(run).read_config()
     try:
         return read_record(run / EVALS / "schedule.json", Request)
@@ -122,17 +116,15 @@ def read_request(run: Path, *, change: bool = False) -> Request | None:
 def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool = True) -> Request:
     """Return the request of schedule.json, which the first call writes; `given` are its fields.
 
-    One that says something else is refused (UserError), unless it is a `change`: two watchers
-    with two minds would hold and release the same checkpoints in turns. With `keep` False nothing
-    is written.
+    Raises UserError for one that says otherwise, unless it is a `change`: two watchers with two
+    minds would hold and release checkpoints in turns. With `keep` False nothing is written.
     """
     RunFolder(run).read_config()
     path = run / EVALS / "schedule.json"
-    lock: AbstractContextManager[None] = nullcontext()
-    if keep:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = locked(path.with_name(".schedule.lock"), str(path), patience_s=PATIENCE_S)
-    with lock:
+    with ExitStack() as held:
+        if keep:
+            lock = path.with_name(".schedule.lock")
+            held.enter_context(locked(lock, str(path), patience_s=PATIENCE_S))
         known = read_request(run, change=change)
         asked = replace(known or Request(list(SUITES)), **given)
         if known is not None and asked != known and not change:
@@ -188,9 +180,6 @@ class Schedule:
         self.steps = sorted({*range(every, last + 1, every), *([last] if last else [])})
         """Multiples of --every, and the run's last."""
 
-    def leases(self, step: int, suite: str) -> Leases:
-        return leases_of(self.run.path, step, suite)
-
     def look(self, queue: Slurm) -> list[Entry]:
         """Return every suite of every step; `queue` was looked at before, so results count."""
         newest = max(self.checkpoints.steps(), default=0)
@@ -214,9 +203,8 @@ class Schedule:
             except UserError:
                 continue
             asked = results.asked
-            own = (asked["suite"], asked["step"], asked["limit"]) == (suite_name(suite), step, None)
             if (
-                own
+                (asked["suite"], asked["step"], asked["limit"]) == (suite_name(suite), step, None)
                 and answers(asked, suite, self.request.how, self._seq_len)
                 and not is_outdated(self.run, results)
             ):
@@ -225,9 +213,8 @@ class Schedule:
 
     def hold(self, overview: Sequence[Entry]) -> None:
         """Have the trainer keep the steps still to be evaluated, saved or not, and no others."""
-        wanted: set[int] = set()
-        if not self.is_finished(overview):
-            wanted = {e.step for e in overview if e.state not in ("done", "failed")}
+        is_over = self.is_finished(overview)
+        wanted = {e.step for e in overview if not is_over and e.state not in ("done", "failed")}
         names = {path.name for path in entries(self.run.path / EVALS / "holds")}
         ours = {step for step in held_steps(self.run.path) if f"step-{step}.{HOLD}" in names}
         for step in sorted(wanted - ours):
@@ -250,7 +237,7 @@ class Schedule:
         return ("damaged", faults[0]) if faults else ("waiting", "")
 
     def _entry(self, step: int, suite: str, saved: tuple[States, str], queue: Slurm) -> Entry:
-        leases = self.leases(step, suite)
+        leases = leases_of(self.run.path, step, suite)
         known = leases.all()
         last = known[-1] if known else None
         attempts = sum(each.job is not None for each in known)
@@ -286,10 +273,10 @@ class Restarts:
 
 
 def begin(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tuple[int, str]:
-    """Return what a job must do that has started: an exit code (0: go on), and why.
+    """Return the exit code of a job that has started (0: go on), and why.
 
-    `lease_id` is the claim that it was submitted for; None for one that a user submitted. A job
-    that began again `restarts` times in a row without a task more ends: it would for ever.
+    `lease_id`: the claim it was submitted for, if any. A job that began again `restarts` times in a
+    row without a task more ends.
     """
     if lease_id is not None:
         current = leases.current()

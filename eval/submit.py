@@ -1,12 +1,8 @@
 """`eval submit`: evaluate a run's checkpoints as they come, each suite of each once, by Slurm jobs.
 
-    python -m eval submit RUN... [--suites all|a,b] [--every N] [--once | --local | --status]
-
-Finds which suites of which finished checkpoints lack results (schedule.py), claims some of them
-and submits a job for each (slurm/eval.sh), never more than --max_in_flight at a time (watcher.py).
-Any number of watchers may do that at once and at any time; each pass is whole by itself, so a
-killed one costs nothing. After the last, one job writes the report. Meanwhile the trainer's
-retention keeps what is still to be evaluated.
+Each pass finds which suites lack results (schedule.py), claims some and submits a job for each
+(watcher.py). Any number of watchers may do that at once; a killed one costs nothing. The last job
+writes the report. Meanwhile the trainer's retention keeps what is still to be evaluated.
 """
 
 import argparse
@@ -74,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="the same as JSON")
     about = "exit code 0 if nothing is left, else 1"
     add("--is_finished", action="store_true", help=about)
-    add_how(parser.add_argument_group("passed on to `eval run`"))  # type: ignore[arg-type]
+    add_how(parser.add_argument_group("passed on to `eval run`"))
 
 
 def execute(arguments: argparse.Namespace) -> None:

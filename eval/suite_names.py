@@ -1,7 +1,6 @@
 """What can be asked of a checkpoint, by name, and how; `eval tasks` lists the names.
 
-A suite is `validation` (validation.py), a task or group in eval/tasks, one of lm_eval's own, or a
-user's task file; harness.py loads them. `eval run` and `eval submit` read this file alike: no torch
+`validation`, a task or group in eval/tasks, one of lm_eval's own, or a user's task file. No torch
 and no lm_eval here.
 """
 
@@ -14,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from canon_pretrain.core.errors import UserError, nearest
+from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.run.results import SUITES, VALIDATION
 
@@ -87,10 +86,7 @@ def is_task_file(given: str) -> bool:
 
 
 def split_suites(given: str, known: Collection[str] = ()) -> list[str]:
-    """Return the suites of `a,b`, or the paper's of `all`, with absolute paths.
-
-    Raises UserError for one that is unknown, unless it is in `known`.
-    """
+    """Return the suites of `a,b` or `all`, paths absolute; UserError for one not in `known`."""
     suites: list[str] = []
     for name in filter(None, given.split(",")):
         suite = os.path.abspath(name) if is_task_file(name) else name
@@ -128,11 +124,10 @@ def find_suite(given: str) -> tuple[str, Path | None]:
         return path.stem, path
     if given in harness_names():
         return given, harness_names()[given].path
-    near = nearest(given, [*SUITES, ALL, *files]) or nearest(given, harness_names())
+    near = suggestion(given, [*SUITES, ALL, *files]) or suggestion(given, harness_names())
     raise UserError(
-        f"unknown suite '{given}'{f', did you mean {near!r}?' if near else ''}; suites: "
-        f"{', '.join(SUITES)}, or {ALL}; or a task or group that `python -m eval tasks` lists; or "
-        "the path of a task's YAML"
+        f"unknown suite '{given}'; expected {', '.join(SUITES)}, or {ALL}; or a task or group that "
+        f"`python -m eval tasks` lists; or the path of a task's YAML.{near}"
     )
 
 
@@ -143,15 +138,13 @@ def is_birth_year(path: Path | None) -> bool:
 
 def _folder_of(path: Path | None) -> str:
     """Return the folder in eval/tasks that a task file is in; empty for any other file."""
-    is_ours = path is not None and path.resolve().is_relative_to(TASKS)
-    return path.parent.name if path is not None and is_ours else ""
+    return path.parent.name if path and path.resolve().is_relative_to(TASKS) else ""
 
 
 def asked_how(name: str, how: argparse.Namespace, seq_len: int) -> dict[str, Any]:
-    """Return what the options of `eval run` (run_command.add_how) make of a suite's question.
+    """Return what the options of `eval run` make of a suite's question; `seq_len` is training's.
 
-    `seq_len` is that of training. --option counts unless it is named after another suite of ours;
-    the value is a file's content, so that the same file elsewhere is the same question.
+    --option counts unless it is named after another suite of ours; a file counts by its content.
     """
     own = _folder_of(task_files().get(name))
     asked: dict[str, Any] = {
@@ -191,16 +184,14 @@ def execute(arguments: argparse.Namespace) -> None:
         pattern = re.compile(arguments.grep)
     except re.error as error:
         raise UserError(f"--grep {arguments.grep!r}: no regular expression: {error}") from None
-    ours, root = task_files(), TASKS.parents[1]
-    paths = [(name, "suite", ours.get(name, root / "eval/validation.py")) for name in SUITES]
-    paths += [(name, "ours", path) for name, path in sorted(ours.items()) if name not in SUITES]
-    rows = [(name, kind, path.relative_to(root)) for name, kind, path in paths]
-    rows += [
-        (name, kind, path.relative_to(harness_tasks().parents[1]))
-        for name, (kind, path) in sorted(harness_names().items())
-        if name not in ours and name != VALIDATION
-    ]
+    ours = {VALIDATION: TASKS.with_name("validation.py")} | task_files()
+    rows = [(name, "suite", ours[name]) for name in SUITES]
+    rows += [(name, "ours", path) for name, path in sorted(ours.items()) if name not in SUITES]
+    rows += [(name, *found) for name, found in sorted(harness_names().items()) if name not in ours]
+    roots = (harness_tasks().parents[1], TASKS.parents[1])
     found = [row for row in rows if pattern.search(row[0])]
     if not found:
         raise UserError(f"none of {len(rows):,} names matches --grep {arguments.grep!r}")
-    print("\n".join(f"{name:40} {kind:5} {path}" for name, kind, path in found))
+    for name, kind, path in found:
+        root = next(root for root in roots if path.is_relative_to(root))
+        print(f"{name:40} {kind:5} {path.relative_to(root)}")

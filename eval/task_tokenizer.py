@@ -1,11 +1,8 @@
 """The evaluated model's tokenizer and length, inside a task: to cut documents and measure prompts.
 
-A task's `custom_dataset` is called with metadata: ours from `eval run` (`tokenizer`: the data
-folder), the harness's own from `lm_eval --model_args` (`pretrained`: an exported folder). Both name
-the same tokenizer, with the same ids and texts.
-
-A harness silently cuts the beginning off a prompt that is too long, and the facts of a question are
-gone. Tasks that hide facts in a long context call `check_fit` when their documents are made.
+A task's metadata name them: `tokenizer` from `eval run`, `pretrained` (an exported folder) from
+`lm_eval --model_args`. A harness cuts the beginning off a prompt that is too long, and its facts
+are gone: tasks that hide facts in a long context call `check_fit`.
 """
 
 import functools
@@ -30,10 +27,9 @@ POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")
 
 @dataclass(frozen=True, eq=False)
 class TaskTokenizer:
-    """Text to ids and back. `encode` adds neither BOS nor EOS, `decode` drops them.
+    """Text to ids and back, without BOS and EOS.
 
-    `name` is where it is from. `sha256` is that of its file; of an export of ours that of the
-    training tokenizer which it was made from.
+    `sha256` is that of its file; of an export of ours that of the training tokenizer.
     """
 
     name: str
@@ -45,7 +41,6 @@ class TaskTokenizer:
 def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
     """Return the tokenizer that a task's metadata names; loaded once per process.
 
-    `tokenizer` (folder or file) goes before `pretrained` (an exported folder, or a model's name).
     A folder with a tokenizer_config.json is read as `lm_eval --model hf` reads it, any other as a
     data folder. Raises UserError if none is named or it can't be read.
     """
@@ -125,11 +120,9 @@ def _sha256_of_export(folder: Path, loaded: Any) -> str:
 
 
 def known_max_length(metadata: Mapping[str, Any]) -> int | None:
-    """Return the tokens that the model reads at most, if a task's metadata tell.
+    """Return the tokens that the model reads at most, if a task's metadata or config.json tell.
 
-    That is the metadata `max_length`, or the model's own name for it (both are arguments of the
-    model under plain lm_eval), else what config.json in the folder `pretrained` says. Raises
-    UserError for a length that is no number.
+    Raises UserError for a length that is no number.
     """
     for name in ("max_length", *POSITIONS):
         if (given := metadata.get(name)) is not None:
@@ -158,10 +151,7 @@ def lengths_beyond(prompts: Iterable[str], room: int, metadata: Mapping[str, Any
 def check_fit(
     name: str, prompts: Iterable[str], *, answer_tokens: int, metadata: Mapping[str, Any]
 ) -> None:
-    """Raise UserError if a prompt and `answer_tokens` more do not fit the model's length, if known.
-
-    The metadata of a known length must name the tokenizer too.
-    """
+    """Raise UserError if a prompt and its answer do not fit the model's length, if known."""
     max_length = known_max_length(metadata)
     if max_length is None:
         return

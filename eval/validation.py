@@ -1,7 +1,6 @@
 """The suite `validation`: held-out loss of a checkpoint, beside count models of the same shards.
 
-The windows and the mean over them are those of canon_pretrain/data/held_out.py, which the trainer
-scores too while it trains.
+The windows and their mean are data/held_out.py's, as the trainer's own.
 """
 
 import hashlib
@@ -29,10 +28,10 @@ def _loss(total_nats: float, num_tokens: int, shards: TokenShards) -> HeldOutLos
 def model_loss(
     lm: CanonLM, shards: TokenShards, *, seq_len: int, limit: int | None = None
 ) -> tuple[HeldOutLoss, list[dict[str, Any]]]:
-    """The model's held-out loss, and a record of each document, whose sums give that loss.
+    """Return the model's held-out loss, and a record of each document, whose sums give that loss.
 
-    Log-softmax in float32, sums in float64. A token counts for the document that holds it, in
-    whatever window it is predicted. `limit` takes that many windows only, at even distances.
+    Log-softmax in float32, sums in float64. A token counts for the document that holds it. `limit`
+    takes that many windows only, at even distances.
     """
     places = list(windows(shards.num_tokens, seq_len, limit))
     ends_D = shards.document_ends()
@@ -128,10 +127,7 @@ class CountModels:
 def baseline_losses(
     train: TokenShards, held_out: TokenShards, *, seq_len: int, limit: int | None = None
 ) -> dict[str, HeldOutLoss]:
-    """Unigram and bigram losses on the tokens that `model_loss` predicts.
-
-    They count the first BASELINE_TOKENS of the training split.
-    """
+    """Return unigram and bigram losses, of BASELINE_TOKENS, on the tokens of `model_loss`."""
     models = CountModels(train.read(0, min(train.num_tokens, BASELINE_TOKENS)), train.vocab_size)
     unigram, bigram, count = 0.0, 0.0, 0
     for offset, size in windows(held_out.num_tokens, seq_len, limit):

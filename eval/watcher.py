@@ -1,7 +1,6 @@
 """One look at runs' evaluations after another: hold checkpoints, give work out, report at the end.
 
-What `eval submit` (submit.py) does again and again. Between schedule.py, which says what is to be
-done, and cluster/jobs.py, which takes jobs; cluster/leases.py keeps several watchers apart.
+cluster/leases.py keeps several watchers apart, cluster/jobs.py takes the jobs.
 """
 
 import hashlib
@@ -12,6 +11,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from canon_pretrain.cluster.jobs import SCRIPTS, NoAnswer, Slurm
 from canon_pretrain.cluster.leases import BEAT_S, LOCAL, Lease, Leases, new_lease
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
-from eval.schedule import IN_FLIGHT, Entry, Schedule, words_for
+from eval.schedule import IN_FLIGHT, Entry, Schedule, leases_of, words_for
 from eval.suite_names import suite_name
 
 ORDER = (
@@ -49,10 +49,7 @@ class Work:
 
 
 class Watcher:
-    """Gives out the work of several runs; `out` is the report's folder.
-
-    `absent` are runs that have not begun: without them nothing is finished.
-    """
+    """Gives out the work of several runs; nothing is finished while some are `absent`."""
 
     def __init__(
         self,
@@ -138,7 +135,7 @@ class Watcher:
 
     def _work(self, schedule: Schedule, entry: Entry) -> Work:
         checkpoint = str(schedule.checkpoints.step_path(entry.step))
-        leases = schedule.leases(entry.step, entry.suite)
+        leases = leases_of(schedule.run.path, entry.step, entry.suite)
         how = words_for(schedule.request.how, entry.suite)
         return Work(
             name=f"eval-{schedule.run.path.name}-step-{entry.step}-{suite_name(entry.suite)}",
@@ -205,11 +202,10 @@ class Watcher:
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL)
         try:
             while True:
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     code = process.wait(BEAT_S)
                     break
-                except subprocess.TimeoutExpired:
-                    work.leases.beat(lease)
+                work.leases.beat(lease)
         except BaseException:  # Ctrl-C: the child has got it too
             process.terminate()
             process.wait()

@@ -143,24 +143,30 @@ def memory(ranks: Ranks) -> Any:
     return {"scores": [s for s, _ in scores], "said": said, "batch_tokens": lm.batch_tokens}
 
 
-def raises(ranks: Ranks) -> None:
-    def work(item: int) -> None:
-        time.sleep(0.05)
-        if ranks.rank == 1:
-            raise UserError("this item is broken")
-
-    ranks.map(work, list(range(1000)))
+def broken() -> None:
+    raise UserError("this item is broken")
 
 
-def raises_first(ranks: Ranks) -> None:
-    """The rank that holds the store fails, as a program fails."""
+def nothing() -> None:
+    raise KeyError("nothing")
 
-    def work(item: int) -> None:
-        time.sleep(0.05)
-        if ranks.rank == 0:
-            raise KeyError("nothing")
 
-    ranks.map(work, list(range(1000)))
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_rank(who: int, act: Callable[[], None]) -> Callable[[Ranks], None]:
+    """Work on which one rank ends so, after a while."""
+
+    def scenario(ranks: Ranks) -> None:
+        def work(item: int) -> None:
+            time.sleep(0.05)
+            if ranks.rank == who and item > 3:
+                act()
+
+        ranks.map(work, list(range(60)))
+
+    return scenario
 
 
 def raises_between(ranks: Ranks) -> None:
@@ -168,24 +174,6 @@ def raises_between(ranks: Ranks) -> None:
         time.sleep(0.2)
         raise ValueError("between two maps")
     ranks.map(lambda item: time.sleep(0.05), list(range(40)))
-
-
-def is_killed(ranks: Ranks) -> None:
-    def work(item: int) -> None:
-        time.sleep(0.05)
-        if ranks.rank == 1 and item > 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    ranks.map(work, list(range(60)))
-
-
-def first_is_killed(ranks: Ranks) -> None:
-    def work(item: int) -> None:
-        time.sleep(0.05)
-        if ranks.rank == 0 and item > 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    ranks.map(work, list(range(60)))
 
 
 def refuses(ranks: Ranks) -> None:
@@ -208,11 +196,11 @@ SCENARIOS: dict[str, tuple[Callable[[Ranks], Any], tuple[int, ...]]] = {
     "validation": (validation, (1, 2, 3)),
     "plumbing": (plumbing, (3,)),
     "memory": (memory, (2,)),
-    "raises": (raises, (2, 3)),
-    "raises_first": (raises_first, (3,)),
+    "raises": (on_rank(1, broken), (2, 3)),
+    "raises_first": (on_rank(0, nothing), (3,)),
     "raises_between": (raises_between, (3,)),
-    "is_killed": (is_killed, (2, 3)),
-    "first_is_killed": (first_is_killed, (2, 3)),
+    "is_killed": (on_rank(1, dies), (2, 3)),
+    "first_is_killed": (on_rank(0, dies), (2, 3)),
     "refuses": (refuses, (3,)),
     "strays": (strays, (2,)),
 }

@@ -1,5 +1,6 @@
 """Runs that suites of text can be asked of, trained in seconds."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,27 +11,38 @@ from data_prep.settle import train_tokenizer
 from tests.support import ROOT
 
 PIECES = 300
+WORDS = "the a one no river stone light house year born was in of and said went saw".split()
 TRAIN = ROOT / "train_configs" / "debug.toml"
 
 
-def write_text_data(folder: Path) -> None:
-    """Shards with their tokenizer in `folder`: train/, validation/, tokenizer.model."""
-    words = "the a one no river stone light house year born was in of and said went saw".split()
-    texts = [
-        " ".join(words[int(pick % np.uint64(len(words)))] for pick in picks)
-        for picks in np.random.Philox(key=5).random_raw((6, 1500))
-    ]
-    tokenizer = Tokenizer(train_tokenizer(texts, PIECES), "test")
-    for name, part in (("train", texts[:5]), ("validation", texts[5:])):
+def write_texts(
+    folder: Path,
+    train: Sequence[str],
+    held_out: Sequence[str],
+    vocab_size: int = PIECES,
+    more: Sequence[str] = (),
+) -> None:
+    """Shards with their tokenizer in `folder`, which learns from those texts and from `more`."""
+    tokenizer = Tokenizer(train_tokenizer([*train, *held_out, *more], vocab_size), "test")
+    for name, part in (("train", train), ("validation", held_out)):
         write_shards(
             folder / name,
             [np.append(tokenizer.encode(text), tokenizer.eos_id) for text in part],
-            vocab_size=PIECES,
+            vocab_size=vocab_size,
             eos_id=tokenizer.eos_id,
             num_bytes=[len(text) for text in part],
             tokenizer_sha256=tokenizer.sha256,
         )
     (folder / "tokenizer.model").write_bytes(tokenizer.model)
+
+
+def write_text_data(folder: Path) -> None:
+    """Shards of five texts, and one held out: train/, validation/, tokenizer.model."""
+    texts = [
+        " ".join(WORDS[int(pick % np.uint64(len(WORDS)))] for pick in picks)
+        for picks in np.random.Philox(key=5).random_raw((6, 1500))
+    ]
+    write_texts(folder, texts[:5], texts[5:])
 
 
 def text_run(data: Path, run: Path) -> list[object]:

@@ -1,9 +1,8 @@
-"""How many tokens a batch holds: found by trying, once for each model and kind of device.
+"""How many tokens a batch holds: found by trying, once per model and kind of device.
 
-`eval run` asks before its first suite. What is found is remembered in a file beside the results,
-with what it was found for: later calls, on one rank or several, take the same batches. On a GPU the
-number doubles until memory is full or nothing is gained. On a CPU memory decides how many tokens a
-batch keeps in its cache, and a few passes, a second or two in all, how many are read at once.
+It is remembered beside the results: later calls, on one rank or several, take the same batches. On
+a GPU the number doubles until memory is full or nothing is gained; on a CPU memory bounds the cache
+and a few passes find how many tokens are read at once.
 """
 
 import os
@@ -69,10 +68,10 @@ class Entries:
 
 
 def batch_tokens_for(lm: CanonLM, folder: Path, say: Callable[[str], None]) -> int:
-    """Return the tokens of a batch for `lm`, and set its read_tokens: remembered, or found.
+    """Return the tokens of a batch for `lm`, and set its read_tokens; equal on all ranks.
 
-    In `folder`/batch_tokens.json. Rank 0 finds it, and all ranks get the same. Raises UserError if
-    the least does not fit in memory.
+    Remembered in `folder`, or found by rank 0. Raises UserError if the least does not fit in
+    memory.
     """
     found = _remembered(lm, folder, say) if lm.ranks.rank == 0 else None
     budget: Budget = lm.ranks.broadcast(found)
@@ -140,8 +139,8 @@ def find_budget(model: Transformer, max_length: int) -> Budget:
 def largest(trial: Callable[[int], float | None], least: int = LEAST, most: int = MOST) -> int:
     """Return the first of `least`, twice that, .. whose double is not faster by GAIN or fails.
 
-    `trial(n)` returns the seconds that n tokens take, None if they do not fit in memory. Raises
-    UserError if `least` does not.
+    `trial(n)` returns the seconds of n tokens, None if they do not fit; UserError if `least` does
+    not.
     """
     tokens, seconds = least, trial(least)
     if seconds is None:
@@ -165,8 +164,7 @@ def fastest(
 ) -> int:
     """Return the fastest of `least`, twice that, .. up to the first that is slower.
 
-    No trial begins after `seconds` of them; if that leaves open what is fastest, it is READ_TOKENS,
-    which was so on one machine, unless that was tried.
+    If the time is over before that, it is READ_TOKENS, or more if more was tried.
     """
     speeds: dict[int, float] = {}
     tokens, spent = least, 0.0

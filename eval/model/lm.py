@@ -1,13 +1,9 @@
 """A checkpoint as lm_eval sees it: the three kinds of request, answered by our Transformer.
 
-Every suite asks through this class (harness.py, validation.py). What the harness's own `hf` model
-leaves to the tokenizer or to defaults is fixed here: no BOS unless asked for, EOS where a text
-needs a token before its first one (documents were separated by EOS in training), log-softmax in
-float32, greedy decoding. A context that is too long loses its beginning and is counted.
-
-Requests become pairs of tokens to score (score.py) or questions to answer (model/decode.py), these
-become batches within a budget of tokens, which the ranks share (ranks.py). Batches do not depend on
-how many ranks there are.
+Fixed here is what the harness's `hf` model leaves to the tokenizer: no BOS unless asked for, EOS
+where a text needs a token before its first one (as in training), log-softmax in float32, greedy
+decoding. A context that is too long loses its beginning and is counted. Batches do not depend on
+the number of ranks.
 """
 
 import sys
@@ -66,10 +62,7 @@ class Question:
 
 
 def request_cost(request: Instance) -> int:
-    """Return about how much work a request is, in characters that are read; at least 1.
-
-    The choices of an item mostly have the same context, which is then read once.
-    """
+    """Return about how much work a request is, in characters read; choices share a context."""
     context = len(request.args[0])
     if request.request_type == "generate_until":
         options = normalize_gen_kwargs(request.args[1], DEFAULT_GEN_TOKENS)
@@ -84,18 +77,13 @@ def _complain(text: str) -> None:
 
 
 class CanonLM(TemplateLM):
-    """`model` and `tokenizer` as an lm_eval model that reads at most `max_length` tokens.
+    """`model` and `tokenizer` (None: token-level scores only) as an lm_eval model.
 
-    `tokenizer` None: token-level scores only. `batch_tokens` bounds the tokens of a batch that are
-    kept in a cache, and `read_tokens` those of a forward pass (None: the same); what still does not
-    fit in memory is done in smaller batches, with one line to `say`, and `batch_tokens` is then
-    what did fit. `add_bos`: a token before every text, where `lm_eval --model hf` puts BOS with
-    add_bos_token=True; it is EOS, which began texts in training and is the exports' BOS.
-    `answered` receives the cost (request_cost) of requests as they are answered. `max_length`,
-    `batch_tokens` and `answered` may be set between calls. `truncated` has the doc_id of each item
-    whose context lost its beginning, until it is cleared. All `ranks` must make the same calls.
-
-    Raises UserError for a max_length that the model cannot take, and tokenizers that do not fit.
+    `batch_tokens` bounds the tokens of a batch in a cache, `read_tokens` those of a pass; what does
+    not fit in memory is halved, with a line to `say`. `add_bos`: EOS before every text, where
+    `lm_eval --model hf` puts BOS. `answered` receives the costs of requests as they are answered;
+    `truncated` collects the doc_id of items whose context lost its beginning. All `ranks` make the
+    same calls. Raises UserError for a max_length or a tokenizer that does not fit the model.
     """
 
     def __init__(
@@ -152,10 +140,7 @@ class CanonLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before the first one of a text without context: EOS.
-
-        The harness's `hf` takes BOS wherever the tokenizer has one, trained or not.
-        """
+        """The token before a text without context: EOS, where `hf` takes any BOS there is."""
         return self.eot_token_id
 
     def tok_encode(
@@ -293,10 +278,7 @@ class CanonLM(TemplateLM):
         return Planner(budget, self.read_tokens or budget, cost)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Return the greedy continuation of each context, cut before the first `until` string.
-
-        An answer ends at its length, at EOS (not kept), or when it holds one of its `until`.
-        """
+        """Return the greedy answer to each context, cut at EOS, its length or its first `until`."""
         asked: dict[Question, int] = {}  # the same question is asked once
         costs: list[int] = []
         numbers = []
@@ -361,9 +343,9 @@ class CanonLM(TemplateLM):
         return not piece or UNFINISHED in piece or stop[-1] in piece
 
     def _written(self, last: Sequence[int], tokens: list[int]) -> str:
-        """Return the text of new `tokens` after the `last` token of the context.
+        """Return the text of new `tokens` after the `last` of the context.
 
-        SentencePiece drops the space before a text's first word, and there it is no first word.
+        SentencePiece drops the space before a text's first word, which this is not.
         """
         before = self.text.decode(list(last))
         return self.text.decode([*last, *tokens])[len(before) :]
@@ -372,7 +354,7 @@ class CanonLM(TemplateLM):
 def question(tokens: Sequence[int], options: dict[str, Any], max_length: int) -> Question:
     """Return the question of a prompt, without its beginning if it and its answer do not fit.
 
-    Raises UserError for what is no greedy decoding, and an answer that leaves no room for a prompt.
+    Raises UserError for what is not greedy, and for an answer that leaves no room for a prompt.
     """
     options = dict(normalize_gen_kwargs(options, DEFAULT_GEN_TOKENS))
     unknown = options.keys() - GENERATION_OPTIONS

@@ -1,13 +1,8 @@
 """The processes of one evaluation under torchrun: work shared out in batches, answers on all ranks.
 
-Each rank loads the whole model and builds the same list of work; `Ranks.map` hands its items out
-one by one to whichever rank is free, and afterwards every rank has all results. What an item is
-does not depend on the number of ranks, so results don't either.
-
-    torchrun --nproc-per-node=8 -m eval run ...
-
-A rank that raises, or dies, ends the others with an error: none waits for it. A batch that runs out
-of memory is planned again with half the tokens, as are those after it (`run_batches`).
+Each rank loads the model and builds the same list of work; whoever is free takes the next item,
+which does not depend on the number of ranks. A rank that fails or dies ends the others with an
+error. A batch that runs out of memory, and those after it, are planned again with half the tokens.
 """
 
 import os
@@ -43,10 +38,7 @@ class RankFailed(UserError):
 
 
 class Ranks:
-    """This process among those of an evaluation; `rank` 0 to `world_size` - 1.
-
-    `local_rank` counts on this machine: it is the number of the GPU to use. A context manager.
-    """
+    """This process among those of an evaluation; `local_rank` is the number of its GPU."""
 
     def __init__(
         self, rank: int = 0, world_size: int = 1, local_rank: int = 0, store: Any = None
@@ -112,11 +104,10 @@ class Ranks:
         items: Sequence[Item],
         done: Callable[[int], None] = lambda index: None,
     ) -> list[Result]:
-        """Return `work(item)` of every item, in order, on every rank.
+        """Return `work(item)` of every item, in order, on every rank; one rank works on each.
 
-        All ranks call it with equal items; each item is worked on once, by one of them.
-        `done(index)` is called once per item on every rank, as soon as that rank learns of it.
-        An exception of `work` is raised on its rank; on the others RankFailed with its text.
+        `done(index)` is called once per item as each rank learns of it. An exception of `work` is
+        raised on its rank; on the others RankFailed with its text.
         """
         results: dict[int, Result] = {}
         if self.world_size == 1:
@@ -139,7 +130,7 @@ class Ranks:
         if len({count for count, _ in shares}) > 1:
             raise RuntimeError(f"ranks mapped {[count for count, _ in shares]} items")
         results = {index: result for _, share in shares for index, result in share.items()}
-        queue.report_all(len(items))
+        queue.learn(range(len(items)))
         return [results[index] for index in range(len(items))]
 
     def broadcast(self, value: Any) -> Any:
@@ -149,10 +140,7 @@ class Ranks:
         return self._exchange("broadcast", value if self.rank == 0 else None)[0]
 
     def in_turn(self, work: Callable[[], Result]) -> Result:
-        """Return `work()` of this rank: rank 0 does it first, then the others find its files.
-
-        An exception is raised on its rank; on the others RankFailed with its text.
-        """
+        """Return `work()` of this rank; rank 0 is first, others find its files. Raises as `map`."""
         mine: Result | None = None
         for first in (True, False):
             fault: Exception | None = None
@@ -169,15 +157,18 @@ class Ranks:
         errors: list[str | None] = []
         try:
             if self.world_size > 1:
-                errors = self._exchange("fault", None if fault is None else _one_line(fault))
+                text = " ".join(str(fault).split())
+                if fault is not None and not isinstance(fault, UserError):
+                    text = f"{type(fault).__name__}: {text}"
+                errors = self._exchange("fault", None if fault is None else text)
         except RankFailed:
             if fault is None:
                 raise
         if fault is not None:
             raise fault
-        for rank, text in enumerate(errors):
-            if text is not None:
-                raise RankFailed(f"rank {rank} of {self.world_size} failed: {text}")
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise RankFailed(f"rank {rank} of {self.world_size} failed: {error}")
 
     def barrier(self) -> None:
         """Wait until all ranks are here; raises RankFailed if one never will be."""
@@ -238,30 +229,22 @@ class _Queue:
                 known += [int(word) for word in text.split(",")[:-1]]
         except RuntimeError as error:
             raise RankFailed(f"the rank that counts the work is gone ({error})") from None
-        self._report_once(known)
+        self.learn(known)
 
-    def report_all(self, count: int) -> None:
-        """Report all items as done."""
-        self._report_once(range(count))
-
-    def _report_once(self, items: Sequence[int]) -> None:
+    def learn(self, items: Sequence[int]) -> None:
+        """Note that items are done, each once."""
         for index in items:
             if index not in self._reported:
                 self._reported.add(index)
                 self._done(index)
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
-
-
 @dataclass(frozen=True)
 class Workload(Generic[Batch, Result]):
-    """How items, which are known by their numbers, become batches and results.
+    """How numbered items become batches and results.
 
-    `plan(batch_tokens, items)` returns batches of those items; `members(batch)` the items of one;
-    `work(batch_tokens, batch)` their results, by item.
+    `plan(batch_tokens, items)` returns batches, `members(batch)` the items of one,
+    `work(batch_tokens, batch)` their results by item.
     """
 
     plan: Callable[[int, Sequence[int]], list[Batch]]
@@ -278,10 +261,10 @@ def run_batches(
     answered: Callable[[int], None],
     say: Callable[[str], None],
 ) -> tuple[list[Result], int]:
-    """Return the results of items 0 .. len(costs) - 1, and the batch_tokens that fit on all ranks.
+    """Return the results of all items, and the batch_tokens that fit on all ranks.
 
-    `answered` receives the costs of items that are done; `say` one line, if memory runs out for
-    the first time. Raises UserError if one item alone does not fit.
+    `answered` receives the costs of items that are done; `say` a line when memory first runs out.
+    Raises UserError if one item alone does not fit.
     """
     batches = load.plan(batch_tokens, range(len(costs)))
     fits = batch_tokens

@@ -1,16 +1,15 @@
 """Many (context, continuation) pairs scored in few passes: the plan, and the passes over a batch.
 
-Between lm.py, which makes pairs of requests, and the model. Of all pairs only the distinct
-sequences are read; one that begins another is answered on the way; and what several begin with is
-read once and continued from a `Cache`: the choices of a multiple-choice item, or WinoGrande's two
-contexts. Of several plans the cheapest is taken. Logits are computed only where a token is scored.
-Padding is on the right: the model is causal, so it changes nothing.
+Only distinct sequences are read; one that begins another is answered on the way; what several begin
+with is read once and continued from a `Cache`. Of several plans the cheapest is taken.
 
 Shapes: B rows, T tokens, V vocabulary, M places whose logits are needed, N scored tokens.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from os.path import commonprefix
 from typing import TypeVar
 
 import torch
@@ -54,10 +53,7 @@ class Row:
 
 @dataclass
 class Batch:
-    """Rows that are read together, in groups whose rows begin with `prefix` equal tokens.
-
-    If `prefix` is 0 every group is one row.
-    """
+    """Rows that are read together, in groups that begin with `prefix` equal tokens (0: one row)."""
 
     prefix: int
     groups: list[list[Row]]
@@ -72,9 +68,8 @@ class Batch:
 class Planner:
     """How pairs become batches.
 
-    `batch_tokens` bounds the tokens that a batch keeps in its cache, and `read_tokens` those that
-    it reads at once; a longer sequence is a batch of its own, read in parts. `pass_tokens` is what
-    starting a pass costs, in tokens.
+    `batch_tokens` bounds the tokens in a batch's cache, `read_tokens` those read at once (longer
+    sequences are read in parts); `pass_tokens` is what starting a pass costs, in tokens.
     """
 
     batch_tokens: int
@@ -120,8 +115,7 @@ class Planner:
     def _runs(self, rows: Sequence[T], lengths: Sequence[int], most: int) -> list[list[T]]:
         """Return rows to pad to one length and read at once, longest first; at most `most` rows.
 
-        A run ends where its padding costs as much as another pass, which is best if lengths are
-        evenly spread.
+        A run ends where its padding costs as much as another pass.
         """
         runs: list[list[T]] = []
         longest = padding = 0
@@ -190,7 +184,7 @@ def _distinct_rows(pairs: Sequence[Pair], chosen: Sequence[int]) -> list[Row]:
 
 def _split(rows: list[Row]) -> tuple[list[tuple[int, list[Row]]], list[Row]]:
     """Return (shared tokens, rows) of groups that are worth it, and the other rows."""
-    shared = [_common(a.tokens, b.tokens) for a, b in zip(rows, rows[1:], strict=False)]
+    shared = [len(commonprefix([a.tokens, b.tokens])) for a, b in pairwise(rows)]
     groups, single = [], []
     spans = _best_groups(shared, 0, len(rows))[1] if rows else []
     for start, stop, prefix in spans:
@@ -208,8 +202,8 @@ def _best_groups(
 ) -> tuple[int, list[tuple[int, int, int]]]:
     """Return the groups of rows start .. stop that save most tokens: (saved, spans).
 
-    `shared[i]` is what rows i and i + 1 have in common; rows are ordered by their tokens, so the
-    smallest of a span is common to it. A span is one group, or is divided at its smallest.
+    `shared[i]`: what rows i and i + 1 have in common. A span is a group, or divided at its
+    smallest.
     """
     if stop - start == 1:
         return 0, [(start, stop, 0)]
@@ -227,18 +221,6 @@ def _best_groups(
     return (whole, [(start, stop, least)]) if whole > total else (total, spans)
 
 
-def _common(a: list[int], b: list[int]) -> int:
-    """Return how many first tokens are equal."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def _cut(shared: int, step: int) -> int:
     """`shared` as a multiple of `step`, one token at least."""
     return max(1, shared // step * step)
@@ -252,10 +234,9 @@ def widest(batch: Batch) -> int:
 def score_batch(
     model: Transformer, planner: Planner, pairs: Sequence[Pair], batch: Batch
 ) -> dict[int, Answer]:
-    """Return the answers of a batch's pairs, by their indices in `pairs`.
+    """Return the answers of a batch's pairs, by their indices; log-softmax in float32.
 
-    Log-softmax in float32 whatever the model's dtype, sums in float64. Raises UserError for logits
-    that are not finite.
+    Raises UserError for logits that are not finite.
     """
     found = _Found()
     # what is scored within a prefix is so in the first row of its group

@@ -1,9 +1,7 @@
 """What is evaluated: a checkpoint with what its run says about it, or an exported folder.
 
-First stop of `eval run`: everything that can be wrong with the command's paths is reported here. An
-export (`python -m canon_pretrain.hf export`, or any folder that `hf import` takes) has its
-tokenizer with it and belongs to no run: its results need a place (--out), and what reads shards
-needs --data.
+An export has its tokenizer with it and belongs to no run: its results need a place (--out), and
+what reads shards needs --data.
 """
 
 import contextlib
@@ -46,12 +44,11 @@ def locate(given: Path) -> tuple[Path, RunFolder | None]:
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint or an export.
+    """A checkpoint or an export, for which `folder` (the run) is None.
 
-    `folder`: the run; None for an export. `step`: None if an export does not name it. `seq_len`:
-    the length trained on; of an export the positions in its config.json. `data`, `train`,
-    `held_out`: the run's shards; None for an export without --data, `held_out` also if there is no
-    such text here. `recorded_held_out`: the fingerprint that the run records of it, if any.
+    `step`: None if an export does not name it. `seq_len`: that of training; of an export its
+    positions. `data`, `train`, `held_out`: the shards, None if there are none. `recorded_held_out`:
+    the fingerprint in the run's record, if any.
     """
 
     checkpoint: Path
@@ -71,10 +68,9 @@ class Subject:
         run: RunFolder | None = None,
         held_out: Path | None = None,
     ) -> "Subject":
-        """Open what `given`, or `locate(given)`, names.
+        """Open what `given`, or `locate(given)`, names; `held_out` replaces the run's own text.
 
-        `held_out`: a folder whose text is taken instead of the run's own held-out part. Raises
-        UserError if the checkpoint, its run or its data are not there or not whole.
+        Raises UserError if the checkpoint, its run or its data are not there or not whole.
         """
         checkpoint, run = (given, run) if run else locate(given)
         if run is None:
@@ -154,10 +150,9 @@ class Subject:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What tells this model, and what it is asked about, from others; JSON values.
+        """What tells this model, and what it is asked about, from others (WHOSE in run/results.py).
 
-        See WHOSE in run/results.py. `content` is a hash of the weights. `tokenizer_sha256` is that
-        of training if it is known; of a foreign folder its file's.
+        `content` is a hash of the weights, `tokenizer_sha256` that of training, else the file's.
         """
         sha256 = None if self.train is None else self.train.tokenizer_sha256
         if self.folder is not None:

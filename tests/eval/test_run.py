@@ -42,10 +42,10 @@ from eval.schedule import Request, Schedule, to_words
 from eval.suite_names import SUITES, TASKS, harness_names, task_files
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import rows_of, stage_fixtures
+from tests.eval_text_runs import WORDS, write_texts
 from tests.scripted_lm import ScriptedLM
 from tests.support import ROOT
 
-WORDS = "the a one no river stone light house year born was in of and said went saw".split()
 MAX_LENGTH = 900  # three lengths of probes fit, in pieces of a vocabulary of 300
 SHORT = ("--max_length", MAX_LENGTH)
 """Else the probes are given 8,192 tokens."""
@@ -63,17 +63,7 @@ def write_run(base: Path, vocab_size: int = 300, more: Sequence[str] = ()) -> Pa
     The tokenizer learns from that text and from `more`.
     """
     texts = [document(seed) for seed in range(6)]
-    tokenizer = Tokenizer(train_tokenizer([*texts, *more], vocab_size), "test")
-    for name, part in (("train", texts[:3]), ("validation", texts[3:])):
-        write_shards(
-            base / "data" / name,
-            [np.append(tokenizer.encode(text), tokenizer.eos_id) for text in part],
-            vocab_size=vocab_size,
-            eos_id=tokenizer.eos_id,
-            num_bytes=[len(text) for text in part],
-            tokenizer_sha256=tokenizer.sha256,
-        )
-    (base / "data" / "tokenizer.model").write_bytes(tokenizer.model)
+    write_texts(base / "data", texts[:3], texts[3:], vocab_size, more)
     args = ModelArgs(
         vocab_size=vocab_size, num_layers=1, dim=32, num_heads=2, ffn_dim=48, max_seq_len=1000,
         canon_set="ABCD", position="nope",
@@ -433,8 +423,8 @@ def test_a_task_file_that_does_not_load(
 @pytest.mark.parametrize(
     ("suite", "words", "message"),
     [
-        ("zen_of_pyton", [], "'zen_of_pyton', did you mean 'zen_of_python'"),
-        ("x", [], "unknown suite 'x'; suites: "),
+        ("zen_of_pyton", [], 'Did you mean "zen_of_python"'),
+        ("x", [], "unknown suite 'x'; expected "),
         ("nowhere.yaml", [], "nowhere.yaml: no such task file"),
         ("{base}/validation.yaml", [], "'validation' is the name of another suite"),
         ("{base}/zen_of_python.yaml", [], "'zen_of_python' is the name of another suite"),
@@ -682,7 +672,7 @@ def test_several_suites_and_tasks_of_lm_evals_by_name(
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     assert "HF_HOME" in ask("openbookqa", "--limit", 1, of=copy, code=2)
-    assert "did you mean 'openbookqa'" in ask("openbokqa", code=2)
+    assert 'Did you mean "openbookqa"' in ask("openbokqa", code=2)
     main(["tasks", "--grep", "^(openbookqa|jrt_fda|validation)$"])
     listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert listed == [["validation", "suite"], ["jrt_fda", "ours"], ["openbookqa", "task"]]
