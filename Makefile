@@ -60,7 +60,7 @@ $(DONE): | $(STOPPED)
 	$(call stage,3/6 resume and finish,$(LAUNCH))
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal  # twice as fast on two cores
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal
 
 test-slow: $(INSTALLED)
 	python -m pytest -m slow
