@@ -29,7 +29,7 @@ DEVICE := $(if $(filter 1,$(GPUS)),CUDA_VISIBLE_DEVICES= )
 LAUNCH := $(DEVICE)OMP_NUM_THREADS=$(THREADS) torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
 EVAL := $(DEVICE)python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS)
 INSTALLED := .venv/.installed
-# two processes of one thread each: twice as fast on two cores, and nothing waits for a core
+# two processes of one thread each, so that nothing waits for a core
 PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal
 
 # $(call stage,number and title,command): say it, run it, say how long it took
