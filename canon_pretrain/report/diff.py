@@ -1,7 +1,6 @@
 """`python -m canon_pretrain.run diff A B`: how two runs differ, and from which step on.
 
-Compares what they compute, their data, settings, code and environment, and their logs. Runs
-without records of their launches (older ones) are compared in what they have. No torch.
+Runs without records of their launches (older ones) are compared in what they have. No torch.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.text import printable
 from canon_pretrain.report.record import HELD_OUT, Curve, LaunchRecord, RunRecord, in_turn
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH
-from canon_pretrain.run.log import json_value
+from canon_pretrain.run.log import json_value, number
 
 RTOL = 1e-4
 """Relative: how far losses of one experiment are apart on two machines, by rounding alone."""
@@ -94,17 +93,16 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
 
 
 def _section(section: str, a: Facts | None, b: Facts | None) -> Facts:
-    """Return the names whose values differ; a name that only one has is None on the other side."""
     unknown = [name for name, side in (("A", a), ("B", b)) if side is None]
+    found: Facts = {"differences": {}, "own": {}, "compared": 0, "unknown": unknown}
     if a is None or b is None:
-        return {"differences": {}, "own": {}, "compared": 0, "unknown": unknown}
+        return found
     names = sorted(a.keys() | b.keys())
-    found: dict[str, Facts] = {"differences": {}, "own": {}}
     for name in names:
         if a.get(name) != b.get(name):
             is_own = section in OWN and OWN[section].match(name)
             found["own" if is_own else "differences"][name] = [a.get(name), b.get(name)]
-    return found | {"compared": len(names), "unknown": unknown}
+    return found | {"compared": len(names)}
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> Facts:
@@ -239,34 +237,32 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def digest_words(digests: Facts) -> str:
+def digest_words(found: Facts) -> str:
     """Return from which step on the runs saw other data, in words."""
-    common, first = digests["common"], digests["first_different"]
+    common, first = found["common"], found["first_different"]
     if not common:
-        return f"none in common (A has {digests['logged'][0]:,}, B {digests['logged'][1]:,})"
+        return f"none in common (A has {found['logged'][0]:,}, B {found['logged'][1]:,})"
     if first is None:
-        return f"equal in all {common:,} common steps, to step {digests['last_common']:,}"
-    return f"part at step {first:,} ({digests['different']:,} of {common:,} common steps differ)"
+        return f"equal in all {common:,} common steps, to step {found['last_common']:,}"
+    return f"part at step {first:,} ({found['different']:,} of {common:,} common steps differ)"
 
 
-def loss_words(losses: Facts) -> str:
+def loss_words(found: Facts) -> str:
     """Return from which step on the losses differ, and by how much, in words."""
-    if not losses["common"]:
+    if not found["common"]:
         return "no logged step in common"
-    lines = f"{losses['common']:,} common lines, to step {losses['last_common']:,}"
-    if losses["first_unequal"] is None:
+    lines = f"{found['common']:,} common lines, to step {found['last_common']:,}"
+    if found["first_unequal"] is None:
         return f"equal bit for bit in all {lines}"
-    largest = losses["largest"]
-    largest = f"{largest:.1e}" if isinstance(largest, float | int) else largest
+    largest = f"{number(found['largest']):.1e} at step {found['largest_step']:,}"
     words = (
-        f"first unequal at step {losses['first_unequal']:,}; largest relative difference "
-        f"{largest} at step {losses['largest_step']:,}"
+        f"first unequal at step {found['first_unequal']:,}; largest relative difference {largest}"
     )
-    if losses["first_beyond"] is None:
-        return f"equal to {losses['rtol']:g} in all {lines}; {words}"
-    a, b = (f"{loss:.7g}" if isinstance(loss, float) else loss for loss in losses["there"])
-    at = f"{losses['first_beyond']:,} ({a} -> {b})"
-    return f"part beyond {losses['rtol']:g} at step {at}; {words}; {lines}"
+    if found["first_beyond"] is None:
+        return f"equal to {found['rtol']:g} in all {lines}; {words}"
+    a, b = (f"{number(loss):.7g}" for loss in found["there"])
+    at = f"{found['first_beyond']:,} ({a} -> {b})"
+    return f"part beyond {found['rtol']:g} at step {at}; {words}; {lines}"
 
 
 # -- the command
@@ -280,18 +276,13 @@ def add_parser(subparsers: Any) -> None:
         description="Compare two run folders: identity, data, config, code, packages, environment; "
         "and their logs: from which step on they saw other data (digests), and from which their "
         "losses part. What is each run's own (its folder, job ids, world size) counts for nothing; "
-        "nor do steps that one of them has not reached. Of several launches the newest counts. "
-        "Exit code 0: same; 1: different; 2: trouble.",
-        epilog="example: python -m canon_pretrain.run diff outputs/a outputs/b",
+        "nor do steps that one of them has not reached. Exit code 0: same; 1: different; "
+        "2: trouble.",
     )
     for name in ("a", "b"):
         parser.add_argument(name, type=Path, metavar=name.upper(), help="a run folder")
-    parser.add_argument(
-        "--rtol",
-        type=float,
-        default=RTOL,
-        help="losses may be apart by rounding so far, relative (default: %(default)s)",
-    )
+    about = "losses may be apart by rounding so far, relative (default: %(default)s)"
+    parser.add_argument("--rtol", type=float, default=RTOL, help=about)
     parser.add_argument("--all", action="store_true", help="also show what is each run's own")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.set_defaults(run=run)

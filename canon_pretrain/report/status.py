@@ -1,7 +1,7 @@
 """`python -m canon_pretrain.run status RUN...`: the state of runs, on one screen.
 
-A run is read from its small files and the end of its log, whatever its size; nothing is written. A
-damaged file leaves its facts out and is named in `problems`. No torch.
+A run is read from its small files and the end of its log; nothing is written. A damaged file leaves
+its facts out and is named in `problems`. No torch.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import ConsoleOptions, RenderableType
+from rich.console import ConsoleOptions
 from rich.live import Live
 from rich.padding import Padding
-from rich.segment import Segment, SegmentLines
-from rich.table import Table
 from rich.text import Text
 
 from canon_pretrain.checkpoint.folder import HOLDS, CheckpointFolder, entries, step_number
@@ -48,7 +46,6 @@ PIPED_WIDTH = 100_000
 """No line of a table is as long: nothing is folded."""
 CHECKED = "its manifest, and that each file it names is there with its size; no hash is read"
 ALIVE = ("starting", "loading", "training", "validating", "saving", "slow", "hung")
-"""States of a run whose process lives."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,6 @@ class Saved:
 
     step: int
     saved: str
-    """UTC, ISO 8601."""
     age_s: float
     checked: str = CHECKED
 
@@ -79,22 +75,19 @@ class RunSummary:
     path: str
     name: str
     state: str = "unknown"
-    """starting, loading, training, validating, saving; slow, hung (the process lives, its steps
-    come late or not at all); dead (no sign of life); stopped, done, failed; unknown."""
+    """One of ALIVE (slow, hung: steps come late or not at all), dead (no sign of life), stopped,
+    done, failed, unknown."""
     reason: str | None = None
     run_id: str | None = None
     step: int | None = None
     steps: int | None = None
-    """training.steps."""
     loss: float | str | None = None
     """Of the newest step in the log, as the next; "NaN", "Infinity" or "-Infinity" if such."""
     tokens: int | None = None
     tokens_per_second: float | str | None = None
     mfu: float | str | None = None
     eta_s: float | None = None
-    """Until `steps`, at the present pace; None for a run that does not continue."""
     restarts: int | None = None
-    """Launches after the first."""
     skipped_steps: int | None = None
     checkpoint: Saved | None = None
     checkpoint_failures: int | None = None
@@ -110,7 +103,6 @@ class RunSummary:
     host: str | None = None
     job_id: str | None = None
     restart_count: int | None = None
-    """Slurm's, of that job."""
     nodes: str | None = None
     problems: list[str] = field(default_factory=list)
 
@@ -140,7 +132,6 @@ class _Reader:
         events = self._tried(lambda: read_tail(self.folder.log_file)) or []
         steps = (event for event in reversed(events) if event["event"] == "step")
         self.last: dict[str, Any] = next(steps, {})
-        """The newest step that counts."""
 
     def _tried(self, read: Callable[[], Any]) -> Any:
         """Return what `read` finds; None if it fails: a problem, unless a file is missing."""
@@ -159,7 +150,6 @@ class _Reader:
         return keys.get(key) if isinstance(keys, dict) else None
 
     def _age_s(self, time: str) -> float:
-        """Return the seconds since `time`; 0 if our clock is behind."""
         return max(0.0, (self.now - datetime.fromisoformat(time)).total_seconds())
 
     def facts(self) -> dict[str, Any]:
@@ -167,6 +157,7 @@ class _Reader:
         status, last, counts = self.status, self.last, read_run(self.folder)
         if counts is None and self.folder.run_file.exists():
             self.problems.append(f"{self.folder.run_file.name} is damaged")
+        state, reason = self._state()
         facts: dict[str, Any] = {"steps": self._setting("training", "steps")}
         # status.json is a heartbeat old, and a launch that loads has step 0 in it
         known, skipped = [last.get("step")], [last.get("skipped_steps")]
@@ -179,11 +170,10 @@ class _Reader:
             known.append(status.step)
             skipped.append(status.skipped_steps)
             pace, launches = status.seconds_per_step or pace, status.launches
+        elif state == "starting" and self.holder:
+            facts |= {"host": self.holder.host, "job_id": self.holder.job_id}
         launches = counts.launches if counts else launches
         step = max((n for n in known if n is not None), default=None)
-        state, reason = self._state()
-        if status is None and state == "starting" and self.holder:
-            facts |= {"host": self.holder.host, "job_id": self.holder.job_id}
         if state in ALIVE and step is not None and facts["steps"] is not None and pace is not None:
             facts["eta_s"] = max(facts["steps"] - step, 0) * pace
         return facts | {
@@ -200,7 +190,6 @@ class _Reader:
         }
 
     def _state(self) -> tuple[str, str | None]:
-        """Return the state and the reason for it."""
         status, holder, is_done = self.status, self.holder, self.run.is_done
         if status is None:
             lives = holder is not None and process_lives(holder)
@@ -220,8 +209,7 @@ class _Reader:
                 silent = duration(self._age_s(status.heartbeat))
                 reason = f"no progress for {silent} ({status.phase})"
         if is_done and state in ("dead", "failed"):  # each launch that trains removes DONE first
-            word = {"dead": "died", "failed": "failed"}[state]
-            return "done", f"a launch since then {word}: {reason}"
+            return "done", f"a launch since then is {state}: {reason}"
         return state, None if state == "done" else reason
 
     def _newest_checkpoint(self) -> Saved | None:
@@ -264,18 +252,12 @@ COLUMNS = (
 )
 NUM_FIRST = 7
 """Of COLUMNS; the others are in a second line, in words, if the window is narrow."""
-LEFT = ("run", "state", "job")
-GAP = 2
+GAP = "  "
 COLORS = {
     **dict.fromkeys(ALIVE, "cyan"),
-    "training": "green",
-    "slow": "yellow",
-    "hung": "bold red",
-    "dead": "bold red",
-    "failed": "bold red",
-    "stopped": "yellow",
-    "done": "blue",
-    "unknown": "yellow",
+    **dict.fromkeys(("hung", "dead", "failed"), "bold red"),
+    **dict.fromkeys(("slow", "stopped", "unknown"), "yellow"),
+    **{"training": "green", "done": "blue"},
 }
 
 
@@ -288,21 +270,20 @@ def _cells(run: RunSummary) -> dict[str, str]:
     def since(seconds: float | None) -> str:
         return "" if seconds is None else duration(seconds)
 
-    saved, evals = run.checkpoint, run.evaluations
+    saved, evals, job = run.checkpoint, run.evaluations, run.job_id or ""
     checkpoint = f"{saved.step:,} ({duration(saved.age_s)} ago)" if saved else "none"
     if run.checkpoint_failures:
         checkpoint += f", then {run.checkpoint_failures} failed"
-    job = run.job_id or ""
-    if job and run.restart_count:
-        job += f".{run.restart_count}"
+    if job:
+        job += f".{run.restart_count}" if run.restart_count else ""
+        job += f" on {run.nodes}" if run.nodes else ""
     texts = (
         *(printable(run.name), run.state, f"{shown(run.step) or '-'}/{shown(run.steps) or '?'}"),
         f"{100 * run.step / run.steps:.1f} %" if run.step is not None and run.steps else "",
         *(shown(run.loss, ".4f"), shown(run.tokens_per_second, ",.0f"), since(run.eta_s)),
         *(shown(run.mfu, ".1%"), shown(run.restarts), shown(run.skipped_steps)),
         *(checkpoint, since(run.heartbeat_age_s)),
-        f"{evals.done}+{evals.pending}" if evals.done or evals.pending else "",
-        f"{job} on {run.nodes}" if job and run.nodes else job,
+        *(f"{evals.done}+{evals.pending}" if evals.done or evals.pending else "", job),
     )
     return dict(zip(COLUMNS, texts, strict=True))
 
@@ -317,32 +298,32 @@ class Overview:
     others: list[str]
 
     def __rich_console__(self, console: object, options: ConsoleOptions) -> Iterator[Any]:
-        width = options.max_width
         place = f" in {self.base}" if self.base else ""
-        title = f"{len(self.runs)} run{'s' * (len(self.runs) != 1)}{place}"
-        yield Text(f"{title}, {self.now:%Y-%m-%d %H:%M:%S} UTC", "bold")
+        yield Text(f"{len(self.runs)} runs{place}, {self.now:%Y-%m-%d %H:%M:%S} UTC", "bold")
         rows = [_cells(run) for run in self.runs]
         shown = [title for title in COLUMNS if title == "run" or any(row[title] for row in rows)]
         widths = {t: max(map(cell_len, (t, *(row[t] for row in rows)))) for t in shown}
-        is_wide = sum(widths.values()) + GAP * (len(shown) - 1) <= width
+        is_wide = sum(widths.values()) + len(GAP) * (len(shown) - 1) <= options.max_width
         first = shown if is_wide else [title for title in shown if title in COLUMNS[:NUM_FIRST]]
-        room = max(width - sum(widths[title] + GAP for title in first[1:]), 4)
+        room = max(options.max_width - sum(widths[t] + len(GAP) for t in first[1:]), 4)
         widths["run"] = max([3, *(size for row in rows if (size := cell_len(row["run"])) <= room)])
 
-        def line(cells: Mapping[str, str], styles: Mapping[str, str]) -> Table:
-            grid = Table.grid(padding=(0, GAP, 0, 0))
+        def line(cells: dict[str, str], styles: dict[str, str]) -> Text:
+            text = Text(overflow="fold")
             for title in first:
-                justify: Any = "left" if title in LEFT else "right"
-                grid.add_column(width=widths[title], justify=justify, style=styles.get(title, ""))
-            grid.add_row(*(Text(cells[title], overflow="fold") for title in first))
-            return grid
+                pad = " " * (widths[title] - cell_len(cells[title]))
+                is_left = title in ("run", "state", "job")
+                cell = cells[title] + pad if is_left else pad + cells[title]
+                text.append(cell, styles.get(title, "")).append(GAP)
+            text.rstrip()
+            return text
 
         yield line(dict(zip(COLUMNS, COLUMNS, strict=True)), dict.fromkeys(COLUMNS, "dim"))
         for run, row in zip(self.runs, rows, strict=True):
             if cell_len(row["run"]) > room:  # a long name has a line of its own
-                yield Text(row["run"], "bold")
+                yield Text(row["run"], "bold", overflow="fold")
                 row |= {"run": ""}
-            yield line(row, {"run": "bold", "state": COLORS.get(run.state, "")})
+            yield line(row, {"run": "bold", "state": COLORS[run.state]})
             rest = (f"{t.split()[0]} {row[t]}" for t in shown if t not in first and row[t])
             below = [(", ".join(rest), "dim"), (run.reason and f"{run.state}: {run.reason}", "")]
             below.append((f"lock held by {run.holder}" if run.state == "dead" else "", ""))
@@ -353,6 +334,39 @@ class Overview:
             yield Text(f"no run in {printable(word)}", "yellow")
         if any(run.checkpoint for run in self.runs):
             yield Text(f"checkpoint: the newest, by {CHECKED}", "dim")
+
+
+def find_runs(words: Iterable[str]) -> tuple[list[Path], list[str]]:
+    """Return the run folders that `words` name, each once, and the words that name none.
+
+    A word is a run folder, a folder with runs in it (a sweep), or a pattern (`*`) of either; an
+    existing name is taken literally.
+    """
+    runs: dict[Path, Path] = {}
+    others = []
+    for word in words:
+        paths = [word] if os.path.lexists(word) else sorted(glob.glob(word), key=natural)
+        found = [run for path in paths for run in runs_below(Path(path))]
+        if not found:
+            others.append(word)
+        for run in found:
+            runs.setdefault(run.resolve(), run)
+    return list(runs.values()), others
+
+
+def look(words: Sequence[str]) -> Overview:
+    """Return the overview of all runs that `words` name."""
+    runs, others = find_runs(words)
+    now = datetime.now(UTC)
+    base, names = "", [str(run) for run in runs]
+    if len(runs) > 1:
+        absolute = [os.path.abspath(run) for run in runs]
+        base = os.path.commonpath([os.path.dirname(path) for path in absolute])
+        names = [os.path.relpath(path, base) for path in absolute]
+        base = printable(os.path.relpath(base) if base.startswith(os.getcwd()) else base)
+    with ThreadPoolExecutor(8) as pool:  # disks of a cluster answer slowly, and many at once
+        summaries = list(pool.map(lambda run, name: summarize_run(run, name, now), runs, names))
+    return Overview(now, base, summaries, others)
 
 
 # -- the command
@@ -366,24 +380,13 @@ def add_parser(subparsers: Any) -> None:
         description="The state of runs, one line each. A checkpoint counts as verified by "
         f"{CHECKED}; `python -m canon_pretrain.checkpoint verify RUN` reads them. "
         "Nothing is written.",
-        epilog="examples:\n"
-        "  python -m canon_pretrain.run status outputs            all runs below outputs/\n"
-        "  python -m canon_pretrain.run status 'outputs/lr*' --watch\n"
-        "  python -m canon_pretrain.run status RUN --json | jq '.runs[0].loss'",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: python -m canon_pretrain.run status 'outputs/lr*' --watch",
     )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a run folder, a folder of runs, or a pattern"
-    )
-    parser.add_argument("--json", action="store_true", help="one document, for scripts")
-    parser.add_argument(
-        "--watch",
-        nargs="?",
-        type=float,
-        const=WATCH_S,
-        metavar="SECONDS",
-        help=f"repeat every so many seconds (default {WATCH_S:g}), until Ctrl-C; after the runs",
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="a run folder, a folder of runs, or a pattern")
+    add("--json", action="store_true", help="one document, for scripts")
+    about = f"repeat so often (default {WATCH_S:g}), until Ctrl-C; after the runs"
+    add("--watch", nargs="?", type=float, const=WATCH_S, metavar="SECONDS", help=about)
     parser.set_defaults(run=show_status)
 
 
@@ -419,27 +422,15 @@ def show_status(args: argparse.Namespace) -> int:
 
 def _watch(console: Console, overview: Overview, args: argparse.Namespace) -> None:
     """Show the runs until Ctrl-C or SIGTERM; the last overview stays on the terminal."""
-
-    def screenful() -> RenderableType:
-        """Return the overview, cut to the height of the window."""
-        lines = console.render_lines(overview, pad=False)
-        if len(lines) > console.height:
-            hidden = len(lines) - console.height + 1
-            note = f"... {hidden} more lines: make the window taller"
-            lines[console.height - 1 :] = [[Segment(note[: console.width])]]
-        return SegmentLines(lines, new_lines=True)
-
     # waited for, not handled: an exception amid drawing leaves rich with a buffer that it loses
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    live = None
-    if console.is_terminal:
-        live = Live(console=console, screen=True, get_renderable=screenful)
+    live = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else None
     try:
         with live or nullcontext():
             while True:
                 if live is not None:
-                    live.refresh()
+                    live.update(overview, refresh=True)
                 else:
                     console.print(overview)
                     sys.stdout.flush()
@@ -450,37 +441,3 @@ def _watch(console: Console, overview: Overview, args: argparse.Namespace) -> No
             console.print(overview)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-
-
-def find_runs(words: Iterable[str]) -> tuple[list[Path], list[str]]:
-    """Return the run folders that `words` name, each once, and the words that name none.
-
-    A word is a run folder, a folder with runs in it (a sweep), or a pattern (`*`) of either; an
-    existing name is taken literally.
-    """
-    runs: dict[Path, Path] = {}
-    others = []
-    for word in words:
-        paths = [word] if os.path.lexists(word) else sorted(glob.glob(word), key=natural)
-        found = [run for path in paths for run in runs_below(Path(path))]
-        if not found:
-            others.append(word)
-        for run in found:
-            runs.setdefault(run.resolve(), run)
-    return list(runs.values()), others
-
-
-def look(words: Sequence[str]) -> Overview:
-    """Return the overview of all runs that `words` name."""
-    runs, others = find_runs(words)
-    now = datetime.now(UTC)
-    base, names = "", [str(run) for run in runs]
-    if len(runs) > 1:
-        absolute = [os.path.abspath(run) for run in runs]
-        base = os.path.commonpath([os.path.dirname(path) for path in absolute])
-        names = [os.path.relpath(path, base) for path in absolute]
-        base = printable(os.path.relpath(base) if base.startswith(os.getcwd()) else base)
-    # disks of a cluster answer slowly, and many at once
-    with ThreadPoolExecutor(8) as pool:
-        summaries = list(pool.map(lambda run, name: summarize_run(run, name, now), runs, names))
-    return Overview(now, base, summaries, others)

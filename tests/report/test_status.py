@@ -31,6 +31,7 @@ from canon_pretrain.report.status import RunSummary, find_runs, look, summarize_
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import begin_launch
+from canon_pretrain.run.log import read_tail
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import Status
 from tests.checkpoint_folders import make_step
@@ -93,49 +94,36 @@ def ago(**since: float) -> str:
     return (NOW - timedelta(**since)).isoformat()
 
 
+DEAD = ("dead", "no sign of life for 61 s")
+FAILED = {"state": "failed", "reason": "OutOfMemoryError: x"}
+
+
 @pytest.mark.parametrize(
     ("values", "state", "reason"),
     [
         ({"phase": "saving"}, "saving", None),
-        ({"phase": "validating"}, "validating", None),
         ({"phase": "starting", "seconds_per_step": None}, "starting", None),
-        ({"age_s": 61}, "dead", "no sign of life for 61 s"),
-        ({"age_s": 3 * 3600, "phase": "saving"}, "dead", "no sign of life for 3.0 h"),
+        ({"age_s": 61}, *DEAD),
         ({"heartbeat": ago(minutes=2)}, "hung", "no progress for 2 min (training)"),
         ({"heartbeat": ago(seconds=20)}, "slow", "no progress for 20 s (training)"),
         ({"state": "stopped", "reason": "SIGTERM", "age_s": 9e5}, "stopped", "SIGTERM"),
-        ({"state": "failed", "reason": "OutOfMemoryError: x"}, "failed", "OutOfMemoryError: x"),
+        (FAILED, "failed", "OutOfMemoryError: x"),
     ],
 )
 def test_states(tmp_path: Path, values: dict[str, Any], state: str, reason: str | None) -> None:
-    seen = summary(planted(tmp_path, **values))
+    run = planted(tmp_path, **values)
+    seen = summary(run)
     assert (seen.state, seen.reason) == (state, reason)
     assert (seen.eta_s is None) == (state in ("dead", "stopped", "failed"))
-
-
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"state": "failed", "reason": "no step 99", "step": 0}, "failed: no step 99"),
-        ({"state": "running", "step": 12}, "died: no sign of life for 10.4 d"),
-        ({"state": "done", "reason": "nothing to do"}, None),
-    ],
-)
-def test_a_finished_run_stays_done_whatever_is_tried_on_it(
-    tmp_path: Path, values: dict[str, Any], reason: str | None
-) -> None:
-    run = planted(tmp_path, age_s=9e5, **values)
-    run.write_done(500)
-    seen = summary(run)
-    assert (seen.state, seen.step) == ("done", 20)
-    assert seen.reason == (reason and f"a launch since then {reason}")
-
-
-def test_the_runs_own_heartbeat_says_when_it_is_dead(tmp_path: Path) -> None:
-    run = planted(tmp_path, age_s=100)
-    assert summary(run).state == "dead"
-    run.write_config({"run": {"heartbeat_s": 30.0}}, {})
-    assert summary(run).state == "training"
+    if state in ("dead", "failed"):  # what is tried later does not undo a run that is done
+        run.write_done(500)
+        seen = summary(run)
+        assert (seen.state, seen.step) == ("done", 20)
+        assert seen.reason == f"a launch since then is {state}: {reason}"
+    if state == "dead":
+        run.done_file.unlink()
+        run.write_config({"run": {"heartbeat_s": 30.0}}, {})
+        assert summary(run).state == "training", "the run's own heartbeat counts"
 
 
 def test_a_process_that_is_gone_is_dead_at_once(tmp_path: Path) -> None:
@@ -179,7 +167,8 @@ def test_runs_of_the_trainer(runs: Runs, tmp_path: Path) -> None:
     os.truncate(copy / "checkpoint" / "step-12" / "__0_0.distcp", 100)
     seen = look([str(copy)]).runs[0]
     assert seen.checkpoint is not None and seen.checkpoint.step == 6
-    assert ["step-12" in problem for problem in seen.problems] == [True]
+    (problem,) = seen.problems
+    assert "step-12 is damaged: __0_0.distcp has 100 bytes" in problem
 
 
 def test_evaluations_done_and_pending(tmp_path: Path) -> None:
@@ -209,69 +198,52 @@ def test_the_loss_is_of_the_newest_step_that_stands(tmp_path: Path) -> None:
 # ---- damage
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("status.json", b'{"state": "runn', "status.json is damaged"),
-        ("config.json", b"{", "config.json is damaged"),
-        ("config.json", b"\xff\xfe", "config.json"),
-        ("config.json", b'{"identity": {}, "config": {"run": 3, "checkpoint": []}}', None),
-        ("run.json", b"{}", "run.json is damaged"),
-        ("lock.json", b"nonsense", None),
-        ("log.jsonl", b"\0" * 5000, None),
-        ("log.jsonl", b'{"event": "step", "step": 3, "loss": [1], "mfu": "x"}\n', None),
-        ("checkpoint/step-30/manifest.json", b"{", "step-30/manifest.json is damaged"),
-        ("checkpoint/step-30/manifest.json", b'{"step": 30, "files": 3}', "step-30"),
-        ("checkpoint/step-30/other", b"", "step-30 has no manifest.json"),
-        ("evals/step-30", b"no folder", None),
-    ],
-)
-def test_damage_is_told_in_its_row_and_hides_no_run(
-    tmp_path: Path, name: str, content: bytes, said: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, other = planted(tmp_path / "damaged"), planted(tmp_path / "sound")
-    for each in (run, other):
-        make_step(each.path / "checkpoint", 20)
-    path = run.path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    table = look([str(tmp_path)])
-    assert [seen.name for seen in table.runs] == ["damaged", "sound"]
-    seen, sound = table.runs
-    assert sound.problems == [] and sound.step == 20
-    assert [said and said in problem for problem in seen.problems] == [True] * (said is not None)
-    assert str(tmp_path) not in "".join(seen.problems), "the row says which run it is"
-    assert seen.checkpoint is not None and seen.checkpoint.step == 20
-    status_command(str(tmp_path))
-    assert "sound" in capsys.readouterr().out
+DAMAGE = [
+    ("status.json", b'{"state": "runn', "status.json is damaged"),
+    ("config.json", b"\xff\xfe", "config.json"),
+    ("config.json", b'{"identity": {}, "config": {"run": 3, "checkpoint": []}}', None),
+    ("run.json", b"{}", "run.json is damaged"),
+    ("lock.json", b"nonsense", None),
+    ("log.jsonl", b"\0" * 5000, None),
+    ("log.jsonl", b'{"event": "step", "step": 3, "loss": [1], "mfu": "x"}\n', None),
+    ("checkpoint/step-30/manifest.json", b"{", "step-30/manifest.json is damaged"),
+    ("checkpoint/step-30/other", b"", "step-30 has no manifest.json"),
+    ("evals/step-30", b"no folder", None),
+]
 
 
-def test_whatever_happens_in_one_run_the_others_are_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_damage_is_named_in_its_row_and_hides_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planted(tmp_path / "a")
-    planted(tmp_path / "b")
+    for k, (name, content, _) in enumerate(DAMAGE):
+        run = planted(tmp_path / f"run-{k}")
+        make_step(run.path / "checkpoint", 20)
+        path = run.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    plant_run(tmp_path / "run-done", [launch("start"), step(1, 6.0)], done=True)
+    plant_run(tmp_path / "run-old", [launch("start"), step(1, 6.0)])
+    unforeseen = planted(tmp_path / "run-unforeseen")
 
     def broken(path: Path) -> list[dict[str, Any]]:
-        if path.parent.name == "a":
+        if path == unforeseen.log_file:
             raise RuntimeError("what nobody thought of")
-        return []
+        return read_tail(path)
 
     monkeypatch.setattr("canon_pretrain.report.status.read_tail", broken)
-    first, second = look([str(tmp_path)]).runs
-    assert (first.state, first.problems) == ("unknown", ["RuntimeError: what nobody thought of"])
-    assert second.step == 20
-
-
-def test_runs_without_a_status(tmp_path: Path) -> None:
-    plant_run(tmp_path / "done", [launch("start"), step(1, 6.0)], done=True)
-    plant_run(tmp_path / "old", [launch("start"), step(1, 6.0)])
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.json").write_text('{"identity": {}, "config": {}}')
-    seen = {each.name: each for each in look([str(tmp_path)]).runs}
-    states = {name: (each.state, each.step) for name, each in seen.items()}
-    assert states == {"done": ("done", 1), "old": ("unknown", 1), "empty": ("unknown", None)}
-    assert seen["old"].problems == ["no status.json"]
+    *damaged, done, old, last = look([str(tmp_path)]).runs
+    for seen, (name, _, said) in zip(damaged, DAMAGE, strict=True):
+        assert seen.checkpoint is not None and seen.checkpoint.step == 20
+        if said is None:
+            assert seen.problems == [], name
+            continue
+        (problem,) = seen.problems
+        assert said in problem and str(tmp_path) not in problem, "the row says which run it is"
+    assert (done.state, done.step) == ("done", 1)
+    assert (old.state, old.step, old.problems) == ("unknown", 1, ["no status.json"])
+    assert last.problems == ["RuntimeError: what nobody thought of"]
+    status_command(str(tmp_path))
+    assert "run-unforeseen " in capsys.readouterr().out
 
 
 # ---- which runs
@@ -300,7 +272,7 @@ def test_runs_are_found_by_name_by_folder_and_by_pattern(
 
 
 @pytest.mark.parametrize("words", [["."], ["gone"], [".", "--json", "--watch"], ["--watch", "."]])
-def test_bad_input_is_one_message(
+def test_bad_input_is_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -314,7 +286,7 @@ def test_bad_input_is_one_message(
 # ---- what is printed
 
 
-def test_piped_it_is_plain_lines_one_a_run(
+def test_piped_it_is_plain_lines_one_per_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = "n" * 150
@@ -324,13 +296,12 @@ def test_piped_it_is_plain_lines_one_a_run(
     out = capsys.readouterr().out
     assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[0].startswith(f"2 runs in {tmp_path}")
+    assert lines[0].startswith(f"2 runs in {tmp_path}") and len(lines) == 4
     assert lines[2].startswith("[red]a b[/red] ") and lines[2].endswith("812 on n[1-2]")
     assert lines[3].startswith(f"{long}  training  20/500  4.0 %  4.0000     9,000")
-    assert len(lines) == 4
 
 
-@pytest.mark.parametrize("width", [60, 80, 120, 240])
+@pytest.mark.parametrize("width", [60, 240])
 def test_no_line_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
     names = ["short", "a-rather-long-name-of-a-run-" * 3 + "end", "\u5e45" * 60]
     for k, name in enumerate(names):
@@ -443,10 +414,9 @@ def test_watch_follows_the_run_and_leaves_the_terminal_as_it_was(
         read_until(terminal, b"3.1415")
         for k in range(20):
             planted(tmp_path / f"more-{k}")
-        seen = read_until(terminal, b"make the window taller", read_until(terminal, b"21 runs"))
+        read_until(terminal, b"21 runs")
         process.send_signal(number)
         seen = read_until(terminal, b"\x1b[?1049l")  # back on the screen from before
         seen = read_until(terminal, b"more-19", seen)
         process.wait(10)
-    assert process.returncode == 0
-    assert b"\x1b[?1049l" in seen and seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l")
+    assert process.returncode == 0 and seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l")
