@@ -1,6 +1,335 @@
-"""`python -m canon_pretrain.chain`: the command of canon_pretrain/cluster/chain.py."""
+"""The job chain of a run: what a job script asks before and after each launch.
 
-from canon_pretrain.cluster.chain import main
+    python -m canon_pretrain.chain code --job ID -- --config FILE.toml [--section.key value ...]
+    python -m canon_pretrain.chain begin RUN --job ID [--restarts K] [--take_code] -- --config ...
+    python -m canon_pretrain.chain end RUN --job ID [--restarts K] --asked none
+
+slurm/lib.sh calls it. torchrun turns every exit code of a worker into 1, so the outcome of a launch
+is read from status.json, the checkpoints, and RUN/restarts.json. All restarts use the code of the
+run's first launch, a snapshot in RUN/code, and the config of their job's first launch,
+RUN/restarts.toml. No torch: it runs while a node's time is paid for.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.core.cli import command
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
+from canon_pretrain.core.holder import Holder, read_count
+from canon_pretrain.core.link_lock import live_holder
+from canon_pretrain.run.config import read_experiment, to_toml
+from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
+from canon_pretrain.run.source import check_snapshot, differences, newest_snapshot, take_snapshot
+from canon_pretrain.run.status import Status, read_status
+
+RESTARTS = 3
+"""Restarts without a new checkpoint after which a job chain stops."""
+WAIT_S = 30.0
+"""Three heartbeats, and Slurm's default KillWait: a launch that is cancelled has ended by then."""
+
+Asked = Literal["none", "limit", "preempted", "term"]
+"""Who asked the launch to stop: nobody; the job script, since the time limit is near; Slurm, which
+has marked the job as preempted and lets it run for its grace time; SIGTERM, with which Slurm ends a
+job that is cancelled or already back in the queue."""
+Next = Literal["done", "requeue", "stop", "failed", "leave"]
+"""What the job script does: end well; requeue; end, since a user said so; end as failed; nothing:
+it was told to end, and Slurm has put the job back into the queue, or not."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The content of RUN/restarts.json: the newest start of the job that writes the run."""
+
+    job: str
+    launches: int
+    """status.json's number of launches at this start."""
+    checkpoint: int
+    """The newest checkpoint's step at this start; 0 without one."""
+    is_restart: bool = False
+    futile: int = 0
+    """Restarts in a row that failed and left no newer checkpoint than they began with."""
+    ended: str | None = None
+    """The outcome, one of `Next`; None while it runs, and for good if it was killed."""
+
+    def failed_restarts(self, newest: int) -> int:
+        """Return `futile` for the next start if this one failed."""
+        return 0 if newest > self.checkpoint else self.futile + self.is_restart
+
+
+class Decision(NamedTuple):
+    next: Next
+    why: str
+
+
+def restarts_file(run: RunFolder) -> Path:
+    return run.path / "restarts.json"
+
+
+def config_file(run: RunFolder) -> Path:
+    """Return the path of the newest job's first config, with all that it extends."""
+    return run.path / "restarts.toml"
+
+
+def newest_checkpoint(run: RunFolder) -> int:
+    """Return the newest step that is saved under its final name; 0 without one."""
+    name = CHECKPOINTS
+    with contextlib.suppress(UserError, OSError, KeyError, TypeError):  # before the first launch
+        name = run.read_config()["config"]["checkpoint"]["folder"]
+    return max(CheckpointFolder(run.path / name).steps(), default=0)
+
+
+def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return `config`, `folder`, `allowed` and `fresh` as canon_pretrain.train would read them.
+
+    Other options are ignored. Raises UserError for a config that can't be read.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("--config", "--job.config_file", "--job.config-file", type=Path, nargs="?")
+    add("--job.dump_folder", "--job.dump-folder", dest="folder", nargs="?")
+    add("--run.allow_changes", "--run.allow-changes", dest="allowed", nargs="*")
+    add("--checkpoint.fresh", dest="fresh", nargs="?", const="true")
+    launch = parser.parse_known_args(arguments)[0]
+    values = read_experiment(launch.config) if launch.config is not None else {}
+
+    def own(section: str, key: str) -> Any:
+        return found.get(key) if isinstance(found := values.get(section), dict) else None
+
+    launch.folder = launch.folder or own("job", "dump_folder") or "./outputs"
+    allowed = own("run", "allow_changes") or [] if launch.allowed is None else launch.allowed
+    launch.allowed = ",".join(map(str, allowed)).split(",")
+    fresh = own("checkpoint", "fresh") if launch.fresh is None else launch.fresh
+    launch.fresh = str(fresh).lower() == "true"
+    return launch
+
+
+def code_of(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path | None]:
+    """Return the snapshot that `job` launches from and the config that replaces its own.
+
+    None stands for the program, or the config, as it is now. `arguments` are those of
+    canon_pretrain.train. A run without a checkpoint begins with the program as it is, and so does a
+    fresh one; `--run.allow_changes code` resumes with it. A restart of the same job stays with what
+    it began with. Raises UserError for a damaged snapshot.
+    """
+    try:
+        launch = parse_launch(arguments)
+    except UserError:
+        return None, None  # the check of the job comes next, and says it better
+    run = RunFolder(Path(launch.folder).absolute())
+    snapshot, link = newest_snapshot(run), _read_link(run)
+    if snapshot is None:
+        return None, None
+    is_restart = link is not None and link.job == job
+    takes_new = "code" in launch.allowed or launch.fresh or not newest_checkpoint(run)
+    if takes_new and not is_restart:
+        return None, None
+    check_snapshot(snapshot)
+    return snapshot, config_file(run) if is_restart and config_file(run).is_file() else None
+
+
+def begin(
+    run: RunFolder,
+    job: str,
+    *,
+    restarts: int = RESTARTS,
+    wait_s: float = WAIT_S,
+    take_code: bool = False,
+    config: Path | None = None,
+) -> Decision | None:
+    """Record a start of `job`, or return the Decision that forbids it.
+
+    Forbidden if a launch of another job is alive in the folder, for which it waits up to `wait_s`
+    (one that is cancelled may still save), or if the starts before it, killed with their scripts,
+    used up `restarts`. With `take_code` the program as it is becomes the run's newest snapshot. The
+    first start of `job` keeps its `config` for the restarts.
+    """
+    end_s = time.monotonic() + wait_s
+    # one on another node that is silent for as long counts as dead; the trainer watches it longer
+    while (other := live_holder(run.lock_file, wait_s)) is not None and other.job_id != job:
+        if time.monotonic() > end_s:
+            return _in_use(other)
+        time.sleep(min(1.0, wait_s / 10))
+    before, newest, status = _read_link(run), newest_checkpoint(run), _read_status(run)
+    link = Link(job, status.launches if status else 0, newest)
+    if before is not None and before.job == job:
+        futile = before.futile
+        if before.ended is None:  # its script was killed too: a node that is gone, kill -9
+            futile = before.failed_restarts(newest)
+            if futile >= restarts:
+                _write_link(run, replace(before, futile=futile, ended="failed"))
+                return _out_of_restarts(futile, newest, "its job script was killed")
+        link = replace(link, is_restart=True, futile=futile)
+    if take_code:  # before the link is known: a restart of it looks for its code
+        take_snapshot(run)
+    if config is not None and not link.is_restart:
+        write_atomic(config_file(run), to_toml(read_experiment(config)).encode())
+    _write_link(run, link)
+    return None
+
+
+def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> Decision:
+    """Decide what follows the launch of `job` that has just ended; record it.
+
+    Raises UserError if `begin` was not called for it.
+    """
+    link, status, newest = _read_link(run), _read_status(run), newest_checkpoint(run)
+    if link is None or link.job != job:
+        # of two jobs that begin at once one gets the lock and continues; the count is the other's
+        named = (job, read_count(os.environ, "SLURM_RESTART_COUNT"))
+        if link is not None and status and (status.job_id, status.restart_count) == named:
+            if (decision := _asked_for(status, asked)) is not None:
+                return decision
+        raise UserError(f"{restarts_file(run)} knows no start of job {job}: call `begin` before")
+    own = status if status is not None and status.launches > link.launches else None
+    if own is not None and own.job_id not in (None, job):
+        own = None
+    if own is None and asked == "none":
+        other = live_holder(run.lock_file)
+        if other is not None and other.job_id not in (None, job):
+            _write_link(run, replace(link, ended="failed"))
+            return _in_use(other)
+    futile = 0 if newest > link.checkpoint else link.futile
+    decision = _asked_for(own, asked)
+    is_idle = decision is not None and decision.next == "requeue" and newest <= link.checkpoint
+    if decision is None or (is_idle and asked != "preempted"):
+        # a limit that comes before a first new step would be met again, and for ever
+        futile = link.failed_restarts(newest)
+        what = _failure(own, asked) if decision is None else decision.why
+        decision = decision or Decision("requeue", f"the launch failed: {what}")
+        if futile >= restarts:
+            decision = _out_of_restarts(futile, newest, what)
+    _write_link(run, replace(link, futile=futile, ended=decision.next))
+    if decision.next == "failed" and own is not None and own.state == "running":
+        # the trainer was killed and can't say so
+        failed = replace(own, state="failed", phase="ended", reason=decision.why)
+        write_json(run.status_file, asdict(failed))
+    return decision
+
+
+def _in_use(holder: Holder) -> Decision:
+    why = (
+        f"the run folder is in use by another launch ({holder}). Wait for its end, scancel one of "
+        "the two, or choose another folder with --job.dump_folder"
+    )
+    return Decision("failed", why)
+
+
+def _out_of_restarts(futile: int, newest: int, last: str) -> Decision:
+    where = f"step {newest}" if newest else "the start"
+    why = (
+        f"{futile} restart(s) in a row from {where} failed and left no newer checkpoint; the last "
+        f"one: {last}. Look at slurm.log, then submit the same command again"
+    )
+    return Decision("failed", why)
+
+
+def _asked_for(own: Status | None, asked: Asked) -> Decision | None:
+    """Return the decision on a launch that did what it was asked to; None if it failed.
+
+    `own` is the launch's status, None if it never had one.
+    """
+    if own is not None and own.state == "done":
+        return Decision("done", f"step {own.step} of {own.steps} is reached")
+    where = f"at step {own.step} of {own.steps}" if own is not None else "before its first step"
+    if asked == "term":
+        return Decision("leave", f"ended by SIGTERM {where}; whether it is requeued is Slurm's")
+    if asked == "preempted":
+        return Decision("requeue", f"preempted {where}")
+    if own is not None and own.state == "failed" and own.reason.startswith("UserError"):
+        # a refusal that names its way out: the same command would be refused again
+        return Decision("failed", own.reason)
+    if own is None or own.state != "stopped":
+        return None
+    if asked == "limit":
+        return Decision("requeue", f"stopped {where} before the time limit")
+    if "SIGUSR" in own.reason:
+        return Decision("requeue", f"stopped {where} by {own.reason}")
+    return Decision("stop", f"stopped {where} by {own.reason}, which no job script asked for")
+
+
+def _failure(own: Status | None, asked: Asked) -> str:
+    """Return how a launch failed, by the status that it left."""
+    if own is None and asked == "limit":
+        return (
+            "the time limit's signal came before the trainer ran; give a launch more time "
+            "(--time), or have the signal later (--signal=B:USR1@SECONDS)"
+        )
+    if own is None:
+        return "it did not come as far as its status"
+    if own.state == "running":
+        return f"it was killed at step {own.step} (phase {own.phase})"
+    return own.reason or own.state
+
+
+def _read_status(run: RunFolder) -> Status | None:
+    with contextlib.suppress(UserError):  # damaged: it is a view
+        return read_status(run.status_file)
+    return None
+
+
+def _read_link(run: RunFolder) -> Link | None:
+    with contextlib.suppress(UnreadableFile):  # damaged: only the count is lost
+        return read_record(restarts_file(run), Link)
+    return None
+
+
+def _write_link(run: RunFolder, link: Link) -> None:
+    """Keep `link`; a full disk stops no run, it only costs the count."""
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        write_json(restarts_file(run), asdict(link))
+    except OSError as error:
+        print(f"{restarts_file(run)} cannot be written: {error.strerror}", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the next step and its reason, a line each; `begin` prints nothing to go ahead.
+
+    `code` prints the snapshot's folder, what this program differs in and the config, or nothing;
+    `begin --take_code` prints the folder behind the word code.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m canon_pretrain.chain", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("command", choices=("code", "begin", "end"))
+    parser.add_argument("run", type=Path, metavar="RUN", nargs="?", default=Path())
+    parser.add_argument("--job", required=True, help="the id that all starts of the chain share")
+    parser.add_argument("--restarts", type=int, default=RESTARTS)
+    parser.add_argument("--asked", choices=get_args(Asked), default="none")
+    parser.add_argument("--take_code", action="store_true")
+    own = sys.argv[1:] if argv is None else argv
+    place = own.index("--") if "--" in own else len(own)
+    given, launch = parser.parse_args(own[:place]), own[place + 1 :]
+    run, job, restarts = RunFolder(given.run), given.job, given.restarts
+    with command(prints=True):
+        if restarts < 1:
+            raise UserError(f"--restarts {restarts}: expected at least 1")
+        decision: Decision | None = None
+        if given.command == "code":
+            snapshot, config = code_of(job, launch)
+            if snapshot is not None:
+                others = ", ".join(differences(snapshot)[:10])
+                note = f"not this repository's: {others}" if others else ""
+                print(snapshot, note, config or "", sep="\n")
+        elif given.command == "end":
+            decision = end(run, job, given.asked, restarts=restarts)
+        else:
+            more = {"take_code": given.take_code, "config": parse_launch(launch).config}
+            decision = begin(run, job, restarts=restarts, **more)
+            if decision is None and given.take_code:
+                print("code", newest_snapshot(run), sep="\n")
+        if decision is not None:
+            print(decision.next, decision.why, sep="\n")
+
 
 if __name__ == "__main__":
     main()

@@ -24,7 +24,6 @@ from canon_pretrain.cluster.sweep import (
     SEED_KEYS,
     config_hash,
     data_differences,
-    is_done,
     make_sweep,
     read_sweep,
     write_plan,
@@ -33,6 +32,7 @@ from canon_pretrain.cluster.sweep_table import held_out_verdicts, look_at_sweep,
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import read_count
+from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import PLAN
 
 _OPTION = re.compile(r"--[A-Za-z_][\w-]*\.[\w.-]+(=.*)?", re.DOTALL)
@@ -46,23 +46,13 @@ def main(argv: list[str] | None = None) -> None:
     own, passed_on = words[:place], words[place:]
     with command(prints=own[:1] != ["plan"]):
         given = _parse(own)
-        if passed_on and given.command != "plan":
+        if given.command == "plan":
+            return plan(given, passed_on)
+        if passed_on:
             raise UserError(
                 f"{passed_on[0]}: options of the runs belong to `plan`, so that all have the same"
             )
-        if given.command == "plan":
-            plan(given, passed_on)
-        elif given.command == "table":
-            sweep = read_sweep(given.sweep)
-            rows = look_at_sweep(sweep, given.sweep, datetime.now(UTC))
-            if given.json:
-                print(json.dumps([row._asdict() for row in rows], indent=2, ensure_ascii=False))
-            else:
-                show_table(rows, held_out_verdicts(sweep, rows))
-        elif given.command == "run":
-            run(given)
-        else:
-            print_todo(given.sweep, {int(n) for n in given.besides.split(",") if n})
+        given.show(given)
 
 
 def plan(given: argparse.Namespace, passed_on: list[str]) -> None:
@@ -82,6 +72,15 @@ def plan(given: argparse.Namespace, passed_on: list[str]) -> None:
     print(f"without Slurm: bash slurm/sweep.sh --local {name}")
 
 
+def table(given: argparse.Namespace) -> None:
+    sweep = read_sweep(given.sweep)
+    rows = look_at_sweep(sweep, given.sweep, datetime.now(UTC))
+    if given.json:
+        print(json.dumps([row._asdict() for row in rows], indent=2, ensure_ascii=False))
+    else:
+        show_table(rows, held_out_verdicts(sweep, rows))
+
+
 def run(given: argparse.Namespace) -> None:
     """Replace this process by the run's trainer under torchrun; with --print0 name it instead.
 
@@ -90,7 +89,7 @@ def run(given: argparse.Namespace) -> None:
     folder: Path = given.sweep
     sweep = read_sweep(folder)
     planned = sweep.run(given.number)
-    if is_done(folder / planned.name):
+    if RunFolder(folder / planned.name).done_file.exists():
         print(f"{planned.name}: DONE, nothing to do", file=sys.stderr)
         return
     # a requeued job reads the config that it began with
@@ -113,14 +112,16 @@ def run(given: argparse.Namespace) -> None:
     os.execv(sys.executable, [sys.executable, *launch])
 
 
-def print_todo(folder: Path, besides: set[int]) -> None:
+def print_todo(given: argparse.Namespace) -> None:
     """Print the runs that are not DONE, and one of them per config: for slurm/sweep.sh."""
-    runs = dict(enumerate(read_sweep(folder).runs, 1))
-    left = [n for n, run in runs.items() if n not in besides and not is_done(folder / run.name)]
-    first: dict[str, int] = {}
-    for number in left:
-        first.setdefault(runs[number].config, number)
-    print(",".join(map(str, left)), " ".join(map(str, first.values())), sep="\n")
+    besides = {int(n) for n in given.besides.split(",") if n}
+    left: list[str] = []
+    first: dict[str, str] = {}
+    for number, planned in enumerate(read_sweep(given.sweep).runs, 1):
+        if number not in besides and not RunFolder(given.sweep / planned.name).done_file.exists():
+            left.append(str(number))
+            first.setdefault(planned.config, str(number))
+    print(",".join(left), " ".join(first.values()), sep="\n")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -140,14 +141,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--seeds", nargs="+", default=[], metavar="SEED", help="default: the configs' own")
     add("--seed_of", choices=SEED_KEYS, help="what the seeds are of (default: both)")
     add("--extend", action="store_true", help="add runs to the plan that is there")
-    add = new("table", help="how the runs stand").add_argument
-    add("--json", action="store_true", help="one document, for scripts")
-    add = new("run", help="train one run, or resume it").add_argument
-    add("number", type=int, metavar="NUMBER", help="as in the table, from 1")
-    add("--ranks", type=int, default=1, help="processes, one a GPU (default: 1)")
-    add("--print0", action="store_true", help="print the launch, for scripts")
-    add = new("todo", description=print_todo.__doc__).add_argument
-    add("--besides", default="", metavar="N,N", help="leave these out")
+    shown = new("table", help="how the runs stand")
+    shown.add_argument("--json", action="store_true", help="one document, for scripts")
+    shown.set_defaults(show=table)
+    one = new("run", help="train one run, or resume it")
+    one.add_argument("number", type=int, metavar="NUMBER", help="as in the table, from 1")
+    one.add_argument("--ranks", type=int, default=1, help="processes, one a GPU (default: 1)")
+    one.add_argument("--print0", action="store_true", help="print the launch, for scripts")
+    one.set_defaults(show=run)
+    todo = new("todo", description=print_todo.__doc__)
+    todo.add_argument("--besides", default="", metavar="N,N", help="leave these out")
+    todo.set_defaults(show=print_todo)
     return parser.parse_args(argv)
 
 

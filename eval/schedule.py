@@ -1,19 +1,19 @@
-"""What of a run is to be evaluated, and how far that is: checkpoints x suites, and their states.
+"""What of a run is to be evaluated, and its state: checkpoints x suites.
 
     RUN/evals/schedule.json                        which suites of which steps, and how
     RUN/evals/step-N/SUITE/leases/                 who evaluates it (cluster/leases.py)
     RUN/evals/step-N/SUITE/leases/restarts.json    how often the job began again, and what it gained
 
-A suite of a step is answered if there is a whole results.json of the checkpoint that is there,
-asked with the options of the request; no data are opened. A job asks `python -m eval.schedule
-begin` before it begins (slurm/eval.sh). No torch.
+A suite of a step is done if there is a whole results.json of the checkpoint that is there, asked
+with the options of the request. A job calls `python -m eval.schedule begin` before it begins
+(slurm/eval.sh). No torch.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +43,6 @@ EXIT_FRUITLESS, EXIT_ANOTHERS = 1, 3
 States = InFlight | Literal["to come", "waiting", "done", "failed", "missing", "damaged"]
 IN_FLIGHT = ("claimed", "queued", "running")
 FINAL = ("done", "failed", "missing", "damaged")
-"""States from which nothing is done any more, once the run is DONE."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def _parse_how(how: Sequence[str]) -> argparse.Namespace:
 
 
 def answers(asked: dict[str, Any], suite: str, how: Sequence[str], seq_len: int) -> bool:
-    """Whether results that were asked like this are what `eval run` finds for `suite` and `how`."""
+    """Return whether `eval run` with options `how` would find results that were asked like this."""
     options = _parse_how(how)
     wanted = {"options": None, "junk": None, **asked_how(suite_name(suite), options, seq_len)}
     if options.held_out is not None and suite == "validation":
@@ -78,7 +77,7 @@ def answers(asked: dict[str, Any], suite: str, how: Sequence[str], seq_len: int)
 
 
 def words_for(how: Sequence[str], suite: str) -> list[str]:
-    """Return `eval run`'s options for one suite: junk is for the birth-year probes alone."""
+    """Return the options for one suite: junk is for the birth-year probes alone."""
     given = vars(_parse_how(how))
     if suite_name(suite) != "birth-year" and "-hop-" not in suite:
         given["junk"] = None
@@ -121,18 +120,14 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
     """
     RunFolder(run).read_config()
     path = run / EVALS / "schedule.json"
-    with ExitStack() as held:
-        if keep:
-            lock = path.with_name(".schedule.lock")
-            held.enter_context(locked(lock, str(path), patience_s=PATIENCE_S))
+    lock = path.with_name(".schedule.lock")
+    with locked(lock, str(path), patience_s=PATIENCE_S) if keep else nullcontext():
         known = read_request(run, change=change)
         asked = replace(known or Request(list(SUITES)), **given)
         if known is not None and asked != known and not change:
-            differs = "; ".join(
-                f"{name} {getattr(known, name)!r}, given {value!r}"
-                for name, value in given.items()
-                if getattr(known, name) != value
-            )
+            pairs = [(name, getattr(known, name), value) for name, value in given.items()]
+            differing = (f"{name} {a!r}, given {b!r}" for name, a, b in pairs if a != b)
+            differs = "; ".join(differing)
             raise UserError(
                 f"{path} says otherwise: {differs}. Leave the options out to go on as it says, or "
                 "give --change to replace it"
@@ -144,11 +139,10 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
 
 @dataclass(frozen=True)
 class Entry:
-    """One suite of one checkpoint, as a look found it."""
+    """One suite (a name, or the path of a task's YAML) of one checkpoint, as a look found it."""
 
     step: int
     suite: str
-    """As it was given: a name or the path of a task's YAML."""
     state: States
     lease: Lease | None = None
     attempts: int = 0
@@ -178,7 +172,6 @@ class Schedule:
                 "(checkpoint.interval); expected a multiple of that"
             )
         self.steps = sorted({*range(every, last + 1, every), *([last] if last else [])})
-        """Multiples of --every, and the run's last."""
 
     def look(self, queue: Slurm) -> list[Entry]:
         """Return every suite of every step; `queue` was looked at before, so results count."""
@@ -190,12 +183,12 @@ class Schedule:
         return found
 
     def is_finished(self, overview: Sequence[Entry]) -> bool:
-        """Whether training has ended well, with nothing left to move or to evaluate."""
+        """Return whether training has ended well, with nothing left to move or to evaluate."""
         is_done = self.run.done_file.exists() and not self.checkpoints.leftovers()
         return is_done and all(entry.state in FINAL for entry in overview)
 
     def has_results(self, step: int, suite: str) -> bool:
-        """Whether the suite of this step is answered, see the module."""
+        """Return whether the suite of this step is done, see the module."""
         folder = self.run.path / EVALS / f"step-{step}" / suite_name(suite)
         for path in folder.glob(f"*/{RESULTS}"):
             try:
@@ -258,9 +251,6 @@ def leases_of(run: Path, step: int | str, suite: str) -> Leases:
     return Leases(run / EVALS / name / suite_name(suite) / "leases")
 
 
-# -- what a job asks ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Restarts:
     """The content of restarts.json."""
@@ -285,10 +275,9 @@ def begin(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tupl
         if current.job is None:
             leases.record(current, job=job)  # its watcher was killed before it could
     path, suites = leases.folder / "restarts.json", leases.folder.parent
-    try:
+    before = Restarts("", 0, 0)
+    with suppress(UnreadableFile):
         before = read_record(path, Restarts)
-    except UnreadableFile:
-        before = Restarts("", 0, 0)
     patterns = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
     folders = [suites.parent / name for name in suites.name.split(",")]
     gained = sum(1 for folder in folders for pattern in patterns for _ in folder.glob(pattern))

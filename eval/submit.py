@@ -1,11 +1,11 @@
 """`eval submit`: evaluate a run's checkpoints as they come, each suite of each once, by Slurm jobs.
 
-Each pass finds which suites lack results (schedule.py), claims some and submits a job for each
-(watcher.py). Any number of watchers may do that at once; a killed one costs nothing. The last job
-writes the report. Meanwhile the trainer's retention keeps what is still to be evaluated.
+Any number of watchers (watcher.py) may run at once; a killed one costs nothing. The last job writes
+the report. Meanwhile the trainer's retention keeps what is still to be evaluated.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -29,8 +29,6 @@ from eval.watcher import Watcher, summary
 
 MAX_IN_FLIGHT = 8
 INTERVAL_S = 60.0
-EXIT_NOT_FINISHED = 1
-EXIT_FAILED = 1
 STYLES = {"done": "green", "running": "cyan", "failed": "red", "damaged": "red", "missing": "red"}
 
 
@@ -131,10 +129,8 @@ def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> Non
     )
     answer = "no"
     if sys.stdin.isatty():
-        try:
+        with contextlib.suppress(EOFError):
             answer = input(f"{what}. Have the jobs use it? [y/N] ")
-        except EOFError:
-            pass
     if answer.strip().lower() not in ("y", "yes"):
         raise UserError(f"{what}. Read it, and give --trust_task_files to use it")
     arguments.trust_task_files = True
@@ -173,7 +169,7 @@ def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
                 watcher.say("finished")
                 failed = any(e.state == "failed" for _, found in overview for e in found)
                 if failed or watcher.report_state()[0] != "done":
-                    raise SystemExit(EXIT_FAILED)
+                    raise SystemExit(1)
                 return
             if arguments.once:
                 return
@@ -186,7 +182,7 @@ def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
     overview = watcher.look()
     finished = watcher.is_finished(overview)
     if arguments.is_finished:
-        raise SystemExit(0 if finished else EXIT_NOT_FINISHED)
+        raise SystemExit(0 if finished else 1)
     console, report = watcher.console, watcher.report_state()
     if arguments.json:
         runs = {str(s.run.path): [asdict(entry) for entry in found] for s, found in overview}
@@ -225,8 +221,6 @@ def _cell(entry: Entry) -> Text:
     words: str = entry.state
     if entry.state in ("running", "queued") and entry.lease is not None:
         words += f" {entry.lease.job}"
-    if entry.attempts > 1:
-        words += f" ({entry.attempts} tries)"
-    elif entry.attempts and entry.state in ("waiting", "failed"):
-        words += " (1 try)"
+    if entry.attempts > 1 or (entry.attempts and entry.state in ("waiting", "failed")):
+        words += f" ({entry.attempts} {'try' if entry.attempts == 1 else 'tries'})"
     return Text(words, style=STYLES.get(entry.state, ""))

@@ -97,7 +97,7 @@ class Watcher:
         return overview
 
     def is_finished(self, overview: Overview) -> bool:
-        """Whether nothing is left to do, the report included."""
+        """Return whether nothing is left to do, the report included."""
         return self._is_evaluated(overview) and self.report_state()[0] in ("done", "failed")
 
     def _is_evaluated(self, overview: Overview) -> bool:
@@ -114,15 +114,11 @@ class Watcher:
                 "--checkpoint.max_held, or evaluate less often"
             )
 
-    # -- giving out -------------------------------------------------------------------------------
-
     def _start_next(self, overview: Overview) -> bool:
         """Start as much as may be, oldest first; return whether to look again at once."""
-        waiting = [(s, entry) for s, found in overview for entry in found]
-        waiting = [(s, entry) for s, entry in waiting if entry.state == "waiting"]
-        waiting.sort(key=lambda pair: pair[1].step)
+        waiting = [(s, e) for s, found in overview for e in found if e.state == "waiting"]
         in_flight = _num_in_flight(overview)
-        for schedule, entry in waiting:
+        for schedule, entry in sorted(waiting, key=lambda pair: pair[1].step):
             if in_flight >= self.max_in_flight:
                 return False
             if not self._start(self._work(schedule, entry), entry.lease):
@@ -155,8 +151,14 @@ class Watcher:
         lease = new_lease(number, name, cluster=self.queue.name)
         if not work.leases.claim(lease):
             return False
-        # now that all see the claim: what has changed since the look?
-        if why := self._objection(work, lease):
+        why = ""  # now that all see the claim: what has changed since the look?
+        if not work.leases.is_current(lease.id):
+            why = "another watcher has a later claim"
+        elif work.is_done():
+            why = "it is done"
+        elif work.script == "eval.sh" and self._num_in_flight_now() > self.max_in_flight:
+            why = f"{self.max_in_flight} are in flight"
+        if why:
             work.leases.record(lease, ended=f"given back: {why}")
             return False
         if self.local:
@@ -179,15 +181,6 @@ class Watcher:
         work.leases.record(lease, job=job)
         self.say(f"job {job}: {name}")
         return True
-
-    def _objection(self, work: Work, lease: Lease) -> str | None:
-        if not work.leases.is_current(lease.id):
-            return "another watcher has a later claim"
-        if work.is_done():
-            return "it is done"
-        if work.script == "eval.sh" and self._num_in_flight_now() > self.max_in_flight:
-            return f"{self.max_in_flight} are in flight"
-        return None
 
     def _num_in_flight_now(self) -> int:
         self.queue.look()
@@ -212,8 +205,6 @@ class Watcher:
             work.leases.record(lease, job=None, ended="given back: interrupted")
             raise
         work.leases.record(lease, ended=f"exit code {code}")
-
-    # -- the report -------------------------------------------------------------------------------
 
     def _report_work(self) -> Work:
         """One report of what there is now: another set of runs or steps is another report."""

@@ -15,7 +15,7 @@ unset SLURM_EXPORT_ENV
 
 STEP=0        # pid of the srun or torchrun in the background
 STEP_CODE=0   # its exit code
-ASKED=none    # who asked the launch to stop: see Asked in canon_pretrain/cluster/chain.py
+ASKED=none    # who asked the launch to stop: see Asked in canon_pretrain/chain.py
 RUN=
 CODE=        # the snapshot of a run's code that its launches use, RUN/code/NNN
 OURS=0       # 1 once the launch has begun: before, RUN may be another job's

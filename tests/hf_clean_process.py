@@ -48,6 +48,7 @@ def _check_model(folder: Path, is_last: bool) -> dict[str, object]:
         for _ in range(NEW):
             best_B1 = model(tokens_BN, use_cache=False).logits[:, -1:].argmax(-1)
             tokens_BN = torch.cat((tokens_BN, best_B1), dim=1)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     return {
         "saved again": _save_again(model, tokens_BT) if is_last else {},
         "type": type(model).__name__,
@@ -57,7 +58,9 @@ def _check_model(folder: Path, is_last: bool) -> dict[str, object]:
         "greedy": cached == uncached == tokens_BN.tolist(),
         "names": sorted(model.state_dict()),
         "frozen": sorted(n for n, p in model.named_parameters() if not p.requires_grad),
-        "architectures": AutoConfig.from_pretrained(folder, trust_remote_code=True).architectures,
+        "architectures": config.architectures,
+        "canon_set": getattr(config, "canon_set", ""),
+        "num_layers": config.num_hidden_layers,
     }
 
 

@@ -57,14 +57,9 @@ STEP, LAST = 10, 12
 def trained_run(data: Path, base: Path) -> Path:
     """The debug experiment on 2 ranks, LAST steps, with a checkpoint after STEP; run once."""
     folder = base / "hf-trained"
-    train_two_ranks(data, folder / "run", folder)
+    words = ("--checkpoint.interval", STEP, "--model.position", "partial_rope_c")
+    launch(*debug_run(data, folder / "run"), *words, "--model.num_kv_heads", 2, output=folder)
     return folder / "run"
-
-
-def train_two_ranks(data: Path, run: Path, output: Path, *more: object) -> None:
-    """The command line of `trained_run`, with more behind it."""
-    words = ("--checkpoint.interval", STEP, "--model.position", "partial_rope_c", *more)
-    launch(*debug_run(data, run), *words, "--model.num_kv_heads", 2, output=output)
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What is asked of Slurm: which jobs live, and to take one more.
+"""Slurm's answers: which jobs live, and to submit one more.
 
 In doubt a job lives: its work is given out again only when Slurm says that the job is gone.
 """
@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from canon_pretrain.core.errors import UserError
 
@@ -24,13 +23,6 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
 
 class NoAnswer(UserError):
     """Slurm did not answer in time: what it was asked may have happened, or not."""
-
-
-class Verdict(NamedTuple):
-    """Whether a job lives, and Slurm's word for its state, in lower case."""
-
-    lives: bool
-    word: str
 
 
 class Slurm:
@@ -48,7 +40,7 @@ class Slurm:
 
     @staticmethod
     def is_there() -> bool:
-        """Whether this machine has Slurm's commands."""
+        """Return whether this machine has Slurm's commands."""
         return all(shutil.which(name) for name in ("sbatch", "squeue", "scontrol"))
 
     @property
@@ -73,13 +65,16 @@ class Slurm:
         """Return the id of the job of this name, as long as the queue shows it."""
         return self._names.get(name)
 
-    def verdict(self, job: str) -> Verdict:
-        """Return whether `job` may still run or come to run; one that nobody knows is gone."""
+    def verdict(self, job: str) -> tuple[bool, str]:
+        """Return whether `job` may still run or come to run, and its state in lower case.
+
+        One that nobody knows is gone.
+        """
         state = self._states.get(job) or self._state_of(job)
         if state is None:
-            return Verdict(False, "gone")
+            return False, "gone"
         self._states[job] = state
-        return Verdict(state not in DEAD, state.lower())
+        return state not in DEAD, state.lower()
 
     def _state_of(self, job: str) -> str | None:
         """Return the state of a job not in the look: another user's, new, or forgotten."""
@@ -130,12 +125,10 @@ class Slurm:
 class NoQueue(Slurm):
     """A machine without Slurm: nothing is known of its jobs, so none is given out again."""
 
-    @property
-    def name(self) -> None:
-        return None
+    name = None
 
     def look(self) -> None:
         pass
 
-    def verdict(self, job: str) -> Verdict:
-        return Verdict(True, "unknown here")
+    def verdict(self, job: str) -> tuple[bool, str]:
+        return True, "unknown here"

@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -95,16 +95,6 @@ class Leases:
         """Show that the holder lives, if it does the work itself."""
         os.utime(self._path(lease.number))
 
-    def age_s(self, lease: Lease) -> float:
-        """Return seconds since the claim's last sign of life, by the folder's clock."""
-        with self._temporary() as probe:
-            try:
-                written = self._path(lease.number).stat().st_mtime
-                probe.touch()
-                return max(0.0, probe.stat().st_mtime - written)
-            except OSError:
-                return 0.0  # no sign that it is old
-
     def judge(
         self, lease: Lease | None, queue: Slurm, expiry_s: float = CLAIM_EXPIRY_S
     ) -> tuple[InFlight | None, Lease | None, str]:
@@ -117,13 +107,13 @@ class Leases:
         if lease.job == LOCAL:
             lives = process_lives(lease.holder)
             if lives is None:  # on another machine: until it is silent for long
-                lives = self.age_s(lease) <= LOCAL_EXPIRY_S
+                lives = self._age_s(lease) <= LOCAL_EXPIRY_S
             if lives:
                 return "running", lease, f"on {lease.holder.host}"
             ended = "its process is gone"
             return None, self.record(lease, ended=ended), ended
         if lease.job is None:
-            if self.age_s(lease) <= expiry_s:
+            if self._age_s(lease) <= expiry_s:
                 return "claimed", lease, f"by {lease.holder.host}"
             # the watcher died after sbatch, before it could write down the job?
             job = queue.find(lease.name) if lease.name else None
@@ -139,6 +129,14 @@ class Leases:
         ended = f"job {lease.job} {word}"
         return None, self.record(lease, ended=ended), ended
 
+    def _age_s(self, lease: Lease) -> float:
+        """Return seconds since the claim's last sign of life, by the folder's clock."""
+        with self._temporary() as probe, suppress(OSError):
+            written = self._path(lease.number).stat().st_mtime
+            probe.touch()
+            return max(0.0, probe.stat().st_mtime - written)
+        return 0.0  # no sign that it is old
+
     def _read(self, number: int) -> Lease:
         for _ in range(3):
             try:
@@ -152,7 +150,7 @@ class Leases:
 
     @contextmanager
     def _temporary(self) -> Iterator[Path]:
-        """A name in the folder; what has it at the end is removed."""
+        """Yield a name in the folder; what has it at the end is removed."""
         path = self.folder / f".{uuid.uuid4().hex}.tmp"
         try:
             yield path

@@ -1,6 +1,6 @@
 """What a node finds out about itself, and a rank when it meets the others.
 
-`python -m canon_pretrain.preflight node` and `ranks` write it; cluster/preflight.py judges it.
+`python -m canon_pretrain.preflight node` and `ranks` write it; `verdict` judges it.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
 """The plan of a sweep: configs x learning rates x seeds, written once as SWEEP/sweep.json.
 
-Whatever runs an element of it and whatever shows all of them read the file, so that an array job
-that is submitted again means the same runs under the same numbers. Each run trains into SWEEP/NAME.
+An array job that is submitted again means the same runs under the same numbers.
 """
 
 import hashlib
@@ -22,7 +21,6 @@ from pydantic import Field
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.run.config import Data, read_experiment
-from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import PLAN
 
 MAX_SEED = (1 << 63) - 1
@@ -42,12 +40,10 @@ SAME_DATA = ("training.seq_len", "training.global_batch_size", "training.steps")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a sweep; None: as its config says."""
+    """One run of a sweep, in SWEEP/`name`; None: as its config, an absolute path, says."""
 
     name: str
-    """Its folder in the sweep's."""
     config: str
-    """Absolute path."""
     learning_rate: float | None = None
     seed: int | None = None
 
@@ -86,11 +82,6 @@ class Sweep:
         return words + self.arguments
 
 
-def is_done(run: Path) -> bool:
-    """Whether the run in this folder has reached training.steps."""
-    return RunFolder(run).done_file.exists()
-
-
 def make_sweep(
     configs: Sequence[str],
     learning_rates: Sequence[str],
@@ -115,14 +106,13 @@ def make_sweep(
         PlannedRun(run_name(Path(path), rate, seed), path, rate, seed)
         for path, rate, seed in itertools.product(paths, rates, numbers)
     ]
-    for name, count in Counter(run.name for run in runs).items():
-        if count > 1:
-            raise UserError(
-                f"{count} runs would be called {name}: give each config, learning rate and seed "
-                "once, and configs of different file names"
-            )
-    hashes = {path: config_hash(path) for path in paths}
-    return Sweep(runs, hashes, seed_of, list(arguments))
+    name, count = Counter(run.name for run in runs).most_common(1)[0]
+    if count > 1:
+        raise UserError(
+            f"{count} runs would be called {name}: give each config, learning rate and seed once, "
+            "and configs of different file names"
+        )
+    return Sweep(runs, {path: config_hash(path) for path in paths}, seed_of, list(arguments))
 
 
 def _rate(word: str) -> float:
@@ -205,8 +195,22 @@ def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
         return new, len(new.runs)
     old = read_sweep(folder)
     known = {run.name for run in old.runs}
-    faults = _differences(old, new)
+    wanted = {run.name: run.config for run in new.runs}
     added = [run for run in new.runs if run.name not in known]
+    faults = []
+    if old.seed_of != new.seed_of and old.runs[0].seed is not None:
+        faults.append(f"its seeds are of {old.seed_of}, not {new.seed_of}")
+    if old.arguments != new.arguments:
+        before, now = (" ".join(each.arguments) or "none" for each in (old, new))
+        faults.append(f"its options are {before}, not {now}")
+    for run in old.runs:
+        if (other := wanted.get(run.name, run.config)) != run.config:
+            faults.append(f"its {run.name} is of {run.config}, not {other}")
+    for config, digest in old.configs.items():
+        if new.configs.get(config, digest) != digest:
+            faults.append(f"{config} (or what it extends) has changed")
+    if missing := [run.name for run in old.runs if run.name not in wanted]:
+        faults.append(f"it has {', '.join(missing)}, which this grid has not")
     if added and not extend:
         faults.append(f"this grid has {len(added)} run(s) more, such as {added[0].name}")
     if faults:
@@ -219,23 +223,3 @@ def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
         old = replace(old, runs=old.runs + added, configs=configs, seed_of=new.seed_of)
         write_json(path, asdict(old))
     return old, len(added)
-
-
-def _differences(old: Sweep, new: Sweep) -> list[str]:
-    """Return in what the two differ that every run has, or that runs of one name have."""
-    faults = []
-    if old.seed_of != new.seed_of and old.runs[0].seed is not None:
-        faults.append(f"its seeds are of {old.seed_of}, not {new.seed_of}")
-    if old.arguments != new.arguments:
-        before, now = (" ".join(each.arguments) or "none" for each in (old, new))
-        faults.append(f"its options are {before}, not {now}")
-    wanted = {run.name: run.config for run in new.runs}
-    for run in old.runs:
-        if (other := wanted.get(run.name, run.config)) != run.config:
-            faults.append(f"its {run.name} is of {run.config}, not {other}")
-    for path, digest in old.configs.items():
-        if new.configs.get(path, digest) != digest:
-            faults.append(f"{path} (or what it extends) has changed")
-    if missing := [run.name for run in old.runs if run.name not in wanted]:
-        faults.append(f"it has {', '.join(missing)}, which this grid has not")
-    return faults

@@ -1,13 +1,10 @@
-"""How the runs of a sweep stand: a line per run, and a verdict on their held-out losses.
-
-`python -m canon_pretrain.sweep table` prints it. `python -m canon_pretrain.run status SWEEP` shows
-more of each run that has begun; here those that have not are in the table too.
-"""
+"""The table of a sweep: a line per run, and a verdict on their held-out losses."""
 
 import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +32,10 @@ _PIPED_WIDTH = 100_000
 
 
 class Row(NamedTuple):
-    """A run of the sweep; None: not known."""
+    """A run of the sweep; None: not known.
+
+    `held_out_loss`: nats per token at `held_out_step`, which is the same for all runs.
+    """
 
     number: int
     name: str
@@ -44,10 +44,8 @@ class Row(NamedTuple):
     steps: int | None = None
     loss: float | str | None = None
     job_id: str | None = None
-    """Slurm's, of the last launch."""
     reason: str | None = None
     held_out_loss: float | None = None
-    """Nats per token at `held_out_step`, which is the same for all runs, by `held_out_source`."""
     held_out_step: int | None = None
     held_out_source: str | None = None
 
@@ -86,7 +84,7 @@ def _held_out_losses(sweep: Sweep, folder: Path) -> tuple[str, int, dict[str, fl
 
 
 def _evaluated(run: Path) -> Mapping[tuple[int, str], float]:
-    """Return losses of the suite `validation` over all of its text, by step and text."""
+    """Return losses of the suite `validation`, without a limit, by step and text."""
     found = {}
     for path in sorted((run / "evals").glob(f"step-*/validation/*/{RESULTS}")):
         try:
@@ -101,19 +99,14 @@ def _evaluated(run: Path) -> Mapping[tuple[int, str], float]:
 
 def _logged(run: Path) -> Mapping[tuple[int, str], float]:
     """Return the last held-out losses that training logged, by step and text."""
-    try:
-        events = read_tail(RunFolder(run).log_file, until="validation")
-    except UnreadableFile:
-        return {}
     found = {}
-    for event in events:
-        if event["event"] == "validation":
-            try:
-                scored = int(event["step"]), str(event.get("held_out_fingerprint"))
-                found[scored] = number(event["loss"])
-            except (KeyError, TypeError, ValueError):
-                continue
-    return {scored: loss for scored, loss in found.items() if math.isfinite(loss)}
+    with suppress(UnreadableFile):
+        for event in read_tail(RunFolder(run).log_file, until="validation"):
+            if event["event"] == "validation":
+                with suppress(KeyError, TypeError, ValueError):
+                    at = int(event["step"]), str(event.get("held_out_fingerprint"))
+                    found[at] = number(event["loss"])
+    return {at: loss for at, loss in found.items() if math.isfinite(loss)}
 
 
 def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
@@ -129,10 +122,9 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
         if row.held_out_loss is not None:
             losses = groups.setdefault(run.config, {}).setdefault(run.label, [])
             losses.append(row.held_out_loss)
-    named = [row for row in rows if row.held_out_loss is not None]
-    if not named:
+            start = f"held-out loss ({row.held_out_source}, step {row.held_out_step:,}):"
+    if not groups:
         return ["held-out loss: not known; `python -m eval run --suite validation` evaluates a run"]
-    start = f"held-out loss ({named[0].held_out_source}, step {named[0].held_out_step:,}):"
     mean = statistics.fmean
     every = [group for rates in groups.values() for group in rates.values()]
     df = sum(len(group) - 1 for group in every)
@@ -145,17 +137,16 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     lines = []
     for label, ours in others:
         size = mean(ours) - mean(base)
+        verdict, lower = ("better", "lower") if size < 0 else ("worse", "higher")
         by = f"by {abs(size):.3g} nats/token than {first}"
         error = math.sqrt(squares / df * (1 / len(ours) + 1 / len(base))) if df else 0.0
         if not error:
-            lower = "lower" if size < 0 else "higher"
             lines.append(f"{start} {label} {lower} {by}; no verdict without several seeds")
             continue
         p = min(1.0, 2 * stats.t.sf(abs(size) / error, df) * len(others))
         half = stats.t.isf(ALPHA / 2 / len(others), df) * error
-        verdict = "better" if size < 0 else "worse"
         if p > ALPHA:
-            verdict = f"within noise, {'lower' if size < 0 else 'higher'}"
+            verdict = f"within noise, {lower}"
         lines.append(
             f"{start} {label} {verdict} {by} (95 % {abs(size) - half:.3g} to "
             f"{abs(size) + half:.3g}, p {p:.2g}, over {len(ours)} and {len(base)} seeds)"

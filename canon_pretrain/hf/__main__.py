@@ -8,6 +8,7 @@ Neither needs a GPU. Exit code 2: bad input, and nothing was written.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from canon_pretrain.core.cli import command
 
@@ -15,40 +16,29 @@ from canon_pretrain.core.cli import command
 def main(argv: list[str] | None = None) -> None:
     """`python -m canon_pretrain.hf`; exits with code 2 for bad input."""
     with command():
-        arguments = _parser().parse_args(argv)
-        arguments.run(arguments)
+        arguments = vars(_parser().parse_args(argv))
+        run = arguments.pop("run")
+        run(**arguments)
 
 
-def _export(arguments: argparse.Namespace) -> None:
+def _export(checkpoint: Path, out: Path, dtype: str, no_tokenizer: bool, **options: Any) -> None:
     from canon_pretrain.hf.export import export  # torch, behind the parser
 
-    found = export(
-        arguments.checkpoint,
-        arguments.out,
-        dtype=arguments.dtype,
-        tokenizer=arguments.tokenizer,
-        eos=arguments.eos,
-        with_tokenizer=not arguments.no_tokenizer,
-        force=arguments.force,
-    )
+    record = export(checkpoint, out, dtype=dtype, with_tokenizer=not no_tokenizer, **options)
+    files = [name for name in record["files"] if name.endswith(".safetensors")]
+    megabytes = sum((out / name).stat().st_size for name in files) / 1e6
     print(
-        f"exported step {found.step} to {arguments.out}: {found.num_parameters:,} parameters in "
-        f"{arguments.dtype}, {found.num_bytes / 1e6:,.1f} MB in {found.num_files} file(s)"
+        f"exported step {record['step']} to {out}: {record['num_parameters']:,} parameters in "
+        f"{dtype}, {megabytes:,.1f} MB in {len(files)} file(s)"
     )
 
 
-def _import(arguments: argparse.Namespace) -> None:
-    from canon_pretrain.hf.reading import import_folder  # torch, behind the parser
+def _import(folder: Path, out: Path, **options: Any) -> None:
+    from canon_pretrain.hf.reading import MODEL_TOML, import_folder  # torch, behind the parser
 
-    found = import_folder(
-        arguments.folder,
-        arguments.out,
-        step=arguments.step,
-        state_from=arguments.state_from,
-        ignore=arguments.ignore,
-    )
-    print(f"imported to {found.checkpoint}; the [model] section is {found.model_toml}")
-    switch = "no_initial_load_model_only" if arguments.state_from else "initial_load_model_only"
+    found = import_folder(folder, out, **options)
+    print(f"imported to {found.checkpoint}; the [model] section is {out / MODEL_TOML}")
+    switch = "no_initial_load_model_only" if options["state_from"] else "initial_load_model_only"
     words = f"--checkpoint.initial_load_path {found.checkpoint} --checkpoint.{switch}"
     print(f"train on from it in a new run folder with: {words}")
 

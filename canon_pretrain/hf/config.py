@@ -1,18 +1,15 @@
-"""ModelArgs and the fields of config.json, both ways.
+"""A model's fields in config.json and its parameter names, ours and LlamaCanon's, both ways.
 
-Where the released LlamaCanonConfig can express a model, its fields alone say what the model
-computes. What it can't express is in the sub-dictionary `canon_pretrain`, and `rope_version` is
-then a word that the released class refuses: it would load such weights and compute something else.
-A model without Canon that a class of transformers computes has that class's fields (`PLAIN`).
-
-No value is null: the released class reads a key that is there, and multiplies by it.
-
-Used by export.py and reading.py; a copy travels with every export. No torch, no transformers.
+Where the released LlamaCanonConfig can express a model, its fields alone do. The rest is in the
+sub-dictionary `canon_pretrain`, and `rope_version` is then a word that the released class refuses:
+it would load such weights and compute something else. No value is null: the released class
+multiplies by a key that is there. A copy travels with every export. No torch, no transformers.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
@@ -27,15 +24,12 @@ PLAIN = {
 """By position and QK-norm, the model_type and class of transformers for a model without Canon."""
 MODEL_TYPES = (MODEL_TYPE, *(kind for kind, _ in PLAIN.values()))
 GELU = "gelu_pytorch_tanh"
-"""transformers' name of GPT2's gelu."""
 OWN = "canon_pretrain"
 """The sub-dictionary, and the `rope_version` of what the released class can't express."""
 LINGUA, HUGGINGFACE = "lingua", "huggingface"
-
 NO_ROTATION = 1e30
 """Every angle divided by this: how a config.json with rotary positions says NoPE."""
 _LEAST_NO_ROTATION = 1e20
-_LARGEST = 1e300  # JSON has integers that no float holds
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
@@ -87,14 +81,10 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
     },
 }
-"""Where other classes differ from it, by model_type."""
-_LLAMA_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"),
-    *("max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache"),
-    *("tie_word_embeddings", "rope_theta", "attention_bias", "attention_dropout", "mlp_bias", OWN),
-)
-
+_NOT_LLAMAS = {
+    *("pretraining_tp", "rope_scaling", "rope_version", "rope_dim", "partial_rotary_factor"),
+    *("qk_norm", "canon_set", "canon_kernel", "canon_bias", "canon_activation", "canon_residual"),
+}
 _SAME = {
     "vocab_size": "vocab_size",
     "hidden_size": "dim",
@@ -111,17 +101,100 @@ _SAME = {
     "canon_residual": "canon_residual",
 }
 """Fields that are ours under another name."""
-
-# what only the sub-dictionary can say, by its name in ModelArgs; the second part changes how a
-# model is trained and not what it computes
+# what only the sub-dictionary can say, by its name in ModelArgs
 _CHANGES_THE_MODEL = ("position", "ffn", "norm", "bias", "qk_norm", "document_mask")
 _CHANGES_TRAINING = ("eos_id", "canon_trainable", "init", "init_seed")
-_OWN_POSITIONS = ("alibi", "h_alibi", "partial_rope_a", "partial_rope_b")
+
+_CHANGES_NOTHING = {
+    "_name_or_path", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype",
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
+    "return_dict", "output_hidden_states", "output_attentions", "is_encoder_decoder",
+    "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type",
+    "tokenizer_class", "model_max_length", "_attn_implementation_autoset",
+    "attn_implementation", "initializer_range", "use_cache", "pretraining_tp",
+    "max_window_layers",
+}  # fmt: skip
+_READ = {
+    "rope_parameters", "sliding_window", "use_sliding_window", "layer_types", OWN, "model_type",
+    "no_rope_layers", "no_rope_layer_interval",
+}  # fmt: skip
+_OR_NULL: dict[str, type] = {
+    "num_key_value_heads": int,
+    "head_dim": int,
+    "rope_dim": int,
+    "partial_rotary_factor": float,
+    "rope_scaling": dict,
+    "rope_parameters": dict,
+    "canon_set": str,
+    "qk_norm": bool,
+    OWN: dict,
+}
+_ROPE = {"rope_type": str, "type": str, "factor": float, "rope_theta": float}
+_ROPE["partial_rotary_factor"] = float
+
+
+# -- names of parameters; what the released class does not have keeps the names of its nearest kin
+
+ENDS = (
+    ("tok_embeddings", "model.embed_tokens"),
+    ("norm", "model.norm"),
+    ("output", "lm_head"),
+)
+BLOCK = (
+    ("attention_norm", "input_layernorm"),
+    ("canon_a", "canonA"),
+    ("attention.wq", "self_attn.q_proj"),
+    ("attention.wk", "self_attn.k_proj"),
+    ("attention.wv", "self_attn.v_proj"),
+    ("attention.wo", "self_attn.o_proj"),
+    ("attention.q_norm", "self_attn.q_norm"),
+    ("attention.k_norm", "self_attn.k_norm"),
+    ("attention.canon_b", "self_attn.canonB"),
+    ("ffn_norm", "post_attention_layernorm"),
+    ("canon_c", "canonC"),
+    ("feed_forward.w1", "mlp.gate_proj"),
+    ("feed_forward.w3", "mlp.up_proj"),
+    ("feed_forward.w2", "mlp.down_proj"),
+    ("feed_forward.canon_d", "mlp.canonD"),
+)
+
+
+def to_hf(name: str) -> str:
+    """Return LlamaCanon's name of our parameter; ValueError for one that we do not have."""
+    return _translate(name, "layers", "model.layers", dict(ENDS), dict(BLOCK))
+
+
+def to_ours(name: str) -> str:
+    """Return our name of LlamaCanon's parameter; ValueError for one that we have none for."""
+    ends, block = ({theirs: ours for ours, theirs in pairs} for pairs in (ENDS, BLOCK))
+    return _translate(name, "model.layers", "layers", ends, block)
+
+
+def _translate(
+    name: str, before: str, after: str, ends: dict[str, str], block: dict[str, str]
+) -> str:
+    match = re.fullmatch(rf"(?:{re.escape(before)}\.(0|[1-9]\d*)\.)?(.+)\.(weight|bias)", name)
+    if match is not None:
+        number, module, kind = match.groups()
+        if number is None and module in ends:
+            return f"{ends[module]}.{kind}"
+        if number is not None and module in block:
+            return f"{after}.{number}.{block[module]}.{kind}"
+    raise ValueError(f"{name} is no parameter of this family of models")
+
+
+# -- fields of config.json ----------------------------------------------------------------------
 
 
 def to_fields(args: ModelArgs) -> dict[str, Any]:
-    """The fields of LlamaCanon's config.json that describe `args`."""
-    own = _own(args)
+    """Return the fields of LlamaCanon's config.json that describe `args`."""
+    own = {name: getattr(args, name) for name in _CHANGES_THE_MODEL + _CHANGES_TRAINING}
+    if args.position in ("rope", "nope", "partial_rope_c"):
+        del own["position"]
+    if args.qk_norm == "full":
+        del own["qk_norm"]
+    kept = ("eos_id",) if args.document_mask else ()
+    own = {n: value for n, value in own.items() if n in kept or value != getattr(ModelArgs, n)}
     is_expressible = not own.keys() & set(_CHANGES_THE_MODEL)
     found: dict[str, Any] = {
         **DEFAULTS,
@@ -143,19 +216,19 @@ def to_fields(args: ModelArgs) -> dict[str, Any]:
 
 
 def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
-    """The fields of config.json by which a class of transformers computes what `args` do.
+    """Return the config.json by which a class of transformers computes what `args` do.
 
-    `architectures` and `model_type` are among them. None if there is no such class.
+    With `architectures` and `model_type`; None if there is no such class.
     """
     kind, architecture = PLAIN.get((args.position, args.qk_norm), ("", ""))
     is_llama_like = (args.canon_set, args.ffn, args.ffn_activation) == ("", "gated", "silu")
     is_llama_like &= (args.norm, args.bias) == ("rmsnorm", False)
     if not kind or not is_llama_like or args.document_mask:
         return None
-    found = {name: value for name, value in to_fields(args).items() if name in _LLAMA_FIELDS}
-    found.get(OWN, {}).pop("qk_norm", None)  # model_type says it
-    if not found.get(OWN):
-        found.pop(OWN, None)
+    found = {name: value for name, value in to_fields(args).items() if name not in _NOT_LLAMAS}
+    own = {name: value for name, value in found.pop(OWN, {}).items() if name != "qk_norm"}
+    if own:
+        found[OWN] = own
     if kind == "smollm3":
         found |= {"no_rope_layers": [0] * args.num_layers, "no_rope_layer_interval": 1}
         # left out they are ids of SmolLM3's own vocabulary; the released class reads no such file
@@ -163,103 +236,80 @@ def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     return {"architectures": [architecture], "model_type": kind, **found}
 
 
-def _own(args: ModelArgs) -> dict[str, Any]:
-    """Return what of `args` the released class has no field for."""
-    own = {name: getattr(args, name) for name in _CHANGES_THE_MODEL + _CHANGES_TRAINING}
-    if args.position not in _OWN_POSITIONS:
-        del own["position"]
-    if args.qk_norm == "full":
-        del own["qk_norm"]
-    kept = ("eos_id",) if args.document_mask else ()
-    return {n: value for n, value in own.items() if n in kept or value != getattr(ModelArgs, n)}
+def unknown(given: Iterable[str]) -> list[str]:
+    """Return the names of fields that are neither read here nor known to change nothing."""
+    return sorted(set(given) - DEFAULTS.keys() - _READ - _CHANGES_NOTHING)
+
+
+def layout(given: Mapping[str, Any]) -> str:
+    """Return how the rotated dims of a head lie: LINGUA in pairs, HUGGINGFACE in halves.
+
+    Raises UserError for a rope_version of neither.
+    """
+    version = given.get("rope_version", HUGGINGFACE)
+    if version not in (LINGUA, HUGGINGFACE, OWN):
+        _refuse("rope_version", version, f'expected "{LINGUA}" or "{HUGGINGFACE}"')
+    return LINGUA if version == OWN else version
 
 
 def to_args(given: Mapping[str, Any]) -> ModelArgs:
     """Return the model that the fields of a config.json describe, with DEFAULTS for the others.
 
-    `rope_version` only says how the weights are laid out, and is `layout`'s. Raises UserError,
-    naming the field, for what these models can't be.
+    `rope_version` is `layout`'s. Raises UserError, naming the field, for what these models can't
+    be.
     """
-    kind = given.get("model_type")
-    found = DEFAULTS | _DEFAULTS_OF.get(str(kind), {}) | dict(given)
-    _check_kinds(found)
-    _refuse_others(found)
-    own = _own_fields(found)
+    found = _checked_fields(given)
     num_kv_heads = found["num_key_value_heads"] or 0
+    qk_norm = "full" if found["qk_norm"] else "none"
     known = {
         **{ours: found[theirs] for theirs, ours in _SAME.items()},
         "num_kv_heads": 0 if num_kv_heads == found["num_attention_heads"] else num_kv_heads,
         "ffn_activation": "gelu" if found["hidden_act"] == GELU else found["hidden_act"],
-        "norm_eps": float(found["rms_norm_eps"]),
         **_position(found),
-        "rope_theta": float(_rope(found).get("rope_theta") or found["rope_theta"]),
-        "qk_norm": "per_head" if kind == "qwen3" else "full" if found["qk_norm"] else "none",
+        "qk_norm": "per_head" if found.get("model_type") == "qwen3" else qk_norm,
     }
     if not known["canon_set"]:  # options of what is not there mean nothing
         known = {name: value for name, value in known.items() if not name.startswith("canon_")}
-        known["canon_set"] = ""
+    own = found.get(OWN) or {}
+    types = {f.name: type(f.default) for f in fields(ModelArgs) if f.default is not MISSING}
+    for name, value in own.items():
+        if name not in _CHANGES_THE_MODEL + _CHANGES_TRAINING or type(value) is not types[name]:
+            _refuse(f"{OWN}.{name}", value, "another version of canon_pretrain wrote it")
     return ModelArgs(**(known | own))
 
 
-def layout(given: Mapping[str, Any]) -> str:
-    """How the rotated dims of a head lie: LINGUA in pairs, HUGGINGFACE in halves.
-
-    Raises UserError for a rope_version of neither.
-    """
-    version = {**DEFAULTS, **given}["rope_version"]
-    if version == OWN:
-        return LINGUA
-    if version not in (LINGUA, HUGGINGFACE):
-        raise UserError(
-            f'rope_version = "{version}" is not known; expected "{LINGUA}" or "{HUGGINGFACE}"'
-        )
-    return version
+def checked(name: str, value: Any, kind: type) -> Any:
+    """Return the JSON value as `kind`; raise UserError for another type or a size out of range."""
+    if kind is float and type(value) is int and abs(value) < 10**300:
+        value = float(value)
+    if type(value) is not kind:
+        _refuse(name, value, f"expected a value of type {kind.__name__}")
+    if kind is int and not 0 < value < 1 << 62:
+        _refuse(name, value, "expected at least 1 and less than 2**62")
+    if kind is float and not abs(value) < 1e300:
+        _refuse(name, value, "expected a finite number")
+    return value
 
 
-_OR_NULL: dict[str, type] = {
-    "num_key_value_heads": int,
-    "head_dim": int,
-    "rope_dim": int,
-    "partial_rotary_factor": float,
-    "rope_scaling": dict,
-    "rope_parameters": dict,
-    "canon_set": str,
-    "qk_norm": bool,
-    OWN: dict,
-}
-"""What a field is that may be null, or that DEFAULTS does not show."""
+def _refuse(name: str, value: object, why: str) -> NoReturn:
+    raise UserError(f"{name} = {value!r:.200}: {why}")
 
 
-def _check_kinds(found: Mapping[str, Any]) -> None:
-    """Raise UserError for a field that is no value of its kind, and for sizes under 1."""
-    kinds = {name: type(value) for name, value in DEFAULTS.items()} | _OR_NULL
-    for name in sorted(found.keys() & kinds.keys() - _CHANGES_NOTHING):
-        value, kind = found[name], kinds[name]
-        if value is None and name in _OR_NULL:
-            continue
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            _refuse(name, value, f"expected a value of type {kind.__name__}")
-        if kind is int and value < 1:
-            _refuse(name, value, "expected at least 1")
-        if kind is float and abs(value) > _LARGEST:
-            _refuse(name, value, f"expected at most {_LARGEST:g}")
+def _checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all fields; raise UserError for a value that no model of ours has."""
+    found = DEFAULTS | _DEFAULTS_OF.get(str(given.get("model_type")), {}) | dict(given)
+    kinds = {n: type(value) for n, value in DEFAULTS.items() if n not in _CHANGES_NOTHING}
+    for name, kind in (kinds | _OR_NULL).items():
+        if name not in _OR_NULL or found.get(name) is not None:
+            found[name] = checked(name, found[name], kind)
     for name in ("rope_scaling", "rope_parameters"):
-        for key, value in (found.get(name) or {}).items():
-            expected = (str,) if key in ("rope_type", "type") else (int, float)
-            if key in _ROPE_KEYS and value is not None and type(value) not in expected:
-                _refuse(f"{name}.{key}", value, f"expected a value of type {expected[-1].__name__}")
-            if key in _ROPE_KEYS and type(value) is int and abs(value) > _LARGEST:
-                _refuse(f"{name}.{key}", value, f"expected at most {_LARGEST:g}")
-
-
-_ROPE_KEYS = ("rope_type", "type", "factor", "rope_theta", "partial_rotary_factor")
-
-
-def _refuse_others(found: Mapping[str, Any]) -> None:
-    """Raise UserError for a field whose value no model of ours has."""
+        rope = {key: value for key, value in (found.get(name) or {}).items() if value is not None}
+        known = rope.keys() & _ROPE.keys()
+        found[name] = rope | {k: checked(f"{name}.{k}", rope[k], _ROPE[k]) for k in known}
+    if found.get("use_sliding_window") is False:  # Qwen3 and SmolLM3 turn it on by that
+        found["sliding_window"] = None
     for name in ("attention_bias", "mlp_bias", "canon_bias", "attention_dropout", "sliding_window"):
-        # Qwen3 and SmolLM3 have a window that another field turns on
-        if found.get(name) and not (name == "sliding_window" and not found.get(_WINDOWED, True)):
+        if found.get(name):
             _refuse(name, found[name], "these models have none")
     types = found.get("layer_types") or []
     if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
@@ -269,44 +319,26 @@ def _refuse_others(found: Mapping[str, Any]) -> None:
     size = found["hidden_size"] // found["num_attention_heads"]
     if found["head_dim"] not in (None, size):
         _refuse("head_dim", found["head_dim"], f"here it is hidden_size / heads = {size}")
-
-
-def _own_fields(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The sub-dictionary's entries; UserError for one that no model of ours has."""
-    own = found.get(OWN) or {}
-    types = {f.name: type(f.default) for f in fields(ModelArgs) if f.default is not MISSING}
-    for name, value in own.items():
-        if name not in _CHANGES_THE_MODEL + _CHANGES_TRAINING or type(value) is not types[name]:
-            _refuse(f"{OWN}.{name}", value, "another version of canon_pretrain wrote it")
-    return dict(own)
-
-
-def _rope(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What there is about rotary positions: transformers 5 writes it under another name."""
-    old, new = (found.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
-    if old and new and _kind_and_factor(old) != _kind_and_factor(new):
-        _refuse("rope_parameters", dict(new), f"and rope_scaling = {dict(old)!r}: they differ")
-    return new or old
-
-
-def _kind_and_factor(rope: Mapping[str, Any]) -> tuple[str, float | None]:
-    return rope.get("rope_type") or rope.get("type") or "default", rope.get("factor")
+    return found
 
 
 def _position(found: Mapping[str, Any]) -> dict[str, Any]:
-    """ModelArgs' position, with partial_rope_dim."""
-    rope = _rope(found)
-    kind, scale = _kind_and_factor(rope)
-    if kind == "linear" and (scale or 1.0) >= _LEAST_NO_ROTATION:
-        return {"position": "nope"}
+    """Return ModelArgs' position, partial_rope_dim and rope_theta."""
+    old, rope = found["rope_scaling"], found["rope_parameters"]  # transformers 4's and 5's
+    kinds = [r.get("rope_type") or r.get("type") or "default" for r in (old, rope)]
+    if old and rope and (kinds[0], old.get("factor")) != (kinds[1], rope.get("factor")):
+        _refuse("rope_parameters", rope, f"and rope_scaling = {old!r}: they differ")
+    kind, rope = (kinds[1], rope) if rope else (kinds[0], old)
+    theta = {"rope_theta": rope.get("rope_theta") or found["rope_theta"]}
+    if kind == "linear" and (rope.get("factor") or 1.0) >= _LEAST_NO_ROTATION:
+        return theta | {"position": "nope"}
     if kind != "default":
-        text = f"these models scale no angle; only a linear factor of {NO_ROTATION:g} (NoPE) is"
-        _refuse("rope_scaling", dict(rope), text + " known")
+        why = f"these models scale no angle; only a linear factor of {NO_ROTATION:g} (NoPE) is"
+        _refuse("rope_scaling", rope, f"{why} known")
     if found.get("model_type") == "smollm3" and not _rotates(found):
-        return {"position": "nope"}
-    head_dim = found["hidden_size"] // found["num_attention_heads"]
+        return theta | {"position": "nope"}
+    head_dim, rope_dim = found["hidden_size"] // found["num_attention_heads"], found["rope_dim"]
     factor = found["partial_rotary_factor"] or rope.get("partial_rotary_factor") or 1.0
-    rope_dim = found["rope_dim"]
     if rope_dim is None and factor != 1.0:
         _refuse("partial_rotary_factor", factor, "it says nothing without rope_dim")
     if rope_dim is not None and rope_dim > head_dim:
@@ -314,45 +346,17 @@ def _position(found: Mapping[str, Any]) -> dict[str, Any]:
     if rope_dim is not None and found["partial_rotary_factor"] not in (None, rope_dim / head_dim):
         _refuse("partial_rotary_factor", factor, f"rope_dim / head_dim is {rope_dim / head_dim}")
     if rope_dim in (None, head_dim):
-        return {"position": "rope"}
-    return {"position": "partial_rope_c", "partial_rope_dim": rope_dim}
+        return theta | {"position": "rope"}
+    return theta | {"position": "partial_rope_c", "partial_rope_dim": rope_dim}
 
 
 def _rotates(found: Mapping[str, Any]) -> bool:
-    """Whether SmolLM3's layers have rotary positions: all of them or none."""
-    layers, every = found.get("no_rope_layers"), found.get("no_rope_layer_interval", 4)
-    if layers is None:
-        kinds = {0} if every == 1 else {0, 1}
-    elif not isinstance(layers, list) or len(layers) != found["num_hidden_layers"]:
-        _refuse("no_rope_layers", layers, "expected a list of one number per layer")
-    else:
-        kinds = {int(layer == 1) if layer in (0, 1) else -1 for layer in layers}
-    if kinds not in ({0}, {1}):
-        text = "in these models all layers have rotary positions, or none"
-        _refuse("no_rope_layers", layers, text)
-    return kinds == {1}
-
-
-def _refuse(name: str, value: object, why: str) -> None:
-    raise UserError(f"{name} = {value!r}: {why}")
-
-
-def unknown(given: Iterable[str]) -> list[str]:
-    """The names of fields that are neither read here nor known to change nothing."""
-    return sorted(set(given) - DEFAULTS.keys() - _READ - _CHANGES_NOTHING)
-
-
-_WINDOWED = "use_sliding_window"
-_READ = {
-    "rope_parameters", "sliding_window", _WINDOWED, "layer_types", OWN, "model_type",
-    "no_rope_layers", "no_rope_layer_interval",
-}  # fmt: skip
-_CHANGES_NOTHING = {
-    "_name_or_path", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype",
-    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
-    "return_dict", "output_hidden_states", "output_attentions", "is_encoder_decoder",
-    "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type",
-    "tokenizer_class", "model_max_length", "_attn_implementation_autoset",
-    "attn_implementation", "initializer_range", "use_cache", "pretraining_tp",
-    "max_window_layers",
-}  # fmt: skip
+    """Return whether SmolLM3's layers have rotary positions: all of them or none."""
+    num_layers, layers = found["num_hidden_layers"], found.get("no_rope_layers")
+    if layers is None and found.get("no_rope_layer_interval", 4) == 1:
+        return False
+    if isinstance(layers, list) and len(layers) == num_layers:
+        for value in (0, 1):
+            if layers == [value] * num_layers:
+                return bool(value)
+    return _refuse("no_rope_layers", layers, "expected all layers to have rotary positions or none")

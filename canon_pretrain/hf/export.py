@@ -3,15 +3,12 @@
     OUT/model*.safetensors      the weights under the names of LlamaCanonForCausalLM, + index
        /config.json             the model (config.py), generation_config.json
        /tokenizer.json          the training tokenizer (tokenizer_files.py), tokenizer_config.json
-       /modeling_canon.py, ...  the code that travels (writing.py)
+       /modeling_canon.py, ...  the code that travels (writing.py), if transformers has none
        /canon_pretrain.json     what it was made from, and the names of these files
        /README.md               how to load it
 
-A model that a class of transformers computes is written as that class, without code. All of it is
-written beside OUT and renamed: a new OUT is a whole export or not there. In an OUT that is replaced
-the files of the old export are, one by one, with config.json away in between: it is whole, or no
-program loads it. One tensor is in memory at a time, or what a rank saved of it; no GPU and no
-process group is needed.
+It is written beside OUT and renamed. In an OUT that is replaced, the old export's files are, one by
+one, with config.json away in between: it is whole, or no program loads it.
 """
 
 import contextlib
@@ -26,7 +23,6 @@ import torch
 from torch import Tensor
 
 from canon_pretrain.checkpoint.architecture import find_checkpoint, model_args_of
-from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.weights import (
     check_checkpoint,
     check_weights,
@@ -44,8 +40,7 @@ from canon_pretrain.core.files import (
 )
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_fields
-from canon_pretrain.hf.names import to_hf
+from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_fields, to_hf
 from canon_pretrain.hf.reading import CONFIG, halves_to_pairs, parameter_shapes
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.hf.writing import (
@@ -64,30 +59,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 RECORD = "canon_pretrain.json"
 POSITION = ("train_state.", "dataloader.", "lr_scheduler.")
 """What of a checkpoint's state says how far training had come."""
+WAY_OUT = "Name it with --tokenizer PATH, or leave it out with --no-tokenizer"
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What an export came to."""
+class _Files:
+    """What of RECORD a later export reads."""
 
-    step: int
-    num_parameters: int
-    num_files: int
-    """Those that hold weights."""
-    num_bytes: int
-    """Of them."""
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What an export is made from."""
-
-    checkpoint: Path
-    run: RunFolder
-    args: ModelArgs
-    manifest: Manifest
-    tokenizer: Tokenizer | None
-    eos_id: int | None
+    files: list[str]
 
 
 def export(
@@ -100,8 +79,8 @@ def export(
     with_tokenizer: bool = True,
     force: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> Exported:
-    """Write a checkpoint to the new folder `out`, with weights of `dtype` (DTYPES).
+) -> dict[str, Any]:
+    """Write a checkpoint to the new folder `out`, with weights of `dtype`; return its RECORD.
 
     `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest; all its files are checked first.
     The tokenizer is that of the run's data folder (of an import its own), or the file or folder
@@ -111,7 +90,7 @@ def export(
     missing or can't be carried over, and an `out` that may not be replaced.
     """
     old = _files_of_export(out, force=force)
-    if os.path.lexists(out):
+    if old is not None:
         out = out.resolve()  # what is written beside it is on the same disk
     run, checkpoint = find_checkpoint(checkpoint)
     check_checkpoint(checkpoint)
@@ -119,43 +98,56 @@ def export(
     like = {name: torch.empty(s, device="meta") for name, s in parameter_shapes(args).items()}
     manifest = check_weights(checkpoint, like)
     found, eos_id = _find_tokenizer(run, args, tokenizer, eos, wanted=with_tokenizer)
-    source = _Source(checkpoint, run, args, manifest, found, eos_id)
+    facts = read_run(run)
+    names = ("sha256", "bos_id", "eos_id", "vocab_size")
+    record: dict[str, Any] = {
+        "canon_pretrain": own_version(),
+        "checkpoint": str(checkpoint.resolve()),
+        "run_id": facts.run_id if facts else None,
+        "step": manifest.step,
+        "saved": manifest.saved,
+        "world_size": manifest.world_size,
+        "torch": manifest.torch,
+        "dtype": dtype,
+        "num_parameters": num_parameters(args),
+        "tokenizer": found and {name: getattr(found, name) for name in names},
+        "position": read_plain_values(checkpoint, POSITION),
+        "identity": run.read_config()["identity"],
+    }
     with folder_beside(out, "exporting") as temporary:
         shapes = {to_hf(name): tensor.shape for name, tensor in like.items()}
         plans = plan_files(shapes, DTYPES[dtype], max_file_bytes)
-        tensors = _tensors(source, like, DTYPES[dtype])
+        tensors = _tensors(checkpoint, args, like, DTYPES[dtype])
         write_files(temporary, plans, tensors, DTYPES[dtype])
-        small = _small_files(source, dtype)
-        written = sorted({*(path.name for path in temporary.iterdir()), *small, RECORD})
-        record = _record(source, dtype) | {"files": written}
-        for name, content in small.items():
+        for name, content in _small_files(args, found, eos_id, dtype).items():
             (temporary / name).write_text(content, encoding="utf-8")
+        readme = _readme(args, dtype, manifest.step, has_tokenizer=found is not None)
+        (temporary / "README.md").write_text(readme, encoding="utf-8")
+        record["files"] = sorted({*(path.name for path in temporary.iterdir()), RECORD})
         write_json(temporary / RECORD, record)
-        num_bytes = sum((temporary / plan.name).stat().st_size for plan in plans)
         _publish(temporary, out, old, record)
-    return Exported(manifest.step, num_parameters(args), len(plans), num_bytes)
+    return record
 
 
 def _tensors(
-    source: _Source, like: dict[str, Tensor], dtype: torch.dtype
+    checkpoint: Path, args: ModelArgs, like: dict[str, Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each weight by its name there, in the layout of the class that reads it."""
+    """Yield each weight by its name there, in the layout of the class that reads it."""
     orders = {}
-    if plain_fields(source.args) is not None and source.args.rope_dim:
-        orders = {n: order.argsort() for n, order in halves_to_pairs(source.args).items()}
-    for name, tensor in stream_weights(source.checkpoint, like, dtype):
-        tensor = tensor[orders[name]] if name in orders else tensor
+    if plain_fields(args) is not None and args.rope_dim:
+        orders = {name: order.argsort() for name, order in halves_to_pairs(args).items()}
+    for name, tensor in stream_weights(checkpoint, like, dtype):
         if not tensor.isfinite().all():
             raise UserError(
                 f"{name} has values that are not finite in {str(dtype).removeprefix('torch.')}; "
                 "choose --dtype bfloat16 or float32 if that is float16's range, else an earlier "
                 "step"
             )
-        yield to_hf(name), tensor
+        yield to_hf(name), tensor[orders[name]] if name in orders else tensor
 
 
 def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
-    """The names of the files that an earlier export wrote into `out`; None if `out` is not there.
+    """Return the names of the files of the export in `out`; None if `out` does not exist.
 
     Raises UserError if `out` may not be replaced.
     """
@@ -168,10 +160,9 @@ def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
             f"{out} exists and is no export (it has no {RECORD}): --force replaces exports only. "
             "Choose another folder"
         )
-    try:
+    files: list[str] = []
+    with contextlib.suppress(UnreadableFile):
         files = read_record(out / RECORD, _Files).files
-    except UnreadableFile:
-        files = []
     if not files or any(name != Path(name).name for name in files):  # nothing outside is touched
         raise UserError(
             f"{out / RECORD} does not list the export's files (an earlier version wrote it, or it "
@@ -180,15 +171,8 @@ def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
     return files
 
 
-@dataclass(frozen=True)
-class _Files:
-    """What of RECORD a later export reads."""
-
-    files: list[str]
-
-
 def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str, Any]) -> None:
-    """Sync all files and give the folder its name, or put them in the place of the `old` ones."""
+    """Sync all files and rename the folder, or put them in the place of the `old` ones."""
     for path in temporary.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -217,9 +201,6 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
     fsync_folder(out)
 
 
-# ---- what it is made from
-
-
 def _find_tokenizer(
     run: RunFolder, args: ModelArgs, asked: Path | None, eos: str | None, *, wanted: bool
 ) -> tuple[Tokenizer | None, int | None]:
@@ -235,7 +216,6 @@ def _find_tokenizer(
         shards = TokenShards.open(folder / "train") if paths else None
     if not wanted:
         return None, shards.eos_id if shards else None
-    way_out = "Name it with --tokenizer PATH, or leave it out with --no-tokenizer"
     eos_id = shards.eos_id if shards else args.eos_id if args.document_mask else eos
     if asked is not None:
         found = load_tokenizer(asked, eos=eos_id)
@@ -243,79 +223,48 @@ def _find_tokenizer(
         try:
             found = Tokenizer.find(folder, eos=eos_id)
         except UserError as error:
-            raise UserError(f"{error}. {way_out}") from None
+            raise UserError(f"{error}. {WAY_OUT}") from None
     if shards and shards.tokenizer_sha256 not in (None, found.sha256):
         raise UserError(
             f"the tokenizer with the sha256 {found.sha256[:16]} is not the one that the run's data "
-            f"was written with ({shards.tokenizer_sha256[:16]}). {way_out}"
+            f"was written with ({shards.tokenizer_sha256[:16]}). {WAY_OUT}"
         )
     if found.vocab_size > args.vocab_size:
         raise UserError(
             f"the tokenizer has {found.vocab_size} pieces, the model {args.vocab_size}: it is "
-            f"another one. {way_out}"
+            f"another one. {WAY_OUT}"
         )
     return found, found.eos_id
 
 
-# ---- the files besides the weights
-
-
-def _small_files(source: _Source, dtype: str) -> dict[str, str]:
-    """The content of every file that holds no weights, by name; RECORD apart."""
-    is_plain = plain_fields(source.args) is not None
-    files = {} if is_plain else dict(travelling_files(own_version()))
-    records = {
-        CONFIG: _config(source, dtype),
-        "generation_config.json": _token_ids(source.eos_id, "pad"),
-    }
-    if source.tokenizer is not None:
-        try:
-            records |= tokenizer_files(source.tokenizer, source.args.max_seq_len)
-        except UserError as error:
-            raise UserError(f"{error}. Leave it out with --no-tokenizer") from None
-    for name, record in records.items():
-        files[name] = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-    files["README.md"] = _readme(source, dtype)
-    return files
-
-
-def _token_ids(eos_id: int | None, *more: str) -> dict[str, Any]:
-    """What begins a text and ends it: EOS does both, see tokenizer_files.py."""
-    return {f"{name}_token_id": eos_id for name in ("bos", "eos", *more) if eos_id is not None}
-
-
-def _config(source: _Source, dtype: str) -> dict[str, Any]:
-    fields = plain_fields(source.args) or {
+def _small_files(
+    args: ModelArgs, tokenizer: Tokenizer | None, eos_id: int | None, dtype: str
+) -> dict[str, str]:
+    """Return code, configs and tokenizer by file name."""
+    plain = plain_fields(args)
+    files = {} if plain else dict(travelling_files(own_version()))
+    fields = plain or {
         "architectures": [ARCHITECTURE],
         "auto_map": {
             "AutoConfig": "modeling_canon.LlamaCanonConfig",
             "AutoModelForCausalLM": f"modeling_canon.{ARCHITECTURE}",
         },
         "model_type": MODEL_TYPE,
-        **to_fields(source.args),
+        **to_fields(args),
     }
-    return {**fields, **_token_ids(source.eos_id), "torch_dtype": dtype}
-
-
-def _record(source: _Source, dtype: str) -> dict[str, Any]:
-    """Where the weights come from, and how far their training had come."""
-    facts = read_run(source.run)
-    tokenizer = source.tokenizer
-    names = ("sha256", "bos_id", "eos_id", "vocab_size")
-    return {
-        "canon_pretrain": own_version(),
-        "checkpoint": str(source.checkpoint.resolve()),
-        "run_id": facts.run_id if facts else None,
-        "step": source.manifest.step,
-        "saved": source.manifest.saved,
-        "world_size": source.manifest.world_size,
-        "torch": source.manifest.torch,
-        "dtype": dtype,
-        "num_parameters": num_parameters(source.args),
-        "tokenizer": tokenizer and {name: getattr(tokenizer, name) for name in names},
-        "position": read_plain_values(source.checkpoint, POSITION),
-        "identity": source.run.read_config()["identity"],
-    }
+    # EOS begins a text too, see tokenizer_files.py
+    ends = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
+    generation = ends | ({} if eos_id is None else {"pad_token_id": eos_id})
+    records = {CONFIG: {**fields, **ends, "torch_dtype": dtype}}
+    records["generation_config.json"] = generation
+    if tokenizer is not None:
+        try:
+            records |= tokenizer_files(tokenizer, args.max_seq_len)
+        except UserError as error:
+            raise UserError(f"{error}. Leave it out with --no-tokenizer") from None
+    for name, record in records.items():
+        files[name] = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    return files
 
 
 _README = """\
@@ -343,6 +292,7 @@ _PLAIN_NOPE = """\
 llama.cpp does not: it gives three of four layers of this class
 rotary positions, whatever config.json says; here no layer has them.
 """
+_PLAIN_ROPE = "So does llama.cpp, after its convert_hf_to_gguf.py.\n"
 _OWN = """\
 Needs torch and transformers (4.57 or later); the modeling code is in this folder.
 
@@ -359,14 +309,12 @@ sequence: the last {reach} inputs of sites {sites} side by side, {channels:,} ch
 """
 
 
-def _readme(source: _Source, dtype: str) -> str:
-    args, plain = source.args, plain_fields(source.args)
+def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> str:
+    plain = plain_fields(args)
+    serving = _OWN
     if plain is not None:
         serving = _PLAIN.format(architecture=plain["architectures"][0])
-        of_llama_cpp = "So does llama.cpp, after its convert_hf_to_gguf.py.\n"
-        serving += _PLAIN_NOPE if args.position == "nope" else of_llama_cpp
-    else:
-        serving = _OWN
+        serving += _PLAIN_NOPE if args.position == "nope" else _PLAIN_ROPE
     if args.canon_set:
         channels, reach = sum(args.canon_channels.values()), args.canon_kernel - 1
         serving += _CANON.format(
@@ -376,19 +324,18 @@ def _readme(source: _Source, dtype: str) -> str:
             kilobytes=2 * channels * reach / 1000,
         )
     loads = {"model": "AutoModelForCausalLM"}
-    if source.tokenizer is not None:
+    if has_tokenizer:
         loads["tokenizer"] = "AutoTokenizer"
     trust = "" if plain else "trust_remote_code=True"
     call = f'from_pretrained("THIS FOLDER"{trust and f", {trust}"})'
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
     return _README.format(
         title=f"{args.num_layers} layers of width {args.dim}, position {args.position}, {canon}",
-        numbers=f"{num_parameters(args):,} parameters in {dtype}, from step "
-        f"{source.manifest.step:,}",
+        numbers=f"{num_parameters(args):,} parameters in {dtype}, from step {step:,}",
         loaders=", ".join(loads.values()),
         loads="\n".join(f"    {what} = {loader}.{call}" for what, loader in loads.items()),
         lm_eval_trust=trust and f",{trust}",
         serving=serving,
         record=RECORD,
-        tokenizer=_TOKENIZER_NOTE if source.tokenizer is not None else "",
+        tokenizer=_TOKENIZER_NOTE if has_tokenizer else "",
     )

@@ -2,7 +2,6 @@
 
 That is how lingua, which trained them, writes a model: its names are ours but for `canonA` and its
 kin, its rotary layout is ours, and the pickled weights are read with torch's weights_only.
-Used by reading.py.
 """
 
 import pickle
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.hf.config import checked
 from canon_pretrain.model.args import ModelArgs
 
 PARAMS = "params.json"
@@ -48,33 +48,38 @@ _CHANGES_NOTHING = {
 
 
 def unknown(params: Mapping[str, Any]) -> list[str]:
-    """The keys of `model` that are neither read here nor known to change nothing."""
+    """Return the keys of `model` that are neither read here nor known to change nothing."""
     model = params.get("model")
     return sorted(set(model if isinstance(model, dict) else ()) - _READ - _CHANGES_NOTHING)
 
 
 def to_args(params: Mapping[str, Any]) -> ModelArgs:
-    """The model that the content of a params.json describes.
+    """Return the model that the content of a params.json describes.
 
     Raises UserError, naming the key, for what these models can't be.
     """
     model, data = params.get("model"), params.get("data")
     if not isinstance(model, dict) or not isinstance(data, dict):
         raise UserError('no sections "model" and "data"; expected what lingua writes')
-    found: dict[str, Any] = {"max_seq_len": _value(data, "seq_len", int)}
+    found: dict[str, Any] = {"max_seq_len": checked("data.seq_len", data.get("seq_len"), int)}
     for theirs, ours in _FIELDS.items():
         if model.get(theirs) is not None:
-            found[ours] = _value(model, theirs, type(getattr(ModelArgs, ours)))
+            kind = type(getattr(ModelArgs, ours))
+            found[ours] = checked(f"model.{theirs}", model[theirs], kind)
         elif theirs in _NEEDED:
             raise UserError(f"no model.{theirs}")
     for name in _REFUSED:
         if model.get(name):
             raise UserError(f"model.{name} = {model[name]!r}: these models have none")
-    head_dim = found["dim"] // max(found["num_heads"], 1)
+    head_dim = found["dim"] // found["num_heads"]
     if model.get("head_dim") not in (None, head_dim):
         raise UserError(f"model.head_dim = {model['head_dim']!r}: here it is dim / n_heads")
-    if "ffn_dim" not in found:
-        found["ffn_dim"] = _ffn_dim(found["dim"], model)
+    if "ffn_dim" not in found:  # 8D/3, scaled, rounded up to a multiple
+        multiple = checked("model.multiple_of", model.get("multiple_of") or 256, int)
+        scaled_by = "model.ffn_dim_multiplier"
+        scale = checked(scaled_by, model.get("ffn_dim_multiplier") or 1.0, float)
+        width = int(scale * (8 * found["dim"] // 3))
+        found["ffn_dim"] = checked(scaled_by, -(-width // multiple) * multiple, int)
     if model.get("qk_norm"):
         found["qk_norm"] = "full"
     if found.get("partial_rope_dim", head_dim) == head_dim:
@@ -86,40 +91,15 @@ def to_args(params: Mapping[str, Any]) -> ModelArgs:
     return ModelArgs(**found)
 
 
-def _ffn_dim(dim: int, model: Mapping[str, Any]) -> int:
-    """F where hidden_dim is null: 8D/3, scaled, rounded up to a multiple (256)."""
-    multiple, scale = model.get("multiple_of") or 256, model.get("ffn_dim_multiplier") or 1
-    if (
-        type(multiple) is not int
-        or type(scale) not in (int, float)
-        or not (0 < multiple < 1 << 62 and 0 < scale < 1000)
-    ):
-        raise UserError(
-            f"model.multiple_of = {multiple!r}, model.ffn_dim_multiplier = {scale!r}: expected "
-            "numbers above 0"
-        )
-    width = 8 * dim // 3
-    return -(-(width if scale == 1 else int(scale * width)) // multiple) * multiple
-
-
-def _value(section: Mapping[str, Any], name: str, kind: Any) -> Any:
-    value: Any = section.get(name)
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise UserError(f"{name} = {value!r}: expected a value of type {kind.__name__}")
-    if (kind is int and not 0 < value < 1 << 62) or (kind is float and not abs(value) < 1e300):
-        raise UserError(f"{name} = {value!r} is out of range")
-    return float(value) if kind is float else value
-
-
 def to_ours(name: str) -> str:
-    """Our name of a parameter of lingua's."""
+    """Return our name of a parameter of lingua's."""
     if name == "output.tied_module.weight":
         return "output.weight"
     return re.sub(r"\bcanon([ABCD])\b", lambda match: f"canon_{match[1].lower()}", name)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a consolidated.pth by lingua's names, mapped from the file and not yet read.
+    """Return the tensors of a consolidated.pth by lingua's names, mapped and not yet read.
 
     Raises UserError for a file that holds anything but tensors and plain values.
     """
@@ -135,7 +115,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _is_whole(tensor: object) -> bool:
-    """Whether it is a tensor whose every value is in the file: none repeated by a stride of 0."""
+    """Return whether it is a tensor that repeats no value of the file by a stride of 0."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         return False
     return tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes()

@@ -1,11 +1,8 @@
 """An exported model in transformers: from_pretrained(OUT, trust_remote_code=True).
 
-The model is `Transformer`, as it was trained; the files beside this one are copies of its own. Its
-parts hang in a tree with the names of LlamaCanonForCausalLM, which is what transformers loads,
-saves, moves and counts. What stands in the tree is what is computed with: a part that is replaced
-(LoRA, a larger vocabulary) is taken up by the next forward pass.
-
-Shapes: B rows, T tokens, S tokens with those before them, V vocabulary.
+The model is `Transformer`; the files beside this one are copies of its own. Its parts are in a tree
+with the names of LlamaCanonForCausalLM, and the next forward pass uses a part that is replaced
+there (LoRA, a larger vocabulary). B rows, T tokens, S tokens with those before them, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -13,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache as HFCache
 from transformers.configuration_utils import PretrainedConfig
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
-from canon_pretrain.hf.config import DEFAULTS, LINGUA, MODEL_TYPE, layout, to_args
-from canon_pretrain.hf.decoding_cache import DecodingCache
-from canon_pretrain.hf.names import BLOCK, ENDS
+from canon_pretrain.hf.config import BLOCK, DEFAULTS, ENDS, LINGUA, MODEL_TYPE, layout, to_args
+from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.canon import Canon
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
 
@@ -49,6 +46,63 @@ class LlamaCanonConfig(PretrainedConfig):
         super().__init__(**ties, **kwargs)
 
 
+class DecodingCache(HFCache):
+    """`Cache`, which holds Canon's last inputs beside keys and values, under transformers' names.
+
+    It can't forget tokens again, so assisted generation is refused.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    is_initialized = True
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[])
+        self.num_layers = num_layers
+        self.reset()
+
+    def reset(self) -> None:
+        self.memory = Cache(self.num_layers)
+        self.rows = 0  # before the first tokens
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    def __repr__(self) -> str:
+        return f"DecodingCache({self.rows} rows, {self.memory.length} tokens)"
+
+    def get_seq_length(self, *args: object, **kwargs: object) -> int:
+        return self.memory.length
+
+    def get_max_cache_shape(self, *args: object, **kwargs: object) -> int:
+        return -1
+
+    get_max_length = get_max_cache_shape
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Row i becomes what row indices[i] was."""
+        self.memory.take(indices)
+        self.rows = len(indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
+
+    def crop(self, *args: object, **kwargs: object) -> None:
+        raise NotImplementedError(
+            "this model's cache can't be cropped: Canon's last inputs can't be computed from those "
+            "before. Use greedy decoding, sampling or beam search, no assisted or contrastive one"
+        )
+
+    def activate_past_recording(self) -> None:
+        self.crop()
+
+    def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("only the model that made this cache writes into it")
+
+
 class _Part(nn.Module):
     """A place in the tree that only holds others."""
 
@@ -68,10 +122,10 @@ class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
 
 
 class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
-    """`Transformer` for transformers; see the module.
+    """`Transformer` for transformers. Raises ValueError for what it can't do.
 
     Positions count from the first column of `input_ids` and its cache, padding included, which for
-    relative positions is the same as counting without. Raises ValueError for what it can't do.
+    relative positions is the same as counting without.
     """
 
     core: Transformer
@@ -105,7 +159,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own; and what was fixed in training (cst-Canon) asks for no gradient."""
+        """Load as transformers does; what was fixed in training (cst-Canon) stays fixed."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for module in model.modules():
@@ -114,7 +168,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         return loaded
 
     def _hang_up(self) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-        """Give every part of the model its place in the tree; yields both."""
+        """Put every part of the model into the tree; yield owner and name, both ours and there."""
         core, (first, *last) = self.core, ENDS
         yield from _hang(core, first[0], self, first[1])
         blocks: Any = core.layers.values()
@@ -127,7 +181,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             yield from _hang(core, ours, self, theirs)
 
     def _bind(self) -> None:
-        """Compute with what stands in the tree, which may have been replaced since."""
+        """Compute with what is in the tree by now."""
         if getattr(self, "_is_replica", False):
             raise ValueError(
                 "nn.DataParallel can't copy this model; use one process a GPU (torchrun, "
@@ -140,7 +194,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """First values of a model that is not loaded, by the laws of model/init.py."""
+        """Initialize a model that is not loaded, as model/init.py does."""
         if isinstance(module, Canon):
             bound = self.core.args.canon_bound
             nn.init.uniform_(module.weight, -bound, bound)
@@ -176,7 +230,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """`generate` asks for a cache here; ours is the only one that this model can use."""
+        """Make the cache for `generate`; ours is the only one that this model can use."""
         self._check_length(max_cache_length)
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic"):
@@ -212,10 +266,9 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits [B, T, V], or those of the last `logits_to_keep` tokens.
 
-        `attention_mask`: 1 for tokens, 0 for padding on either side, [B, S] or [B, T].
-        `past_key_values`: what an earlier call gave back. `labels` [B, T]: the input's own ids, or
-        -100 where none counts; the loss is the next token's. `position_ids` may be given where they
-        count up by one.
+        `attention_mask`: 1 for tokens, 0 for padding on either side, [B, S] or [B, T]. `labels`
+        [B, T]: the input's own ids, -100 where none counts; the loss is the next token's.
+        `position_ids` must count up by one.
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("this model reads input_ids; inputs_embeds can't be given")
@@ -233,8 +286,13 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             core.rope.reset(tokens_BT.device)  # transformers builds models without memory
         keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
         states: list[Tensor] = []
+        hooks: list[Any] = []
         wants_states = output_hidden_states or self.config.output_hidden_states
-        hooks = self._watch(states) if wants_states else ()
+        if wants_states:  # what goes into each layer, and what the last norm returns
+            for each in self.model.layers:
+                hooks.append(each.register_forward_pre_hook(lambda _, args: states.append(args[0])))
+            norm = self.model.norm
+            hooks.append(norm.register_forward_hook(lambda _, args, out: states.append(out)))
         try:
             logits_BTV = core(
                 tokens_BT,
@@ -260,43 +318,28 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
-    def _watch(self, states: list[Tensor]) -> list[Any]:
-        """Let what goes into each layer, and what the last norm gives, be added to `states`."""
-        hooks = [
-            layer.register_forward_pre_hook(lambda _, args: states.append(args[0]))
-            for layer in self.model.layers
-        ]
-        norm = self.model.norm
-        return [*hooks, norm.register_forward_hook(lambda _, args, output: states.append(output))]
-
-    def _cache(
-        self, given: DecodingCache | None, use_cache: bool, tokens_BT: Tensor
-    ) -> DecodingCache | None:
-        """The cache of this call, checked against its tokens; None for none."""
-        rows, num_tokens = tokens_BT.shape
-        if given is None and not use_cache:
-            cache = None
-        elif given is None:
-            cache = DecodingCache(self.core.args.num_layers)
-        elif isinstance(given, DecodingCache):
-            cache = given
-        else:
+    def _cache(self, given: Any, use_cache: bool, tokens_BT: Tensor) -> DecodingCache | None:
+        """Return the cache of this call, checked against its tokens; None for none."""
+        if given is None and use_cache:
+            given = DecodingCache(self.core.args.num_layers)
+        if not isinstance(given, DecodingCache | None):
             raise ValueError(
                 f"past_key_values is a {type(given).__name__}; give what this model returned, or "
                 "None: its cache holds Canon's last inputs too"
             )
-        self._check_length(num_tokens + (cache.memory.length if cache is not None else 0))
-        if cache is not None and cache.rows not in (0, rows):
-            raise ValueError(f"past_key_values is of {cache.rows} rows, input_ids of {rows}")
-        if cache is not None:
-            cache.rows = rows
-        return cache
+        rows, num_tokens = tokens_BT.shape
+        self._check_length(num_tokens + (given.memory.length if given is not None else 0))
+        if given is not None:
+            if given.rows not in (0, rows):
+                raise ValueError(f"past_key_values is of {given.rows} rows, input_ids of {rows}")
+            given.rows = rows
+        return given
 
 
 def _hang(
     owner: nn.Module, ours: str, root: nn.Module, theirs: str
 ) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-    """Put the part `ours` of `owner`, if there is one, into the tree at `theirs` below `root`."""
+    """Put the part `ours` of `owner`, if there is one, into the tree at `theirs` under `root`."""
     *path, name = ours.split(".")
     *their_path, their_name = theirs.split(".")
     for step in path:
@@ -312,7 +355,7 @@ def _hang(
 def _real_tokens(
     attention_mask: Tensor | None, tokens_BT: Tensor, cache: DecodingCache | None
 ) -> Tensor | None:
-    """Which of these tokens are no padding; None where all are."""
+    """Return which of these tokens are no padding; None if all are."""
     if attention_mask is None:
         return None
     rows, num_tokens = tokens_BT.shape

@@ -6,16 +6,15 @@
                                               OUT/tokenizer.*  the tokenizer, if it is there
 
 It reads JSON and safetensors, and of the released models lingua's two files (lingua.py): no code of
-the folder is run, nothing is unpickled freely, no link out of the folder is followed. Weights of
-LlamaCanon, of Llama, Qwen3 and SmolLM3 and of our own exports are understood. OUT is written as
-.OUT.importing beside it, and renamed.
+the folder is run, nothing is unpickled freely, no link out of the folder is followed. OUT is
+written beside it and renamed.
 """
 
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,15 @@ from canon_pretrain.core.files import (
 )
 from canon_pretrain.data.tokenizer import FILE_NAMES
 from canon_pretrain.hf import lingua
-from canon_pretrain.hf.config import HUGGINGFACE, MODEL_TYPES, layout, to_args, unknown
-from canon_pretrain.hf.names import to_hf, to_ours
+from canon_pretrain.hf.config import (
+    HUGGINGFACE,
+    MODEL_TYPES,
+    layout,
+    to_args,
+    to_hf,
+    to_ours,
+    unknown,
+)
 from canon_pretrain.hf.writing import INDEX, folder_beside
 from canon_pretrain.model.args import FLAVORS, ModelArgs, num_parameters
 from canon_pretrain.model.transformer import Transformer
@@ -64,11 +70,8 @@ _TABLES = ".rotary_emb.inv_freq"
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import wrote."""
-
     checkpoint: Path
     args: ModelArgs
-    model_toml: Path
 
 
 def import_folder(
@@ -82,11 +85,10 @@ def import_folder(
     """Write the weights of the folder `source` as OUT/step-N; N is `step`, or that of `state_from`.
 
     `state_from`, a full checkpoint of the same model, gives optimizer, schedule and place in the
-    data: then training goes on after its step as that run would. `ignore` names fields of
-    config.json that are not known here and that the caller knows to change nothing. Takes the
-    memory of the weights in float32 (of the whole state with `state_from`). Raises UserError, with
-    nothing written, for a folder that is not there or not such a model, and where `out` exists or
-    another import of that name is at work.
+    data: training continues after its step as that run would. `ignore` names fields of config.json
+    that are not known here and change nothing. Takes the memory of the weights in float32 (of the
+    whole state with `state_from`). Raises UserError, with nothing written, for a folder that is no
+    such model, and where `out` exists or another import to it is running.
     """
     if os.path.lexists(out):
         raise UserError(f"{out} exists: name a new folder")
@@ -99,14 +101,10 @@ def import_folder(
         step = checkpoint_step(state_from)
         state = _training_state(state_from, parameter_shapes(args))
     weights = folder_weights(source, args)
+    kind: Any = "full" if state else "weights"
     with folder_beside(out, "importing") as temporary:
-        save_alone(
-            state | weights,
-            temporary / f"step-{step}",
-            step=step,
-            kind="full" if state else "weights",
-            in_place=True,
-        )
+        target = temporary / f"step-{step}"
+        save_alone(state | weights, target, step=step, kind=kind, in_place=True)
         write_atomic(temporary / MODEL_TOML, model_toml(args, str(source.absolute())).encode())
         identity = {f"model.{name}": value for name, value in asdict(args).items()}
         # as a run's: export and evaluation find the model of OUT/step-N there
@@ -116,7 +114,7 @@ def import_folder(
             write_atomic(temporary / name, _file(source, name).read_bytes())
         fsync_folder(temporary)
         publish(temporary, out)
-    return Imported(out / f"step-{step}", args, out / MODEL_TOML)
+    return Imported(out / target.name, args)
 
 
 def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
@@ -125,8 +123,7 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
     Raises UserError if it is none of ours, or much larger than the weights in the folder.
     """
     params = _params(source)
-    name = params or Path(CONFIG)
-    path = _file(source, name)
+    path = _file(source, params or CONFIG)
     config = _read_json(path)
     kind, ignored = config.get("model_type"), set(ignore)
     if params is None and kind not in MODEL_TYPES and "model_type" not in ignored:
@@ -159,84 +156,19 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
 
 
 def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
-    """The weights of the folder `source`, whose model is `args`: float32, by our names and layout.
+    """Return the weights of the folder, whose model is `args`: float32, by our names and layout.
 
     Raises UserError naming what is wrong with them.
     """
-    params = _params(source)
-    described = CONFIG if params is None else lingua.PARAMS
-    weights = _read_weights(source, parameter_shapes(args), described, tied=args.tie_embeddings)
-    if params is None and args.rope_dim:
-        if layout(_read_json(_file(source, CONFIG))) == HUGGINGFACE:
-            for name, order in halves_to_pairs(args).items():
-                weights[name] = weights[name][order]
-    return weights
-
-
-def _params(source: Path) -> Path | None:
-    """lingua's params.json in `source`, or in its subfolder for it; None in any other folder."""
-    if any((source / name).is_file() for name in (ONE_FILE, INDEX)):
-        return None
-    names = (Path(lingua.PARAMS), Path(lingua.VARIANT, lingua.PARAMS))
-    return next((name for name in names if os.path.lexists(source / name)), None)
-
-
-def _file(source: Path, name: str | Path) -> Path:
-    """The file `name` of the folder `source`, whether or not there is one.
-
-    Raises UserError if a link leads out of the folder, or if it is no regular file.
-    """
-    path = source / name
-    try:
-        real, root = path.resolve(), source.resolve()
-    except (OSError, RuntimeError) as error:  # links in a circle
-        raise UserError(f"{path} cannot be read: {error}") from None
-    # the hub's cache holds each file of snapshots/REVISION as a link to its blob
-    blobs = [f.parent.parent / "blobs" for f in (root, root.parent) if f.parent.name == "snapshots"]
-    if not any(real.is_relative_to(folder) for folder in (root, *blobs)):
-        raise UserError(f"{path} is a link out of {source}, to {real}: put the file itself there")
-    if real.exists() and not real.is_file():
-        raise UserError(f"{path} is not a regular file")
-    return path
-
-
-def is_folder(path: Path) -> bool:
-    """Whether there is a Hugging Face folder: a config.json with weights beside it."""
-    there = [(path / name).is_file() for name in (ONE_FILE, INDEX)]
-    return (path / CONFIG).is_file() and any(there)
-
-
-def parameter_shapes(args: ModelArgs) -> dict[str, torch.Size]:
-    """The shape of each parameter of the model of `args`, in its order."""
-    with torch.device("meta"):
-        model = Transformer(replace(args, max_seq_len=1))  # no rotary tables, which would be real
-    return {name: p.shape for name, p in model.named_parameters()}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path, finite=False)
-    except UnreadableFile as error:
-        if not error.is_missing:
-            raise
-        raise UserError(
-            f"{path} is missing: expected a Hugging Face folder, with {CONFIG} and *.safetensors"
-        ) from None
-
-
-# -- the weights -------------------------------------------------------------------------------
-
-
-def _read_weights(
-    source: Path, wanted: Mapping[str, torch.Size], described: str, *, tied: bool
-) -> dict[str, Tensor]:
-    """The parameters of `wanted`, float32, by our names. Raises UserError naming what is wrong."""
+    is_lingua = _params(source) is not None
+    described = lingua.PARAMS if is_lingua else CONFIG
+    wanted = parameter_shapes(args)
     weights: dict[str, Tensor] = {}
     extra: list[str] = []
     for theirs, ours, shape, read in _tensors(source):
         if theirs.endswith(_TABLES):
             continue
-        if tied and ours == "output.weight":  # some writers store the shared matrix twice
+        if args.tie_embeddings and ours == "output.weight":  # some writers store it twice
             ours = "tok_embeddings.weight"
         if ours is None or ours not in wanted:
             extra.append(theirs)
@@ -259,8 +191,7 @@ def _read_weights(
                 f"{to_hf('output.weight')} and {to_hf(ours)} differ"
             )
         weights[ours] = tensor
-    spell = to_hf if described == CONFIG else str
-    missing = [spell(name) for name in wanted if name not in weights]
+    missing = [name if is_lingua else to_hf(name) for name in wanted if name not in weights]
     for what, names in (("lacks", missing), ("holds beside the model", extra)):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -268,64 +199,28 @@ def _read_weights(
                 f"{source} {what} {', '.join(names[:5])}{more}: it is not the model that its "
                 f"{described} describes"
             )
+    if not is_lingua and args.rope_dim:
+        if layout(_read_json(_file(source, CONFIG))) == HUGGINGFACE:
+            for name, order in halves_to_pairs(args).items():
+                weights[name] = weights[name][order]
     return {name: weights[name] for name in wanted}
 
 
-def _tensors(
-    source: Path,
-) -> Iterator[tuple[str, str | None, torch.Size, Callable[[], Tensor]]]:
-    """Every tensor of the folder: its name there, ours (None if it has none), shape, and value.
-
-    A value may be read until the next one is asked for.
-    """
-    if (params := _params(source)) is not None:
-        path = _file(source, params.with_name(lingua.WEIGHTS))
-        for name, tensor in lingua.read_tensors(path).items():
-            yield name, lingua.to_ours(name), tensor.shape, tensor.detach
-        return
-    for path, names in _files(source).items():
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                there = set(file.keys())
-                if names is not None and (lost := sorted(names - there)):
-                    raise UserError(f"{path} lacks {', '.join(lost[:5])}, which {INDEX} puts there")
-                for name in sorted(there if names is None else names):
-                    shape = torch.Size(file.get_slice(name).get_shape())
-                    try:
-                        ours = to_ours(name)
-                    except ValueError:
-                        ours = None
-                    yield name, ours, shape, partial(file.get_tensor, name)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from None
+def is_folder(path: Path) -> bool:
+    """Return whether this is a Hugging Face folder: a config.json with weights beside it."""
+    there = [(path / name).is_file() for name in (ONE_FILE, INDEX)]
+    return (path / CONFIG).is_file() and any(there)
 
 
-def _files(source: Path) -> dict[Path, set[str] | None]:
-    """The folder's safetensors files, and the names that an index takes from each (None: all)."""
-    if (source / INDEX).is_file():
-        places = _read_json(_file(source, INDEX)).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise UserError(f"{source / INDEX} has no weight_map")
-        files: dict[Path, set[str] | None] = {}
-        for name, file in places.items():
-            if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
-                raise UserError(f"{source / INDEX} puts {name} into {file!r}: expected a file name")
-            names = files.setdefault(_file(source, file), set())
-            assert names is not None
-            names.add(name)
-        return files
-    if (source / ONE_FILE).is_file():
-        return {_file(source, ONE_FILE): None}
-    if any(source.glob("*.bin")) or any(source.glob("*.pt*")):
-        raise UserError(
-            f"{source} holds pickled weights (.bin, .pt), which can run code when they are read. "
-            "Save it as safetensors where you trust it: model.save_pretrained(OUT)"
-        )
-    raise UserError(f"{source} has neither {ONE_FILE} nor {INDEX}")
+def parameter_shapes(args: ModelArgs) -> dict[str, torch.Size]:
+    """Return the shape of each parameter of the model of `args`, in its order."""
+    with torch.device("meta"):
+        model = Transformer(replace(args, max_seq_len=1))  # no rotary tables, which would be real
+    return {name: p.shape for name, p in model.named_parameters()}
 
 
 def halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
-    """By our parameter name, the order of its rows that turns rotary halves into pairs.
+    """Return by our parameter name the order of its rows that turns rotary halves into pairs.
 
     Llama's code rotates dim i of a head with dim i + R/2, R being the rotated dims; ours 2i with
     2i + 1. Whatever acts on q or k channel by channel moves along: QK-norm's gains and Canon-B.
@@ -333,20 +228,19 @@ def halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
     half = args.rope_dim // 2
     pairs = torch.stack((torch.arange(half), torch.arange(half) + half), dim=1).flatten()
     head = torch.cat((pairs, torch.arange(args.rope_dim, args.head_dim)))
-
-    def heads(count: int) -> Tensor:
-        return (torch.arange(count)[:, None] * args.head_dim + head).flatten()
-
-    of_q, of_k = heads(args.num_heads), heads(args.kv_heads)
+    of_q, of_k = (
+        (torch.arange(count)[:, None] * args.head_dim + head).flatten()
+        for count in (args.num_heads, args.kv_heads)
+    )
     q_dim, k_dim, v_dim = args.qkv_dims
-    of_v = torch.arange(v_dim)
     orders = {"attention.wq": of_q, "attention.wk": of_k}
     if args.qk_norm == "full":
         orders |= {"attention.q_norm": of_q, "attention.k_norm": of_k}
     if args.qk_norm == "per_head":
         orders |= {"attention.q_norm": head, "attention.k_norm": head}
     if "B" in args.canon_set:
-        orders["attention.canon_b"] = torch.cat((of_q, q_dim + of_k, q_dim + k_dim + of_v))
+        of_v = q_dim + k_dim + torch.arange(v_dim)
+        orders["attention.canon_b"] = torch.cat((of_q, q_dim + of_k, of_v))
     return {
         f"layers.{i}.{name}.weight": order
         for i in range(args.num_layers)
@@ -354,11 +248,27 @@ def halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
     }
 
 
-# -- what an export does not hold --------------------------------------------------------------
+def model_toml(args: ModelArgs, source: str) -> str:
+    """Return the [model] section that selects `args`, whatever the files beside it say.
+
+    Every key is written, so that none of another file, or of a later flavor, shows through. The
+    flavor is the one that comes nearest.
+    """
+    values = asdict(args)
+
+    def num_equal(name: str) -> int:
+        return sum(getattr(FLAVORS[name], key) == value for key, value in values.items())
+
+    flavor = max(FLAVORS, key=num_equal)
+    seq_len = values.pop("max_seq_len")
+    # quoted: a name may hold what no comment may
+    lines = [f"# the model of {json.dumps(source)}", "", "[model]", f'flavor = "{flavor}"']
+    lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+    return "\n".join([*lines, "", "[training]", f"seq_len = {seq_len}", ""])
 
 
 def _training_state(checkpoint: Path, wanted: Mapping[str, torch.Size]) -> dict[str, Any]:
-    """All but the weights of a full checkpoint of the model whose parameters are `wanted`."""
+    """Return all but the weights of a full checkpoint of the model with `wanted` parameters."""
     check_checkpoint(checkpoint)
     if verify(checkpoint, workers=HASH_WORKERS).kind != "full":
         raise UserError(
@@ -380,20 +290,93 @@ def _training_state(checkpoint: Path, wanted: Mapping[str, torch.Size]) -> dict[
     return state
 
 
-def model_toml(args: ModelArgs, source: str) -> str:
-    """The [model] section that selects `args`, whatever the files beside it in `extends` say.
+# -- the folder's files -------------------------------------------------------------------------
 
-    Every key is written, so that none of another file, or of a later flavor, shows through. The
-    flavor is the one that comes nearest.
+
+def _params(source: Path) -> Path | None:
+    """Return lingua's params.json, in `source` or its subfolder; None in any other folder."""
+    if any((source / name).is_file() for name in (ONE_FILE, INDEX)):
+        return None
+    names = (Path(lingua.PARAMS), Path(lingua.VARIANT, lingua.PARAMS))
+    return next((name for name in names if os.path.lexists(source / name)), None)
+
+
+def _file(source: Path, name: str | Path) -> Path:
+    """Return the path of the file `name` of the folder `source`, which need not exist.
+
+    Raises UserError if a link leads out of the folder, or if it is no regular file.
     """
-    values = {f.name: getattr(args, f.name) for f in fields(ModelArgs)}
+    path = source / name
+    try:
+        real, root = path.resolve(), source.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise UserError(f"{path} cannot be read: {error}") from None
+    # the hub's cache holds each file of snapshots/REVISION as a link to its blob
+    blobs = [f.parent.parent / "blobs" for f in (root, root.parent) if f.parent.name == "snapshots"]
+    if not any(real.is_relative_to(folder) for folder in (root, *blobs)):
+        raise UserError(f"{path} is a link out of {source}, to {real}: put the file itself there")
+    if real.exists() and not real.is_file():
+        raise UserError(f"{path} is not a regular file")
+    return path
 
-    def num_equal(name: str) -> int:
-        return sum(getattr(FLAVORS[name], key) == value for key, value in values.items())
 
-    flavor = max(FLAVORS, key=num_equal)
-    seq_len = values.pop("max_seq_len")
-    # quoted: a name may hold what no comment may
-    lines = [f"# the model of {json.dumps(source)}", "", "[model]", f'flavor = "{flavor}"']
-    lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
-    return "\n".join([*lines, "", "[training]", f"seq_len = {seq_len}", ""])
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path, finite=False)
+    except UnreadableFile as error:
+        if not error.is_missing:
+            raise
+        raise UserError(
+            f"{path} is missing: expected a Hugging Face folder, with {CONFIG} and *.safetensors"
+        ) from None
+
+
+def _tensors(
+    source: Path,
+) -> Iterator[tuple[str, str | None, torch.Size, Callable[[], Tensor]]]:
+    """Yield every tensor's name there, ours (None if it has none), shape, and how to read it.
+
+    It may be read until the next one is asked for.
+    """
+    if (params := _params(source)) is not None:
+        path = _file(source, params.with_name(lingua.WEIGHTS))
+        for name, tensor in lingua.read_tensors(path).items():
+            yield name, lingua.to_ours(name), tensor.shape, tensor.detach
+        return
+    for path, names in _files(source).items():
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                there = set(file.keys())
+                if lost := sorted(names - there):
+                    raise UserError(f"{path} lacks {', '.join(lost[:5])}, which {INDEX} puts there")
+                for name in sorted(names or there):
+                    shape = torch.Size(file.get_slice(name).get_shape())
+                    try:
+                        ours = to_ours(name)
+                    except ValueError:
+                        ours = None
+                    yield name, ours, shape, partial(file.get_tensor, name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def _files(source: Path) -> dict[Path, set[str]]:
+    """Return the names that an index takes from each safetensors file; without one none: all."""
+    if (source / INDEX).is_file():
+        places = _read_json(_file(source, INDEX)).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise UserError(f"{source / INDEX} has no weight_map")
+        files: dict[Path, set[str]] = {}
+        for name, file in places.items():
+            if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
+                raise UserError(f"{source / INDEX} puts {name} into {file!r}: expected a file name")
+            files.setdefault(_file(source, file), set()).add(name)
+        return files
+    if (source / ONE_FILE).is_file():
+        return {_file(source, ONE_FILE): set()}
+    if any(source.glob("*.bin")) or any(source.glob("*.pt*")):
+        raise UserError(
+            f"{source} holds pickled weights (.bin, .pt), which can run code when they are read. "
+            "Save it as safetensors where you trust it: model.save_pretrained(OUT)"
+        )
+    raise UserError(f"{source} has neither {ONE_FILE} nor {INDEX}")

@@ -1,11 +1,7 @@
 """The training tokenizer as the files that AutoTokenizer reads, with the very same ids.
 
-A SentencePiece model becomes a tokenizer.json: its pieces and scores or merges, its treatment of
-spaces as normalizers. A tokenizer.json stays itself, but adds no token of its own and cuts nothing.
 `split_special_tokens` keeps the name of a special token in a text from being read as that token.
-
-Texts begin with EOS where they need a token before the first one, since documents were separated by
-it and no BOS was ever seen: `bos_token` is the EOS token, as in GPT-2. lm_eval puts it before a
+`bos_token` is the EOS token, as in GPT-2: no BOS was seen in training, and lm_eval puts it before a
 text that has no context.
 """
 
@@ -64,7 +60,6 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
 def _from_sentencepiece(model: bytes) -> dict[str, Any]:
     """Return the tokenizer.json of a SentencePiece model."""
     facts = ModelFacts.read(model)
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     refusals = {
         "it is no BPE and no unigram model": facts.model_type not in (_BPE, _UNIGRAM),
         f"it has user-defined or unused pieces {facts.odd_pieces[:1]}": facts.odd_pieces,
@@ -75,6 +70,7 @@ def _from_sentencepiece(model: bytes) -> dict[str, Any]:
     for reason, holds in refusals.items():
         if holds:
             raise UserError(f"the tokenizer can't become a tokenizer.json: {reason}")
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     build = _bpe if facts.model_type == _BPE else _unigram
@@ -91,15 +87,18 @@ def _from_sentencepiece(model: bytes) -> dict[str, Any]:
         "pre_tokenizer": None,
         "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": _decoders(facts, pieces[processor.unk_id()])},
-        "model": build(processor, pieces, facts.byte_fallback),
+        "model": {**build(processor, pieces), "byte_fallback": facts.byte_fallback},
     }
+
+
+def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
 
 
 def _normalizers(facts: ModelFacts) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     if facts.drops_spaces:
-        steps.append(_replace({"Regex": r"\A +| +\z"}, ""))
-        steps.append(_replace({"Regex": " {2,}"}, " "))
+        steps += [_replace({"Regex": r"\A +| +\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
     if facts.dummy_prefix:
         steps.append({"type": "Prepend", "prepend": SPACE})
     steps.append(_replace({"String": " "}, SPACE))
@@ -126,33 +125,21 @@ def _decoders(facts: ModelFacts, unknown: str) -> list[dict[str, Any]]:
     return steps
 
 
-def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": pattern, "content": content}
-
-
 def _is_special(processor: sentencepiece.SentencePieceProcessor, i: int) -> bool:
-    """Whether no text matches this piece."""
+    """Return whether no text matches this piece."""
     return processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)
 
 
-def _unigram(
-    processor: sentencepiece.SentencePieceProcessor, pieces: list[str], byte_fallback: bool
-) -> dict[str, Any]:
+def _unigram(processor: sentencepiece.SentencePieceProcessor, pieces: list[str]) -> dict[str, Any]:
     """Return pieces with scores; those that no text matches get one that no path takes."""
-    return {
-        "type": "Unigram",
-        "unk_id": processor.unk_id(),
-        "vocab": [
-            [piece, _NEVER if _is_special(processor, i) else processor.get_score(i)]
-            for i, piece in enumerate(pieces)
-        ],
-        "byte_fallback": byte_fallback,
-    }
+    vocab = [
+        [piece, _NEVER if _is_special(processor, i) else processor.get_score(i)]
+        for i, piece in enumerate(pieces)
+    ]
+    return {"type": "Unigram", "unk_id": processor.unk_id(), "vocab": vocab}
 
 
-def _bpe(
-    processor: sentencepiece.SentencePieceProcessor, pieces: list[str], byte_fallback: bool
-) -> dict[str, Any]:
+def _bpe(processor: sentencepiece.SentencePieceProcessor, pieces: list[str]) -> dict[str, Any]:
     """Return pieces, and every pair of pieces that makes one, the best first.
 
     SentencePiece merges the pair whose piece has the highest score, so all pairs of a piece rank
@@ -174,7 +161,7 @@ def _bpe(
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
         "fuse_unk": True,
-        "byte_fallback": byte_fallback,
+        "byte_fallback": True,
         "ignore_merges": False,
         "vocab": {piece: i for i, piece in enumerate(pieces)},
         "merges": merges,
@@ -182,7 +169,7 @@ def _bpe(
 
 
 def _without_special_tokens(post_processor: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What of a post-processor adds no token: data_prep asks for none either."""
+    """Return what of a post-processor adds no token: data_prep asks for none either."""
     if post_processor is None:
         return None
     if post_processor["type"] == "Sequence":
@@ -195,7 +182,7 @@ def _compare(tokenizer: Tokenizer, content: dict[str, Any]) -> None:
     """Raise UserError for the first of many texts that the two do not encode alike."""
     other = tokenizers.Tokenizer.from_str(json.dumps(content))
     other.encode_special_tokens = True
-    for text in probe_texts(other):
+    for text in _probe_texts(other):
         ids = tokenizer.encode(text)
         if not np.array_equal(ids, other.encode(text).ids):
             raise UserError(
@@ -204,7 +191,7 @@ def _compare(tokenizer: Tokenizer, content: dict[str, Any]) -> None:
             )
 
 
-def probe_texts(tokenizer: tokenizers.Tokenizer, count: int = NUM_PROBES) -> Iterator[str]:
+def _probe_texts(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
     """Yield texts that may trip a tokenizer up: its pieces in any order, spaces, any characters."""
     names = list(tokenizer.get_vocab(with_added_tokens=True))
     odd = ["", " ", "  ", "\n", "\t", "\r\n", "\x00", SPACE, "\u200d", "e\u0301", "\U0001f642"]
@@ -213,7 +200,7 @@ def probe_texts(tokenizer: tokenizers.Tokenizer, count: int = NUM_PROBES) -> Ite
     kinds = (names, odd, [chr(i) for each in ranges for i in each])
     generator = random.Random(0)
     yield from odd
-    for _ in range(count):
+    for _ in range(NUM_PROBES):
         words = kinds[generator.randrange(3)]
         picked = [generator.choice(words) for _ in range(generator.randrange(1, 12))]
         text = "".join(word if generator.random() < 0.8 else f" {word}" for word in picked)

@@ -1,9 +1,4 @@
-"""What an export writes: its folder, weights as safetensors files, the code that travels.
-
-safetensors' own writer needs all tensors at once; here one is in memory at a time. A file has 8
-bytes with the size of its header, the header (JSON: dtype, shape and place of each tensor), then
-the bytes of all tensors.
-"""
+"""What an export writes: its folder, weights as safetensors files, the code that travels."""
 
 import functools
 import json
@@ -12,7 +7,6 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,7 +27,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 @contextmanager
 def folder_beside(out: Path, doing: str) -> Iterator[Path]:
-    """Make .OUT.`doing` for the files of `out`, gone in the end; first that of a killed process.
+    """Make the folder .OUT.`doing`, anew after a killed process, and remove it at the end.
 
     Raises UserError while another process does the same.
     """
@@ -50,18 +44,10 @@ def folder_beside(out: Path, doing: str) -> Iterator[Path]:
             lock.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One file to be: its name, and the shape of each tensor in the order of its bytes."""
-
-    name: str
-    shapes: dict[str, torch.Size]
-
-
 def plan_files(
     shapes: Mapping[str, torch.Size], dtype: torch.dtype, max_bytes: int = MAX_FILE_BYTES
-) -> list[Plan]:
-    """Share tensors out to files of at most `max_bytes` of weights (or one tensor), in order."""
+) -> dict[str, dict[str, torch.Size]]:
+    """Return the tensors' shapes by file, each of at most `max_bytes` of weights or one tensor."""
     groups: list[dict[str, torch.Size]] = [{}]
     room = max_bytes
     for name, shape in shapes.items():
@@ -72,41 +58,43 @@ def plan_files(
         groups[-1][name] = shape
         room -= size
     if len(groups) == 1:
-        return [Plan("model.safetensors", groups[0])]
+        return {"model.safetensors": groups[0]}
     total = len(groups)
-    return [Plan(f"model-{i:05}-of-{total:05}.safetensors", g) for i, g in enumerate(groups, 1)]
+    return {f"model-{i:05}-of-{total:05}.safetensors": each for i, each in enumerate(groups, 1)}
 
 
 def write_files(
-    folder: Path, plans: list[Plan], tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+    folder: Path,
+    plans: Mapping[str, Mapping[str, torch.Size]],
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
 ) -> None:
-    """Write the files of `plans`, synced; `tensors` come in their order, on the CPU, of `dtype`.
+    """Write the files of `plans` and an index of several; CPU `tensors` come in their order.
 
-    With several files, also the index that says where each tensor is.
+    Not by safetensors' own writer: it needs all tensors at once, here one is in memory at a time.
     """
     stream = iter(tensors)
     total = 0
-    for plan in plans:
+    for file_name, shapes in plans.items():
+        # 8 bytes of its length, then a JSON header, then the tensors' bytes
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for name, shape in plan.shapes.items():
+        for name, shape in shapes.items():
             start, end = end, end + shape.numel() * dtype.itemsize
             place = [start, end]
             header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": place}
         total += end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the first tensor is then at a multiple of 8
-        with open(folder / plan.name, "xb") as file:
+        with open(folder / file_name, "xb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for name, shape in plan.shapes.items():
+            for name, shape in shapes.items():
                 given, tensor = next(stream)
-                if given != name or tensor.shape != shape or tensor.dtype != dtype:
+                if (given, tensor.shape, tensor.dtype) != (name, shape, dtype):
                     raise ValueError(f"got {given} {tensor.shape}, planned was {name} {shape}")
                 file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
     if len(plans) > 1:
-        places = {name: plan.name for plan in plans for name in plan.shapes}
+        places = {name: file_name for file_name, shapes in plans.items() for name in shapes}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -119,10 +107,12 @@ def travelling_files(version: str | None) -> Mapping[str, str]:
     folder on machines without this package. Each file notes the `version` of this package.
     """
     sources: dict[str, str] = {}
+    paths: dict[str, Path] = {}
     wanted = [FACE]
     while wanted:
         if (module := wanted.pop()) not in sources:
-            sources[module] = _file(module).read_text(encoding="utf-8")
+            paths[module] = Path(*module.split(".")).with_suffix(".py")
+            sources[module] = (_REPOSITORY / paths[module]).read_text(encoding="utf-8")
             wanted += [found[2] for found in _IMPORT.finditer(sources[module])]
     names = {module: module.rpartition(".")[2] for module in sorted(sources)}
     if len(set(names.values())) != len(names):
@@ -130,9 +120,8 @@ def travelling_files(version: str | None) -> Mapping[str, str]:
     maker = f"{PACKAGE} {version}" if version else PACKAGE
     files = {}
     for module, name in names.items():
-        origin = f"# {_file(module).relative_to(_REPOSITORY)} of {maker}, imports made relative\n"
         flat = _IMPORT.sub(lambda m: f"{m[1]} .{m[2].rpartition('.')[2]}", sources[module])
-        files[f"{name}.py"] = origin + flat
+        files[f"{name}.py"] = f"# {paths[module]} of {maker}, imports made relative\n{flat}"
     # transformers 4 copies only those files that this one names
     others = [name for module, name in names.items() if module != FACE]
     tail = "".join(f"from .{name} import __name__ as _  # noqa: E402, F401\n" for name in others)
@@ -140,7 +129,3 @@ def travelling_files(version: str | None) -> Mapping[str, str]:
         f"\n# all files beside this one: transformers 4 looks here\n{tail}"
     )
     return MappingProxyType(files)
-
-
-def _file(module: str) -> Path:
-    return _REPOSITORY / (module.replace(".", "/") + ".py")

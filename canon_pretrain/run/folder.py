@@ -18,7 +18,7 @@
     profile_traces/, memory_snapshot/    if --profiling.* is on
     wandb/, tb/     copies of the log for wandb and TensorBoard
     slurm.log       output of the launches by Slurm jobs (slurm/pretrain_1b3.sh)
-    restarts.json   failures of such a job without a new checkpoint (cluster/chain.py)
+    restarts.json   failures of such a job without a new checkpoint (chain.py)
     restarts.toml   the config that it began with, for its restarts
     preflight/      reports of its nodes before each launch
     DONE            written last, when training.steps is reached

@@ -1,4 +1,4 @@
-"""What comes after a launch: requeue, stop or fail, by what stands in the run folder."""
+"""What comes after a launch: requeue, stop or fail, by what is in the run folder."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.cluster.chain import Asked, Decision, Next, begin, end, main, restarts_file
+from canon_pretrain.chain import Asked, Decision, Next, begin, end, main, restarts_file
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.holder import Holder
@@ -58,16 +58,13 @@ def attempt(
     [
         ("done", "step 100 is reached", "none", "done"),
         ("done", "step 100 is reached", "term", "done"),
-        ("done", "step 100 is reached", "preempted", "done"),
         ("stopped", "the file STOP", "limit", "requeue"),
-        ("stopped", "the file STOP", "none", "stop"),
         ("stopped", "run.stop_at", "none", "stop"),
         ("stopped", "SIGTERM", "none", "stop"),
         ("stopped", "SIGUSR1", "none", "requeue"),
         ("stopped", "SIGTERM", "preempted", "requeue"),
         ("stopped", "SIGTERM, the file STOP", "term", "leave"),
         ("failed", "UserError: optimizer.lr differs", "none", "failed"),
-        ("failed", "RuntimeError: NCCL", "none", "requeue"),
         ("failed", "RuntimeError: NCCL", "limit", "requeue"),
         ("failed", "RuntimeError: NCCL", "term", "leave"),
         ("running", "", "none", "requeue"),  # killed
@@ -82,18 +79,18 @@ def test_what_a_launch_came_to_says_what_is_next(
     assert json.loads(restarts_file(run).read_text())["ended"] == expected
 
 
-def test_the_status_of_an_earlier_launch_is_not_this_ones(run: RunFolder) -> None:
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [("none", "did not come as far"), ("limit", "give a launch more time (--time)")],
+)
+def test_the_status_of_an_earlier_launch_is_not_this_ones(
+    run: RunFolder, asked: Asked, why: str
+) -> None:
     """A launch that dies before it has the lock leaves the status as it was: of a good end."""
     launch(run, "stopped", 40, "the file STOP")
     begin(run, "7")
-    decision = end(run, "7", "none")
-    assert decision.next == "requeue" and "did not come as far" in decision.why
-
-
-def test_a_link_that_is_too_short_to_begin_is_told_so(run: RunFolder) -> None:
-    begin(run, "7")
-    decision = end(run, "7", "limit")
-    assert decision.next == "requeue" and "give a launch more time (--time)" in decision.why
+    decision = end(run, "7", asked)
+    assert decision.next == "requeue" and why in decision.why
 
 
 @pytest.mark.parametrize("limit", [1, 3])
@@ -112,6 +109,14 @@ def test_a_new_checkpoint_ends_the_count_and_a_good_stop_keeps_it(run: RunFolder
     # preempted before it could save something new
     assert attempt(run, "stopped", 13, "SIGTERM", asked="preempted").next == "requeue"
     assert attempt(run, "running", 13).next == "failed"
+
+
+@pytest.mark.parametrize("asked", ["limit", "none"])
+def test_limits_that_come_before_a_new_step_end_the_chain(run: RunFolder, asked: Asked) -> None:
+    """--time shorter than the start takes: each link would stop well, and get nowhere for ever."""
+    reason = "the file STOP" if asked == "limit" else "SIGUSR1"
+    found = [attempt(run, "stopped", 6, reason, saved=6, asked=asked) for _ in range(3)]
+    assert [each.next for each in found] == ["requeue", "requeue", "failed"], "step 6 was new once"
 
 
 def test_links_that_died_with_their_scripts_count_too(run: RunFolder) -> None:
@@ -134,17 +139,14 @@ def test_a_checkpoint_folder_of_another_name_is_found(run: RunFolder) -> None:
         assert end(run, "7", "none", restarts=1).next == "requeue"
 
 
-def test_damaged_files_stop_nothing(run: RunFolder) -> None:
+def test_damaged_files_stop_nothing_but_end_needs_begin(run: RunFolder) -> None:
+    with pytest.raises(UserError, match="no start of job 7"):
+        end(run, "7", "none")
     run.path.mkdir()
     restarts_file(run).write_text('{"job": ')
     run.status_file.write_text("[]")
     assert begin(run, "7") is None
     assert end(run, "7", "none").next == "requeue"
-
-
-def test_end_without_begin_is_refused(run: RunFolder) -> None:
-    with pytest.raises(UserError, match="no start of job 7"):
-        end(run, "7", "none")
 
 
 def test_the_command_prints_two_lines_and_needs_no_torch(
@@ -154,23 +156,12 @@ def test_the_command_prints_two_lines_and_needs_no_torch(
     assert capsys.readouterr().out == ""
     launch(run, "stopped", 40, "the file STOP")
     main(["end", str(run.path), "--job", "7", "--asked", "limit"])
-    assert capsys.readouterr().out.splitlines() == [
-        "requeue",
-        "stopped at step 40 of 100 before the time limit",
-    ]
+    said = "requeue\nstopped at step 40 of 100 before the time limit\n"
+    assert capsys.readouterr().out == said
     with pytest.raises(SystemExit, match="2"):
         main(["begin", str(run.path), "--job", "7", "--restarts", "0"])
     code = "import canon_pretrain.chain, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("asked", ["limit", "none"])
-def test_limits_that_come_before_a_new_step_end_the_chain(run: RunFolder, asked: Asked) -> None:
-    """--time shorter than the start takes: each link would stop well, and get nowhere for ever."""
-    reason = "the file STOP" if asked == "limit" else "SIGUSR1"
-    found = [attempt(run, "stopped", 6, reason, saved=6, asked=asked) for _ in range(3)]
-    assert [each.next for each in found] == ["requeue", "requeue", "failed"], "step 6 was new once"
-    assert "2 restart(s) in a row from step 6" in found[-1].why
 
 
 @contextmanager
@@ -184,21 +175,15 @@ def held(run: RunFolder, heartbeat_s: float = 0.1, **who: str) -> Iterator[LinkL
         lock.release()
 
 
-def test_a_second_job_on_the_folder_leaves_the_first_ones_chain_alone(run: RunFolder) -> None:
-    """Submitted twice by mistake: the second ends, and the first is requeued at its limit."""
+def test_a_second_job_waits_for_the_first_and_leaves_its_chain_alone(run: RunFolder) -> None:
+    """Submitted twice by mistake; or submitted again while a cancelled one still saves."""
     begin(run, "7")
     before = restarts_file(run).read_bytes()
-    with held(run):
+    with held(run) as first:
         refused = begin(run, "8", wait_s=0.3)
         assert refused is not None and refused.next == "failed" and "job 7" in refused.why
         assert restarts_file(run).read_bytes() == before
         assert begin(run, "7") is None, "its own earlier launch is the trainer's to replace"
-    assert begin(run, "8") is None
-
-
-def test_a_job_waits_for_one_that_was_cancelled_and_still_saves(run: RunFolder) -> None:
-    begin(run, "7")
-    with held(run) as first:
         timer = threading.Timer(0.5, first.release)
         timer.start()
         assert begin(run, "8", wait_s=20) is None

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,21 +96,6 @@ def submit(*words: object) -> int:
     return 0
 
 
-def in_threads(count: int, act: Callable[[int], None]) -> None:
-    """`act` in `count` threads that begin at once."""
-    barrier = threading.Barrier(count)
-
-    def begins(number: int) -> None:
-        barrier.wait()
-        act(number)
-
-    threads = [threading.Thread(target=begins, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def watcher(*runs: Path, expiry_s: float = 600, cap: int = 8, **request: Any) -> Watcher:
     asked = Request(**{"suites": SUITES, "every": 10} | request)
     schedules = [Schedule(run, asked, claim_expiry_s=expiry_s) for run in runs]
@@ -142,12 +126,9 @@ def test_from_the_first_checkpoint_to_the_report(slurm: FakeSlurm, run: Path) ->
     assert words[words.index("--lease") :] == [
         "--lease", lease.id, f"{run}/checkpoint/step-10", "jrt", "--max_length", "64",
     ]  # fmt: skip
-    assert states(watch) == {
-        (10, "jrt"): "queued",
-        (10, "validation"): "done",
-        (20, "jrt"): "queued",
-        (20, "validation"): "waiting",
-    }
+    found = states(watch)
+    assert found.pop((10, "validation")) == "done" and found.pop((20, "validation")) == "waiting"
+    assert set(found.values()) == {"queued"}
 
     slurm.set("1", "RUNNING")
     assert states(watch)[10, "jrt"] == "running"
@@ -207,20 +188,24 @@ def test_watchers_that_race_give_out_each_piece_once(slurm: FakeSlurm, tmp_path:
 def test_of_many_that_claim_one_wins(tmp_path: Path) -> None:
     leases, barrier, won = Leases(tmp_path / "leases"), threading.Barrier(12), []
 
-    def claims(_: int) -> None:
+    def claims() -> None:
         for number in range(1, 21):
             lease = new_lease(number)
             barrier.wait()
             if leases.claim(lease):
                 won.append((number, lease.id))
 
-    in_threads(12, claims)
+    threads = [threading.Thread(target=claims) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert [number for number, _ in won] == [*range(1, 21)]
     assert [(lease.number, lease.id) for lease in leases.all()] == won
     assert [path.name for path in leases.folder.iterdir() if "tmp" in path.name] == []
 
 
-@pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "TIMEOUT", "COMPLETED", None])
+@pytest.mark.parametrize("state", ["FAILED", "COMPLETED", None])
 def test_a_job_that_is_gone_is_submitted_again_some_times(
     slurm: FakeSlurm, run: Path, state: str | None
 ) -> None:
@@ -228,16 +213,14 @@ def test_a_job_that_is_gone_is_submitted_again_some_times(
     watch = watcher(run, suites=["jrt"], every=20, retries=1)
     for number in ("1", "2"):
         watch.one_pass()
-        assert [*slurm.jobs()] == [str(k) for k in range(1, int(number) + 1)]
         slurm.set(number, state or "FORGOTTEN")
-    before = slurm.jobs()
     watch.one_pass()
-    assert slurm.jobs() == before
+    assert len(slurm.jobs()) == 2
     assert states(watch) == {(20, "jrt"): "failed"}
     assert 20 not in held_steps(run), "nothing waits for it any more"
 
 
-@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING"])
+@pytest.mark.parametrize("state", ["PENDING", "COMPLETING"])
 def test_a_job_that_may_still_run_is_left_alone(slurm: FakeSlurm, run: Path, state: str) -> None:
     watch = watcher(run, suites=["jrt"], every=20, expiry_s=0)
     watch.one_pass()
@@ -276,19 +259,6 @@ def test_a_watcher_that_died_before_sbatch_is_replaced(slurm: FakeSlurm, run: Pa
     watch.one_pass()
     assert len(slurm.jobs()) == 1
     assert [lease.job for lease in leases.all()] == [None, "1"]
-
-
-def test_a_watcher_that_died_after_sbatch_has_its_job_found(slurm: FakeSlurm, run: Path) -> None:
-    watch = watcher(run, suites=["jrt"], every=20, expiry_s=0)
-    watch.one_pass()
-    leases = leases_of(run, 20, "jrt")
-    lease = leases.current()
-    assert lease is not None and lease.job == "1"
-    leases.record(lease, job=None)  # as if it had been killed before it wrote this
-    time.sleep(0.02)
-    assert states(watch) == {(20, "jrt"): "queued"}
-    watch.one_pass()
-    assert len(slurm.jobs()) == 1 and [each.job for each in leases.all()] == ["1"]
 
 
 def test_a_watcher_that_slept_through_a_takeover_cancels_its_job(
@@ -351,6 +321,7 @@ def test_what_sbatch_refuses_is_no_attempt(slurm: FakeSlurm, run: Path) -> None:
 def test_an_sbatch_that_does_not_answer_may_have_the_job(
     slurm: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Found by its name, as is that of a watcher that died before it wrote the job down."""
     watch = watcher(run, suites=["jrt"], every=20, expiry_s=0)
     submit = Slurm.submit
 
@@ -469,19 +440,6 @@ def test_one_run_has_one_schedule(run: Path, capsys: pytest.CaptureFixture[str])
         Schedule(run, Request(SUITES, 7))
 
 
-def test_of_first_calls_that_race_one_is_told(run: Path) -> None:
-    found = []
-
-    def settles(retries: int) -> None:
-        try:
-            found.append(settle(run, {"retries": retries}).retries)
-        except UserError:
-            found.append(-1)
-
-    in_threads(8, settles)
-    assert found.count(-1) == 7 and settle(run, {}).retries == max(found)
-
-
 @pytest.mark.parametrize(
     ("every", "steps"),
     [(15, [15, 30, 37]), (None, [5, 10, 15, 20, 25, 30, 35, 37]), (50, [37])],
@@ -492,11 +450,7 @@ def test_steps(every: int | None, steps: list[int], tmp_path: Path) -> None:
 
 
 def test_suites_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (
-        split_suites("all")[:2] == ["validation", "discriminative"]
-        and len(split_suites("all")) == 5
-    )
-    assert split_suites("validation,all,validation")[0] == "validation"
+    assert split_suites("validation,all,validation")[:2] == ["validation", "discriminative"]
     with pytest.raises(UserError, match="unknown suite 'jrtt'.* Did you mean \"jrt\""):
         split_suites("validation,jrtt")
     assert split_suites("validation,jrtt", ["jrtt"]) == ["validation", "jrtt"]

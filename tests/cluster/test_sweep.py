@@ -1,20 +1,31 @@
-"""Plans of sweeps: which runs, under which names and numbers, and that a plan stays what it is."""
+"""Sweeps: which runs, that a plan stays what it is, the table, and one of the runs trained."""
 
 import json
+import math
 import subprocess
 import sys
-from datetime import UTC, datetime
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from canon_pretrain.cluster.sweep import make_sweep, read_sweep, run_name
+from canon_pretrain.cluster.sweep_table import look_at_sweep
+from canon_pretrain.core.files import write_json
+from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import PLAN
+from canon_pretrain.run.results import Score
+from canon_pretrain.run.status import Status
 from canon_pretrain.sweep import main
 from canon_pretrain.titan.command_line import parse_job
-from tests.support import ROOT
+from tests.ranks import assert_same_run, launch, status
+from tests.report_runs import launch as launch_event
+from tests.report_runs import plant_results, plant_run, step
+from tests.support import ROOT, debug_run
 
 NOW = datetime(2026, 11, 20, 12, 30, tzinfo=UTC)
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
@@ -24,6 +35,13 @@ RATES = st.floats(min_value=1e-300, max_value=1e300, allow_nan=False)
 
 def plan(folder: Path, *words: object) -> None:
     main(["plan", str(folder), *map(str, words)])
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a command prints."""
+    capsys.readouterr()
+    main([*map(str, words)])
+    return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -43,9 +61,7 @@ def config(path: Path, text: str = "") -> str:
 
 def launch_of(folder: Path, number: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The config and the options that `run --print0` gives."""
-    capsys.readouterr()
-    main(["run", str(folder), str(number), "--print0"])
-    out = capsys.readouterr().out
+    out = printed(capsys, "run", folder, number, "--print0")
     assert out.endswith("\0")
     return out.split("\0")[:-1]
 
@@ -113,21 +129,15 @@ def test_a_moved_sweep_trains_where_it_is(
     ("words", "says"),
     [
         (("--configs", DEBUG, "--lr", "3e-3", "0.003"), "2 runs would be called debug-lr3e-3"),
-        (("--configs", DEBUG, "--seeds", "1", "01"), "2 runs would be called debug-seed1"),
         (("--configs", DEBUG, DEBUG), "2 runs would be called debug"),
         (("--configs", DEBUG, "--lr", "0"), "--lr 0: expected a learning rate above 0"),
-        (("--configs", DEBUG, "--lr", "nan"), "--lr nan"),
         (("--configs", DEBUG, "--lr", "fast"), "--lr fast"),
         (("--configs", DEBUG, "--seeds", "1.5"), "--seeds 1.5"),
         (("--configs", DEBUG, "--seeds", str(1 << 63)), "2**63 - 1"),
         (("--configs", "none.toml"), "none.toml does not exist"),
         (("--configs", DEBUG, "--seed_of", "data"), "--seed_of data needs --seeds"),
-        (
-            (*GRID, "--optimizer.lr", "1"),
-            "--optimizer.lr: the sweep sets this of each run",
-        ),
+        ((*GRID, "--optimizer.lr", "1"), "--optimizer.lr: the sweep sets this of each run"),
         ((*GRID, "--data.data-seed=3"), "by --seeds"),
-        ((*GRID, "--job.dump_folder", "x"), "--job.dump_folder: the sweep sets"),
         ((*GRID, "--training.steps", "9", "--extend"), "--extend: write it before"),
     ],
 )
@@ -148,7 +158,6 @@ def test_what_the_sweep_does_not_set_may_be_given(tmp_path: Path) -> None:
     ("text", "words", "keys"),
     [
         ("", (), []),
-        ("[data]\norder = 'random'\n", (), []),
         ("[data]\npath = 'x'\n[training]\nseq_len = 32\n", (), ["data.path", "training.seq_len"]),
         ("[data]\npath = 'x'\n", ("--data.path", "y"), []),
         ("[data]\ndata_seed = 1\n", (), ["data.data_seed"]),
@@ -181,7 +190,6 @@ def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / PLAN).read_bytes() == before
 
 
-@pytest.mark.parametrize("extend", [(), ("--extend",)])
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -191,19 +199,13 @@ def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_another_grid_is_refused(
-    words: tuple[str, ...],
-    says: str,
-    extend: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan(tmp_path, *GRID)
     before = (tmp_path / PLAN).read_bytes()
-    place = next(
-        (k for k, word in enumerate(words) if "." in word and word[:2] == "--"), len(words)
-    )
-    said = refused(capsys, "plan", tmp_path, *words[:place], *extend, *words[place:])
-    assert "is another sweep" in said and says in said
+    for extend in ((), ("--extend",)):
+        said = refused(capsys, "plan", tmp_path, *words[:2], *extend, *words[2:])
+        assert "is another sweep" in said and says in said
     assert (tmp_path / PLAN).read_bytes() == before
 
 
@@ -255,15 +257,143 @@ def test_a_damaged_or_missing_plan_is_named(
     assert "plan with the same arguments again" in refused(capsys, "run", tmp_path, 1)
 
 
-@pytest.mark.parametrize("number", [0, 5, -1])
-def test_a_number_that_is_none_is_refused(
-    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_file_where_the_sweep_should_be_and_numbers_of_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "file").touch()
+    for command in ("plan", "table"):
+        grid = GRID if command == "plan" else ()
+        assert str(tmp_path / "file") in refused(capsys, command, tmp_path / "file", *grid)
     plan(tmp_path, *GRID)
-    assert "has the runs 1 to 4" in refused(capsys, "run", tmp_path, number)
+    for number in (0, 5):
+        assert "has the runs 1 to 4" in refused(capsys, "run", tmp_path, number)
     assert "belong to `plan`" in refused(capsys, "run", tmp_path, 1, "--training.steps", 3)
 
 
 def test_planning_needs_no_torch() -> None:
     code = "import sys, canon_pretrain.sweep; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# -- the table, and the runs
+
+
+def test_the_table_has_each_run_with_its_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(tmp_path, "--configs", DEBUG, "--lr", "3e-3", "0.00025", "--seeds", "0", "7")
+    sweep = read_sweep(tmp_path)
+    trains, failed, done, _ = (tmp_path / run.name for run in sweep.runs)
+    then = (NOW - timedelta(seconds=1)).isoformat()
+    running = Status("running", 20, 500, then, then, phase="training", seconds_per_step=2.0,
+                     job_id="41")  # fmt: skip
+    for folder, found in (
+        (trains, running),
+        (
+            failed,
+            replace(running, state="failed", phase="ended", reason="UserError: no", job_id="42"),
+        ),
+        (done, replace(running, state="done", phase="ended", step=500)),
+    ):
+        run = plant_run(folder, [launch_event("start"), step(20, 5.25)])
+        write_json(run.status_file, asdict(found))
+    RunFolder(done).write_done(500)
+    rows = look_at_sweep(sweep, tmp_path, NOW)
+    assert [(row.number, row.state, row.step, row.steps, row.job_id) for row in rows] == [
+        (1, "training", 20, 500, "41"), (2, "failed", 20, 500, "42"), (3, "done", 500, 500, "41"),
+        (4, "waiting", None, None, None),
+    ]  # fmt: skip
+    assert [row.loss for row in rows] == [5.25, 5.25, 5.25, None]
+    assert rows[1].reason == "UserError: no"
+    lines = printed(capsys, "table", tmp_path).splitlines()
+    assert len(lines) == 7 and lines[-1].startswith("4 runs: ") and "1 waiting" in lines[-1]
+    assert lines[3].split() == [
+        "2", sweep.runs[1].name, "failed", "20/500", "5.2500", "42", "UserError:", "no",
+    ]  # fmt: skip
+    found = json.loads(printed(capsys, "table", tmp_path, "--json"))
+    assert [row["name"] for row in found] == [run.name for run in sweep.runs]
+
+
+def test_the_table_begins_with_the_verdict_on_held_out_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17, item 1: from the training logs, then from evaluations, at one step for all."""
+    other = config(tmp_path / "b.toml")
+    plan(tmp_path, "--configs", DEBUG, other, "--lr", "1e-3", "2e-3", "--seeds", "0", "1", "2")
+    sweep = read_sweep(tmp_path)
+    losses = {}
+    for run in sweep.runs:
+        assert run.seed is not None and run.learning_rate is not None
+        loss = 5.0 + 0.01 * run.seed + 100 * run.learning_rate - 0.2 * (run.config == other)
+        losses[run.name] = loss
+        events = [launch_event("start"), step(40, 1.0)]
+        events += [{"event": "validation", "step": at, "loss": loss + 40 - at} for at in (20, 40)]
+        plant_run(tmp_path / run.name, events[: 3 if run.seed == 2 else 4])
+
+    def verdict() -> str:
+        return printed(capsys, "table", tmp_path).splitlines()[0]
+
+    rows = look_at_sweep(sweep, tmp_path, NOW)
+    assert {(row.held_out_step, row.held_out_source) for row in rows} == {(20, "training logs")}
+    assert {row.name: row.held_out_loss for row in rows} == pytest.approx(
+        {name: loss + 20 for name, loss in losses.items()}
+    )
+    first = verdict()
+    assert first.startswith("held-out loss (training logs, step 20): b-lr1e-3 better by 0.2 nats")
+    # Student's t with the variance of four groups of three: 8 degrees of freedom
+    half = stats.t.isf(0.025, 8) * 0.01 * math.sqrt(2 / 3)
+    p = 2 * stats.t.sf(0.2 / (0.01 * math.sqrt(2 / 3)), 8)
+    assert f"(95 % {0.2 - half:.3g} to {0.2 + half:.3g}, p {p:.2g}, over 3 and 3 seeds)" in first
+    for run in sweep.runs:
+        scores = {"validation": {"nats_per_token": Score(losses[run.name])}}
+        plant_results(RunFolder(tmp_path / run.name), 60, "validation", scores)
+    rows = look_at_sweep(sweep, tmp_path, NOW)
+    assert {(row.held_out_step, row.held_out_source) for row in rows} == {(60, "suite validation")}
+    assert [row.held_out_loss for row in rows] == [losses[row.name] for row in rows]
+    assert verdict().startswith("held-out loss (suite validation, step 60): b-lr1e-3 better by 0.2")
+    # of another text, and of a part of it: not the same question
+    run = RunFolder(tmp_path / sweep.runs[0].name)
+    for more in ({"held_out_fingerprint": "other"}, {"limit": 3}):
+        scores = {"validation": {"nats_per_token": Score(1.0)}}
+        plant_results(run, 80, "validation", scores, **more)
+    assert look_at_sweep(sweep, tmp_path, NOW) == rows
+
+
+def test_what_is_left_is_what_is_not_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = config(tmp_path / "b.toml")
+    plan(tmp_path / "s", "--configs", DEBUG, other, "--seeds", *range(3))
+    for name in ("debug-seed0", "b-seed1"):
+        (tmp_path / "s" / name).mkdir()
+        RunFolder(tmp_path / "s" / name).write_done(12)
+
+    def todo(*words: str) -> list[str]:
+        return printed(capsys, "todo", tmp_path / "s", *words).split("\n")
+
+    assert todo() == ["2,3,4,6", "2 4", ""]
+    assert todo("--besides", "2,4") == ["3,6", "3 6", ""]
+    assert todo("--besides", "2,3,4,6") == ["", "", ""]
+    main(["run", str(tmp_path / "s"), "1", "--print0"])
+    said = capsys.readouterr()
+    assert said.out == "" and "debug-seed0: DONE" in said.err
+
+
+@pytest.mark.slow
+def test_run_trains_and_a_second_time_does_nothing(data_folder: Path, tmp_path: Path) -> None:
+    plan(tmp_path / "s", "--configs", DEBUG, "--seeds", "3", "--data.path", data_folder)
+    command = [sys.executable, "-m", "canon_pretrain.sweep", "run", str(tmp_path / "s"), "1"]
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    first = run()
+    assert first.returncode == 0, first
+    launch(
+        *debug_run(data_folder, tmp_path / "alone"), "--model.init_seed", 3, "--data.data_seed", 3,
+        ranks=1, output=tmp_path / "out",
+    )  # fmt: skip
+    assert_same_run(tmp_path / "s" / "debug-seed3", tmp_path / "alone", step=12)
+    again = run()
+    assert again.returncode == 0 and "debug-seed3: DONE, nothing to do" in again.stderr
+    assert status(tmp_path / "s" / "debug-seed3").launches == 1

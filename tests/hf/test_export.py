@@ -22,11 +22,13 @@ from canon_pretrain.checkpoint.weights import strip_to_weights
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf import export as export_module
 from canon_pretrain.hf.__main__ import main
+from canon_pretrain.hf.config import to_ours
 from canon_pretrain.hf.export import DTYPES, RECORD, export
-from canon_pretrain.hf.names import to_ours
 from canon_pretrain.hf.reading import import_folder
-from canon_pretrain.hf.writing import INDEX, plan_files, write_files
+from canon_pretrain.hf.writing import INDEX, plan_files
+from canon_pretrain.model.args import flavor
 from canon_pretrain.run.folder import RunFolder
+from data_prep.settle import train_tokenizer
 from tests import llama_canon
 from tests.checkpoint_folders import flip_byte, killed_everywhere
 from tests.data_folders import plant_data, sentence, tokenizer
@@ -87,18 +89,9 @@ def test_large_exports_are_several_files(checkpoint: Path, tmp_path: Path) -> No
 
 
 def test_a_tensor_larger_than_a_file_has_one_of_its_own() -> None:
-    shapes = {
-        name: torch.Size((size,)) for name, size in zip("abcd", (10, 900, 10, 10), strict=True)
-    }
+    shapes = {name: torch.Size((900 if name == "b" else 10,)) for name in "abcd"}
     plans = plan_files(shapes, torch.bfloat16, max_bytes=40)
-    assert [list(plan.shapes) for plan in plans] == [["a"], ["b"], ["c", "d"]]
-
-
-def test_another_tensor_than_planned_is_a_fault(tmp_path: Path) -> None:
-    plans = plan_files({"a": torch.Size((2,)), "b": torch.Size((3,))}, torch.float32)
-    given = [("b", torch.ones(3)), ("a", torch.ones(2))]
-    with pytest.raises(ValueError, match="got b"):
-        write_files(tmp_path, plans, given, torch.float32)
+    assert [list(shapes) for shapes in plans.values()] == [["a"], ["b"], ["c", "d"]]
 
 
 @pytest.mark.slow
@@ -135,7 +128,10 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
 
 def test_what_an_export_says_of_itself(checkpoint: Path, run: Path, tmp_path: Path) -> None:
     export(checkpoint, tmp_path / "out", with_tokenizer=False)
-    record = json.loads((tmp_path / "out" / RECORD).read_text())
+    record, config, generation = (
+        json.loads((tmp_path / "out" / name).read_text())
+        for name in (RECORD, "config.json", "generation_config.json")
+    )
     assert record["run_id"] == json.loads((run / "run.json").read_text())["run_id"]
     assert (record["step"], record["world_size"]) == (STEP, 2)
     assert record["identity"] == RunFolder(run).read_config()["identity"]
@@ -143,18 +139,22 @@ def test_what_an_export_says_of_itself(checkpoint: Path, run: Path, tmp_path: Pa
     assert position["train_state.step"] == STEP
     assert position["train_state.tokens"] == events(run, "step")[STEP - 1]["tokens"]
     assert position["dataloader.next_sample"] == STEP * 12
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
     # the shards' EOS; no BOS was ever seen
     assert config["eos_token_id"] == config["bos_token_id"] == 2
-    assert config["max_position_embeddings"] == record["identity"]["training.seq_len"]
-    assert config["rope_dim"] == 4 and config["num_key_value_heads"] == 2
-    assert config["model_type"] == "LlamaCanon" and "canon_pretrain" not in config
-    assert config["auto_map"].keys() == {"AutoConfig", "AutoModelForCausalLM"}
-    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 2}
+    assert config["max_position_embeddings"] == record["identity"]["training.seq_len"]
+    assert config["model_type"] == "LlamaCanon" and "canon_pretrain" not in config
     readme = (tmp_path / "out" / "README.md").read_text()
     assert "trust_remote_code=True" in readme and "okenizer" not in readme
     assert not list((tmp_path / "out").glob("tokenizer*"))
+
+
+def test_the_decoding_state_that_the_readme_states() -> None:
+    """The 1.3B model's: 127,488 bytes of Canon's last inputs per layer and sequence."""
+    args = replace(flavor("1b3"), canon_set="ABCD")
+    assert 2 * 3 * sum(args.canon_channels.values()) == 127_488
+    text = export_module._readme(args, "bfloat16", 1, has_tokenizer=False)
+    assert "21,248 channels" in text and "127 KB in bfloat16" in text
 
 
 @pytest.fixture(scope="module")
@@ -172,35 +172,26 @@ def of_texts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plant_run(tmp_path_factory.mktemp("of_texts") / "run", build(args), data=data)
 
 
-def test_the_tokenizer_is_that_of_the_data(of_texts: Path, tmp_path: Path) -> None:
-    export(of_texts, tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
-    record = json.loads((tmp_path / "out" / RECORD).read_text())["tokenizer"]
-    known = tokenizer()
-    assert record == {
-        "sha256": known.sha256, "bos_id": known.bos_id, "eos_id": known.eos_id, "vocab_size": 300
-    }  # fmt: skip
-    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert config["model_max_length"] == VARIANTS["nope ABCD"].max_seq_len
-
-
 def test_a_tokenizer_that_moved(of_texts: Path, data: Path, tmp_path: Path) -> None:
+    export(of_texts, tmp_path / "stayed")
     moved = plant_run(
         tmp_path / "run", build(model_args_of(run_of_checkpoint(of_texts))), data=tmp_path / "gone"
     )
     with pytest.raises(UserError, match="--tokenizer PATH.*--no-tokenizer"):
         export(moved, tmp_path / "out")
-    export(moved, tmp_path / "file", tokenizer=data / "tokenizer.model")
-    export(moved, tmp_path / "folder", tokenizer=data)
-    for name in ("file", "folder"):
+    for name, path in (("file", data / "tokenizer.model"), ("folder", data)):
+        export(moved, tmp_path / name, tokenizer=path)
         made = (tmp_path / name / "tokenizer.json").read_bytes()
-        export(of_texts, tmp_path / f"{name}-stayed")
-        assert made == (tmp_path / f"{name}-stayed" / "tokenizer.json").read_bytes()
+        assert made == (tmp_path / "stayed" / "tokenizer.json").read_bytes()
+    known = tokenizer()
+    assert json.loads((tmp_path / "stayed" / RECORD).read_text())["tokenizer"] == {
+        "sha256": known.sha256, "bos_id": known.bos_id, "eos_id": known.eos_id, "vocab_size": 300
+    }  # fmt: skip
 
 
-def test_another_tokenizer_is_refused(of_texts: Path, checkpoint: Path, tmp_path: Path) -> None:
-    from data_prep.settle import train_tokenizer
-
+def test_a_tokenizer_that_cannot_travel(
+    of_texts: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = tmp_path / "tokenizer.model"
     other.write_bytes(train_tokenizer([sentence(seed, 90) for seed in range(40, 60)], 300))
     with pytest.raises(UserError, match="is not the one that the run's data was written with"):
@@ -208,7 +199,16 @@ def test_another_tokenizer_is_refused(of_texts: Path, checkpoint: Path, tmp_path
     larger = plant_run(tmp_path / "run", build(VARIANTS["nope ABCD"]))
     with pytest.raises(UserError, match="300 pieces, the model 40"):
         export(larger, tmp_path / "out", tokenizer=other)
+
+    def refuse(*_: object) -> None:
+        raise UserError("it normalises characters")
+
+    monkeypatch.setattr(export_module, "tokenizer_files", refuse)
+    with pytest.raises(UserError, match="normalises characters. Leave it out with --no-tokenizer"):
+        export(of_texts, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    main(["export", str(of_texts), str(tmp_path / "out"), "--no-tokenizer"])
+    assert not list((tmp_path / "out").glob("tokenizer*"))
 
 
 # ---- where it comes from
@@ -260,12 +260,10 @@ def test_a_damaged_checkpoint_is_refused(checkpoint: Path, run: Path, tmp_path: 
 
 # all that the released class has fields for; a Canon-free NoPE model is written as SmolLM3's
 RELEASED = [
-    *("rope", "rope gqa", "rope qk_full tied", "rope relu2", "rope relu2 qk_full gqa"),
-    *("rope A", "rope AC", "rope BD gqa", "rope ABCD", "rope ABCD qk_full gqa tied"),
-    *("nope qk_full", "nope relu2 gqa", "nope A k2", "nope AC no_res", "nope ABCD act"),
-    *("nope BD k3 no_res act qk_full gqa", "nope ABCD k5 relu2 tied", "nope ABCD cst"),
-    *("partial_rope_c", "partial_rope_c qk_full", "partial_rope_c A", "partial_rope_c BD gqa"),
-    *("partial_rope_c ABCD qk_full gqa", "partial_rope_c half AC k3 relu2 tied"),
+    *("rope gqa", "rope relu2 qk_full gqa", "rope ABCD qk_full gqa tied", "nope AC no_res"),
+    *("nope ABCD act", "nope BD k3 no_res act qk_full gqa", "nope ABCD k5 relu2 tied"),
+    *("nope ABCD cst", "partial_rope_c", "partial_rope_c ABCD qk_full gqa"),
+    "partial_rope_c half AC k3 relu2 tied",
 ]
 
 
@@ -367,25 +365,21 @@ def test_force_replaces_what_an_export_wrote(of_texts: Path, tmp_path: Path) -> 
     assert exported(out).keys() == exported(fresh).keys()
 
 
-@pytest.mark.parametrize("files", [None, ["../thesis/chapter-1.tex"], 3, [3], ["a/b"]])
-def test_force_needs_the_names_of_the_files(files: object, of_texts: Path, tmp_path: Path) -> None:
+def test_only_exports_whose_files_are_known_are_replaced(of_texts: Path, tmp_path: Path) -> None:
     """Issue 17, item 15: of an earlier version's record, or a tampered one, nothing is deleted."""
     out = tmp_path / "out"
     export(of_texts, out)
-    record = json.loads((out / RECORD).read_text()) | {"files": files}
-    (out / RECORD).write_text(json.dumps(record))
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(UserError, match="does not list the export's files"):
-        export(of_texts, out, force=True)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-def test_only_exports_are_replaced(of_texts: Path, tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter-1.tex").write_text("")
+    record = json.loads((out / RECORD).read_text())
+    for files in (None, ["../thesis/chapter-1.tex"], [3]):
+        (out / RECORD).write_text(json.dumps(record | {"files": files}))
+        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        with pytest.raises(UserError, match="does not list the export's files"):
+            export(of_texts, out, force=True)
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    (out / RECORD).unlink()
     with pytest.raises(UserError, match="is no export .*replaces exports only"):
-        export(of_texts, tmp_path / "thesis", force=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["thesis"]
+        export(of_texts, out, force=True)
+    assert len(list(out.iterdir())) == len(before) - 1
 
 
 def test_an_error_on_the_way_leaves_nothing(

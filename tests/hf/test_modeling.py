@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, Trainer, TrainingArguments
 
-from canon_pretrain.hf.config import to_fields
+from canon_pretrain.hf.config import to_fields, to_hf, to_ours
 from canon_pretrain.hf.modeling_canon import LlamaCanonConfig, LlamaCanonForCausalLM
-from canon_pretrain.hf.names import to_hf, to_ours
 from canon_pretrain.model.transformer import Transformer
 from tests.variants import VARIANTS, build, random_tokens
 
@@ -141,17 +140,6 @@ def test_chunked_prefill_and_sampling() -> None:
     assert len({tuple(row) for row in sampled.sequences.tolist()}) > 1
 
 
-def test_going_on_from_an_answer() -> None:
-    model, ours = face("nope ABCD")
-    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, **PLAIN}
-    ids = torch.tensor([PROMPTS[0]])
-    first = model.generate(ids, return_dict_in_generate=True, **options)
-    more = torch.cat((first.sequences, torch.tensor([[7, 8, 9]])), dim=1)
-    options |= {"attention_mask": torch.ones_like(more)}
-    found = model.generate(more, past_key_values=first.past_key_values, **options)
-    assert found[0].tolist() == greedy(ours, more[0].tolist(), 3)
-
-
 def test_rows_of_a_cache_are_repeated_and_picked() -> None:
     model, ours = face("nope ABCD")
     ids = torch.tensor([PROMPTS[1][:5], PROMPTS[1][5:10]])
@@ -261,12 +249,9 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("name", ["nope ABCD", "nope ABCD k2 no_res act standard documents"])
 @torch.no_grad()
-def test_every_part_of_a_layer_may_be_replaced_and_is_called_once(
-    name: str, use_cache: bool
-) -> None:
-    model, ours = face(name)
+def test_every_part_of_a_layer_may_be_replaced_and_is_called_once(use_cache: bool) -> None:
+    model, ours = face("nope ABCD k2 no_res act standard documents")
     ids = random_tokens(ours.args, rows=1, num_tokens=12)
     places = [
         place.removesuffix(".weight") for place, _ in model.model.layers[1].named_parameters()

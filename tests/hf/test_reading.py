@@ -3,10 +3,7 @@
 import contextlib
 import itertools
 import json
-import os
 import shutil
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,8 @@ from torch import Tensor
 
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.hf.config import to_fields
+from canon_pretrain.hf.config import to_fields, to_hf
 from canon_pretrain.hf.export import export
-from canon_pretrain.hf.names import to_hf
 from canon_pretrain.hf.reading import import_folder, model_toml
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run import config as experiment
@@ -35,12 +31,11 @@ from tests.hf_folders import (
     TOKENS,
     a_folder,
     check,
-    in_a_process,
     our_logits,
     quick,  # noqa: F401
     refused,
 )
-from tests.llama_canon import NO_POSITIONS, random_state, write_folder, write_lingua_folder
+from tests.llama_canon import random_state, write_folder, write_lingua_folder
 from tests.ranks import differences, events, launch, whole_state
 from tests.support import debug_run
 from tests.variants import VARIANTS, build, every_variant, random_tokens
@@ -62,19 +57,15 @@ def test_the_page_tells_every_part_apart() -> None:
     """Or the grid above would see no mistake: a layout for the other, rows that were not moved."""
     config = BASE | {"qk_norm": True, "canon_set": "ABCD", "num_key_value_heads": 2}
     state = random_state(config)
-    expected = llama_canon.logits(config | {"rope_version": "huggingface"}, state, TOKENS)
+    expected = llama_canon.logits(config, state, TOKENS)
 
-    def distance(changed: dict[str, Any], tensors: dict[str, Tensor]) -> float:
-        found = llama_canon.logits(config | changed, tensors, TOKENS)
+    def distance(state: dict[str, Tensor], **changed: Any) -> float:
+        found = llama_canon.logits(config | changed, state, TOKENS)
         return (found - expected).abs().max().item()
 
-    assert distance({}, state) == 0
-    assert distance({"rope_version": "lingua"}, state) > 0.1
-    for name in ("rope_dim", "rope_scaling", "rope_theta"):
-        value = {"rope_dim": 8, "rope_scaling": NO_POSITIONS, "rope_theta": 50.0}[name]
-        assert distance({name: value}, state) > 0.1
+    assert distance(state, rope_version="lingua") > 0.1 and distance(state, rope_dim=8) > 0.1
     for name, tensor in state.items():
-        assert distance({}, state | {name: tensor.roll(1, 0)}) > 0.01, name
+        assert distance(state | {name: tensor.roll(1, 0)}) > 0.01, name
 
 
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -231,54 +222,6 @@ def test_tied_with_a_stored_head(tmp_path: Path) -> None:
             tmp_path / f"other{num_files}", config, state | head, num_files=num_files
         )
         refused(folder, r"lm_head\.weight and model\.embed_tokens\.weight differ")
-
-
-def _peak_anonymous_bytes(folder: Path, out: Path, result: Path) -> None:
-    """Write by how much this process's own memory grew, at most, while it imported."""
-
-    def now() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("RssAnon"))
-        return 1024 * int(line.split()[1])
-
-    os.fsync = lambda descriptor: None  # type: ignore[assignment]
-    before, peak, done = now(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, now())
-            time.sleep(0.002)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    import_folder(folder, out)
-    done.set()
-    watcher.join()
-    result.write_text(str(peak - before))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "num_layers", "share"), [(torch.bfloat16, 4, 1.15), (torch.float32, 1, 0.5)]
-)
-def test_it_takes_the_memory_of_the_weights_once(
-    dtype: torch.dtype, num_layers: int, share: float, tmp_path: Path
-) -> None:
-    """A safetensors file in float32 is mapped and not even read as a whole."""
-    config = BASE | {"hidden_size": 1024, "intermediate_size": 4096}
-    config |= {"num_hidden_layers": num_layers, "vocab_size": 4000}
-    config |= {"canon_set": "ABCD", "qk_norm": True}
-    shapes = llama_canon.shapes(config)
-    state = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
-    num_bytes = 4 * sum(tensor.numel() for tensor in state.values())
-    assert num_bytes > 60e6 * num_layers
-    folder = write_folder(tmp_path / "hf", config, state)
-    del state
-    assert in_a_process(_peak_anonymous_bytes, folder, tmp_path / "out", tmp_path / "peak") == 0
-    peak = int((tmp_path / "peak").read_text())
-    assert peak < share * num_bytes
-    shutil.rmtree(tmp_path / "out")
 
 
 # -- and training goes on from it ----------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import canon_pretrain
-from canon_pretrain.cluster import chain
+from canon_pretrain import chain
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.run.folder import RunFolder
