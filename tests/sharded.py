@@ -76,8 +76,8 @@ def sharded_steps(
     `loss` has the model's head compute it, in chunks of tokens or whole.
     """
     from canon_pretrain.model.init import plain_name
-    from canon_pretrain.titan.loss import head_loss
     from canon_pretrain.titan.parallelize import clip_gradients
+    from canon_pretrain.titan.spec import head_loss
 
     out, function = Steps(), head_loss(loss)
     trained = [p for p in model.parameters() if p.requires_grad]

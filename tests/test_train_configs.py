@@ -111,14 +111,6 @@ def test_the_1b3_runs_differ_in_the_architecture_alone(
     assert job.data.path == "data/fineweb_edu"
 
 
-@pytest.mark.parametrize("name", ["rope", "nope", "rope_canon", "nope_canon", "partial_rope_canon"])
-def test_slimpajama_runs_differ_in_the_data_alone(name: str) -> None:
-    job, base = job_of(f"slimpajama_{name}"), job_of(name)
-    assert job.data.path == "data/slimpajama"
-    assert job.model_args == base.model_args
-    assert (job.training, job.optimizer) == (base.training, base.optimizer)
-
-
 def test_the_other_runs_of_the_specification() -> None:
     big = job_of("slimpajama_300b_canon")
     assert big.training.steps * big.training.global_batch_size * 4096 == pytest.approx(
@@ -152,29 +144,6 @@ def test_the_other_runs_of_the_specification() -> None:
     small = job_of("custom_canon_162m").model_args
     assert (small.num_layers, small.dim, small.num_heads, small.ffn_dim) == (16, 768, 8, 2048)
     assert (small.position, small.canon_set, small.qk_norm) == ("nope", "A", "per_head")
-
-
-def test_the_nine_runs_of_seed_000() -> None:
-    names = sorted(path.stem for path in (FOLDER / "tiny").glob("*.toml"))
-    jobs = {name: job_of(f"tiny/{name}") for name in names}
-    variants = {(j.model_args.canon_set, j.model_args.position) for j in jobs.values()}
-    assert variants == {
-        *(("", "rope"), ("", "nope"), ("A", "rope"), ("AB", "rope"), ("AC", "rope")),
-        *(("B", "rope"), ("BD", "rope"), ("ABCD", "rope"), ("ABCD", "nope")),
-    }
-    for job in jobs.values():
-        schedule, training = job.lr_scheduler, job.training
-        assert (schedule.warmup_steps, schedule.decay_steps) == (500, 50_000)
-        assert job.optimizer.lr * schedule.min_lr_factor == pytest.approx(1e-4)
-        assert (training.global_batch_size, training.seq_len) == (32, 512)
-
-
-def test_the_papers_synthetic_size() -> None:
-    job = job_of("synthetic_12l768d")
-    args, optimizer = job.model_args, job.optimizer
-    assert (args.num_layers, args.dim, args.num_heads, args.ffn_dim) == (12, 768, 12, 2048)
-    assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.9, 0.98, 1e-6)
-    assert job.lr_scheduler.warmup_steps == 1000
 
 
 def table_of_variants(text: str) -> list[tuple[str, list[str], int]]:

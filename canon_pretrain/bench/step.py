@@ -41,7 +41,7 @@ from canon_pretrain.model.attend import BACKENDS as ATTENTION
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.bare_step import BareStep, job_of, one_rank
-from canon_pretrain.titan.dry_run import GIB, memory_by_part
+from canon_pretrain.titan.dry_run import GIB, count_memory
 
 UNITS = ("block", "model")
 ROOM = 0.92
@@ -168,9 +168,8 @@ def fitting_micro_batch(args: ModelArgs, num_tokens: int, dtype: torch.dtype, ro
         model = Transformer(args)
 
     def overflows(size: int) -> bool:
-        parts = memory_by_part(
-            args, model, num_shards=1, micro_batch=size, dtype=torch.float32, param_dtype=dtype
-        )
+        job = job_of(args, num_tokens=num_tokens, micro_batch=size, dtype=dtype)
+        parts = count_memory(job, model, 1)
         parts["activations"] = args.num_layers * saved * size * num_tokens
         return sum(parts.values()) > ROOM * room
 

@@ -3,7 +3,7 @@
 Whole logits of a vocabulary of 32,000 take 128 KB of float32 per token, more than a layer keeps of
 it. Here they exist for one chunk of tokens: if gradients are wanted, a chunk's gradient is computed
 at once and multiplied into those of the head's input and weight, and the logits are freed.
-titan/loss.py binds the terms and passes the function to the model's head (model/transformer.py).
+titan/spec.py binds the terms and passes the function to the model's head (model/transformer.py).
 
 Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk.
 """

@@ -141,7 +141,7 @@ class Head(nn.Linear):
     """A linear layer without bias; its parameter is `weight`, [V, D].
 
     The loss is computed inside forward: FSDP2 has the head's whole weight there and only there, and
-    a loss that takes the weight itself never needs the whole logits (titan/loss.py).
+    a loss that takes the weight itself never needs the whole logits (titan/spec.py).
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:

@@ -1,7 +1,7 @@
 """A profiler's chrome trace, read event by event: traces of hundreds of megabytes need no more
 memory than what is kept of them.
 
-`--profiling.enable_profiling` writes them (titan/profiling.py), report/profile.py adds them up. No
+`--profiling.enable_profiling` writes them (titan/metrics.py), report/profile.py adds them up. No
 torch here: a trace is looked at wherever the run folder can be read.
 """
 

@@ -1,7 +1,6 @@
-"""A training step with nothing around it: forward, loss, backward, clipping, fused AdamW.
+"""A training step with nothing around it, for benches: forward, loss, backward, clip, fused AdamW.
 
-The model, its sharding, its compilation and its loss are the trainer's own, the batches lie in
-memory already: no data loader, log, guards, schedule or checkpoints. The benches time it.
+The model, its sharding, its compilation and its loss are the trainer's own.
 """
 
 from collections.abc import Iterator
@@ -18,19 +17,15 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.device import stand_alone
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.loss import build_loss
 from canon_pretrain.titan.parallelize import parallelize
-from canon_pretrain.titan.spec import TitanModelArgs, TitanTransformer
+from canon_pretrain.titan.spec import TitanModelArgs, TitanTransformer, build_loss
 
 ONE_RANK = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1}
 
 
 @contextmanager
 def one_rank(*, start: bool = True) -> Iterator[None]:
-    """The environment of a single rank, and no process group left behind.
-
-    `start`: with a process group; else whoever runs inside starts one.
-    """
+    """Provide the environment of a single rank and, with `start`, a process group."""
     with stand_alone():
         try:
             if start:
@@ -84,10 +79,10 @@ def fill(model: Transformer) -> None:
 
 
 class BareStep:
-    """A step of `rounds` micro-batches, and its two halves; a process group must be there.
+    """A step of `rounds` micro-batches, and its two halves; needs a process group.
 
-    All ranks but this one are left out: `parallel_dims` of a single rank by default. With `plain`
-    it is forward and backward alone, of weights in the job's own precision: no FSDP2, no AdamW.
+    `parallel_dims`: by default of a single rank. With `plain` it is forward and backward alone, of
+    weights in the job's own precision: no FSDP2, no AdamW.
     """
 
     def __init__(
@@ -113,12 +108,13 @@ class BareStep:
             for parameter in model.parameters():  # buffers stay, as FSDP2 leaves them
                 parameter.data = parameter.to(TORCH_DTYPE_MAP[job.training.mixed_precision_param])
         else:
+            config = job.optimizer
             self.optimizer = torch.optim.AdamW(
                 model.parameters(),
-                lr=job.optimizer.lr,
-                betas=(job.optimizer.beta1, job.optimizer.beta2),
-                eps=job.optimizer.eps,
-                weight_decay=job.optimizer.weight_decay,
+                lr=config.lr,
+                betas=(config.beta1, config.beta2),
+                eps=config.eps,
+                weight_decay=config.weight_decay,
                 fused=True,
             )
         shape = (rounds, job.training.local_batch_size, job.training.seq_len + 1)

@@ -1,8 +1,7 @@
 """Which backend computes a run's Canon layers: decided once, before the model is built.
 
-On a GPU `auto` is `triton` if a start-up check on rank 0 passes (model/canon_check.py), else
-`compiled`, on all ranks, with a warning. A backend that is named is checked too, and refused if it
-fails. A pass is kept in the user's cache, so that restarts don't check again.
+On a GPU `auto` is `triton` if a start-up check on rank 0 passes, else `compiled`, with a warning. A
+named backend is checked too, and refused if it fails. A pass is kept in the user's cache.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ PACKAGES = ("triton", "fla-core", "causal-conv1d")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What of a cached check is read: what is wrong, if anything."""
+    """What of a cached check is read."""
 
     problem: str | None
 
@@ -69,20 +68,19 @@ def choose_canon(
         answer[0] = _checked(job, backend, device, code)
     dist.broadcast_object_list(answer, src=0)
     problem, how, is_lost = answer[0]
+    fault = None
     if is_lost:
+        fault = 'which has left the GPU unusable. Start again ("auto" takes compiled then)'
+    elif problem is not None and asked != "auto":
+        fault = f'on {_name(device)}. Choose "auto"'
+    if fault:
         raise UserError(
-            f"the check of canon_backend {backend} has left the GPU unusable: {problem}. Start "
-            f'again: "auto" takes compiled then; or give --model.canon_backend compiled',
+            f'canon_backend = "{asked}": {backend} failed its check, {problem}, {fault}, or give '
+            "--model.canon_backend compiled",
             shared=True,
         )
     if problem is None:
         return CanonChoice(backend, f"{asked}; {how}" if asked == "auto" else how)
-    if asked != "auto":
-        raise UserError(
-            f'canon_backend = "{asked}", but it failed its check on {_name(device)}: {problem}. '
-            'Choose "auto" or "compiled"',
-            shared=True,
-        )
     if dist.get_rank() == 0:
         logger.warning(
             f"canon_backend triton is NOT used, and Canon is slower than it could be: {problem}. "
@@ -124,14 +122,15 @@ def _checked(
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Return whether a kernel's fault has ended this process's use of the GPU; frees memory."""
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-        except RuntimeError:
-            return True
+    """Return whether a kernel's fault has ended this process's use of the GPU; free memory."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    except RuntimeError:
+        return True
     return False
 
 

@@ -2,8 +2,8 @@
 
     preflight -> copy to CPU memory -> VerifiedWriter in the background -> retention
 
-The format is canon_pretrain/checkpoint/; this room knows the ranks. Every decision is global rank
-0's, over the Council's gloo group, which nothing else uses while a save is written.
+Every decision is global rank 0's, over the Council's gloo group, which nothing else uses while a
+save is written.
 """
 
 import functools
@@ -151,12 +151,10 @@ class CanonCheckpointManager:
         self.saved_step = 0
         """The newest step with a whole checkpoint, as far as this launch knows."""
         self.failures = 0
-        """Saves that failed since the last one that did not."""
         self._rank = dist.get_rank()
         self._save: _Save | None = None
         self._staging = Staging()
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        # it reads every byte of what it counts, beside the training
         self._retaining = Background(self._retain, "retention")
         self.council = Council()
         self._retention = Retention(
@@ -180,12 +178,10 @@ class CanonCheckpointManager:
         if step != -1 and self.council.decide(lambda: was_obeyed(once, option)):
             logger.info(f"NOTE: this job has gone back to step {step} before: going on from there")
             step = -1
-        found = Resume(
-            self.folder, self.run, self.council, self._model, self.states, self._event
-        ).take_up(
-            step,
-            initial=self.config.initial_load_path or "",
-            initial_model_only=self.config.initial_load_model_only,
+        initial = self.config.initial_load_path or ""
+        search = Resume(self.folder, self.run, self.council, self._model, self.states, self._event)
+        found = search.take_up(
+            step, initial=initial, initial_model_only=self.config.initial_load_model_only
         )
         if step != -1:
             self._obeyed_once = option
@@ -197,8 +193,7 @@ class CanonCheckpointManager:
     def begin(self) -> None:
         """Move later steps of an abandoned branch to the archive; after `load`, before training.
 
-        Before that, UserError on all ranks if the run folder is another launch's by now, or no
-        checkpoint could be saved.
+        Raises UserError if the run folder is another launch's by now, or no save would succeed.
         """
         if not self.enable:
             return
@@ -224,14 +219,13 @@ class CanonCheckpointManager:
     # -- saving ------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
-        """Return whether the schedule asks for a checkpoint of `step`."""
         first = step == 1 and self.config.enable_first_step_checkpoint
         return self.enable and (first or step % self.config.interval == 0)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Begin a checkpoint as `curr_step`, if it is due or the last, which is waited for.
 
-        A save that can't be made leaves nothing behind, is reported, and the next one tries again.
+        A save that fails leaves nothing behind and is reported.
         """
         if not self.enable or not (last_step or self.is_due(curr_step)):
             return
@@ -290,8 +284,8 @@ class CanonCheckpointManager:
             return LOST_LOCK
         try:
             return self.folder.lack_of_room(self.checkpoint_bytes())
-        except OSError as error:  # such as a stale handle: a save that can't be made, no more
-            return f"{self.folder.path} cannot be looked at: {error}"
+        except OSError as error:  # such as a stale handle
+            return f"{self.folder.path} cannot be read: {error}"
 
     def checkpoint_bytes(self) -> int:
         return full_bytes(self._model.state_dict())
@@ -319,13 +313,11 @@ class CanonCheckpointManager:
             )
 
     def maybe_wait_for_staging(self) -> None:
-        """Call before anything that is being copied changes; the host does not wait."""
         self._staging.keep_order()
 
     def _write(
         self, staged: dict[str, Any], writer: VerifiedWriter, copied: torch.cuda.Event | None
     ) -> None:
-        """Write a save; in the background thread."""
         if copied is not None:
             torch.cuda.set_device(self._device)  # a new thread's is the first GPU of the node
             copied.synchronize()
@@ -346,7 +338,7 @@ class CanonCheckpointManager:
         return self._still_ours()
 
     def poll(self) -> None:
-        """Report a save that has ended; called each step, waits for nothing."""
+        """Report a save that has ended; waits for nothing."""
         if self._save is not None and self._save.future.done():
             self.wait()
 
@@ -364,13 +356,8 @@ class CanonCheckpointManager:
         if manifest is None:  # not rank 0
             return
         seconds = time.monotonic() - save.begin
-        self._event(
-            "checkpoint",
-            step=save.step,
-            bytes=manifest.total_bytes,
-            seconds=seconds,
-            stall_seconds=save.stall_s or seconds,
-        )
+        times = {"seconds": seconds, "stall_seconds": save.stall_s or seconds}
+        self._event("checkpoint", step=save.step, bytes=manifest.total_bytes, **times)
         self._note(
             checkpoint_step=save.step, checkpoint_saved=manifest.saved, checkpoint_failures=0
         )
@@ -424,15 +411,16 @@ class CanonCheckpointManager:
 
 
 class _Save:
-    """A save on its way, in a thread that does not outlive the process."""
+    """A save on its way, in a thread that does not outlive the process.
+
+    `missed` counts the later saves that were due while this one was being written.
+    """
 
     def __init__(
         self, step: int, begin: float, writer: VerifiedWriter, write: Callable[[], None]
     ) -> None:
         self.step, self.begin, self.writer = step, begin, writer
-        self.stall_s = 0.0
-        self.missed = 0
-        """Later saves that were due while this one was being written."""
+        self.stall_s, self.missed = 0.0, 0
         self.future: Future[None] = Future()
         threading.Thread(target=self._run, args=(write,), daemon=True).start()
 

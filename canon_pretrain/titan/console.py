@@ -1,8 +1,7 @@
 """What a user sees of a running launch: a live view on a terminal, plain lines elsewhere.
 
-The view is rich's, at the bottom of the terminal. Nothing of the terminal is changed (no hidden
-cursor, no other screen), so that a killed process leaves nothing to put right. torchtitan's own log
-passes through here as well, less what is no news.
+Nothing of the terminal is changed (no hidden cursor, no other screen), so that a killed process
+leaves nothing to put right.
 """
 
 import atexit
@@ -11,7 +10,6 @@ import logging
 import math
 import os
 import sys
-import threading
 import time
 import warnings
 from collections import deque
@@ -23,7 +21,7 @@ import rich.console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from canon_pretrain.core import terminal
@@ -37,7 +35,6 @@ logger = logging.getLogger()
 HISTORY = 512
 """Logged losses that are remembered for the sparkline; as many are drawn as fit."""
 SHOWN_EVENTS = 4
-REFRESHES_PER_SECOND = 4.0
 SILENT_S = 10.0
 SILENT_STEPS = 5
 """A step that takes longer than this, and than so many of its like, is pointed out."""
@@ -49,51 +46,60 @@ PRINT_TIMEOUT_S = 0.2
 class Console:
     """Reports a launch of a run of `total_steps`; used by global rank 0 alone.
 
-    A view that fails, or whose terminal has gone, is one line, and plain lines go on in its place.
+    rich renders it in a thread of its own while it is live; elsewhere it logs plain lines.
     """
 
     def __init__(self, total_steps: int, *, colour: bool = True) -> None:
         self.total_steps = total_steps
         self._colour = colour
-        self._view: View | None = None
         self._live: Live | None = None
+        self._step, self._moved = 0, time.monotonic()
+        self._ends: float | None = None
+        self._fields: Mapping[str, Any] = {}
+        self._losses: deque[float] = deque(maxlen=HISTORY)
+        self._validation: tuple[int, Mapping[str, Any]] | None = None
+        self._checkpoint: tuple[int, float | None] | None = None
+        self._events: deque[str] = deque(maxlen=SHOWN_EVENTS)
 
     def begin(self, step: int, past: Iterable[Mapping[str, Any]] = ()) -> None:
         """Show a run that is at `step`; `past` holds events of its log so far."""
+        self.stands_at(step)
         if not is_terminal():
             return
         try:
-            # its size is asked of the terminal alone: variables don't hear of a change
-            environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-            console = _Terminal(
-                no_color=None if self._colour else True, highlight=False, _environ=environ
-            )
-            self._view = View(self.total_steps, step)
             for event in past:
-                self._view.take_past(event)
-            self._live = _BottomOfTerminal(self._view, console)
-            self._live.start()
-            atexit.register(self.end)
+                if event["event"] == "step":
+                    self._losses.append(number(event.get("loss", "NaN")))
+                elif event["event"] == "validation":
+                    self._validation = (event["step"], event)
+                elif event["event"] == "checkpoint":
+                    self._checkpoint = (event["step"], None)
+            live = _BottomOfTerminal(self, colour=self._colour)
+            live.start()
         except Exception as error:  # whatever is wrong with the terminal, it is not the run
-            self._give_up(error)
+            logger.warning(f"no live view ({type(error).__name__}: {error}): plain lines")
+            return
+        self._live = live
+        atexit.register(self.end)
 
     def stands_at(self, step: int) -> None:
         """Note every step's sign of life."""
-        self._tell_view("stands_at", step)
+        self._step, self._moved = step, time.monotonic()
 
     def report(self, step: int, fields: Mapping[str, Any], remaining_s: float) -> None:
         """Show one step's figures; `remaining_s` seconds are left until this launch ends."""
-        if self._tell_view("report", step, fields, remaining_s):
-            return
-        text = "  ".join([f"loss {fields['loss']:.4f}", *_figures(fields)])
-        percent = 100 * step / self.total_steps
-        logger.info(
-            f"step {step}/{self.total_steps}  {percent:.1f} %  {text}  ETA {duration(remaining_s)}"
-        )
+        self.stands_at(step)
+        self._fields, self._ends = fields, self._moved + remaining_s
+        self._losses.append(fields["loss"])
+        if self._live is None:
+            text = "  ".join([f"loss {fields['loss']:.4f}", *_figures(fields)])
+            done = f"step {step}/{self.total_steps}  {100 * step / self.total_steps:.1f} %"
+            logger.info(f"{done}  {text}  ETA {duration(remaining_s)}")
 
     def validation(self, step: int, fields: Mapping[str, Any]) -> None:
         """Show the held-out loss that step `step` has come to."""
-        if not self._tell_view("validation", step, fields):
+        self._validation = (step, fields)
+        if self._live is None:
             logger.info(
                 f"validation at step {step}: {_held_out(fields)}, {fields['tokens_scored']:,} "
                 f"tokens, {fields['seconds']:.1f} s"
@@ -101,86 +107,18 @@ class Console:
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Show in the view what has happened; its caller prints it as a plain line."""
+        if name == "checkpoint":
+            self._checkpoint = (fields["step"], time.monotonic())
         if name not in ("step", "validation"):  # they have a place of their own in the view
-            self._tell_view("event", name, fields)
-
-    def _tell_view(self, method: str, *facts: Any) -> bool:
-        """Hand it to the view; returns whether there is one, and it took it."""
-        if self._view is None:
-            return False
-        try:
-            getattr(self._view, method)(*facts)
-        except Exception as error:
-            self._give_up(error)
-            return False
-        return True
-
-    def _give_up(self, error: Exception) -> None:
-        self.end()
-        logger.warning(f"no live view any more ({type(error).__name__}: {error}): plain lines")
+            self._events.append(f"{datetime.now():%H:%M:%S}  {describe_event(name, fields)}")
 
     def end(self) -> None:
         """Leave the last view above the cursor; idempotent."""
-        live, self._live, self._view = self._live, None, None
+        live, self._live = self._live, None
         if live is not None:
             atexit.unregister(self.end)
             with contextlib.suppress(OSError, ValueError):  # the terminal has gone
                 live.stop()
-
-
-def is_terminal() -> bool:
-    """Return whether stdout is a terminal on which a view can be drawn over."""
-    try:
-        is_tty = sys.stdout.isatty()
-    except (AttributeError, ValueError):  # None, or closed: there is no stdout at all
-        return False
-    return is_tty and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
-
-
-class View:
-    """What the live view shows, for rich to render; for several threads."""
-
-    def __init__(self, total_steps: int, step: int) -> None:
-        self.total_steps = total_steps
-        self._lock = threading.Lock()
-        self._step = step
-        self._moved = time.monotonic()
-        self._ends: float | None = None
-        self._fields: dict[str, Any] = {}
-        self._losses: deque[float] = deque(maxlen=HISTORY)
-        self._validation: tuple[int, dict[str, Any]] | None = None
-        self._checkpoint: tuple[int, float | None] | None = None
-        self._events: deque[tuple[str, str]] = deque(maxlen=SHOWN_EVENTS)
-
-    def take_past(self, event: Mapping[str, Any]) -> None:
-        """Note an event of an earlier launch, as the log has it."""
-        if event["event"] == "step":
-            self._losses.append(number(event.get("loss", "NaN")))
-        elif event["event"] == "validation":
-            self._validation = (event["step"], dict(event))
-        elif event["event"] == "checkpoint":
-            self._checkpoint = (event["step"], None)
-
-    def stands_at(self, step: int) -> None:
-        with self._lock:
-            self._step, self._moved = step, time.monotonic()
-
-    def report(self, step: int, fields: Mapping[str, Any], remaining_s: float) -> None:
-        self.stands_at(step)
-        with self._lock:
-            self._fields = dict(fields)
-            self._ends = self._moved + remaining_s
-            self._losses.append(fields["loss"])
-
-    def validation(self, step: int, fields: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._validation = (step, dict(fields))
-
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        with self._lock:
-            if name == "checkpoint":
-                self._checkpoint = (fields["step"], time.monotonic())
-            self._events.append((f"{datetime.now():%H:%M:%S}", describe_event(name, fields)))
 
     def __rich_console__(
         self, console: rich.console.Console, options: rich.console.ConsoleOptions
@@ -188,8 +126,7 @@ class View:
         # one column is left free: in the last one, some terminals go on to the next line
         options = options.update_width(max(1, options.max_width - 1))
         try:
-            with self._lock:
-                lines = list(self._lines(options, time.monotonic()))
+            lines = list(self._lines(options, time.monotonic()))
         except Exception as error:  # raised here, it would end whoever prints a line
             lines = [Text(f"the view can't be drawn: {type(error).__name__}: {error}")]
         # the cursor waits on a line of its own, should the process be killed
@@ -200,9 +137,7 @@ class View:
         self, options: rich.console.ConsoleOptions, now: float
     ) -> Iterator[rich.console.RenderableType]:
         eta = "" if self._ends is None else f"  ETA {duration(max(0.0, self._ends - now))}"
-        bar = Table.grid(padding=(0, 1), expand=True)
-        bar.add_column()
-        bar.add_column(ratio=1)
+        bar = Table.grid("", Column(ratio=1), "", padding=(0, 1), expand=True)
         bar.add_row(
             f"step {self._step}/{self.total_steps}",
             ProgressBar(self.total_steps, self._step),
@@ -221,8 +156,8 @@ class View:
             )
             yield Text("  ".join([*_figures(fields), more]))
         yield Text("  ".join(self._state(now)))
-        for when, what in self._events:
-            yield Text(f"{when}  {what}", "dim", no_wrap=True, overflow="crop")
+        for event in list(self._events):
+            yield Text(event, "dim", no_wrap=True, overflow="crop")
 
     def _state(self, now: float) -> Iterator[str]:
         if self._checkpoint is None:
@@ -242,6 +177,15 @@ class View:
             yield f"no step for {duration(silent)}"
 
 
+def is_terminal() -> bool:
+    """Return whether stdout is a terminal on which a view can be drawn over."""
+    try:
+        is_tty = sys.stdout.isatty()
+    except (AttributeError, ValueError):  # None, or closed: there is no stdout at all
+        return False
+    return is_tty and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
+
+
 def sparkline(values: Collection[float], *, ascii_only: bool = False) -> str:
     """Return a character per value, low to high; x if it is not finite."""
     levels = "_.-=^" if ascii_only else "▁▂▃▄▅▆▇█"
@@ -253,19 +197,11 @@ def sparkline(values: Collection[float], *, ascii_only: bool = False) -> str:
 
 def describe_event(name: str, fields: Mapping[str, Any]) -> str:
     """Return an event of the log as one printable line."""
-    step = fields.get("step")
-    match name:
-        case "start" | "resume":
-            text = f"{name} at step {fields.get('from_step', 0)} on {fields['world_size']} ranks"
-        case "checkpoint":
-            text = f"saved step {step}: {size(fields['bytes'])} in {fields['seconds']:.1f} s"
-        case "checkpoint_failed":
-            text = f"step {step} is NOT SAVED: {fields['reason']}"
-        case "skip":
-            text = f"skipped step {step}: {fields['reason']}"
-        case _:
-            facts = "  ".join(f"{key} {value}" for key, value in fields.items() if key != "tokens")
-            text = f"{name.replace('_', ' ')}  {facts}"
+    if name == "checkpoint":
+        text = f"saved step {fields['step']}: {size(fields['bytes'])} in {fields['seconds']:.1f} s"
+    else:
+        facts = "  ".join(f"{key} {value}" for key, value in fields.items() if key != "tokens")
+        text = f"{name.replace('_', ' ')}  {facts}"
     return printable(text)
 
 
@@ -294,15 +230,14 @@ class _BottomOfTerminal(Live):
     Terminals then wrap what was drawn, so that it takes more rows than it had lines.
     """
 
-    def __init__(self, view: View, console: _Terminal) -> None:
+    def __init__(self, view: Console, *, colour: bool) -> None:
+        # its size is asked of the terminal alone: variables don't follow a change
+        environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+        no_color = None if colour else True
+        console = _Terminal(no_color=no_color, highlight=False, _environ=environ)
         self._lengths: list[int] = []
         self._width = console.size.width
-        super().__init__(
-            view,
-            console=console,
-            refresh_per_second=REFRESHES_PER_SECOND,
-            vertical_overflow="crop",
-        )
+        super().__init__(view, console=console, vertical_overflow="crop")
 
     def process_renderables(
         self, renderables: list[rich.console.ConsoleRenderable]
@@ -320,8 +255,7 @@ class _BottomOfTerminal(Live):
 
 # -- torchtitan's log ----------------------------------------------------------------------------
 
-# What it says that is no news (garbage collections, waits), does not hold here (a CPU's peak
-# FLOP/s, autocast), or is said by our own lines
+# No news, does not hold here (a CPU's peak FLOP/s, autocast), or is said by our own lines
 _NOISE = (
     *("[GC]", "ENV[TORCH_", "Building canon", "Building device mesh"),
     *("Successfully created meshes", "Mixed precision training is handled by"),
@@ -332,10 +266,10 @@ _NOISE = (
 
 
 class Printer(logging.Handler):
-    """Prints to the present sys.stdout: the live view puts itself there, and stays below.
+    """Prints from a thread to the present sys.stdout: the live view puts itself there.
 
-    A thread prints. A line is waited for, so that what follows it on stderr comes after it, but
-    only for PRINT_TIMEOUT_S, and not at all while an earlier line is stuck.
+    A line is waited for, so that what follows on stderr comes after it, but only for
+    PRINT_TIMEOUT_S, and not at all while an earlier line is stuck.
     """
 
     def __init__(self) -> None:

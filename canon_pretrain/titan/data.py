@@ -1,8 +1,6 @@
 """A job's data: opened once per node, shared by rank 0, and read ahead in batches of tensors.
 
-Hundreds of ranks that read the same thousands of small files stall a shared file system: the first
-rank of each node opens the data before the ranks meet (`open_data`), and `share` hands rank 0's to
-all. The loader's state is that of the batches that were taken from it, whatever is read ahead.
+Hundreds of ranks that read the same thousands of small files would stall a shared file system.
 """
 
 import copy
@@ -12,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,8 +30,7 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 
 T = TypeVar("T")
 HELD_OUT = "held_out_fingerprint"
-"""The identity's name of the text that the held-out loss is of. A launch with validation off has no
-such name, nor has a run of an earlier version; nothing is compared then."""
+"""The identity's name of the text that the held-out loss is of; absent with validation off."""
 OFF = "--validation.enable False turns it off"
 IN_THE_IDENTITY = ("fingerprint", "seed", "mode", "seq_len", "global_batch")
 """Fields of the loader's state that the run's identity has too."""
@@ -42,23 +39,20 @@ CLOSE_S = 10.0
 LEAVE_S = 0.5
 """How long the end of its steps does: the last checkpoint is still to be saved."""
 
-
 # -- opening -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OpenedData:
-    """What a job trains on and the held-out part of each folder, every commit mark checked."""
+    """What a job trains on and the held-out part of each folder, every commit record checked.
+
+    `identity` is HELD_OUT and its value; empty if validation is turned off.
+    """
 
     training: Mixture
     held_out: list[TokenShards | None]
     notices: list[str]
     identity: dict[str, Any]
-    """What the run's identity says of the held-out part; empty if validation is turned off."""
-
-    @property
-    def fingerprints(self) -> list[str]:
-        return [self.training.fingerprint, *map(str, self.identity.values())]
 
 
 def open_data(job: CanonJobConfig) -> OpenedData:
@@ -79,7 +73,18 @@ def open_data(job: CanonJobConfig) -> OpenedData:
             raise UserError(f"the held-out part can't be read: {error}. {OFF}") from None
         for part in filter(None, parts):
             part.close()
-            _check_part(part, job, training)
+            fault = None
+            if part.vocab_size != job.model_args.vocab_size:
+                fault = f"a vocabulary of {part.vocab_size}, not {job.model_args.vocab_size}"
+            elif part.tokenizer_sha256 != training.tokenizer_sha256:
+                fault = f"another tokenizer than the training data: {part.tokenizer_sha256[:16]}"
+            elif part.fingerprint in {source.fingerprint for source in training.sources}:
+                fault = "the text that is trained on"
+            if fault:
+                raise UserError(
+                    f"{part.folder} (validation.path = {job.validation.path!r}) has {fault}: build "
+                    f"another text with the training data's tokenizer. {OFF}"
+                )
         notices = _settle_validation(job, parts)
         return OpenedData(training, parts, notices, {HELD_OUT: part_fingerprint(parts)})
 
@@ -119,64 +124,43 @@ def validation_folders(job: CanonJobConfig) -> list[str]:
     return [job.validation.path] if job.validation.path else job.data.folders
 
 
-def _check_part(part: TokenShards, job: CanonJobConfig, training: Mixture) -> None:
-    """Raise UserError for a part of another vocabulary or tokenizer, or that is trained on."""
-    if part.vocab_size != job.model_args.vocab_size:
-        raise UserError(
-            f"{part.folder} has a vocabulary of {part.vocab_size}, the model one of "
-            f"{job.model_args.vocab_size}: build it with the training data's tokenizer. {OFF}"
-        )
-    if part.tokenizer_sha256 != training.tokenizer_sha256:
-        raise UserError(
-            f"{part.folder} was written with another tokenizer than the training data: its sha256 "
-            f"is {part.tokenizer_sha256[:16]}, expected {training.tokenizer_sha256[:16]}. {OFF}"
-        )
-    if part.fingerprint in {source.fingerprint for source in training.sources}:
-        raise UserError(
-            f"validation.path = {job.validation.path!r} holds the text that is trained on: name "
-            f"another folder. {OFF}"
-        )
-
-
 def _settle_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None]) -> list[str]:
-    """Set `validation.enable`; returns notices. Raises UserError if it was asked for in vain."""
+    """Set `validation.enable`; return notices. Raises UserError if it was asked for in vain."""
     folders = validation_folders(job)
     without = [folder for folder, part in zip(folders, parts, strict=True) if part is None]
-    names = ", ".join(without)
-    how = "build the data with --holdout above 0, or set validation.path"
+    text = (
+        f"{', '.join(without)} has no held-out part: build the data with --holdout above 0, or set "
+        "validation.path"
+    )
     if job.validation.enable and without:
-        raise UserError(
-            f"validation.enable = True, but {names} has no held-out part: {how}, or leave "
-            "validation.enable unset to validate on what there is"
-        )
+        raise UserError(f"validation.enable = True, but {text}, or leave it unset")
     job.validation.enable = len(without) < len(folders)
-    if not without:
-        return []
-    if not job.validation.enable:
-        return [f"no validation: {names} has no held-out part ({how})"]
-    return [f"no validation on {names}: no held-out part ({how})"]
+    return [f"no validation where {text}"] if without else []
 
 
 def share(job: CanonJobConfig, data: OpenedData | None, compared: T | None) -> tuple[OpenedData, T]:
     """Return what rank 0 has of both, on all ranks; collective.
 
     `data` is None except on the first rank of each node, `compared` except on rank 0. Raises
-    UserError on all ranks, naming the nodes whose data are not rank 0's.
+    UserError on all ranks if a node's data are not rank 0's.
     """
+
+    def prints(data: OpenedData) -> list[str]:
+        return [data.training.fingerprint, *map(str, data.identity.values())]
+
     answer = [(data, compared, (job.model.vocab_size, job.validation.enable))]
     dist.broadcast_object_list(answer, src=0)
     first, compared, (job.model.vocab_size, job.validation.enable) = answer[0]
     assert first is not None and compared is not None
-    own = None if data is None else (socket.gethostname(), data.fingerprints)
+    own = None if data is None else (socket.gethostname(), prints(data))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    others = {host: found for host, found in filter(None, everyone) if found != first.fingerprints}
+    others = {host: found for host, found in filter(None, everyone) if found != prints(first)}
     if others:
         raise UserError(
             f"{', '.join(job.data.folders)} does not hold the same data on all nodes: fingerprint "
-            f"{first.fingerprints} on rank 0's, "
-            + "; ".join(f"{found} on {host}" for host, found in others.items())
-            + ". Copy it from one node to the others, or use a shared folder",
+            f"{prints(first)} on rank 0's, other nodes: {others}. Copy it from one node to the "
+            "others, or use a shared folder",
             shared=True,
         )
     return first, compared
@@ -194,16 +178,14 @@ def absolute_folders(data: Data) -> dict[str, Any]:
 
 
 class ReadAhead(Generic[T]):
-    """Results of `read()` in order, at most `depth` of them ahead of who takes them.
+    """Results of `read()` in order, at most `depth` ahead of who takes them.
 
-    One thread calls `read`, until `close` or its first error, which is raised after all that was
-    read before it was taken.
+    One thread calls `read`, until `close` or its first error, which is raised in its place.
     """
 
     def __init__(self, read: Callable[[], T], depth: int) -> None:
         self._read = read
-        self._items: SimpleQueue[tuple[T, ...]] = SimpleQueue()
-        """Each in a tuple of its own; an empty one is the end."""
+        self._items: SimpleQueue[tuple[T, ...]] = SimpleQueue()  # an empty tuple is the end
         self._places = threading.Semaphore(depth)
         self._error: BaseException | None = None
         self._closed = False
@@ -212,7 +194,6 @@ class ReadAhead(Generic[T]):
         self._thread.start()
 
     def take(self) -> T:
-        """Return the next item, waiting for it. Raises what `read` raised in its place."""
         item = self._items.get()
         if self._closed or not item:
             self._items.put(())
@@ -221,7 +202,7 @@ class ReadAhead(Generic[T]):
         return item[0]
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Let the thread end with what it is reading; returns whether it has ended by then."""
+        """Let the thread end with what it is reading; return whether it has ended by then."""
         self._closed = True
         self._places.release()
         self._items.put(())
@@ -237,10 +218,7 @@ class ReadAhead(Generic[T]):
             self._items.put(())
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """A micro-batch, and the loader's state with it behind."""
-
+class _Batch(NamedTuple):
     inputs: torch.Tensor
     labels: torch.Tensor
     digest: int
@@ -252,8 +230,8 @@ class CanonDataLoader(BaseDataLoader):
     """Endless micro-batches of this rank; its state is the same on every rank.
 
     Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead, in pinned memory
-    if there is a GPU. A thread reads `read_ahead` of them ahead, from the first one asked for until
-    the iterator is closed, or `close`. A loaded state may differ in `may_change`.
+    if there is a GPU. A thread reads `read_ahead` of them ahead; the state is that of the batches
+    that were taken. A loaded state may differ in `may_change`.
     """
 
     def __init__(
@@ -310,7 +288,7 @@ class CanonDataLoader(BaseDataLoader):
 
     @property
     def source_tokens(self) -> dict[str, int]:
-        """Tokens that all ranks have been given so far, by the name of the data's folder."""
+        """Tokens that all ranks have drawn so far, by the name of the data's folder."""
         return dict(zip(self.loader.source_names, self._state["source_tokens"], strict=True))
 
     def take_digests(self) -> list[int]:

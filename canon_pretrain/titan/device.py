@@ -1,8 +1,6 @@
 """A rank's process and device, prepared before torchtitan is imported.
 
-torchtitan 0.2.2 asks torch for its accelerator at import time and falls back to CUDA:
-`prepare_device` makes the CPU answer those questions where there is none. Torch is imported by the
-functions, since train.py reports a typo before it is.
+Torch is imported by the functions, since train.py reports a typo before it is.
 """
 
 import contextlib
@@ -20,8 +18,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.kernels.hardware import near_cores
 
-MAX_COMPILE_THREADS = 32
-"""Inductor's own limit."""
+MAX_COMPILE_THREADS = 32  # Inductor's own limit
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -54,15 +51,14 @@ def prepare_process(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def prepare_device() -> None:
-    """Let the CPU stand in for a missing accelerator; idempotent.
+    """Let the CPU stand in for a missing accelerator; before torchtitan is imported; idempotent.
 
-    Raises RuntimeError if torchtitan was imported first: it keeps the device that it saw then.
+    torchtitan 0.2.2 asks torch for its accelerator at import time and falls back to CUDA.
     """
     if has_accelerator():
         return
     tools = sys.modules.get("torchtitan.tools.utils")
-    if tools is not None and tools.device_type != "cpu":
-        raise RuntimeError("prepare_device() must be called before torchtitan is imported")
+    assert tools is None or tools.device_type == "cpu", "torchtitan was imported first"
     import torch
 
     def memory_stats(device: Any = None) -> dict[str, int]:
@@ -103,8 +99,7 @@ def stand_alone() -> Iterator[None]:
 
 def check_launch() -> None:
     """Raise UserError unless torchrun's variables are all there and each rank has a device."""
-    missing = [name for name in TORCHRUN if name not in os.environ]
-    if missing:
+    if missing := [name for name in TORCHRUN if name not in os.environ]:
         raise UserError(
             f"{', '.join(missing)} not set, though others of torchrun's variables are: start "
             "with torchrun, or with none of them set for a single rank"
@@ -122,8 +117,7 @@ def check_launch() -> None:
 def take_device() -> None:
     """Make this rank's GPU the current one, before anything else makes a context on GPU 0.
 
-    The rank then runs on the cores near it, unless NUMA_BINDING=0 is set (`torchrun --numa-binding
-    node` ends a launch where numactl is missing).
+    The rank then runs on the cores near it, unless NUMA_BINDING=0 is set.
     """
     if not has_accelerator():
         return

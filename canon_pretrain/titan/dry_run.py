@@ -2,10 +2,8 @@
 
     python -m canon_pretrain.train --config FILE.toml --dry_run [--gpu h100] [--world 8] [--mfu 0.4]
 
-Nothing is trained and nothing written. It shows what this machine would do and, beside it, a
-reference GPU: the one that is asked for, or 8 H100 for a run that is too much for this machine.
-Activations are counted, not guessed: a block runs under FakeTensorMode, which computes shapes and
-no numbers, and every tensor that autograd keeps for backward is added up.
+Nothing is trained and nothing written. Activations are counted, not guessed: a block runs under
+FakeTensorMode, without numbers, and every tensor that autograd keeps for backward is added up.
 """
 
 import contextlib
@@ -15,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -45,7 +44,7 @@ from canon_pretrain.run.config import Loss, valid_world_sizes
 from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.device import device_count, has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
-from canon_pretrain.titan.loss import head_loss
+from canon_pretrain.titan.spec import head_loss
 
 GIB = 2**30
 DAY_S = 86_400
@@ -58,17 +57,13 @@ to 0.78 with Canon-ABCD (kernels/NOTES.md, of 101,512 and 110,984 bytes per toke
 # measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
-
-SHOWN_IF_SET = (
-    *("num_kv_heads", "ffn", "ffn_activation", "norm", "bias", "partial_rope_dim"),
-    *("canon_kernel", "canon_residual"),
-    *("canon_activation", "canon_trainable", "tie_embeddings", "document_mask"),
-    *("z_loss", "squared_loss"),
-)
+SHOWN_ANYWAY = {
+    *("num_layers", "num_heads", "dim", "ffn_dim", "vocab_size", "max_seq_len", "norm_eps"),
+    *("position", "canon_set", "qk_norm"),
+}
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
 
     memory_gib: float
@@ -91,8 +86,8 @@ class Device:
 
 def reference(gpu: str, mfu: float = DEFAULT_MFU) -> Device:
     """Return one of GPUS."""
-    known = GPUS[gpu]
-    return Device(gpu.upper(), known.memory_gib, mfu * known.peak_flops, f"{mfu:.0%} MFU")
+    memory_gib, peak = GPUS[gpu]
+    return Device(gpu.upper(), memory_gib, mfu * peak, f"{mfu:.0%} MFU")
 
 
 def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
@@ -115,33 +110,27 @@ def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
 # -- memory --------------------------------------------------------------------------------------
 
 
-def memory_by_part(
-    args: ModelArgs,
-    model: nn.Module,
-    *,
-    num_shards: int,
-    micro_batch: int,
-    dtype: torch.dtype,
-    param_dtype: torch.dtype,
-    loss: Loss | None = None,
-    recompute: bool = False,
-    keep_gathered: bool = False,
+def count_memory(
+    job: CanonJobConfig, model: nn.Module, world_size: int, *, recompute: bool = False
 ) -> dict[str, int]:
-    """Return the bytes on one GPU of `num_shards` that share the weights, by part.
+    """Return the bytes on one GPU by part; `model`, the job's, may be on the meta device.
 
-    `model` may be on the meta device; what is not trained (cst-Canon) has weights alone.
     Activations are an upper bound: what eager PyTorch keeps on a CPU, whose RMSNorm holds float32
     copies that a GPU's fused one does not. With `recompute` (full activation checkpointing) they
     are the blocks' inputs, and one block's at a time. FSDP2's own buffers are the gathered weights
-    of two blocks (one computes, one is prefetched; of all with `keep_gathered`), of the embedding
+    of two blocks (one computes, one is prefetched; of all if it never reshards), of the embedding
     and the head, and one block's gradient in float32 for the reduction.
     """
+    args, training, loss = job.model_args, job.training, job.loss
+    dtype = TORCH_DTYPE_MAP[training.dtype]
+    param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    num_shards, micro_batch = shard_degree(job, world_size), micro_batch_size(job, world_size)
     parameters, trained = count_parameters(model)
     block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
-    ends = parameters - args.num_layers * block
-    gathered = parameters if keep_gathered else 2 * block + ends
+    gathered = parameters - (args.num_layers - 2) * block
+    if job.parallelism.fsdp_reshard_after_forward == "never":
+        gathered = parameters
     weights, shard = (-(-count // num_shards) * dtype.itemsize for count in (parameters, trained))
-    loss = loss or Loss()
     saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype, loss)
     tokens = micro_batch * args.max_seq_len
     activations = args.num_layers * saved_block
@@ -218,56 +207,34 @@ def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def count_memory(
-    job: CanonJobConfig, model: Transformer, world_size: int, *, recompute: bool
-) -> dict[str, int]:
-    """Return a rank's bytes by part; with `recompute`, activations of full checkpointing."""
-    training = job.training
-    return memory_by_part(
-        job.model_args,
-        model,
-        num_shards=shard_degree(job, world_size),
-        micro_batch=micro_batch_size(job, world_size),
-        dtype=TORCH_DTYPE_MAP[training.dtype],
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        loss=job.loss,
-        recompute=recompute,
-        keep_gathered=job.parallelism.fsdp_reshard_after_forward == "never",
-    )
-
-
 def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     """Raise UserError, with the parts of the estimate, if a rank of `job` can't fit on `device`.
 
     The least that it may need is compared: of compiled blocks the LEAST_KEPT share, and what full
     activation checkpointing keeps in the modes between none and full. With CPU offload nothing is.
     """
-    room = device.memory_gib * GIB
-    if job.training.enable_cpu_offload or _is_small(job, world_size, room):
+    room, args = device.memory_gib * GIB, job.model_args
+    # counting takes a second: not where a bound several times too high fits
+    tokens = micro_batch_size(job, world_size) * job.training.seq_len
+    values = tokens * (64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size)
+    is_small = 4 * (6 * num_parameters(args) + values) < room
+    if job.training.enable_cpu_offload or is_small:
         return
     with torch.device("meta"):
-        model = Transformer(job.model_args)
+        model = Transformer(args)
     mode = job.activation_checkpoint.mode
     parts = count_memory(job, model, world_size, recompute=mode != "none")
     if job.compile.enable and mode == "none":
         parts["activations"] = round(LEAST_KEPT * parts["activations"])
     if (total := sum(parts.values())) <= room:
         return
-    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
     raise UserError(
         f"this job can't fit: each of its {world_size} rank(s) needs at least {total / GIB:.1f} "
-        f"GiB ({listed}), and a {device.name} here has {device.memory_gib:.1f} GiB for one. Lower "
-        f"{ADVICE} ranks, each with memory of its own, or --activation_checkpoint.mode full; "
-        "--dry_run shows the whole plan, --force starts all the same"
+        f"GiB ({', '.join(f'{name} {size / GIB:.1f}' for name, size in parts.items())}), and a "
+        f"{device.name} here has {device.memory_gib:.1f} GiB for one. Lower {ADVICE} ranks, each "
+        "with memory of its own, or --activation_checkpoint.mode full; --dry_run shows the whole "
+        "plan, --force starts all the same"
     )
-
-
-def _is_small(job: CanonJobConfig, world_size: int, room: float) -> bool:
-    """Return whether a bound several times too high fits: counting takes a second."""
-    args = job.model_args
-    tokens = micro_batch_size(job, world_size) * job.training.seq_len
-    values = tokens * (64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size)
-    return 4 * (6 * num_parameters(args) + values) < room
 
 
 # -- plans ---------------------------------------------------------------------------------------
@@ -293,12 +260,10 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Expected wall time."""
         return self.tokens * self.flops_per_token / (self.world_size * self.device.flops_per_s)
 
     @property
     def fits(self) -> bool:
-        """Whether a rank has the memory, as it is counted."""
         return sum(self.memory.values()) <= self.device.memory_gib * GIB
 
 
@@ -350,19 +315,15 @@ def make_plans(
         raise UserError(f"--mfu {mfu}: expected a fraction above 0 and up to 1, such as 0.4")
     if world is not None and world < 1:
         raise UserError(f"--world {world}: expected at least 1")
+    sizes = world_sizes(job)
     places = device_count() if has_accelerator() else available_cores()
-    ranks = ranks if ranks > 1 else most_ranks(job, places)
+    if ranks == 1:
+        ranks = max((n for n in sizes if n <= places), default=sizes[0])
     plans = {"this machine": (here := make_plan(job, this_machine(ranks, mfu), ranks))}
     if asked or here.seconds > DAY_S or not here.fits:
-        world = most_ranks(job, 8) if world is None else world
+        world = world or max((n for n in sizes if n <= 8), default=sizes[0])
         plans["reference"] = make_plan(job, reference(gpu, mfu), world)
     return plans
-
-
-def most_ranks(job: CanonJobConfig, places: int) -> int:
-    """Return the largest valid world size up to `places`; the smallest if none is."""
-    sizes = world_sizes(job)
-    return max((n for n in sizes if n <= places), default=sizes[0])
 
 
 def world_sizes(job: CanonJobConfig) -> list[int]:
@@ -399,13 +360,8 @@ def first_notes(job: CanonJobConfig, device: Device, world_size: int) -> Iterato
 def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -> None:
     """Print the plans as tables that can be checked."""
     args, training, plan = job.model_args, job.training, next(iter(plans.values()))
-    console.print(f"[bold]{job.job.description}[/bold]  (dry run: nothing is trained or written)")
-    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    facts.add_column(style="cyan")
-    width = dtype_for(args.vocab_size).itemsize
-    there = plan.data_fingerprint or f"not there yet; {width} bytes a token drawn, none twice"
-    where = ", ".join(job.data.folders) or "data.path unset"
     trained = f", {plan.trained:,} of them trained" if plan.trained != plan.parameters else ""
+    width = dtype_for(args.vocab_size).itemsize
     rows = {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
         f"{args.dim}, F {args.ffn_dim}, {_variant(job)}",
@@ -415,17 +371,21 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
         f"{_short(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, world_sizes(job))),
         **{title: _pace(job, each) for title, each in plans.items()},
-        "disk for data": f"{text_of_size(plan.data_bytes)} ({where})",
-        "data fingerprint": there,
+        "disk for data": f"{text_of_size(plan.data_bytes)} "
+        f"({', '.join(job.data.folders) or 'data.path unset'})",
+        "data fingerprint": plan.data_fingerprint
+        or f"not there yet; {width} bytes a token drawn, none twice",
         "disk for checkpoints": f"{plan.checkpoints_kept} + 1 in writing, of "
         f"{text_of_size(plan.checkpoint_bytes)}: "
         f"{text_of_size((plan.checkpoints_kept + 1) * plan.checkpoint_bytes)}",
     }
+    console.print(f"[bold]{job.job.description}[/bold]  (dry run: nothing is trained or written)")
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_column(style="cyan")
     for name, value in rows.items():
         facts.add_row(name, value)
     console.print(facts)
-    memory = Table(title="memory per rank, GiB", title_justify="left")
-    memory.add_column("part")
+    memory = Table("part", title="memory per rank, GiB", title_justify="left")
     for title in plans:
         memory.add_column(title, justify="right")
     for name in plan.memory:
@@ -448,28 +408,31 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
 
 def _pace(job: CanonJobConfig, plan: Plan) -> str:
     """Return the ranks of a plan and, by the stated assumption, their time."""
-    device, batch = plan.device, f"{plan.micro_batch} x {job.training.seq_len} tokens at once"
-    replicas = plan.world_size // plan.num_shards
+    device, replicas = plan.device, plan.world_size // plan.num_shards
     sharding = f" ({replicas} replicas of {plan.num_shards})" if replicas > 1 else ""
-    start = f"{plan.world_size} x {device.name}{sharding}, {batch} on each: "
+    start = (
+        f"{plan.world_size} x {device.name}{sharding}, "
+        f"{plan.micro_batch} x {job.training.seq_len} tokens at once on each: "
+    )
     if device.is_gpu and plan.parameters < FILLS_A_GPU:
         return start + "no time is estimated, the model is too small to fill a GPU"
     gpu_hours = f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
-    hours = gpu_hours if device.is_gpu else ""
-    speed = f"{plan.tokens / plan.seconds:,.0f} tokens/s"
-    return f"{start}{duration(plan.seconds)}{hours}, {speed}, assuming {device.assumed}"
+    return (
+        f"{start}{duration(plan.seconds)}{gpu_hours if device.is_gpu else ''}, "
+        f"{plan.tokens / plan.seconds:,.0f} tokens/s, assuming {device.assumed}"
+    )
 
 
 def _variant(job: CanonJobConfig) -> str:
     """Return what the model is beside its sizes, and the objective, in the words of the TOML."""
     args = job.model_args
     settings, defaults = vars(args) | vars(job.loss), vars(ModelArgs()) | vars(Loss())
-    others = [
-        f"{name} = {json.dumps(settings[name])}"
-        for name in SHOWN_IF_SET
-        if settings[name] != defaults[name]
-    ]
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
+    others = (
+        f"{name} = {json.dumps(value)}"
+        for name, value in settings.items()
+        if name not in SHOWN_ANYWAY and value != defaults[name]
+    )
     return ", ".join([args.position, canon, f"QK-norm {args.qk_norm}", *others])
 
 

@@ -1,9 +1,7 @@
 """Which steps leave the weights as they are: judged on the device, read by the host later.
 
-A step whose loss or gradient norm is not finite is skipped on all ranks: both numbers are reduced,
-and the fused optimizer receives the verdict as `found_inf`, with which it changes nothing, bitwise.
-The host learns of a step two steps later (`Readback`). After `max_bad_steps` in a row the verdict
-latches until the host has seen it.
+A step whose loss or gradient norm is not finite is skipped on all ranks. After `max_bad_steps` in a
+row the verdict latches until the host, which is two steps behind, has seen it.
 """
 
 from collections import deque
@@ -26,7 +24,7 @@ class StepGuards(Stateful):
 
     `counters`, float64 [5]: steps skipped since the run began (bad and outliers), outliers among
     them, bad steps in a row, whether the run has to end, norms seen. `norms`, float32
-    [MAX_WINDOW], is a ring of the last finite gradient norms.
+    [MAX_WINDOW]: a ring of the last finite gradient norms.
     """
 
     def __init__(self, config: Guards, device: torch.device) -> None:

@@ -1,12 +1,7 @@
-"""torchtitan's JobConfig with our sections, our defaults, and what is refused.
-
-torchtitan's silent defaults for the optimizer, the schedule, activation checkpointing and the last
-checkpoint are replaced here, in the open.
-"""
+"""torchtitan's JobConfig with our sections and defaults, and what is refused."""
 
 import dataclasses
 import functools
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -198,29 +193,20 @@ class CanonJobConfig(titan.JobConfig):
         """The model's arguments: the flavor with this job's keys on top, checked by ModelArgs."""
         base = model_flavor(self.model.flavor)
         names = {f.name for f in dataclasses.fields(ModelArgs)}
-        own = {
-            key: value
-            for key, value in vars(self.model).items()
-            if key in names and value is not None
-        }
+        own = {k: v for k, v in vars(self.model).items() if k in names and v is not None}
         if own.get("ffn") == "standard":
             own.setdefault("ffn_dim", 4 * own.get("dim", base.dim))
         return dataclasses.replace(base, max_seq_len=self.training.seq_len, **own)
 
 
 def shard_degree(job: CanonJobConfig, world_size: int) -> int:
-    """Return how many ranks share one copy of the weights.
-
-    Raises UserError, naming the world sizes that fit, if the replicas do not divide `world_size`.
-    """
-    replicas = job.parallelism.data_parallel_replicate_degree
+    """Return how many ranks share one copy of the weights; UserError if replicas don't divide."""
+    replicas, batch = job.parallelism.data_parallel_replicate_degree, job.training.global_batch_size
     if world_size % replicas:
-        valid = valid_world_sizes(job.training.global_batch_size, replicas)
         raise UserError(
-            f"parallelism.data_parallel_replicate_degree = {replicas}: {world_size} ranks can't "
-            f"make up {replicas} replicas of equal size. World sizes that fit it and "
-            f"training.global_batch_size = {job.training.global_batch_size}: "
-            f"{', '.join(map(str, valid)) or 'none'}"
+            f"parallelism.data_parallel_replicate_degree = {replicas}: {world_size} ranks can't be "
+            f"that many equal replicas. World sizes that fit it and training.global_batch_size = "
+            f"{batch}: {', '.join(map(str, valid_world_sizes(batch, replicas))) or 'none'}"
         )
     return world_size // replicas
 
@@ -228,15 +214,14 @@ def shard_degree(job: CanonJobConfig, world_size: int) -> int:
 def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
     """Return how many sequences a rank's forward pass takes: a divisor of its share of the batch.
 
-    The largest one up to `training.local_batch_size`, which therefore is a bound set by memory and
-    changes no result. Raises UserError, naming the world sizes that divide the global batch.
+    The largest up to `training.local_batch_size`, which is a bound set by memory and changes no
+    result. Raises UserError if the ranks do not divide the global batch.
     """
     total = job.training.global_batch_size
     if total % world_size:
-        valid = ", ".join(map(str, valid_world_sizes(total)))
         raise UserError(
             f"training.global_batch_size = {total} can't be shared by {world_size} ranks. World "
-            f"sizes that divide it: {valid}"
+            f"sizes that divide it: {', '.join(map(str, valid_world_sizes(total)))}"
         )
     share = total // world_size
     bound = min(share, job.training.local_batch_size)
@@ -245,48 +230,40 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
 
 # -- what a job may not ask for ------------------------------------------------------------------
 
+COUNT = Annotated[int, Field(ge=1, le=1 << 31)]
+SIZE = Annotated[int, Field(ge=0, le=1 << 31)]
+AMOUNT = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LIMITS: tuple[tuple[Any, str], ...] = (
-    (
-        Annotated[int, Field(ge=1, le=1 << 31)],
-        "training.seq_len training.global_batch_size training.local_batch_size training.gc_freq "
-        "checkpoint.interval metrics.log_freq validation.freq guards.max_bad_steps "
-        "parallelism.data_parallel_replicate_degree",
-    ),
-    (
-        Annotated[int, Field(ge=0, le=1 << 31)],
-        "lr_scheduler.warmup_steps checkpoint.max_held comm.trace_buf_size loss.chunk_tokens "
-        "data.read_ahead",
-    ),
-    (
-        Annotated[float, Field(ge=0, allow_inf_nan=False)],
-        "optimizer.lr optimizer.eps optimizer.weight_decay training.max_norm "
-        "lr_scheduler.min_lr_factor loss.z_loss loss.squared_loss",
-    ),
-    (Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)], "optimizer.beta1 optimizer.beta2"),
+    (COUNT, "training.seq_len training.global_batch_size training.local_batch_size"),
+    (COUNT, "training.gc_freq checkpoint.interval metrics.log_freq validation.freq"),
+    (COUNT, "guards.max_bad_steps parallelism.data_parallel_replicate_degree"),
+    (SIZE, "lr_scheduler.warmup_steps checkpoint.max_held comm.trace_buf_size"),
+    (SIZE, "loss.chunk_tokens data.read_ahead"),
+    (AMOUNT, "optimizer.lr optimizer.eps optimizer.weight_decay training.max_norm"),
+    (AMOUNT, "lr_scheduler.min_lr_factor loss.z_loss loss.squared_loss"),
+    (Annotated[float, Field(ge=0, lt=1)], "optimizer.beta1 optimizer.beta2"),
     (
         Annotated[int, Field(ge=1, le=86_400)],
         "comm.init_timeout_seconds comm.train_timeout_seconds",
     ),
     (Annotated[int, Field(ge=1, le=1 << 40)], "training.steps"),
     (Annotated[int, Field(ge=1)] | None, "lr_scheduler.decay_steps"),
-    (
-        Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None,
-        "lr_scheduler.decay_ratio",
-    ),
-    (
-        Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)],
-        "activation_checkpoint.memory_budget",
-    ),
-    (Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)], "run.heartbeat_s"),
+    (Annotated[float, Field(gt=0, le=1)] | None, "lr_scheduler.decay_ratio"),
+    (Annotated[float, Field(ge=0, le=1)], "activation_checkpoint.memory_budget"),
+    (Annotated[float, Field(ge=0.01, le=3600)], "run.heartbeat_s"),
     (Annotated[int, Field(ge=2, le=1024)], "guards.outlier_window"),
     (Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, "guards.outlier_sigma"),
     (Annotated[int, Field(ge=0, lt=1 << 64)], "data.data_seed"),
+    # -1: the whole held-out part
+    (Literal[-1] | Annotated[int, Field(ge=1)] | None, "validation.windows"),
+    # 0: all; not 1, since the newest may still be in writing
+    (Literal[0] | Annotated[int, Field(ge=2)], "checkpoint.keep_latest_k"),
 )
 """What a single key may be. By name, not on the dataclasses: most of the keys are torchtitan's, and
 a field that is declared again loses its text in --help."""
 
 UNSUPPORTED = """
-    job.custom_config_module model.converters model.hf_assets_path model.tokenizer_path
+    model.name job.custom_config_module model.converters model.hf_assets_path model.tokenizer_path
     optimizer.early_step_in_backward training.dataset training.dataset_path training.dataloader
     quantize comm.mode experimental parallelism.data_parallel_shard_degree
     parallelism.tensor_parallel_degree parallelism.pipeline_parallel_degree
@@ -296,7 +273,7 @@ UNSUPPORTED = """
     checkpoint.export_dtype checkpoint.initial_load_in_hf_quantized
     checkpoint.enable_ft_dataloader_checkpoints memory_estimation.enable
     metrics.save_for_all_ranks fault_tolerance.enable validation.dataset validation.dataset_path
-    validation.dataloader validation.local_batch_size validation.seq_len
+    validation.dataloader validation.local_batch_size validation.seq_len validation.steps
 """.split()
 """torchtitan's keys that would crash, be ignored, or leave a run that can't be resumed."""
 
@@ -304,11 +281,16 @@ UNSUPPORTED = """
 def check_job(job: CanonJobConfig) -> None:
     """Raise UserError for a job that would train something else than its file says.
 
-    titan/command_line.py calls it before anything is built, so that everything behind it can trust
-    the job; no file is opened.
+    No file is opened.
     """
-    if job.model.name != "canon":
-        raise UserError(f"model.name = '{job.model.name}': this trainer trains 'canon' only")
+    defaults = CanonJobConfig()
+    for name in UNSUPPORTED:
+        given, default = _value(job, name), _value(defaults, name)
+        if given != default:
+            raise UserError(
+                f"{name} = {given!r}: this trainer does not have it (it trains 'canon' on "
+                f"`data.path`, sharded with FSDP2 over a replica's ranks); leave it at {default!r}"
+            )
     check_backend_fits(job.model_args, job.model.attention_backend)  # ModelArgs checks itself
     check_canon_backend_fits(job.model.canon_backend)
     for kind, names in LIMITS:
@@ -316,21 +298,14 @@ def check_job(job: CanonJobConfig) -> None:
             try:
                 _adapter(kind).validate_python(_value(job, name))
             except ValidationError as error:
-                expected = error.errors()[0]["msg"].replace("Input should be", "expected")
-                raise UserError(f"{name} = {_value(job, name)}: {expected}") from None
+                expected = " or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
+                expected = expected.replace("Input should be", "expected")
+                raise UserError(f"{name} = {_value(job, name)!r}: {expected}") from None
     for fault in (*_schedule_faults(job), *_faults(job)):
         raise UserError(fault)
     for weight in job.data.weights:
         exact_weight(weight)
     check_order(job.data.order, len(job.data.folders))
-    defaults = CanonJobConfig()
-    for name in UNSUPPORTED:
-        given, default = _value(job, name), _value(defaults, name)
-        if given != default:
-            raise UserError(
-                f"{name} = {given!r}: this trainer does not have it (it shards with FSDP2 over the "
-                f"ranks of a replica and reads `data.path`); leave it at {default!r}"
-            )
 
 
 def _value(job: CanonJobConfig, dotted: str) -> Any:
@@ -354,65 +329,49 @@ def _schedule_faults(job: CanonJobConfig) -> Iterator[str]:
             "or set decay_steps, after which the rate stays"
         )
     name, length = ("training.steps", steps) if total is None else ("total_steps", total)
-    if warmup > length:
-        yield f"lr_scheduler.warmup_steps = {warmup} is more than {name} = {length}"
-    if ratio is not None and warmup + round(length * ratio) > length:
+    decay = 0 if ratio is None else round(length * ratio)
+    if warmup + decay > length:
         yield (
-            f"lr_scheduler: a warm-up of {warmup} steps and a decay of {round(length * ratio)} "
-            f"(decay_ratio = {ratio}) do not fit into {name} = {length}; shorten one, or unset "
-            "decay_ratio: the decay then begins where the warm-up ends"
+            f"lr_scheduler.warmup_steps = {warmup} and a decay of {decay} steps (decay_ratio = "
+            f"{ratio}) do not fit into {name} = {length}: shorten one, or unset decay_ratio"
         )
 
 
 def _faults(job: CanonJobConfig) -> Iterator[str]:
-    """Yield what other keys ask for and can't have, alone or together."""
-    stop_at, steps, loss, checkpoint = job.run.stop_at, job.training.steps, job.loss, job.checkpoint
+    """Yield what keys ask for together and can't have."""
+    data, stop_at, steps, loss = job.data, job.run.stop_at, job.training.steps, job.loss
+    checkpoint, profiling = job.checkpoint, job.profiling
     for name in ("job.dump_folder", "checkpoint.folder"):
-        value = _value(job, name)
-        if not value or "\0" in value:
-            yield f"{name} = {value!r}: expected the path of a folder"
-        if value.startswith("~"):
-            whole = os.path.expanduser(value)
-            yield f"{name} = {value!r}: only a shell expands ~; write {whole!r}"
-    if job.data.path and job.data.paths:
+        if not (value := _value(job, name)) or "\0" in value or value.startswith("~"):
+            yield f"{name} = {value!r}: expected a folder's path (only a shell expands ~)"
+    if data.path and data.paths:
         yield (
-            f"data.path = {job.data.path!r} and data.paths = {job.data.paths!r}: give one of the "
-            'two (data.path = "" unsets what a base file set)'
+            f"data.path = {data.path!r} and data.paths = {data.paths!r}: give one of the two "
+            '(data.path = "" unsets what a base file set)'
         )
-    if len(job.data.weights) != len(job.data.paths):
+    if len(data.weights) != len(data.paths):
         yield (
-            f"data.weights has {len(job.data.weights)} numbers for {len(job.data.paths)} folders "
-            "of data.paths; give one for each, in their order"
+            f"data.weights has {len(data.weights)} numbers for {len(data.paths)} folders of "
+            "data.paths; give one for each, in their order"
         )
     if stop_at is not None and not 1 <= stop_at <= steps:
         yield f"run.stop_at = {stop_at}: expected a step from 1 to training.steps = {steps}"
+    if stop_at is not None and not checkpoint.enable:
+        yield "run.stop_at leaves a checkpoint, but checkpoint.enable is false"
     if loss.z_loss and loss.squared_loss:
         yield (
             f"loss.z_loss = {loss.z_loss} and loss.squared_loss = {loss.squared_loss} are two "
             "forms of one thing (PaLM's, and what the released models call z-loss); set one to 0"
-        )
-    if checkpoint.keep_latest_k == 1 or checkpoint.keep_latest_k < 0:
-        yield (
-            f"checkpoint.keep_latest_k = {checkpoint.keep_latest_k}: expected 0 (all) or at least "
-            "2, since the newest may still be in writing"
         )
     if checkpoint.fresh and checkpoint.load_step != -1:
         yield (
             "checkpoint.fresh begins again at step 1, checkpoint.load_step = "
             f"{checkpoint.load_step} goes on from there: give one of the two"
         )
-    if not checkpoint.enable and stop_at is not None:
-        yield "run.stop_at leaves a checkpoint, but checkpoint.enable is false"
-    if job.validation.steps != -1:
-        yield f"validation.steps = {job.validation.steps}: set validation.windows instead"
-    if (windows := job.validation.windows) is not None and (windows < -1 or windows == 0):
-        yield f"validation.windows = {windows}: expected at least 1, or -1 for all there are"
-    profiling = job.profiling
     warmup, active = profiling.profiler_warmup, profiling.profiler_active
     possible = warmup >= 0 and active >= 1 and profiling.profile_freq >= warmup + active
     if profiling.enable_profiling and not possible:
         yield (
-            f"profiling.profile_freq = {profiling.profile_freq}, .profiler_warmup = {warmup}, "
-            f".profiler_active = {active}: expected a warm-up of 0 or more steps and at least one "
-            "active one, both within a cycle of profile_freq steps"
+            f"profiling.profiler_warmup = {warmup}, .profiler_active = {active}: expected at least "
+            f"0 and 1, in all at most .profile_freq = {profiling.profile_freq} steps"
         )

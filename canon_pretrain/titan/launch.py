@@ -1,9 +1,8 @@
 """What makes a run the run it is, and what a launch does to its folder before the first step.
 
-train.py calls `prepare_folder` under the run's lock, the trainer `compare` and `Launch.announce`. A
-launch that is refused, whatever for, leaves no record: `announce` comes after the last refusal.
-The identity is in RUN/config.json. World size, logging, checkpointing and the like are no part of
-it: they change nothing that is computed.
+A launch that is refused leaves no record: `announce` comes after the last refusal. The identity is
+in RUN/config.json. World size, logging and checkpointing change nothing that is computed and are
+not part of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +52,7 @@ LOSS_TERMS = ("z_loss", "squared_loss")
 """The keys of `[loss]` that belong to the identity; chunk_tokens changes nothing but rounding."""
 GUARD_TERMS = ("outlier_sigma", "outlier_window")
 CODE = "code"
-"""What `run.allow_changes` calls the source of the program, which is no part of the identity."""
+"""What `run.allow_changes` calls the program's source, which is not part of the identity."""
 
 # -- what a run is -------------------------------------------------------------------------------
 
@@ -87,19 +86,18 @@ def compare(
     refuse = job.run.code == "refuse" and CODE not in _names(allowed)
     changed_code = code_changes(folder, code, refuse=refuse)
     changed_config = config_changes(folder, config)
-    if not is_new:
-        recorded = folder.read_config().get("identity", {})
-        if HELD_OUT in identity and HELD_OUT not in recorded:
-            changed_config[HELD_OUT] = ["not recorded", identity[HELD_OUT]]
-        if HELD_OUT in recorded:
-            identity = {HELD_OUT: recorded[HELD_OUT]} | identity
+    recorded = {} if is_new else folder.read_config().get("identity", {})
+    if HELD_OUT in recorded:
+        identity = {HELD_OUT: recorded[HELD_OUT]} | identity
+    elif HELD_OUT in identity and not is_new:
+        changed_config[HELD_OUT] = ["not recorded", identity[HELD_OUT]]
     return Comparison(is_new, identity, code, changes, changed_code, changed_config)
 
 
 def run_identity(
     job: CanonJobConfig, fingerprint: str, held_out: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return all that a run may not change between its launches unless told to, by dotted name.
+    """Return all that a run may not change between its launches unless allowed, by dotted name.
 
     `fingerprint` is of the data's content and weights; `held_out` has HELD_OUT, unless validation
     is off.
@@ -121,14 +119,13 @@ def run_identity(
 def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[str]) -> Changes:
     """Return what this launch changes in the run that `folder` holds; nothing in a new one.
 
-    Raises UserError for a difference that `allowed` does not name, showing the argument that would
-    allow it, and for a name that no run has.
+    Raises UserError for a difference that `allowed` does not name, and for a name that no run has.
     """
     names = _names(allowed)
     if unknown := [name for name in names if name not in (*identity, HELD_OUT, CODE)]:
         raise UserError(
-            f"run.allow_changes names {', '.join(unknown)}, which is no part of what a run is. "
-            f"Its parts: {', '.join(sorted(identity))}; and code"
+            f"run.allow_changes names {', '.join(unknown)}, which is not part of a run's identity: "
+            f"{', '.join(sorted(identity))}; and code"
         )
     if not folder.config_file.exists():
         return {}
@@ -139,11 +136,10 @@ def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[st
     changed = _differing(old, identity)
     if not (HELD_OUT in old and HELD_OUT in identity):
         changed.pop(HELD_OUT, None)
-    refused = {name: pair for name, pair in changed.items() if name not in names}
-    if refused:
+    if refused := {name: pair for name, pair in changed.items() if name not in names}:
         raise UserError(
             f"{folder.path} holds another run; going on would change it: "
-            + "; ".join(f"{name}: {pair[0]!r} -> {pair[1]!r}" for name, pair in refused.items())
+            + "; ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in refused.items())
             + ". Choose another folder with --job.dump_folder, undo the change, or name it: "
             + f"--run.allow_changes {' '.join(changed)}"
         )
@@ -185,11 +181,8 @@ def _names(words: list[str]) -> list[str]:
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
-    return {
-        name: [old.get(name), new.get(name)]
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    }
+    pairs = {name: [old.get(name), new.get(name)] for name in sorted(old.keys() | new.keys())}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -197,9 +190,8 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     flat = {}
     for section, keys in config.items():
         for key, value in keys.items() if isinstance(keys, dict) else [("", keys)]:
-            flat[f"{section}.{key}".rstrip(".")] = (
-                list(value) if isinstance(value, tuple) else value
-            )
+            name = f"{section}.{key}".rstrip(".")
+            flat[name] = list(value) if isinstance(value, tuple) else value
     return flat
 
 
@@ -260,12 +252,12 @@ def _check_folder(
         )
     own = known_run(run)
     if others := checkpoints.of_other_runs(own.run_id if own else None):
-        names = ", ".join(f"step-{step} of run {run_id}" for step, run_id in others.items())
         raise UserError(
-            f"{checkpoints.path} holds {names}, and {run.path} is "
-            f"{f'run {own.run_id}' if own else 'a new run'}: a folder holds the checkpoints of one "
-            "run. Choose another with --checkpoint.folder or --job.dump_folder, or move those away;"
-            " --checkpoint.initial_load_path STEP starts a new run from one of them"
+            f"{checkpoints.path} holds "
+            f"{', '.join(f'step-{step} of run {run_id}' for step, run_id in others.items())}, and "
+            f"{run.path} is {f'run {own.run_id}' if own else 'a new run'}: a folder holds the "
+            "checkpoints of one run. Choose another with --checkpoint.folder or --job.dump_folder, "
+            "or start a new run from one of them with --checkpoint.initial_load_path STEP"
         )
     if not fresh and checkpoints.steps() and not run.config_file.exists():
         raise UserError(
@@ -281,8 +273,8 @@ def _check_folder(
         if path.is_relative_to(archive.parent) and not path.is_relative_to(archive):
             raise UserError(
                 f"checkpoint.initial_load_path = {initial} is one of the checkpoints that "
-                "--checkpoint.fresh moves away. Choose another folder for the new run with "
-                "--job.dump_folder, or copy the checkpoint to another place first"
+                "--checkpoint.fresh moves away. Choose another --job.dump_folder for the new run, "
+                "or copy the checkpoint to another place first"
             )
         check_initial(initial, weights, model_only=job.checkpoint.initial_load_model_only)
     check_room(checkpoints, full_bytes(weights))
@@ -296,8 +288,7 @@ def _settle_folder(
     for sentence in checkpoints.recover():
         logger.info(f"NOTE: {sentence}")
     if strays := checkpoints.strays():
-        names = ", ".join(strays)
-        logger.info(f"NOTE: in {checkpoints.path}, but no part of it, and left alone: {names}")
+        logger.info(f"NOTE: no checkpoints, left alone in {checkpoints.path}: {', '.join(strays)}")
     if fresh:
         kept = checkpoints.archive_all(run.path, "--checkpoint.fresh")
         mark_obeyed(run.obeyed_file, FRESH)
@@ -312,89 +303,82 @@ def _settle_folder(
 # -- inside the trainer --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What one launch is, on every rank; `record` is rank 0's, None in benches."""
+def announce(
+    step: int,
+    *,
+    folder: RunFolder,
+    config: dict[str, Any],
+    compared: Comparison,
+    canon: CanonChoice | None,
+    record: LaunchRecord | None,
+    metrics: CanonMetrics,
+    council: Council,
+) -> None:
+    """Record and log what this launch is, and that it begins at `step`; collective.
 
-    folder: RunFolder
-    config: dict[str, Any]
-    compared: Comparison
-    canon: CanonChoice | None
-    record: LaunchRecord | None
+    `record` is rank 0's, None in benches.
+    """
+    if council.rank == 0:
+        folder.done_file.unlink(missing_ok=True)
+    hosts = [""] * council.world_size
+    dist.all_gather_object(hosts, host_name())
+    facts: dict[str, Any] = {
+        "world_size": council.world_size,
+        "hosts": list(dict.fromkeys(hosts)),
+        "torch": torch.__version__,
+        "torchtitan": torchtitan.__version__,
+        "data_fingerprint": compared.identity["data_fingerprint"],
+        HELD_OUT: compared.identity.get(HELD_OUT),
+        "config_hash": config_hash(config, without=OWN_TO_A_LAUNCH),
+        **(record.header() if record is not None else {}),
+    }
+    differences = compared.changes | compared.config_changes
+    if canon is not None:
+        facts |= {"canon_backend": canon.backend, "canon_backend_why": canon.why}
+        if record is not None and step and "model.canon_backend" not in differences:
+            before = (newest_launch(folder) or {}).get("canon_backend")
+            if before not in (None, canon.backend):  # what `auto` was at the last launch
+                differences["canon_backend"] = [before, canon.backend]
+    if step:
+        metrics.event("resume", from_step=step, **facts)
+    else:
+        metrics.event("start", **facts)
+    if canon is not None and canon.refused:
+        metrics.event("canon_fallback", step=step, refused="triton", reason=canon.refused)
+    code = compared.code_changes
+    if differences or code:
+        metrics.event("changed", step=step, run=compared.changes, config=differences, code=code)
+    # after what it makes unseen: killed before, the next launch says it all again
+    metrics.flush()
+    council.decide(lambda: _write_config(folder, config, compared))
+    if record is not None:
+        kept = ("world_size", "hosts", "config_hash", "canon_backend")
+        versions = {name: facts.get(name) for name in ("canon_pretrain", "torch", "torchtitan")}
+        own = {name: facts.get(name) for name in kept} | {"from_step": step}
+        problems = record.write(
+            folder,
+            config=config,
+            identity=compared.identity,
+            code=compared.code,
+            facts=own | {"versions": versions, "devices": _devices()},
+        )
+        for problem in problems:
+            logger.warning(f"{problem}. The run goes on")
+    for name, (old, new) in differences.items():
+        mark = " (allowed by run.allow_changes)" if name in compared.changes else ""
+        logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")
+    if code:
+        logger.warning(f"the code has changed since the last launch: {', '.join(code)}")
 
-    def announce(self, step: int, metrics: CanonMetrics, council: Council) -> None:
-        """Record and log what this launch is, and that it begins at `step`; collective."""
-        compared, canon, record = self.compared, self.canon, self.record
-        if council.rank == 0:
-            self.folder.done_file.unlink(missing_ok=True)
-        hosts = [""] * council.world_size
-        dist.all_gather_object(hosts, host_name())
-        facts: dict[str, Any] = {
-            "world_size": council.world_size,
-            "hosts": list(dict.fromkeys(hosts)),
-            "torch": torch.__version__,
-            "torchtitan": torchtitan.__version__,
-            "data_fingerprint": compared.identity["data_fingerprint"],
-            HELD_OUT: compared.identity.get(HELD_OUT),
-            "config_hash": config_hash(self.config, without=OWN_TO_A_LAUNCH),
-            **(record.header() if record is not None else {}),
-        }
-        if canon is not None:
-            facts |= {"canon_backend": canon.backend, "canon_backend_why": canon.why}
-        if step:
-            metrics.event("resume", from_step=step, **facts)
-        else:
-            metrics.event("start", **facts)
-        if canon is not None and canon.refused:
-            metrics.event("canon_fallback", step=step, refused="triton", reason=canon.refused)
-        differences = compared.changes | compared.config_changes | self._canon_change(step)
-        code = compared.code_changes
-        if differences or code:
-            metrics.event("changed", step=step, run=compared.changes, config=differences, code=code)
-        # after what it makes unseen: killed before, the next launch says it all again
-        metrics.flush()
-        council.decide(self._write_config)
-        if record is not None:
-            kept = ("world_size", "hosts", "config_hash", "canon_backend")
-            versions = {name: facts.get(name) for name in ("canon_pretrain", "torch", "torchtitan")}
-            own = {name: facts.get(name) for name in kept} | {"from_step": step}
-            problems = record.write(
-                self.folder,
-                config=self.config,
-                identity=compared.identity,
-                code=compared.code,
-                facts=own | {"versions": versions, "devices": _devices()},
-            )
-            for problem in problems:
-                logger.warning(f"{problem}. The run goes on")
-        for name, (old, new) in differences.items():
-            mark = " (allowed by run.allow_changes)" if name in compared.changes else ""
-            logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")
-        if code:
-            names = ", ".join(code)
-            logger.warning(
-                f"the code has changed since the last launch, in canon_pretrain/: {names}"
-            )
 
-    def _canon_change(self, step: int) -> dict[str, list[Any]]:
-        """Return what `auto` was at the run's last launch, if that differs; for rank 0."""
-        if self.canon is None or self.record is None or not step:
-            return {}
-        old = (newest_launch(self.folder) or {}).get("canon_backend")
-        is_named = "model.canon_backend" in self.compared.config_changes
-        if old in (None, self.canon.backend) or is_named:
-            return {}
-        return {"canon_backend": [old, self.canon.backend]}
-
-    def _write_config(self) -> None:
-        compared = self.compared
-        try:
-            self.folder.write_config(self.config, compared.identity, compared.code)
-        except OSError as error:
-            raise UserError(
-                f"{self.folder.config_file} cannot be written: {error.strerror}. Without it the "
-                "run could not be resumed; make room, or choose another --job.dump_folder"
-            ) from None
+def _write_config(folder: RunFolder, config: dict[str, Any], compared: Comparison) -> None:
+    try:
+        folder.write_config(config, compared.identity, compared.code)
+    except OSError as error:
+        raise UserError(
+            f"{folder.config_file} cannot be written: {error.strerror}. Without it the run could "
+            "not be resumed; make room, or choose another --job.dump_folder"
+        ) from None
 
 
 def _devices() -> dict[str, Any]:

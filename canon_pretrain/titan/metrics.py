@@ -1,22 +1,36 @@
-"""What a training step reports: a line in log.jsonl, and progress for the user who watches."""
+"""What a training step shows of itself: a line in log.jsonl, progress for a user, and traces.
+
+torchtitan's own profiler hands torch a None for a missing accelerator, its trace can end a run on a
+full disk, and it knows no Canon. The files are where it puts them, profile_traces/iteration_N/
+rankK_trace.json in the run folder, and `python -m canon_pretrain.run profile RUN` reads them.
+"""
 
 import contextlib
 import copy
+import os
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+from torchtitan.tools.profiling import maybe_enable_memory_snapshot
 from torchtitan.tools.utils import device_type
 
 from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.model.args import FLOPS_FORMULA
+from canon_pretrain.model.canon import Canon
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.live_export import LiveExports
 from canon_pretrain.run.log import RunLog, read_tail
+from canon_pretrain.run.trace import CANON, DATA
 from canon_pretrain.titan.console import Console, is_terminal
 from canon_pretrain.titan.data import CanonDataLoader
 from canon_pretrain.titan.device import has_accelerator
@@ -52,7 +66,7 @@ class CanonMetrics(MetricsProcessor):
         self._exports = LiveExports()
         self.console = Console(job.training.steps, colour=not job.metrics.disable_color_printing)
         self.run_log: RunLog | None = None
-        if torch.distributed.get_rank() == 0:
+        if dist.get_rank() == 0:
             self.run_log = RunLog(RunFolder(Path(job.job.dump_folder)).log_file, may_write)
 
     def event(self, name: str, **fields: Any) -> None:
@@ -91,8 +105,8 @@ class CanonMetrics(MetricsProcessor):
         self.console.begin(step, past)
         self._exports.start(self.job_config.metrics, self.run_log.path.parent)
 
-    def validation(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Report a held-out loss; its `seconds` are no part of the speed of training."""
+    def validation(self, step: int, fields: dict[str, Any]) -> None:
+        """Report a held-out loss; its `seconds` are not part of the speed of training."""
         self.event("validation", step=step, **fields)
         self.time_last_log += fields["seconds"]
         if self.run_log is not None:
@@ -127,8 +141,7 @@ class CanonMetrics(MetricsProcessor):
         }
         if has_accelerator():  # a CPU has no stated peak to be a fraction of
             flops = self.num_flops_per_token * tokens_per_second / self.world_size
-            fields["mfu"] = flops / self.gpu_peak_flops
-            fields["mfu_formula"] = FLOPS_FORMULA
+            fields |= {"mfu": flops / self.gpu_peak_flops, "mfu_formula": FLOPS_FORMULA}
         fields["data_digests"] = self._global_digests()
         fields["source_tokens"] = self._dataloader.source_tokens
         self.event("step", **fields)
@@ -149,7 +162,7 @@ class CanonMetrics(MetricsProcessor):
         own = self._dataloader.take_digests()
         signed = [digest - (1 << 64) if digest >= 1 << 63 else digest for digest in own]
         total = torch.tensor(signed, dtype=torch.int64, device=device_type)
-        torch.distributed.all_reduce(total)
+        dist.all_reduce(total)
         return [f"{digest % (1 << 64):016x}" for digest in total.tolist()]
 
     def close(self) -> None:
@@ -159,3 +172,91 @@ class CanonMetrics(MetricsProcessor):
             self.run_log = None
         self._exports.finish()
         super().close()
+
+
+# -- torchtitan's [profiling] --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def profiling(job: CanonJobConfig, model: nn.Module, *, step: int) -> Iterator[list[Any]]:
+    """Yield what wants its `step()` called after each step: nothing unless the job asks for it.
+
+    `step` is where the launch begins; cycles of `profiling.profile_freq` count from step 0.
+    """
+    config, folder = job.profiling, job.job.dump_folder
+    with contextlib.ExitStack() as stack:
+        tools = []
+        if config.enable_profiling:
+            # compiled blocks would have to leave their graph for the names
+            if not (job.compile.enable and "model" in job.compile.components):
+                _name_canon(model, stack)
+            traces = Path(folder) / config.save_traces_folder
+            tools.append(stack.enter_context(_tracing(config, traces, step)))
+        if config.enable_memory_snapshot and has_accelerator():
+            snapshot = maybe_enable_memory_snapshot(config, global_step=step, base_folder=folder)
+            tools.append(stack.enter_context(snapshot))
+        elif config.enable_memory_snapshot:
+            logger.warning("profiling.enable_memory_snapshot: only a GPU's memory can be recorded")
+        yield tools
+
+
+def named_data(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the same batches; a trace shows the time that each one was waited for."""
+    while True:
+        with record_function(DATA):
+            batch = next(batches)
+        yield batch
+
+
+@contextlib.contextmanager
+def _tracing(config: Any, folder: Path, step: int) -> Iterator[profile]:
+    written: list[int] = []
+
+    def write(profiler: profile) -> None:
+        path = folder / f"iteration_{profiler.step_num}" / f"rank{dist.get_rank()}_trace.json"
+        unfinished = path.with_name(f".{path.name}")  # a reader finds whole ones only
+        begin = time.monotonic()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(unfinished))
+            os.replace(unfinished, path)
+        except (OSError, RuntimeError) as error:  # what torch makes of a file it can't write
+            logger.warning(f"the trace {path} could not be written: {error}; training goes on")
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            return
+        written.append(profiler.step_num)
+        logger.info(f"wrote {path} in {time.monotonic() - begin:.1f} s")
+
+    warmup, active = config.profiler_warmup, config.profiler_active
+    cycle = schedule(wait=config.profile_freq - warmup - active, warmup=warmup, active=active)
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * has_accelerator()]
+    logger.info(f"tracing {active} of every {config.profile_freq} steps: {folder}")
+    # each trace is of its own cycle: that is what is wanted
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+    with profile(
+        activities=activities, schedule=cycle, on_trace_ready=write, record_shapes=True
+    ) as profiler:
+        profiler.step_num = step
+        yield profiler
+    if not written:
+        logger.warning(
+            "no trace was written: this launch ended before a cycle of "
+            f"profiling.profile_freq = {config.profile_freq} steps did"
+        )
+
+
+def _name_canon(model: nn.Module, stack: contextlib.ExitStack) -> None:
+    """Let traces show where each Canon layer begins and ends, until `stack` is closed."""
+    open_scopes: list[record_function] = []
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        open_scopes.append(record_function(CANON).__enter__())
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        open_scopes.pop().__exit__(None, None, None)
+
+    for layer in model.modules():
+        if isinstance(layer, Canon):
+            stack.callback(layer.register_forward_pre_hook(enter).remove)
+            stack.callback(layer.register_forward_hook(leave, always_call=True).remove)

@@ -1,7 +1,6 @@
 """From one model to one sharded over all ranks, or those of a replica: compile, FSDP2, weights.
 
-FSDP2 is applied at one rank too, so that a run has the same numerics (mixed precision above all)
-and the same checkpoint at any world size.
+FSDP2 is applied at one rank too: the same numerics and checkpoint at any world size.
 """
 
 from typing import Any
@@ -37,8 +36,8 @@ def parallelize(
 ) -> Transformer:
     """Apply activation checkpointing, torch.compile per block and FSDP2, as the job asks; in place.
 
-    `model` is on the meta device; without `parallel_dims` it is not sharded (a bench). Gradients
-    are summed, not averaged: the trainer divides the loss by the tokens of the whole global batch.
+    `model` is on the meta device; without `parallel_dims` it is not sharded. Gradients are summed,
+    not averaged: the trainer divides the loss by the tokens of the whole global batch.
     """
     check_attention(model, job, device_type)
     compiled = job.compile.enable and "model" in job.compile.components
@@ -88,9 +87,9 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
     elif way not in ("sdpa", "flex") and dtype == "float32":
         problem = f"which takes bfloat16, but training.mixed_precision_param = {dtype}"
     if problem:
-        asked = job.model.attention_backend
         raise UserError(
-            f'model.attention_backend = "{asked}" takes {way} here, {problem}; choose "auto"',
+            f'model.attention_backend = "{job.model.attention_backend}" takes {way} here, '
+            f'{problem}; choose "auto"',
             shared=True,
         )
 
@@ -98,8 +97,7 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
     """Return the mesh to shard over, also for a single rank, for which torchtitan has none.
 
-    With replicas (HSDP) it has two dimensions: FSDP2 shards over the last and replicates over the
-    first, so that a replica is made of neighboring ranks.
+    With replicas (HSDP) FSDP2 shards over the last dimension and replicates over the first.
     """
     if parallel_dims.dp_replicate > 1:
         if not parallel_dims._meshes:
@@ -121,9 +119,8 @@ def shard(
 ) -> None:
     """Apply FSDP2 over `mesh`, in place: embedding, each block, and norm with output are units.
 
-    A tied embedding is used first and last in a step, so it and the norm are the root's. `policy`
-    (torchtitan's fsdp_reshard_after_forward): "never" keeps what forward has gathered for backward,
-    "always" gathers all anew; by "default" backward's first unit is kept.
+    A tied embedding is used first and last in a step, so it and the norm are the root's. `policy`:
+    torchtitan's fsdp_reshard_after_forward; by "default" backward's first unit stays gathered.
     """
     check_choice("parallelism.fsdp_reshard_after_forward", policy, ("default", "never", "always"))
     options: dict[str, Any] = {
@@ -151,10 +148,9 @@ def shard(
 
 @torch.no_grad()
 def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
-    """Clip the gradients' total norm; returns what it was, the same on every rank.
+    """Clip the gradients' total norm; return what it was, the same on every rank.
 
-    Replicas (HSDP) take the mean of their norms: bad memory on one is then seen by all, and no
-    replica skips a step alone.
+    Replicas (HSDP) take the mean of their norms, so that none skips a step alone.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)

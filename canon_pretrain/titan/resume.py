@@ -1,12 +1,10 @@
 """Where a launch resumes: the newest checkpoint that is whole, proved by all ranks.
 
 newest first -> every file's hash, shared out over the ranks -> pickles against an allow-list
-manifest and .metadata are read by rank 0 alone, and broadcast
 damaged: into quarantine, loudly, and the next one is tried
 none left: an error; a run that has had checkpoints never restarts from step 1 by itself
 """
 
-import functools
 import logging
 import socket
 import time
@@ -14,7 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -40,6 +38,7 @@ from canon_pretrain.run.launches import newest_launch
 from canon_pretrain.run.log import read_log
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 IO_TIMEOUT = timedelta(hours=2)
 """What is decided by the state of a disk takes as long as the disk takes; the collective timeout of
@@ -47,9 +46,9 @@ a training step is a minute or two."""
 
 
 class Council:
-    """Decisions of rank 0 that all ranks share, over a gloo group of their own.
+    """Decisions of rank 0 that all ranks share, over a gloo group of their own; all collective.
 
-    Every method is collective. One is enough for a run: its group takes a socket per other rank.
+    One is enough for a run: its group takes a socket per other rank.
     """
 
     def __init__(self) -> None:
@@ -124,34 +123,32 @@ class Resume:
         self._event = event
 
     def take_up(self, asked: int, *, initial: str, initial_model_only: bool) -> int | None:
-        """Load step `asked`, or with -1 the newest whole one; returns the step, if any; collective.
+        """Load step `asked`, or with -1 the newest whole one; return the step, if any; collective.
 
         If the run has no checkpoint yet, the state may come from the folder `initial`. Raises
         UserError if steps are there, or were, and none is whole, and for one of another model.
         """
         if asked == -1:
             self._council.decide(self._set_late_ones_aside)
-        while True:
-            step = self._council.decide(lambda: self._candidate(asked))
-            if step is None:
-                self._begin(initial, initial_model_only)
-                return None
-            path = self.folder.step_path(step)
-            begin = time.monotonic()
+        while (step := self._council.decide(lambda: self._candidate(asked))) is not None:
+            path, begin = self.folder.step_path(step), time.monotonic()
             found = self._verify(path)
             if isinstance(found, Verified):
-                break
-            if asked != -1:
-                raise UserError(
-                    f"checkpoint.load_step = {asked}: {path} is damaged: {'; '.join(found)}",
-                    shared=True,
+                self._read(path, found)
+                if found.manifest.run_id is None:
+                    logger.info(f"NOTE: {path} names no run, as older ones; taken for this run's")
+                logger.info(
+                    f"took up {path}, verified and read in {time.monotonic() - begin:.1f} s"
                 )
-            self._council.decide(functools.partial(self._set_aside, path, "; ".join(found)))
-        self._read(path, found)
-        if found.manifest.run_id is None:
-            logger.info(f"NOTE: {path} names no run, as older checkpoints; taken for this run's")
-        logger.info(f"took up {path}, verified and read in {time.monotonic() - begin:.1f} s")
-        return step
+                return int(step)
+            text = "; ".join(found)
+            if asked != -1:
+                fault = f"checkpoint.load_step = {asked}: {path} is damaged: {text}"
+                raise UserError(fault, shared=True)
+            self._council.decide(lambda path=path, text=text: self._set_aside(path, text))
+        if initial:
+            self._begin_from(Path(initial), initial_model_only)
+        return None
 
     def _set_late_ones_aside(self) -> None:
         """Move checkpoints that a launch committed after another took the run over; rank 0 only.
@@ -163,10 +160,8 @@ class Resume:
             return
         for step in self.folder.steps():
             path = self.folder.step_path(step)
-            try:
-                launch = Manifest.read(path).launch
-            except DamagedCheckpoint:
-                continue  # for the search to find
+            manifest = _or_fault(lambda path=path: Manifest.read(path))
+            launch = None if isinstance(manifest, str) else manifest.launch
             if step > begin and launch is not None and launch < newest["launch"]:
                 text = (
                     f"launch {launch} saved step {step} after launch {newest['launch']} had taken "
@@ -176,49 +171,39 @@ class Resume:
 
     def _candidate(self, asked: int) -> int | None:
         """Return the step to try next, None to start at step 1; rank 0 only. Raises UserError."""
-        if asked != -1:
-            if asked not in self.folder.steps():
-                there = ", ".join(map(str, self.folder.steps())) or "none"
-                raise UserError(
-                    f"checkpoint.load_step = {asked}: not in {self.folder.path}; steps that are "
-                    f"there: {there}"
-                )
-            return asked
-        weights_only: list[int] = []
-        for step in reversed(self.folder.steps()):
-            try:
-                if Manifest.read(self.folder.step_path(step)).kind == "full":
-                    return step
-            except DamagedCheckpoint:
-                return step  # to be found damaged
-            weights_only.insert(0, step)
-        aside = [entry.path.name for entry in self.folder.quarantined()]
-        facts: dict[str, list[Any]] = {
-            "steps with weights alone": weights_only,
-            "in quarantine": [name for name in aside if not name.startswith(".")],
-            "steps that the log says were saved": self._steps_in_the_log()[-3:],
-        }
-        if any(facts.values()):
-            text = "; ".join(
-                f"{what}: {', '.join(map(str, which))}" for what, which in facts.items() if which
-            )
+        steps = self.folder.steps()
+        if asked != -1 and asked not in steps:
             raise UserError(
-                f"{self.folder.path} holds no whole checkpoint to go on from ({text}), and a run "
-                "does not begin again at step 1 by itself. Put a whole checkpoint there, or begin "
-                "again with --checkpoint.fresh, which moves all that is there to "
-                f"{self.run.path / 'archive'}"
+                f"checkpoint.load_step = {asked}: not in {self.folder.path}; steps that are there: "
+                f"{', '.join(map(str, steps)) or 'none'}"
             )
-        return None
-
-    def _steps_in_the_log(self) -> list[int]:
-        """Return steps that were saved, by the log, which a purge of old files may spare."""
-        saved: list[int] = []
+        if asked != -1:
+            return asked
+        for step in reversed(steps):
+            manifest = _or_fault(lambda step=step: Manifest.read(self.folder.step_path(step)))
+            if isinstance(manifest, str) or manifest.kind == "full":  # or to be found damaged
+                return step
+        saved: list[int] = []  # by the log, which a purge of old files may spare
         for event in read_log(self.run.log_file) if self.run.log_file.exists() else []:
             if event["event"] == "checkpoint":
                 saved.append(event["step"])
             elif event["event"] == "archive":
                 saved = [step for step in saved if step <= event["step"]]
-        return saved
+        aside = [entry.path.name for entry in self.folder.quarantined()]
+        facts: dict[str, list[Any]] = {
+            "steps with weights alone": steps,
+            "in quarantine": [name for name in aside if not name.startswith(".")],
+            "steps that the log says were saved": saved[-3:],
+        }
+        if any(facts.values()):
+            texts = (f"{what}: {', '.join(map(str, x))}" for what, x in facts.items() if x)
+            raise UserError(
+                f"{self.folder.path} holds no whole checkpoint to go on from ({'; '.join(texts)}), "
+                "and a run does not begin again at step 1 by itself. Put a whole checkpoint there, "
+                "or begin again with --checkpoint.fresh, which moves all that is there to "
+                f"{self.run.path / 'archive'}"
+            )
+        return None
 
     def _verify(self, path: Path, *, weights_suffice: bool = False) -> Verified | list[str]:
         """Return a checkpoint proved whole, or its faults; each rank reads its share of files.
@@ -226,11 +211,11 @@ class Resume:
         What another rank alone finds wrong is read by rank 0 as well: a good checkpoint is not set
         aside for one node's bad mount.
         """
-        manifest = self._council.decide(lambda: _read_manifest(path))
+        manifest = self._council.decide(lambda: _or_fault(lambda: Manifest.read(path)))
         if isinstance(manifest, str):
             return [manifest]
         faults: list[str] = []
-        unreadable, metadata = False, b""
+        unreadable, metadata = None, b""
         names = [name for name in manifest.files if name != METADATA]
         names.sort(key=lambda name: (-manifest.files[name].bytes, name))
         own = names[self._council.rank :: self._council.world_size]
@@ -244,21 +229,27 @@ class Resume:
         except DamagedCheckpoint as error:
             faults.append(str(error))
         except OSError as error:
-            faults, unreadable = [str(error)], True
-        found = self._council.collect([f"{socket.gethostname()}: {fault}" for fault in faults])
+            faults, unreadable = [str(error)], error
+        host = socket.gethostname()
+        found = self._council.collect([f"{host}: {fault}" for fault in faults])
 
         def judge() -> Verified | list[str]:
-            if unreadable:
-                raise _unreadable(path, faults[0])
-            if found and 0 not in found:
-                rank, (text, *_) = next(iter(found.items()))
-                return [_fault_for_rank_0(path, rank, text)]
-            if found:
+            if unreadable is not None:
+                raise UserError(f"{path} cannot be read on {host}: {unreadable}")
+            if 0 in found:
                 return faults
-            try:  # only now: the pickles of a damaged file are not even opened
-                return Verified(manifest, check_safe(path, metadata))
-            except DamagedCheckpoint as error:
-                return [str(error)]
+            if found:
+                whole = _or_fault(lambda: verify(path, workers=4))
+                if isinstance(whole, str):
+                    return [whole]
+                rank, (text, *_) = next(iter(found.items()))
+                raise UserError(
+                    f"{path} is whole for rank 0 on {host}, but rank {rank} reports: {text}. All "
+                    "nodes must see the same run folder: check that node's mount. Nothing was moved"
+                )
+            # only now: the pickles of a damaged file are not even opened
+            safe = _or_fault(lambda: check_safe(path, metadata))
+            return [safe] if isinstance(safe, str) else Verified(manifest, safe)
 
         return self._council.decide(judge)
 
@@ -281,32 +272,24 @@ class Resume:
         )
         self._model.load_state_dict(state)
 
-    def _begin(self, initial: str, model_only: bool) -> None:
-        """Begin from the checkpoint folder `initial` if one is named, else from the seeds."""
-        if not initial:
-            return
-        path = Path(initial)
+    def _begin_from(self, path: Path, model_only: bool) -> None:
+        """Begin a run from the checkpoint folder `path`."""
         found: Verified | list[str] = ["there is no such folder"]
         if path.is_dir():
             found = self._verify(path, weights_suffice=model_only)
         if not isinstance(found, Verified):
-            raise _refused_initial(initial, found)
+            raise _refused_initial(path, found)
         self._read(path, found, model_only=model_only)
-        manifest = found.manifest
-
-        def tell_origin() -> None:
-            what = "weights" if model_only else "whole state"
-            logger.info(f"began from {path}: the {what} of step {manifest.step}")
-            self._event(
-                "initial_load",
-                checkpoint=str(path.resolve()),
-                checkpoint_step=manifest.step,
-                saved=manifest.saved,
-                manifest_sha256=sha256_file(path / MANIFEST),
-                model_only=model_only,
-            )
-
-        self._council.decide(tell_origin)
+        what, manifest = "weights" if model_only else "whole state", found.manifest
+        logger.info(f"began from {path}: the {what} of step {manifest.step}")
+        self._event(
+            "initial_load",
+            checkpoint=str(path.resolve()),
+            checkpoint_step=manifest.step,
+            saved=manifest.saved,
+            manifest_sha256=self._council.decide(lambda: sha256_file(path / MANIFEST)),
+            model_only=model_only,
+        )
 
 
 def leave_branch(
@@ -326,18 +309,17 @@ def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool
     """
     path = Path(initial)
     if not path.is_dir():
-        raise _refused_initial(initial, ["there is no such folder"])
+        raise _refused_initial(path, ["there is no such folder"])
     try:
-        manifest = verify(path, workers=4)
-        if faults := _faults_of_the_whole(path, manifest, model_only):
-            raise _refused_initial(initial, faults)
+        if faults := _faults_of_the_whole(path, verify(path, workers=4), model_only):
+            raise _refused_initial(path, faults)
         metadata = check_safe(path)
     except DamagedCheckpoint as error:
-        raise _refused_initial(initial, [str(error)]) from None
+        raise _refused_initial(path, [str(error)]) from None
     _check_model(path, metadata, model)
 
 
-def _refused_initial(initial: str, faults: list[str]) -> UserError:
+def _refused_initial(initial: Path, faults: list[str]) -> UserError:
     return UserError(
         f"checkpoint.initial_load_path = {initial}: {'; '.join(faults)}. Expected a whole "
         "checkpoint of this project: RUN/checkpoint/step-N, or what an import wrote",
@@ -345,39 +327,18 @@ def _refused_initial(initial: str, faults: list[str]) -> UserError:
     )
 
 
-def _unreadable(path: Path, fault: str) -> UserError:
-    return UserError(f"{path} cannot be read on {socket.gethostname()}: {fault}")
-
-
-def _read_manifest(path: Path) -> Manifest | str:
-    """Return the manifest of a checkpoint, or what is wrong with it."""
+def _or_fault(read: Callable[[], T]) -> T | str:
+    """Return what `read` returns, or what is wrong with the checkpoint that it reads."""
     try:
-        return Manifest.read(path)
+        return read()
     except DamagedCheckpoint as error:
         return str(error)
-    except OSError as error:
-        raise _unreadable(path, str(error)) from None
-
-
-def _fault_for_rank_0(path: Path, rank: int, fault: str) -> str:
-    """Return what rank 0 finds wrong where `rank` found `fault`. Raises UserError if nothing."""
-    try:
-        verify(path, workers=4)
-    except DamagedCheckpoint as error:
-        return str(error)
-    except OSError as error:
-        raise _unreadable(path, str(error)) from None
-    raise UserError(
-        f"{path} is whole for rank 0 on {socket.gethostname()}, but rank {rank} says: {fault}. All "
-        "nodes must see the same run folder: check that node's mount. Nothing was moved"
-    )
 
 
 def _faults_of_the_whole(path: Path, manifest: Manifest, weights_suffice: bool) -> list[str]:
     """Return what is wrong besides the content of the files that the manifest names."""
-    faults = [
-        f"{name} is not in the manifest" for name in files_of(path) if name not in manifest.files
-    ]
+    strange = [name for name in files_of(path) if name not in manifest.files]
+    faults = [f"{name} is not in the manifest" for name in strange]
     if manifest.kind != "full" and not weights_suffice:
         faults.append("it holds weights alone and can't be resumed")
     if path.name != f"step-{manifest.step}":
@@ -387,13 +348,12 @@ def _faults_of_the_whole(path: Path, manifest: Manifest, weights_suffice: bool) 
 
 def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) -> None:
     """Raise UserError unless the checkpoint has each tensor of `model` in its shape."""
-    stored = metadata.state_dict_metadata
     for name, tensor in model.items():
-        size = getattr(stored.get(name), "size", None)
+        size = getattr(metadata.state_dict_metadata.get(name), "size", None)
         if size != tensor.shape:
-            there = "absent" if size is None else f"of shape {tuple(size)}"
             raise UserError(
-                f"{path} is of another model: {name} is {there} there, expected "
+                f"{path} is of another model: {name} is "
+                f"{'absent' if size is None else f'of shape {tuple(size)}'} there, expected "
                 f"{tuple(tensor.shape)}",
                 shared=True,
             )

@@ -1,8 +1,11 @@
-"""The TrainSpec that plugs our model, schedule, data and metrics into torchtitan's Trainer.
+"""The TrainSpec that plugs our model, loss, schedule, data and metrics into torchtitan's Trainer.
 
 After the warm-up, the learning rate is a cosine, a line or 1 - sqrt down to `min_lr_factor` at the
 run's end; with `decay_ratio` (WSD) it is stable first and decays in that last share of the run;
 with `decay_steps` (InfiniteLR, seed 000) the decay does not depend on `training.steps`.
+
+Losses are sums over tokens: the trainer divides them by the tokens of the global batch. Shapes:
+N tokens, D hidden, V vocabulary.
 """
 
 import contextlib
@@ -13,17 +16,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torchtitan.train
-from torch import nn
+from torch import Tensor, nn
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.model import BaseModelArgs
 
+from canon_pretrain.kernels.linear_cross_entropy import linear_cross_entropy
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token, num_parameters
-from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.model.transformer import HeadLoss, Transformer
+from canon_pretrain.run.config import Loss
 from canon_pretrain.titan.job_config import CanonJobConfig, LRScheduler
-from canon_pretrain.titan.loss import build_loss
 from canon_pretrain.titan.parallelize import parallelize, write_shard
 
 
@@ -58,6 +64,50 @@ class TitanTransformer(Transformer):
         super().init_weights(write=write_shard, buffer_device=buffer_device)
 
 
+def cross_entropy_and_objective(
+    logits_NV: Tensor, labels_N: Tensor, *, z_loss: float = 0.0, squared_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return each token's cross-entropy l in nats, detached, and the sum of what is minimized.
+
+    l plus z_loss (logsumexp of its logits)^2 (PaLM: Chowdhery et al. 2022, section 5), or plus
+    squared_loss l^2 (the released models' code). Float32. l of an IGNORE_INDEX label is 0.
+    """
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    each_N = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_INDEX, reduction="none")
+    if not z_loss and not squared_loss:
+        return each_N.detach(), each_N.sum()
+    added_N = squared_loss * each_N.square()
+    if z_loss:
+        # logsumexp from what is there: its own backward would hold the logits once more
+        label_N1 = labels_N.clamp(min=0)[:, None]
+        z_N = each_N + logits_NV.gather(1, label_N1)[:, 0]
+        added_N = z_loss * z_N.square() * (labels_N != IGNORE_INDEX)
+    return each_N.detach(), (each_N + added_N).sum()
+
+
+def head_loss(config: Loss, compile_backend: str | None = None) -> HeadLoss:
+    """Return the loss that `[loss]` asks for, of a head's input, weight and labels.
+
+    With chunk_tokens = 0, autograd differentiates `cross_entropy_and_objective` of whole logits.
+    """
+    terms: dict[str, Any] = {"z_loss": config.z_loss, "squared_loss": config.squared_loss}
+    if config.chunk_tokens:
+        terms |= {"chunk_tokens": config.chunk_tokens, "compile_backend": compile_backend}
+        return functools.partial(linear_cross_entropy, **terms)
+    of_logits: Callable[..., tuple[Tensor, Tensor]]
+    of_logits = functools.partial(cross_entropy_and_objective, **terms)
+    if compile_backend:
+        of_logits = torch.compile(of_logits, backend=compile_backend)
+    return lambda h_ND, weight_VD, labels_N: of_logits(F.linear(h_ND, weight_VD), labels_N)
+
+
+def build_loss(job_config: CanonJobConfig, **kwargs: object) -> HeadLoss:
+    """Build the loss; compiled where compile.components has "loss"."""
+    config = job_config.compile
+    is_compiled = config.enable and "loss" in config.components
+    return head_loss(job_config.loss, compile_backend=config.backend if is_compiled else None)
+
+
 def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
     """Return what the peak rate is multiplied with at `step` (0 is the first).
 
@@ -86,16 +136,11 @@ def build_schedule(
 
 
 @contextlib.contextmanager
-def plugged_in(
-    *,
-    build_dataloader: Callable[..., Any],
-    build_metrics: Callable[..., Any],
-    build_validator: Callable[..., Any],
-    build_checkpointer: Callable[..., Any],
-) -> Iterator[None]:
+def plugged_in(build_checkpointer: Callable[..., Any], **builders: Any) -> Iterator[None]:
     """Let torchtitan's Trainer build `model.name = "canon"` by these functions, within the block.
 
-    register_train_spec() would refuse a second Trainer, and keep what the functions are bound to.
+    `builders` are the TrainSpec's that are bound to one trainer. register_train_spec() would refuse
+    a second Trainer, and keep what they are bound to.
     """
     specs, manager = train_spec._extra_train_specs, torchtitan.train.CheckpointManager
     specs["canon"] = train_spec.TrainSpec(
@@ -106,11 +151,9 @@ def plugged_in(
         pipelining_fn=None,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_schedule,
-        build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=None,
         build_loss_fn=build_loss,
-        build_metrics_processor_fn=build_metrics,
-        build_validator_fn=build_validator,
+        **builders,
     )
     torchtitan.train.CheckpointManager = build_checkpointer
     try:

@@ -1,11 +1,9 @@
-"""torchtitan's Trainer as a run of ours: one folder, counted tokens, and no end that loses it.
-
-The loop is here, since each step also judges its gradient, asks all ranks whether to stop, and
-learns how the last checkpoint went. None of this makes the host wait for a running step.
-"""
+"""torchtitan's Trainer with a loop of ours, in which the host waits for no running step: each step
+judges its gradient, asks all ranks whether to stop, and learns how the last checkpoint went."""
 
 import contextlib
 import faulthandler
+import math
 import os
 import time
 from collections import deque
@@ -41,10 +39,9 @@ from canon_pretrain.titan.data import (
 )
 from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
-from canon_pretrain.titan.launch import Comparison, Launch, compare
-from canon_pretrain.titan.metrics import CanonMetrics
+from canon_pretrain.titan.launch import Comparison, announce, compare
+from canon_pretrain.titan.metrics import CanonMetrics, named_data, profiling
 from canon_pretrain.titan.parallelize import clip_gradients
-from canon_pretrain.titan.profiling import named_data, profiling
 from canon_pretrain.titan.spec import plugged_in
 from canon_pretrain.titan.validation import CanonValidator, stands_in_log
 
@@ -75,8 +72,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         asked = job.training.local_batch_size
         job.training.local_batch_size = micro_batch_size(job, world_size)
         self.session, self.folder = session, session.folder
-        self._record = record
-        self._data = data
+        self._record, self._data = record, data
         self.config = job.to_dict()
         # whoever reads the run may be in another folder
         self.config["data"] |= absolute_folders(job.data)
@@ -84,7 +80,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             self.config["validation"]["path"] = str(Path(job.validation.path).resolve())
         self._compared: Comparison | None = None
         if os.environ["RANK"] == "0":
-            assert data is not None, "rank 0 is the first of its node"
+            assert data is not None
             self._compared = compare(job, self.folder, data, self.config)
         self.tokens = 0
         self.skipped_steps = 0
@@ -98,10 +94,10 @@ class CanonTrainer(torchtitan.train.Trainer):
         )
         job.metrics.disable_color_printing |= not is_terminal()
         with plugged_in(
-            build_dataloader=self._build_dataloader,
-            build_metrics=self._build_metrics,
-            build_validator=self._build_validator,
-            build_checkpointer=self._build_checkpointer,
+            self._build_checkpointer,
+            build_dataloader_fn=self._build_dataloader,
+            build_metrics_processor_fn=self._build_metrics,
+            build_validator_fn=self._build_validator,
         ):
             super().__init__(job)
         session.ranks_have_met()
@@ -110,21 +106,20 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.maybe_enable_amp = contextlib.nullcontext()
         if job.training.local_batch_size != asked:
             logger.info(
-                f"training.local_batch_size is {job.training.local_batch_size} (at most {asked} "
-                f"was asked for): {self.gradient_accumulation_steps} micro-batches a step on each "
-                f"of {world_size} ranks make the global batch of {job.training.global_batch_size}"
+                f"training.local_batch_size: {asked} -> {job.training.local_batch_size}, of which "
+                f"{self.gradient_accumulation_steps} on each of {world_size} ranks make the global "
+                f"batch of {job.training.global_batch_size}"
             )
 
-    # -- the parts, in the order in which torchtitan's constructor builds them -----------------
+    # -- the parts, in the order of torchtitan's constructor -----------------------------------
 
     def init_distributed(self) -> ParallelDims:
         """Meet the other ranks, receive what rank 0 has read, and decide who computes Canon."""
         dims = super().init_distributed()
-        self._data, compared = share(self.job_config, self._data, self._compared)
-        canon = choose_canon(self.job_config, self.device, compared.code)
-        if canon is not None:
-            self.job_config.model.canon_backend = canon.backend  # type: ignore[assignment]
-        self.launch = Launch(self.folder, self.config, compared, canon, self._record)
+        self._data, self._compared = share(self.job_config, self._data, self._compared)
+        self.canon = choose_canon(self.job_config, self.device, self._compared.code)
+        if self.canon is not None:
+            self.job_config.model.canon_backend = self.canon.backend  # type: ignore[assignment]
         self.guards = StepGuards(self.job_config.guards, self.device)
         self.readback = Readback(self.device)
         # every label counts, so the number that a loss is divided by is known to all ranks
@@ -132,9 +127,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         return dims
 
     def _build_dataloader(self, **options: Any) -> CanonDataLoader:
-        assert self._data is not None
+        assert self._data is not None and self._compared is not None
         # compared with the run's identity already
-        may_change = () if self.launch.compared.is_new else IN_THE_IDENTITY
+        may_change = () if self._compared.is_new else IN_THE_IDENTITY
         return build_dataloader(**options, data=self._data.training, may_change=may_change)
 
     def _build_metrics(
@@ -143,9 +138,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         return CanonMetrics(job_config, parallel_dims, self.dataloader, self.session.may_write)
 
     def _build_checkpointer(self, **parts: Any) -> CanonCheckpointManager:
-        parts["states"] = parts["states"] | {"guards": self.guards}
         return CanonCheckpointManager(
-            **parts,
+            **parts | {"states": parts["states"] | {"guards": self.guards}},
             event=self.metrics_processor.event,
             note=self.session.note,
             still_ours=self.session.still_ours,
@@ -172,18 +166,14 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.step, self.tokens = state_dict["step"], state_dict["tokens"]
 
     def _impose_hyperparameters(self) -> None:
-        """Set this job's numbers in the optimizer and the schedule, over those of the checkpoint.
-
-        They differ only where `run.allow_changes` let them; else this writes what is there.
-        """
+        """Set this job's numbers over those of the checkpoint, as `run.allow_changes` permits."""
         asked = self.job_config.optimizer
         fields = {"weight_decay": asked.weight_decay, "betas": (asked.beta1, asked.beta2)}
         fields |= {"eps": asked.eps, "initial_lr": asked.lr}
         fields |= {name: asked.implementation == name for name in ("fused", "foreach")}
         for optimizer, schedule in zip(self.optimizers, self.lr_schedulers.schedulers, strict=True):
             schedule.base_lrs = [asked.lr] * len(optimizer.param_groups)
-            factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
-            rates = [asked.lr * factor for factor in factors]
+            rates = [asked.lr * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group.update(fields | {"lr": rate})
             schedule._last_lr = rates
@@ -208,14 +198,24 @@ class CanonTrainer(torchtitan.train.Trainer):
             self._end("nothing to do")
             return
         self.checkpointer.begin()
-        self.launch.announce(self.step, self.metrics_processor, self.checkpointer.council)
+        assert self._compared is not None
+        announce(
+            self.step,
+            folder=self.folder,
+            config=self.config,
+            compared=self._compared,
+            canon=self.canon,
+            record=self._record,
+            metrics=self.metrics_processor,
+            council=self.checkpointer.council,
+        )
         logger.info(
             f"{'going on' if self.step else 'starting'} at step {self.step + 1} of "
             f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}"
         )
         logger.info(f"attention by {self.model_parts[0].attend.describe(self.device.type)}")
-        if self.launch.canon is not None:
-            logger.info(f"Canon by {self.launch.canon}")
+        if self.canon is not None:
+            logger.info(f"Canon by {self.canon}")
         self.metrics_processor.begin(self.step)
         self._validate(if_missed=True)
         stop = self._loop()
@@ -230,19 +230,19 @@ class CanonTrainer(torchtitan.train.Trainer):
         """Leave the run folder in the state that the run has come to; `stop` asked for it."""
         step, total, metrics = self.step, self.job_config.training.steps, self.metrics_processor
         if step == total:
+            reason = f"step {total} is reached"
             metrics.event("done", step=step, skipped_steps=self.skipped_steps)
-            metrics.flush()
-            self._end(f"step {total} is reached")
-            logger.info(f"finished: step {step} of {self.folder.path}")
+            text = f"finished: step {step} of {self.folder.path}"
         else:
             reason = stop or "run.stop_at"
             metrics.event("stop", step=step, reason=reason, skipped_steps=self.skipped_steps)
-            metrics.flush()
-            self._end(reason)
-            logger.info(
+            text = (
                 f"stopped at step {step} of {total} by {reason}; the same command"
                 f"{'' if stop else ' without --run.stop_at'} goes on from here"
             )
+        metrics.flush()
+        self._end(reason)
+        logger.info(text)
         self.session.stop.obeyed()
 
     def _end(self, reason: str) -> None:
@@ -253,8 +253,8 @@ class CanonTrainer(torchtitan.train.Trainer):
                 self.folder.write_done(self.step)
             except OSError as error:  # the run is done without it too
                 logger.warning(
-                    f"{self.folder.done_file} cannot be written: {error.strerror}; the run is "
-                    "done, and the same command writes the file when there is room"
+                    f"{self.folder.done_file} cannot be written: {error.strerror}; the same "
+                    "command writes it when there is room"
                 )
         self.session.end("done" if is_done else "stopped", reason, self.step)
 
@@ -267,8 +267,8 @@ class CanonTrainer(torchtitan.train.Trainer):
             if not self.checkpointer.enable or self.checkpointer.saved_step == self.step:
                 return
         raise UserError(
-            f"the last checkpoint, of step {self.step}, could not be saved (see the lines above); "
-            f"the newest one is of step {self.checkpointer.saved_step}. Make room and start again",
+            f"the last checkpoint, of step {self.step}, could not be saved; the newest one is of "
+            f"step {self.checkpointer.saved_step}. Make room and start again",
             shared=True,
         )
 
@@ -284,8 +284,9 @@ class CanonTrainer(torchtitan.train.Trainer):
             return False
         self.session.progress(self.step, "validating")
         fields = self.validator.validate(self.model_parts, self.step)
-        text = {HELD_OUT: self.launch.compared.identity.get(HELD_OUT)}
-        self.metrics_processor.validation(self.step, {"tokens": self.tokens, **fields, **text})
+        assert self._compared is not None
+        fields |= {"tokens": self.tokens, HELD_OUT: self._compared.identity.get(HELD_OUT)}
+        self.metrics_processor.validation(self.step, fields)
         return True
 
     # -- the loop ----------------------------------------------------------------------------
@@ -337,8 +338,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     def should_log(self) -> bool:
         """Return whether this step has a line in the log.
 
-        So has each that is the last or leaves a checkpoint: then the log has the digests of all
-        that a checkpoint has seen.
+        Each that leaves a checkpoint has: the log then has the digests of all that it has seen.
         """
         is_kept = self._is_last or self.checkpointer.is_due(self.step)
         return is_kept or self.metrics_processor.should_log(self.step)
@@ -359,10 +359,8 @@ class CanonTrainer(torchtitan.train.Trainer):
                 )
             )
         own_losses = torch.stack(losses).sum(dim=0)
-        grad_norm = clip_gradients(
-            [p for part in self.model_parts for p in part.parameters()],
-            self.job_config.training.max_norm,
-        )
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        grad_norm = clip_gradients(parameters, self.job_config.training.max_norm)
         loss, objective = self._share(own_losses, grad_norm)
         self.lr_schedulers.step()
         if self.should_log():
@@ -394,30 +392,24 @@ class CanonTrainer(torchtitan.train.Trainer):
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _share(self, own_losses: Tensor, grad_norm: Tensor) -> Tensor:
-        """Add up losses and requests to stop over the ranks, judge the step, and take it or not.
+        """Sum losses and requests to stop over the ranks, judge the step, and take it or not.
 
-        Returns the global batch's cross-entropy, which is judged, and what was minimized; [2]. What
-        the host should know of the step is sent to it.
+        Returns the global batch's cross-entropy, which is judged, and what was minimized; [2].
         """
         requests = torch.tensor(self.session.stop.poll(), dtype=torch.float32)
         shared = torch.cat([own_losses.float(), self._to_device(requests)])
         dist.all_reduce(shared)
         self.checkpointer.maybe_wait_for_staging()  # the guards' counters are being copied too
         skip = self.guards.judge(shared[0], grad_norm)
-        self._step_unless(skip)
+        if self.job_config.optimizer.implementation == "fused":
+            for optimizer in self.optimizers:
+                optimizer.grad_scale, optimizer.found_inf = None, skip
+            self.optimizers.step()
+        elif not skip.item():  # only the fused kernels know found_inf: here the host has to wait
+            self.optimizers.step()
         report = [shared.double(), grad_norm.double()[None], skip.double()[None]]
         self.readback.push(self.step, torch.cat([*report, self.guards.counters]))
         return shared[:2]
-
-    def _step_unless(self, skip: Tensor) -> None:
-        """Take the optimizers' step, which changes nothing if `skip` is 1."""
-        if self.job_config.optimizer.implementation != "fused":
-            if not skip.item():  # only the fused kernels know found_inf: here the host has to wait
-                self.optimizers.step()
-            return
-        for optimizer in self.optimizers:
-            optimizer.grad_scale, optimizer.found_inf = None, skip
-        self.optimizers.step()
 
     def _hear(self, reports: list[tuple[int, list[float]]]) -> str | None:
         """Process past steps; returns what asks to stop. Raises UserError when guards halt."""
@@ -429,27 +421,23 @@ class CanonTrainer(torchtitan.train.Trainer):
             if any(asked):
                 stop = describe([value > 0 for value in asked])
             if skip:
-                self._tell_skip(step, loss, grad_norm, counters)
+                why = (
+                    "outlier" if math.isfinite(loss) and math.isfinite(grad_norm) else "not finite"
+                )
+                facts = {"reason": why, "loss": loss, "grad_norm": grad_norm}
+                in_a_row = int(counters[IN_A_ROW])
+                self.metrics_processor.event("skip", step=step, **facts, in_a_row=in_a_row)
+                self.session.note(skipped_steps=self.skipped_steps)
+                logger.warning(
+                    f"step {step} is skipped ({why}): loss {loss:.4g}, grad_norm {grad_norm:.4g}; "
+                    f"{in_a_row} of {self.guards.config.max_bad_steps} in a row"
+                )
             if counters[HALTED]:
                 self._halt(step, counters)
         return stop
 
-    def _tell_skip(self, step: int, loss: float, grad_norm: float, counters: list[float]) -> None:
-        finite = bool(torch.isfinite(torch.tensor([loss, grad_norm])).all())
-        why = "outlier" if finite else "not finite"
-        in_a_row = int(counters[IN_A_ROW])
-        self.metrics_processor.event(
-            "skip", step=step, reason=why, loss=loss, grad_norm=grad_norm, in_a_row=in_a_row
-        )
-        self.session.note(skipped_steps=int(counters[SKIPPED]))
-        text = f"step {step} is skipped ({why}): loss {loss:.4g}, grad_norm {grad_norm:.4g}"
-        logger.warning(f"{text}; {in_a_row} of {self.guards.config.max_bad_steps} in a row")
-
     def _halt(self, step: int, counters: list[float]) -> None:
-        """End the run on the weights from before the bad steps in a row; raises UserError.
-
-        Every step since was skipped; what the host counts goes back to that step as well.
-        """
+        """End the run on the state from before the bad steps in a row, all skipped; UserError."""
         # a launch that began between bad steps knows none from before itself
         good = max(step - int(counters[IN_A_ROW]), self._before[0][0])
         state = next(state for number, state in self._before if number == good)
@@ -465,23 +453,20 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.metrics_processor.event(
             "halt", step=step, good_step=good, skipped_steps=self.skipped_steps
         )
+        kept = f"the state from before them is checkpoint/step-{good}"
         raise UserError(
             f"the loss or gradient of {int(counters[IN_A_ROW])} steps in a row, the last of them "
             f"step {step}, was not finite (guards.max_bad_steps = "
             f"{self.guards.config.max_bad_steps}). None of them changed the weights; "
-            + (
-                f"the state from before them is checkpoint/step-{good}"
-                if good
-                else "nothing of the run is good: it was so from its first step"
-            )
-            + ". Look at those steps' data and learning rate; the same command tries them again",
+            f"{kept if good else 'it was so from the first step of the run'}. Look at those steps' "
+            "data and learning rate; the same command tries them again",
             shared=True,
         )
 
     @contextlib.contextmanager
     def _hang_watch(self) -> Iterator[Any]:
         """Yield a function to call after each step: if none follows in time, all threads' stacks
-        go to RUN/comm_traces/rank_K.stacks.txt, before the collective timeout ends the process."""
+        go to RUN/comm_traces/rank_K.stacks.txt before the collective timeout ends the process."""
         comm = self.job_config.comm
         path = self.folder.path / comm.save_traces_folder / f"rank_{dist.get_rank()}.stacks.txt"
         try:

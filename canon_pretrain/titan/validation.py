@@ -1,9 +1,8 @@
 """Held-out loss while training: the same windows at every step, seed, architecture and world size.
 
 The windows are those that `python -m eval run --suite validation` scores, dealt out to the ranks.
-Every rank takes as many forward passes, since FSDP2's collectives must meet; what fills up the last
-pass has no weight. Losses are plain cross-entropy in float32, summed in float64 with their tokens.
-The order of the training data, random state, weights and gradients are not touched.
+Every rank takes as many forward passes, since FSDP2's collectives must meet. Losses are plain
+cross-entropy in float32, summed in float64.
 """
 
 import time
@@ -30,7 +29,7 @@ from canon_pretrain.run.log import drop_superseded, json_value, parse_events
 from canon_pretrain.run.trace import VALIDATION
 from canon_pretrain.titan.data import validation_folders
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.loss import head_loss
+from canon_pretrain.titan.spec import head_loss
 
 STEPS_PER_BATCH = 100
 MAX_TOKENS = 1 << 21
@@ -39,8 +38,8 @@ MAX_TOKENS = 1 << 21
 def num_windows(job: CanonJobConfig) -> int | None:
     """Return how many windows are scored at a time; None for all that there are.
 
-    Unless `validation.windows` says it: one global batch for every 100 steps of `validation.freq`
-    (of a shorter run: of its steps), at most 2**21 tokens: a third of a percent of the run's time.
+    By default one global batch for every 100 steps of `validation.freq`, at most 2**21 tokens: a
+    third of a percent of the run's time.
     """
     given = job.validation.windows
     if given is not None:
@@ -69,8 +68,8 @@ def _limits(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -> list[
 class CanonValidator(BaseValidator):
     """Scores this rank's windows of `parts`, the held-out part of each folder that has one.
 
-    The constructor reads them all: damage shows before anything is trained. A forward pass takes at
-    most the rows of a training step; exactly those if blocks are compiled, for one shape.
+    All are read at once: damage shows before anything is trained. A forward pass takes at most the
+    rows of a training step; exactly those if blocks are compiled, for one shape.
     """
 
     def __init__(
@@ -148,15 +147,11 @@ class CanonValidator(BaseValidator):
         begin = time.perf_counter()
         with record_function(VALIDATION):
             sums = self.measure(model_parts[0])
-        whole = self.loss(sums)
-        by_source = {}
+        whole, by_source = self.loss(sums), {}
         for name, (nats, count), width in zip(self.names, sums, self._bytes_per_token, strict=True):
             part = held_out_loss([nats], [count], [width])
-            by_source[name] = {
-                "loss": json_value(part.nats_per_token),
-                "bits_per_byte": json_value(part.bits_per_byte),
-                "tokens": count,
-            }
+            loss, bits = json_value(part.nats_per_token), json_value(part.bits_per_byte)
+            by_source[name] = {"loss": loss, "bits_per_byte": bits, "tokens": count}
         return {
             "loss": whole.nats_per_token,
             "bits_per_byte": whole.bits_per_byte,
@@ -168,8 +163,7 @@ class CanonValidator(BaseValidator):
 
 def stands_in_log(log_file: Path, step: int) -> bool:
     """Return whether the log has a validation of `step` that no later launch went back over."""
-    kinds = ("validation", "start", "resume")
-    heads = tuple(f'{{"event": "{kind}"'.encode() for kind in kinds)
+    heads = tuple(b'{"event": "%b"' % kind for kind in (b"validation", b"start", b"resume"))
     try:
         # of a long run 100 MB: only what counts is parsed
         events = parse_events(line for line in read_lines(log_file) if line.startswith(heads))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from canon_pretrain.kernels.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from canon_pretrain.run.config import Loss
-from canon_pretrain.titan.loss import cross_entropy_and_objective, head_loss
+from canon_pretrain.titan.spec import cross_entropy_and_objective, head_loss
 
 TERMS = [{}, {"z_loss": 0.03}, {"squared_loss": 0.05}]
 every_term = pytest.mark.parametrize("terms", TERMS, ids=str)

@@ -42,7 +42,7 @@ def changed_program(tmp_path: Path) -> Path:
     )
     (tmp_path / "pulled" / "slurm").mkdir()
     shutil.copy(ROOT / "slurm" / "lib.sh", tmp_path / "pulled" / "slurm")
-    loss = package / "titan" / "loss.py"
+    loss = package / "titan" / "spec.py"
     loss.write_text(loss.read_text() + "\nSCALE = 1.7\n")
 
     return package
@@ -73,7 +73,7 @@ def test_a_snapshot_is_a_program_of_its_own(run: RunFolder) -> None:
 
 
 def flip(snapshot: Path) -> None:
-    path = snapshot / "canon_pretrain/titan/loss.py"
+    path = snapshot / "canon_pretrain/titan/spec.py"
     path.write_bytes(path.read_bytes().replace(b"return", b"retur\xcf", 1))
 
 
@@ -146,7 +146,7 @@ def test_a_chain_stays_with_its_code(
     assert code_of("1", words(run)) is None, "a new run"
     assert chain.begin(run, "1", take_code=True) is None and newest_snapshot(run) == first
     monkeypatch.setattr(canon_pretrain, "__file__", str(changed_program / "__init__.py"))
-    assert differences(first) == ["canon_pretrain/titan/loss.py"]
+    assert differences(first) == ["canon_pretrain/titan/spec.py"]
     assert code_of("1", words(run)) == first, "a restart before the first checkpoint"
     assert code_of("2", words(run)) is None, "another job would begin at step 1"
     (run.path / "checkpoint" / "step-4").mkdir(parents=True)
@@ -162,10 +162,10 @@ def test_a_chain_stays_with_its_code(
     assert chain.begin(run, "2", take_code=True) is None and newest_snapshot(run) == second
     assert code_of("2", words(run, *allow)) == second
     assert code_of("3", words(run)) == second
-    assert "SCALE" in (second / "canon_pretrain/titan/loss.py").read_text()
-    assert "SCALE" not in (first / "canon_pretrain/titan/loss.py").read_text()
+    assert "SCALE" in (second / "canon_pretrain/titan/spec.py").read_text()
+    assert "SCALE" not in (first / "canon_pretrain/titan/spec.py").read_text()
     flip(second)
-    with pytest.raises(UserError, match="titan/loss.py"):
+    with pytest.raises(UserError, match="titan/spec.py"):
         code_of("3", words(run))
     assert code_of("3", ["--config", "/no/such.toml"]) is None, "the job's check says so"
 

@@ -180,7 +180,7 @@ def test_code_that_changes_in_mid_chain_changes_no_run(
     shutil.copytree(run, other)
 
     package = repository / "canon_pretrain"
-    with open(package / "titan" / "loss.py", "a") as loss:
+    with open(package / "titan" / "spec.py", "a") as loss:
         loss.write(OTHER_LOSS)
     broken = [package / "preflight.py", repository / "slurm" / "lib.sh", config]
     kept = [path.read_text() for path in broken]
@@ -200,7 +200,7 @@ def test_code_that_changes_in_mid_chain_changes_no_run(
     assert job.until_ended() == "COMPLETED", job.text() + log_of(other)
     assert sorted(path.name for path in (other / "code").iterdir()) == ["001", "002"]
     (changed,) = events(other, "changed")
-    assert changed["code"].keys() == {"titan/loss.py"}
+    assert changed["code"].keys() == {"titan/spec.py"}
     before, after = (
         next(e["loss"] for e in events(folder, "step") if e["step"] == step + 1)
         for folder in (run, other)

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
@@ -21,11 +20,11 @@ import pytest
 from canon_pretrain.core import link_lock as lock_module
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import Holder, content_of
-from canon_pretrain.core.link_lock import LinkLock, live_holder
+from canon_pretrain.core.link_lock import LinkLock
 from canon_pretrain.run import log as log_module
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog, read_log
-from canon_pretrain.run.stop import STOP_FILE, StopRequests, describe
+from canon_pretrain.run.stop import STOP_FILE
 from canon_pretrain.titan.console import Printer
 from tests.ranks import events, logged_step, status
 from tests.support import ROOT, debug_run
@@ -204,19 +203,6 @@ def test_what_waits_is_bounded_and_a_gap_is_counted_where_it_is(
     assert caplog.text.count("lines are lost") == 1
 
 
-def test_a_log_that_cannot_be_finished_is_left_in_time(
-    disk: threading.Event, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = RunLog(tmp_path / "log.jsonl")
-    disk.clear()
-    log.write("step", step=1)
-    log.write("step", step=2)
-    began = time.monotonic()
-    log.close(timeout_s=0.2)
-    assert 0.2 <= time.monotonic() - began < 5
-    assert "the last 2 line(s) could not be written" in caplog.text
-
-
 def test_a_log_keeps_its_lines_until_it_may_write(tmp_path: Path) -> None:
     """A lock that can't be seen just now is no lost lock: what happened meanwhile is logged."""
     may_write = [False]
@@ -227,20 +213,6 @@ def test_a_log_keeps_its_lines_until_it_may_write(tmp_path: Path) -> None:
     log.write("step", step=2)
     log.close()
     assert [event["step"] for event in read_log(log.path)] == [1, 2]
-
-
-def test_a_blocked_look_for_stop_holds_up_no_poll(disk: threading.Event, tmp_path: Path) -> None:
-    file = tmp_path / "STOP"
-    with StopRequests(file) as requests:
-        disk.clear()
-        began = time.monotonic()
-        for _ in range(100):
-            assert describe(requests.poll()) == ""
-        assert time.monotonic() - began < 5
-        file.touch()
-        disk.set()
-        assert requests._looking.wait(10)
-        assert describe(requests.poll()) == STOP_FILE
 
 
 def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(
@@ -259,22 +231,6 @@ def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(
 
     with pytest.raises(UserError, match="in use by another launch"):
         LinkLock.acquire(path, heartbeat_s=0.1, expiry_s=0.6, say=say)
-
-
-@pytest.mark.parametrize("lives", [True, False])
-def test_a_holder_elsewhere_is_looked_at_again_after_a_block(
-    lives: bool, disk: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.6)
-    path = tmp_path / "lock.json"
-    path.write_bytes(content_of(replace(Holder.of_this_process(), boot="another/pid:[1]/1")))
-    os.utime(path, (0, 0))
-    assert live_holder(path) is None
-    disk.clear()
-    threading.Timer(1.2, disk.set).start()
-    if lives:
-        threading.Timer(1.5, lambda: os.utime(path)).start()
-    assert (live_holder(path) is not None) is lives
 
 
 def test_a_line_that_stdout_does_not_take_holds_up_the_first_caller_only(

@@ -67,12 +67,12 @@ def model(base: Path) -> Transformer:
 
 
 def take_up(
-    run: Path, council: Council, model: Transformer, asked: int = -1
+    run: Path, council: Council, model: Transformer, asked: int = -1, *, folder: str = "checkpoint"
 ) -> tuple[int | None, list[dict[str, Any]]]:
     """What a launch would go on from, loaded into `model`; and the events that it would log."""
     said: list[dict[str, Any]] = []
     search = Resume(
-        CheckpointFolder(run / "checkpoint"),
+        CheckpointFolder(run / folder),
         RunFolder(run),
         council,
         ModelWrapper([model]),
@@ -136,6 +136,24 @@ def test_damage_of_a_file_is_found_named_and_gone_around(
             assert reason in quarantine(run)["step-12.1"], fault
             assert contents(run / "checkpoint" / "quarantine" / "step-12.1") == damaged
             assert steps(run) == [10]
+
+
+def test_damage_in_a_folder_elsewhere(
+    base: Path, council: Council, model: Transformer, tmp_path: Path
+) -> None:
+    """checkpoint.folder is not in the run's folder: all is found and set aside there."""
+    two_steps(base, tmp_path)
+    (tmp_path / "checkpoint").rename(elsewhere := tmp_path / "elsewhere")
+    (run := tmp_path / "run").mkdir()
+    flip(elsewhere / f"step-{NEWEST}" / "__0_0.distcp")
+    for _ in range(2):
+        step, _ = take_up(run, council, model, folder="../elsewhere")
+        assert step == 10
+        assert_holds(model, base, step)
+        assert (elsewhere / "quarantine" / "step-12.1").is_dir() and not list(run.iterdir())
+    missing(elsewhere / "step-10" / "manifest.json")
+    with pytest.raises(UserError, match=r"in quarantine: step-1\d.1.*--checkpoint.fresh"):
+        take_up(run, council, model, folder="../elsewhere")
 
 
 def test_whatever_bit_of_a_manifest_flips_the_weights_are_a_saved_steps(

@@ -4,8 +4,6 @@ The checkpoints, or the whole run, lie on a small tmpfs; a ballast file takes aw
 steps that a test chooses.
 """
 
-import ctypes
-import errno
 import os
 import resource
 import shutil
@@ -16,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
@@ -27,7 +24,6 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.titan import trainer as trainer_module
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager, Staging, check_room
-from canon_pretrain.titan.resume import IO_TIMEOUT
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.checkpoint_folders import small_disk
 from tests.fault_runs import (
@@ -274,23 +270,6 @@ def test_a_folder_that_takes_no_checkpoint_is_refused(tmp_path: Path, kind: str)
             check_room(folder, num_bytes)
 
 
-def test_reserving_takes_room_and_writes_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Issue 17, item 16: also where the file system can't reserve."""
-    with small_disk(tmp_path / "disk", "size=4m") as disk:
-        reserve(disk / "a", 3 << 20)
-        assert (disk / "a").stat().st_size == 3 << 20 and free_bytes(disk) <= 1 << 20
-        with pytest.raises(OSError, match="No space left"):
-            reserve(disk / "b", 3 << 20)
-    no_fallocate = SimpleNamespace(fallocate=lambda *arguments: -1)
-    monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: no_fallocate)
-    monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EOPNOTSUPP)
-    reserve(tmp_path / "c", 1 << 34)
-    assert (tmp_path / "c").stat().st_size == 1 << 34
-    assert (tmp_path / "c").stat().st_blocks * 512 <= 2 << 20
-
-
 # ---- slow
 
 
@@ -355,35 +334,4 @@ def test_a_held_step_keeps_its_weights_alone(held: Path, base: Path) -> None:
     assert events(held, "retention")[-1]["weights_only"] == status(held).weights_only == [2]
 
 
-def test_status_says_when_the_newest_checkpoint_was_saved(base: Path) -> None:
-    found = status(base)
-    assert found.checkpoint_step == STEPS
-    assert found.checkpoint_saved == Manifest.read(checkpoint(base, STEPS)).saved
-
-
 # ---- groups
-
-
-def count_groups(rank: int, made: Path) -> None:
-    """A line in `made` for each process group that waits for disks."""
-    original = dist.new_group
-
-    def new_group(*args: Any, **options: Any) -> Any:
-        if options.get("timeout") == IO_TIMEOUT:
-            with open(made, "a") as file:
-                file.write(f"{rank} {options['backend']}\n")
-        return original(*args, **options)
-
-    dist.new_group = new_group
-
-
-def test_one_gloo_group_is_enough_for_saves_in_the_background(base: Path, trial: Trial) -> None:
-    """Each takes a socket per other rank: 1,024 open files were passed near 440 ranks by two."""
-    run, made = trial.run, trial.folder / "made"
-    every_step = ("--checkpoint.interval", 1, "--checkpoint.async_mode", "async")
-    trial.launch(*every_step, before=count_groups, before_args=(made,))
-    assert sorted(made.read_text().splitlines()) == ["0 gloo", "1 gloo"]
-    saved = log_lines(run, "checkpoint", "checkpoint_slow", "checkpoint_failed")
-    assert {step for _, step in saved} == set(range(1, STEPS + 1))
-    assert "checkpoint_failed" not in {name for name, _ in saved}
-    assert_same_run(run, base, step=STEPS)

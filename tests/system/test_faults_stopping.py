@@ -4,22 +4,17 @@ Each is done to real ranks. The proof is what the run folder says, and that the 
 from there as if nothing had been.
 """
 
-import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
@@ -33,7 +28,6 @@ from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.fault_runs import EVERY_2, Trial, steps, wrap
 from tests.ranks import (
-    Ended,
     Launch,
     assert_failed,
     assert_same_run,
@@ -41,7 +35,6 @@ from tests.ranks import (
     logged_step,
     status,
 )
-from tests.support import ROOT
 
 LONG = ("--training.steps", 400, "--checkpoint.interval", 1000, "--run.heartbeat_s", 0.2)
 """More steps than any launch here takes; the only checkpoint is the one left at the end."""
@@ -143,42 +136,6 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_nothing_is_lost(
     assert_same_run(run, straight.run, step=step + 2)
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-@pytest.mark.slow
-def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(trial: Trial) -> None:
-    run, text = trial.run, trial.folder / "output.txt"
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*words, "-m", "canon_pretrain.train", *trial.command(*LONG)]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    with open(text, "w") as output:
-        agent = subprocess.Popen(
-            [str(word) for word in command],
-            env=os.environ | environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        deadline = time.monotonic() + 90
-        while logged_step(run) < 2 and time.monotonic() < deadline and agent.poll() is None:
-            time.sleep(0.05)
-        assert logged_step(run) >= 2, text.read_text()
-        workers = children_of(agent.pid)
-        (other,) = set(workers) - {status(run).pid}
-        os.kill(other, signal.SIGTERM)
-        assert agent.wait(60) == 0, text.read_text()
-    finally:
-        if agent.poll() is None:
-            for pid in [*children_of(agent.pid), agent.pid]:
-                os.kill(pid, signal.SIGKILL)
-            agent.wait()
-    check_stopped(run, "SIGTERM", [])
-    assert len(workers) == 2
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-
-
 def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(
     trial: Trial,
 ) -> None:
@@ -212,19 +169,6 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(
     said = status(run)
     assert (said.state, said.reason.partition(":")[0]) == ("failed", "KeyboardInterrupt")
     assert steps(run) == [step]
-
-
-@pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
-def test_a_signal_before_the_first_step_stops_soon_after_it(
-    trial: Trial, number: signal.Signals, rank: int
-) -> None:
-    run, marker = trial.run, trial.folder / "starting"
-    started = trial.start(*LONG, before=slow_start, before_args=(marker,))
-    started.wait_for(lambda: marker.with_suffix(f".{rank}").exists())
-    started.send(number, [rank])
-    ended = started.wait()
-    assert ended.codes == [0, 0], ended.output
-    assert check_stopped(run, number.name, []) <= 4
 
 
 def test_sigterm_ends_a_rank_that_waits_for_the_others_at_once(trial: Trial) -> None:
@@ -272,22 +216,13 @@ def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken
     assert status(run).launches == 2, "the refused one is none"
 
 
-@dataclass(frozen=True)
-class Takeover:
-    """What is left after a restart of the same Slurm job took a live launch's folder."""
-
-    run: Path
-    old: Ended
-    new: Ended
-    journal: list[list[str]]
-    """(class, method, argument) of the old launch's rank 0."""
-    seconds: float
-    """That the old launch lived on after the new one had begun to train."""
-
-
 @pytest.fixture(scope="module")
-def takeover(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Takeover:
-    """A launch of Slurm job 7, with a checkpoint at each slow step, and its restart on one rank."""
+def takeover(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A launch of Slurm job 7, with a checkpoint at each slow step, and its restart on one rank.
+
+    `journal`: (class, method, argument) of what the old launch's rank 0 wrote; `seconds`: that the
+    old launch lived on after the new one had begun to train.
+    """
     trial = Trial(data_folder, tmp_path_factory.mktemp("takeover"))
     run, journal = trial.run, trial.folder / "journal.jsonl"
     job = {"SLURM_JOB_ID": "7"}
@@ -298,18 +233,15 @@ def takeover(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tak
     new.wait_for(lambda: bool(events(run, "resume")))
     new.send(signal.SIGTERM)
     began = time.monotonic()
-    old_ended = old.wait()
-    took = time.monotonic() - began
-    return Takeover(
-        run,
-        old_ended,
-        new.wait(),
-        [json.loads(line) for line in journal.read_text().splitlines()],
-        took,
-    )
+    ended = old.wait()
+    seconds = time.monotonic() - began
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    return SimpleNamespace(run=run, old=ended, new=new.wait(), journal=lines, seconds=seconds)
 
 
-def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(takeover: Takeover) -> None:
+def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(
+    takeover: SimpleNamespace,
+) -> None:
     assert_failed(takeover.old, 2)
     assert takeover.seconds < 30
     assert "without saving: another launch took the run folder over" in takeover.old.output
@@ -319,9 +251,7 @@ def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(takeover: Take
     assert (said.state, said.restart_count, said.launches) == ("stopped", 1, 2)
     assert not RunFolder(takeover.run).lock_file.exists()
     assert [e["world_size"] for e in events(takeover.run, "resume")] == [1]
-
-
-def test_what_has_lost_its_lock_writes_nothing_any_more(takeover: Takeover) -> None:
+    # what has lost its lock writes nothing any more
     names = [tuple(entry[:2]) for entry in takeover.journal]
     after = names[names.index(("LinkLock", "_lose")) :]
     assert set(after) == {("LinkLock", "_lose")}, takeover.journal
@@ -342,67 +272,34 @@ def stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-@dataclass(frozen=True)
-class LateReturn:
-    """What is left after a launch slept while another took over, trained and ended."""
-
-    run: Path
-    before: dict[str, bytes]
-    """The run's small files when the successor had ended, by name."""
-    after: dict[str, bytes]
-    """The same when the first launch had ended."""
-    first: Ended
-    third: Ended
-    steps_before: list[int]
-    steps_after: list[int]
-
-
-@pytest.fixture(scope="module")
-def late_return(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LateReturn:
-    """The first launch sleeps in its commit of step 6; the second takes over at step 4 with another
-    learning rate and ends at step 5; the first wakes up; the third resumes."""
-    trial = Trial(data_folder, tmp_path_factory.mktemp("late"))
+def test_a_launch_that_was_taken_over_writes_nothing_and_its_save_is_set_aside(
+    trial: Trial,
+) -> None:
+    """Issue 17, item 13: the first launch sleeps in its commit of step 6; the second takes over at
+    step 4 with another learning rate and ends at step 5; the first wakes up; the third resumes."""
     run, command = trial.run, (*EVERY_2, "--run.heartbeat_s", 0.2)
     first = trial.start(*command, before=commit_after_sleep, before_args=(6,), ranks=1)
     first.wait_for(lambda: stopped(first.pids[0]))
     changed = ("--optimizer.lr", 5e-4, "--run.allow_changes", "optimizer.lr")
     trial.launch(*command, *changed, "--run.stop_at", 5, ranks=1)
     assert not RunFolder(run).lock_file.exists()
-    names = ("status.json", "config.json", "run.json", "log.jsonl")
-    before = {name: (run / name).read_bytes() for name in names}
-    steps_before = steps(run)
+    files = [run / name for name in ("status.json", "config.json", "run.json", "log.jsonl")]
+    before = [path.read_bytes() for path in files]
+    assert steps(run) == [2, 4, 5]
     first.send(signal.SIGCONT)
-    ended = first.wait()
-    after = {name: (run / name).read_bytes() for name in names}
-    steps_after = steps(run)
+    assert 0 not in first.wait().codes, first.text()
+    assert [path.read_bytes() for path in files] == before and steps(run) == [2, 4, 5]
     # what the second launch found of the save, as if the first had still committed it
     checkpoints = run / "checkpoint"
     (checkpoints / "quarantine" / ".saving-step-6.1").rename(checkpoints / "step-6")
     third = trial.launch(*command, *changed, ranks=1)
-    return LateReturn(run, before, after, ended, third, steps_before, steps_after)
-
-
-def test_a_launch_that_was_taken_over_writes_nothing_when_its_successor_has_ended(
-    late_return: LateReturn,
-) -> None:
-    """Issue 17, item 13: lock.json is gone, and that is not the sleeper's lock."""
-    assert 0 not in late_return.first.codes, late_return.first.output
-    assert late_return.after == late_return.before
-    assert late_return.steps_before == late_return.steps_after == [2, 4, 5]
-
-
-def test_a_checkpoint_of_a_launch_that_was_taken_over_is_set_aside(
-    late_return: LateReturn,
-) -> None:
-    """Issue 17, item 13: resume compares the launch that wrote a checkpoint with later launches."""
-    run = late_return.run
     assert [e["from_step"] for e in events(run, "resume")] == [4, 5]
-    aside = CheckpointFolder(run / "checkpoint").quarantined()[-1]
+    aside = CheckpointFolder(checkpoints).quarantined()[-1]
     assert aside.path.name == "step-6.1" and "launch 1" in aside.reason
     assert [e["checkpoint"] for e in events(run, "quarantine")] == ["step-6"]
-    assert "step-6" in late_return.third.output
+    assert "step-6" in third.output
     assert status(run).state == "done" and steps(run)[-1] == 12
-    launches = {s: Manifest.read(run / "checkpoint" / f"step-{s}").launch for s in steps(run)}
+    launches = {s: Manifest.read(checkpoints / f"step-{s}").launch for s in steps(run)}
     assert launches == {2: 1, 4: 1, 5: 2, 6: 3, 8: 3, 10: 3, 12: 3}
     assert [e["step"] for e in events(run, "step")] == list(range(1, 13))
 
@@ -434,33 +331,6 @@ def test_a_finished_run_started_again_changes_nothing(trial: Trial) -> None:
 
 
 # -- hangs ------------------------------------------------------------------------------------
-
-
-def test_two_launches_each_have_a_file_for_their_stacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one that lost the folder ends while the one that took it watches for hangs."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    comm = SimpleNamespace(save_traces_folder="comm_traces", train_timeout_seconds=100)
-    trainer = SimpleNamespace(
-        job_config=SimpleNamespace(comm=comm), folder=SimpleNamespace(path=tmp_path)
-    )
-    watch = functools.partial(CanonTrainer._hang_watch, trainer)  # type: ignore[arg-type]
-    path = tmp_path / "comm_traces" / "rank_0.stacks.txt"
-    old, new = watch(), watch()
-    old.__enter__()
-    new.__enter__()
-    taken = path.stat().st_ino
-    old.__exit__(None, None, None)
-    assert path.stat().st_ino == taken, "the launch that ends takes away the other's file"
-    new.__exit__(None, None, None)
-    assert not path.exists()
-    with watch():
-        path.unlink()  # whoever tidies up there
-    path.parent.rmdir()
-    path.parent.write_text("no folder can be made here")
-    with watch() as arm:
-        arm()  # nothing to write to: the run goes on all the same
 
 
 TIMEOUT_S = 3

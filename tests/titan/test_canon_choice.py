@@ -140,14 +140,6 @@ def test_a_pass_is_kept_until_something_that_it_depends_on_changes(
     assert choose() == "triton" and checks == []
 
 
-def test_a_cache_that_can_not_be_written_costs_a_check(alone, checks, data_folder):
-    alone.write_text("no folder")
-    for _ in range(2):
-        checks += [None]
-        assert choose_canon(_job(data_folder), CPU, CODE).backend == "triton"
-        assert checks == []
-
-
 def test_a_failure_is_not_kept(alone, checks, data_folder):
     checks += [None, "a planted fault"]
     choice = choose_canon(_job(data_folder), CPU, CODE)

@@ -1,7 +1,6 @@
 """The live view at any width, in a real pseudo-terminal and in tmux; plain lines elsewhere."""
 
 import logging
-import math
 import os
 import pty
 import re
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import rich.console
 
-from canon_pretrain.titan.console import _NOISE, Console, View, describe_event, sparkline
+from canon_pretrain.titan.console import _NOISE, Console
 from tests.support import ROOT
 
 FIELDS: dict[str, Any] = {
@@ -34,8 +33,8 @@ FIELDS: dict[str, Any] = {
 HELD_OUT = {"loss": 3.5, "bits_per_byte": 1.75, "tokens_scored": 131072, "seconds": 1.25}
 
 
-def a_view() -> View:
-    view = View(500, 240)
+def a_view() -> Console:
+    view = Console(500)
     for k in range(600):
         view.report(240, FIELDS | {"loss": 10.0 - k / 100}, remaining_s=3723.0)
     view.report(250, FIELDS | {"mfu": 0.451}, remaining_s=3723.0)
@@ -45,7 +44,7 @@ def a_view() -> View:
     return view
 
 
-def lines_of(view: View, width: int, *, ascii_only: bool = False) -> list[str]:
+def lines_of(view: Console, width: int, *, ascii_only: bool = False) -> list[str]:
     console = rich.console.Console(width=width, color_system="standard", force_terminal=True)
     options = console.options.copy()
     options.encoding = "ascii" if ascii_only else "utf-8"
@@ -75,20 +74,11 @@ def test_a_view_that_fails_is_one_line_and_plain_lines_go_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = Console(500)
-    console._view = a_view()
-    monkeypatch.setattr(console._view, "report", lambda *facts: 1 / 0)
-    with caplog.at_level(logging.INFO, logger="root"):
-        console.stands_at(249)
-        console.report(250, FIELDS, 62.0)
-        console.report(251, FIELDS, 62.0)
-    first, *rest = [record.getMessage() for record in caplog.records]
-    assert "ZeroDivisionError" in first
-    assert [line.partition("/")[0] for line in rest] == ["step 250", "step 251"]
-    caplog.clear()
     monkeypatch.setattr("canon_pretrain.titan.console.is_terminal", lambda: True)
     console.begin(3, [{"event": "step", "step": 2, "loss": None}])  # a past that is damaged
-    console.report(4, FIELDS, 1.0)
-    assert "no live view any more" in caplog.text
+    with caplog.at_level(logging.INFO, logger="root"):
+        console.report(4, FIELDS, 1.0)
+    assert "no live view" in caplog.text and "step 4/500" in caplog.text
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 200])
@@ -107,45 +97,26 @@ def test_the_view_fits_any_width(width: int) -> None:
         assert fact in text, fact
     assert len(lines) <= 11
     shown = lines_of(a_view(), width, ascii_only=True)
-    assert all(line.isascii() for line in shown if "skipped step 249" not in line)
+    assert all(line.isascii() for line in shown if "not finite" not in line)
 
 
-def test_what_an_event_says_is_one_printable_line() -> None:
-    text = describe_event("skip", {"step": 3, "reason": "bad\x1b[2J\n\tthing"})
-    assert text.isprintable() and text.startswith("skipped step 3: bad") and "thing" in text
-    facts = {"step": 3, "tokens": 9, "moved_to": "x"}
-    assert describe_event("archive", facts) == "archive  step 3  moved_to x"
-
-
-def test_a_sparkline_spans_its_values() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([3.0, 3.0]) == "▁▁"
-    assert sparkline([0.0, math.nan, 7.0, math.inf]) == "▁x█x"
-
-
-def test_a_view_that_begins_on_a_resumed_run_knows_its_past() -> None:
-    view = View(500, 30)
-    for event in (
+def test_a_view_that_begins_on_a_resumed_run_knows_its_past(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("canon_pretrain.titan.console.is_terminal", lambda: True)
+    view = Console(500)
+    past: list[dict[str, Any]] = [
         {"event": "step", "step": 10, "loss": 5.0},
         {"event": "step", "step": 20, "loss": "NaN"},
         {"event": "step", "step": 30, "loss": 4.0},
         {"event": "validation", "step": 30, **HELD_OUT, "loss": "Infinity"},
         {"event": "checkpoint", "step": 30},
-        {"event": "resume", "from_step": 30},
-    ):
-        view.take_past(event)
+    ]
+    view.begin(30, past)
+    view.end()
     text = "\n".join(lines_of(view, 100))
-    assert "loss 4.0000 █x▁" in text
-    assert "checkpoint of step 30" in text
+    assert "loss 4.0000 █x▁" in text and "checkpoint of step 30" in text
     assert "validation loss inf (1.7500 bits/byte) at step 30" in text
-
-
-def test_a_long_silence_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = a_view()
-    assert "no step for" not in "\n".join(lines_of(view, 200))
-    later = time.monotonic() + 83
-    monkeypatch.setattr("canon_pretrain.titan.console.time.monotonic", lambda: later)
-    assert "no step for 83 s" in "\n".join(lines_of(view, 200))
 
 
 # -- in a terminal ------------------------------------------------------------------------------

@@ -18,8 +18,6 @@ import torch
 import canon_pretrain
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.loader import BatchLoader, samples_digest
-from canon_pretrain.data.mixture import Mixture
-from canon_pretrain.data.sampler import num_windows, permuted_offset
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.run.config import Data
@@ -34,10 +32,8 @@ from canon_pretrain.titan.data import (
     build_dataloader,
     open_shards,
 )
-from canon_pretrain.titan.dry_run import make_plan, reference
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.launch import check_identity, run_identity
-from canon_pretrain.train import main
 from tests.ranks import Ended, assert_failed, events, launch
 from tests.support import (
     EOS_ID,
@@ -45,7 +41,6 @@ from tests.support import (
     VOCAB_SIZE,
     debug_run,
     token_documents,
-    train,
     write_data,
 )
 
@@ -89,45 +84,6 @@ def loader_of(job: CanonJobConfig, **options: Any) -> CanonDataLoader:
 # -- of a job ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_mixture_trains_stops_and_goes_on_at_another_world_size(
-    folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = experiment(tmp_path, paths=[str(f) for f in folders], weights=WEIGHTS)
-    train(*argv, "--run.stop_at", 2, ranks=2)
-    train(*argv, "--run.stop_at", 4)
-    found = events(tmp_path / "run", "step")
-    assert [event["step"] for event in found] == [1, 2, 3, 4]
-    blocks = [np.random.Philox(key=0, counter=(i - 1) % 2**256) for i in range(4 * BATCH)]
-    is_books = [int(block.random_raw(2)[1]) >= 3 * 2**62 for block in blocks]
-    for event in found:
-        books = sum(is_books[: event["step"] * BATCH])
-        tokens = {"web": event["step"] * BATCH - books, "books": books}
-        assert event["source_tokens"] == {name: n * SEQ_LEN for name, n in tokens.items()}
-        assert sum(event["source_tokens"].values()) == event["tokens"]
-    with Mixture.open(folders, WEIGHTS) as mixture:
-        config = RunFolder(tmp_path / "run").read_config()
-        assert config["identity"]["data_fingerprint"] == mixture.fingerprint
-    assert config["config"]["data"]["paths"] == [str(folder) for folder in folders]
-    # other weights are another run
-    other = experiment(tmp_path, paths=[str(f) for f in folders], weights=[0.5, 0.5])
-    with pytest.raises(SystemExit) as left:
-        main(other)
-    assert left.value.code == 2
-    assert "data_fingerprint: " in capsys.readouterr().err
-
-
-def test_the_loader_of_a_job_has_its_order(folders: list[Path], tmp_path: Path) -> None:
-    job = parse_job(experiment(tmp_path, path=str(folders[1]), order="permute"))
-    inputs, labels = next(iter(loader_of(job)))
-    with TokenShards.open(folders[1] / "train") as shards:
-        assert num_windows(shards.num_tokens, SEQ_LEN) > BATCH
-        for j, (window, label) in enumerate(zip(inputs["input"], labels, strict=True)):
-            offset = permuted_offset(0, j, shards.num_tokens, SEQ_LEN)
-            expected = shards.read(offset, SEQ_LEN + 1).tolist()
-            assert (window.tolist(), label.tolist()) == (expected[:-1], expected[1:])
-
-
 def test_the_order_is_part_of_the_run(folders: list[Path], tmp_path: Path) -> None:
     permuted = parse_job(experiment(tmp_path, path=str(folders[1]), order="permute"))
     drawn = parse_job(experiment(tmp_path, path=str(folders[1])))
@@ -144,18 +100,6 @@ def test_the_order_is_part_of_the_run(folders: list[Path], tmp_path: Path) -> No
     other = loader_of(drawn, may_change=IN_THE_IDENTITY)
     other.load_state_dict(first.state_dict())
     assert other.source_tokens == {"books": permuted.training.local_batch_size * SEQ_LEN}
-
-
-def test_folders_and_weights_on_the_command_line(folders: list[Path], tmp_path: Path) -> None:
-    paths = map(str, folders)
-    argv = [*experiment(tmp_path), "--data.paths", *paths, "--data.weights", "0.75", "0.25"]
-    job = parse_job(argv)
-    assert job.data.folders == [str(folder) for folder in folders]
-    assert job.data.shares == WEIGHTS
-    plan = make_plan(job, reference("h200", 0.4), 2)
-    with open_shards(job) as mixture:
-        assert plan.data_fingerprint == mixture.fingerprint
-        assert plan.data_bytes == 2 * mixture.num_tokens == 2 * 80 * 200
 
 
 def test_what_a_run_records_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -260,18 +204,6 @@ def test_items_are_in_order_at_most_so_many_ahead_and_an_error_is_in_its_place()
     assert ahead.close()
 
 
-def test_a_read_that_hangs_does_not_hang_the_end_nor_who_waits_for_it() -> None:
-    free = threading.Event()
-    ahead = ReadAhead(free.wait, depth=1)
-    threading.Timer(0.05, lambda: ahead.close(timeout_s=0)).start()
-    with pytest.raises(RuntimeError, match="close"):
-        ahead.take()
-    assert not ahead.close(timeout_s=0.01)
-    assert all(thread.daemon for thread in threads())
-    free.set()
-    assert ahead.close(timeout_s=5)
-
-
 @pytest.mark.parametrize("depth", [1, 3, 50])
 def test_batches_states_and_digests_are_those_of_a_loader_without(data: Path, depth: int) -> None:
     plain, ahead = loader(data, 0), loader(data, depth)
@@ -340,19 +272,6 @@ def test_damage_is_reported_when_its_batch_is_due(data: Path) -> None:
         found.append((len(taken), str(caught.value), batches.state_dict()))
         batches.close()
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(("depth", "expected"), [("8", True), ("0", False)])
-def test_a_job_reads_ahead_as_its_file_says(data: Path, depth: str, expected: bool) -> None:
-    words = ["--data.path", str(data.parent), "--data.read_ahead", depth]
-    batches = loader_of(parse_job(["--config", str(ROOT / "train_configs/debug.toml"), *words]))
-    assert not threads()  # nothing is read before the first batch is asked for
-    iterator = iter(batches)
-    inputs, _ = next(iterator)
-    assert inputs["input"].dtype == torch.int64 and inputs["input"].is_contiguous()
-    assert bool(threads()) == expected
-    del iterator
-    assert not threads()
 
 
 def test_a_read_that_hangs_holds_up_neither_the_last_checkpoint_nor_the_end_twice(
@@ -461,14 +380,3 @@ def test_a_node_with_other_data_is_named(tmp_path: Path) -> None:
     assert_failed(ended, 2)
     assert ended.output.count("does not hold the same data on all nodes") == 1
     assert not (tmp_path / "run" / "checkpoint").exists()
-
-
-def test_a_damaged_mark_on_one_node_ends_the_launch(tmp_path: Path) -> None:
-    write_data(tmp_path / "0" / "data")
-    shutil.copytree(tmp_path / "0" / "data", tmp_path / "1" / "data")
-    mark = tmp_path / "1" / "data" / "train" / "part-00000-0.json"
-    mark.write_text(mark.read_text().replace("}", " }"))
-    ended = start_on_two_nodes(tmp_path)
-    # the other node waits for this one until it is killed, as by srun
-    assert ended.codes[1] == 2 and ended.codes[0] < 0
-    assert ended.output.count("commit mark's hash does not fit") == 1

@@ -1,10 +1,8 @@
 """What a rank's process is given before torch is imported, and the GPU that it takes first."""
 
-import contextlib
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -75,25 +73,3 @@ def test_a_rank_takes_its_gpu_before_anything_else(
         monkeypatch.setenv(name, value)
     train.main([])
     assert done == [3, *([{3, 103}] if binding == "1" else []), "run"]
-
-
-def test_all_threads_stay_on_the_cores_that_they_may_use() -> None:
-    """A share of a node may have none of the cores near its GPU."""
-    before = os.sched_getaffinity(0)
-    ready, end = threading.Barrier(2), threading.Event()
-    other = threading.Thread(target=lambda: (ready.wait(), end.wait()))
-    other.start()
-    ready.wait()
-    try:
-        assert other.native_id is not None
-        one = max(before)
-        device.run_on({one, 100_000})
-        assert os.sched_getaffinity(0) == os.sched_getaffinity(other.native_id) == {one}
-        device.run_on({100_000})
-        assert os.sched_getaffinity(0) == {one}
-    finally:
-        end.set()
-        other.join()
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(int(thread), before)

@@ -22,19 +22,18 @@ from canon_pretrain.titan.dry_run import (
     Device,
     Plan,
     check_memory,
+    count_memory,
     count_saved,
     first_notes,
     make_plan,
     make_plans,
-    memory_by_part,
-    most_ranks,
     reference,
     saved_bytes,
     this_machine,
     world_sizes,
 )
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.loss import head_loss
+from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.train import main
 from tests.support import ROOT, debug_run, train
 
@@ -65,7 +64,6 @@ def test_the_1b3_figures_of_the_specification() -> None:
 
 
 VARIANTS = [
-    *("nope", "nope AC", "rope ABCD", "partial_rope_b ABCD"),
     *("nope ABCD canon_trainable=False", "rope AC ffn=standard ffn_activation=relu2"),
     "rope D num_kv_heads=2 tie_embeddings=True qk_norm=full",
 ]
@@ -82,12 +80,12 @@ def variant_of(words: str) -> CanonJobConfig:
 
 @pytest.mark.parametrize("words", VARIANTS)
 def test_memory_equals_what_a_real_tiny_model_holds(words: str) -> None:
-    args, batch = variant_of(words).model_args, 3
+    job, batch = variant_of(words), 3
+    job.training.global_batch_size = job.training.local_batch_size = batch
+    args = job.model_args
     model = Transformer(args)
     model.init_weights()
-    planned = memory_by_part(
-        args, model, num_shards=1, micro_batch=batch, dtype=torch.float32, param_dtype=torch.float32
-    )
+    planned = count_memory(job, model, 1)
     tokens = torch.arange(batch * args.max_seq_len).reshape(batch, -1) % args.vocab_size
 
     def forward() -> torch.Tensor:
@@ -122,31 +120,6 @@ def test_what_is_not_trained_has_weights_alone() -> None:
     assert trained.checkpoint_bytes - fixed.checkpoint_bytes == 8 * 2_039_808
 
 
-def test_what_canon_keeps_of_documents_is_counted_and_scores_are_not() -> None:
-    """The numbers of the documents alone, once a block: measured on real models, beside one
-    without Canon, which holds the same attention mask (on a GPU flex attention holds none)."""
-
-    def measured(words: str) -> int:
-        job = variant_of(words)
-        model = Transformer(job.model_args)
-        model.init_weights()
-        tokens = torch.full((3, job.model_args.max_seq_len), 7)
-        return count_saved(lambda: model(tokens).sum(), model)
-
-    def planned(words: str) -> int:
-        args = variant_of(words).model_args
-        return args.num_layers * saved_bytes(args, 3, torch.float32, Loss())[0]
-
-    masked, unmasked = "nope AC document_mask=True", "nope document_mask=True"
-    assert planned(masked) - planned(unmasked) == pytest.approx(
-        measured(masked) - measured(unmasked), rel=0.01
-    )
-    rows, layers, reach = 3, 2, 3
-    assert planned(masked) - planned("nope AC") == layers * rows * (reach + 64) * 4  # int32
-    for special in ("alibi AC", "h_alibi AC"):
-        assert planned(special) == planned("nope AC")
-
-
 class PeakMemory(TorchDispatchMode):
     """Counts the bytes of live storages, and their most."""
 
@@ -176,21 +149,20 @@ class PeakMemory(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk_tokens", [0, 4096, 128])
-@pytest.mark.parametrize("loss", [Loss(), Loss(z_loss=0.1), Loss(squared_loss=0.1)], ids=str)
+@pytest.mark.parametrize("chunk_tokens", [0, 128])
+@pytest.mark.parametrize("loss", [Loss(), Loss(z_loss=0.1)], ids=str)
 def test_the_peak_of_the_loss_is_the_real_one(
     dtype: torch.dtype, loss: Loss, chunk_tokens: int
 ) -> None:
-    loss = dataclasses.replace(loss, chunk_tokens=chunk_tokens)
-    args = dataclasses.replace(job_of("debug").model_args, vocab_size=32_000, dim=64)
+    job = job_of("debug", "--model.vocab_size", "32000", "--model.dim", "64")
+    job.training.global_batch_size = job.training.local_batch_size = 4
+    job.training.mixed_precision_param = str(dtype).removeprefix("torch.")  # type: ignore
+    job.loss = loss = dataclasses.replace(loss, chunk_tokens=chunk_tokens)
     with torch.device("meta"):
-        model = Transformer(args)
-    planned = memory_by_part(
-        args, model, num_shards=1, micro_batch=4, dtype=torch.float32, param_dtype=dtype, loss=loss
-    )
+        planned = count_memory(job, Transformer(job.model_args), 1)
     weight = torch.randn(32_000, 64, dtype=dtype, requires_grad=True)
-    h = torch.randn(4 * args.max_seq_len, 64, dtype=dtype, requires_grad=True)
-    labels = torch.zeros(4 * args.max_seq_len, dtype=torch.int64)
+    h = torch.randn(4 * job.training.seq_len, 64, dtype=dtype, requires_grad=True)
+    labels = torch.zeros(4 * job.training.seq_len, dtype=torch.int64)
     with PeakMemory() as memory:
         memory.live = {tensor.untyped_storage()._cdata: 0 for tensor in (h, weight)}
         _, objective = head_loss(loss)(h, weight, labels)
@@ -204,42 +176,17 @@ def test_the_peak_of_the_loss_is_the_real_one(
     assert memory.peak / 1.1 < expected < most * memory.peak
 
 
-def test_full_checkpointing_keeps_the_blocks_inputs_and_one_block() -> None:
-    plain = plan_of(job_of("nope_canon"), "h100", 8, 0.4)
-    full = plan_of(job_of("nope_canon", "--activation_checkpoint.mode", "full"), "h100", 8, 0.4)
-    inputs = 24 * plain.micro_batch * 4096 * 2048 * 2
-    assert full.memory["activations"] == inputs + plain.memory["activations"] // 24
-    assert {k: v for k, v in full.memory.items() if k != "activations"} == {
-        k: v for k, v in plain.memory.items() if k != "activations"
-    }
-
-
 def test_what_fsdp2_gathers_is_counted_from_the_models_units() -> None:
-    args = job_of("debug").model_args
-    model = Transformer(args)
+    job = job_of("debug", "--training.mixed_precision_param", "bfloat16")
+    model = Transformer(job.model_args)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     block = sum(n for name, n in sizes.items() if name.startswith("layers.1."))
     ends = sizes["tok_embeddings.weight"] + sizes["norm.weight"] + sizes["output.weight"]
-    planned = memory_by_part(
-        args, model, num_shards=4, micro_batch=1, dtype=torch.float32, param_dtype=torch.bfloat16
-    )
+    planned = count_memory(job, model, 4)
     assert planned["gathered by FSDP2"] == 2 * (2 * block + ends) + 4 * block
-    job = job_of("debug", "--parallelism.fsdp_reshard_after_forward", "never")
-    job.training.mixed_precision_param = "bfloat16"
+    job.parallelism.fsdp_reshard_after_forward = "never"
     kept = plan_of(job, "h100", 4, 0.4).memory["gathered by FSDP2"]
     assert kept == 2 * sum(p.numel() for p in Transformer(job.model_args).parameters()) + 4 * block
-
-
-def test_states_are_shared_by_the_world_and_activations_grow_with_the_batch() -> None:
-    job = job_of("debug")
-    small, large = plan_of(job, "a100", 1, 0.4), plan_of(job, "a100", 12, 0.4)
-    assert small.micro_batch == 4
-    assert small.checkpoints_kept == 2  # every 6 of 12 steps; up to 10 would be kept
-    assert large.micro_batch == 1
-    assert small.memory["weights"] == pytest.approx(12 * large.memory["weights"], rel=1e-3)
-    ratio = small.memory["activations"] / large.memory["activations"]
-    assert ratio == pytest.approx(4, rel=0.01)
-    assert small.seconds == pytest.approx(12 * large.seconds)
 
 
 def test_the_data_that_is_there_is_measured_or_refused_as_by_the_run(data_folder: Path) -> None:
@@ -323,10 +270,10 @@ def test_replicas_hold_all_states_each_and_share_the_batch() -> None:
         assert hsdp.memory[part] == node.memory[part] == pytest.approx(2 * two.memory[part])
     assert (hsdp.micro_batch, hsdp.seconds) == (two.micro_batch, two.seconds)
     assert world_sizes(job_of("nope_canon", *replicas)) == [2, 4, 6, 8, 12, 16, 24, 48]
-    with pytest.raises(UserError, match="3 ranks can't make up 2 replicas"):
+    with pytest.raises(UserError, match="3 ranks can't be that many"):
         plan_of(job_of("nope_canon", *replicas), "h100", 3, 0.4)
     with pytest.raises(UserError, match="48 can't be shared by 5 ranks"):
-        most_ranks(job_of("nope_canon", replicas[0], "5"), 8)
+        world_sizes(job_of("nope_canon", replicas[0], "5"))
 
 
 def test_the_command_prints_the_plan_and_writes_nothing(
@@ -348,6 +295,11 @@ def test_the_command_prints_the_plan_and_writes_nothing(
     out = printed("quickstart", "--gpu h100")
     assert "8 x H100" in out and "too small to fill a GPU" in out and "0 seconds" not in out
     assert "H100" not in printed("quickstart", "")
+    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for rank in ("0", "1"):  # as torchrun starts them: one of them prints
+        for name, value in (ranks | {"RANK": rank, "LOCAL_RANK": rank}).items():
+            monkeypatch.setenv(name, value)
+        assert bool(printed("quickstart", "")) == (rank == "0")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -358,14 +310,6 @@ def test_words_that_cannot_be_obeyed_leave_with_2(words: str) -> None:
     with pytest.raises(SystemExit) as left:
         main(["--config", str(CONFIGS / "nope_canon.toml"), *words.split()])
     assert left.value.code == 2
-
-
-@pytest.mark.parametrize("name", ["nope_canon", "released_1b", "slimpajama_partial_rope_canon"])
-def test_the_large_configs_fit_on_eight_h100(name: str) -> None:
-    job = job_of(name)
-    check_memory(job, reference("h100"), 8)
-    with pytest.raises(UserError, match="--force"):
-        check_memory(job, dataclasses.replace(reference("h100"), memory_gib=24), 8)
 
 
 def test_a_job_is_refused_by_the_least_that_it_needs() -> None:
@@ -382,12 +326,6 @@ def test_a_job_is_refused_by_the_least_that_it_needs() -> None:
     with pytest.raises(UserError, match="1 rank.*weights 5.0, gradients 5.0, optimizer .* 10.0"):
         check_memory(compiled, laptop, 1)
     check_memory(job_of("nope_canon", "--training.enable_cpu_offload"), laptop, 1)
-
-
-def test_the_quick_bound_is_above_the_estimate() -> None:
-    for name in ("debug", "quickstart", "nope_canon", "released_1b"):
-        plan = make_plan(job := job_of(name), reference("h100"), 1)
-        assert not dry_run._is_small(job, 1, sum(plan.memory.values())), name
 
 
 HUGE = [f"--model.{name}={2**17}" for name in ("dim", "ffn_dim")]

@@ -54,14 +54,14 @@ def test_code_is_compared_by_its_files(tmp_path: Path) -> None:
     assert code_changes(run, code, refuse=True) == {}, "older than the record"
     run.write_config(first.to_dict(), run_identity(first, "shards"), code)
     assert code_changes(run, code, refuse=True) == {}
-    loss = copied / "titan" / "loss.py"
+    loss = copied / "titan" / "spec.py"
     loss.write_text(loss.read_text() + "\nSCALE = 1.7\n")
     (copied / "titan" / "more.py").touch()
     (copied / "report" / "plot.py").unlink()  # training does not use it
     changed = code_changes(run, code_hashes(copied), refuse=False)
-    assert changed.keys() == {"titan/loss.py", "titan/more.py"}
+    assert changed.keys() == {"titan/spec.py", "titan/more.py"}
     assert changed["titan/more.py"][0] is None
-    with pytest.raises(UserError, match=r"titan/loss\.py.*--run\.allow_changes code"):
+    with pytest.raises(UserError, match=r"titan/spec\.py.*--run\.allow_changes code"):
         code_changes(run, code_hashes(copied), refuse=True)
 
 
@@ -116,17 +116,8 @@ def test_a_name_that_no_run_has_is_refused_even_in_a_new_folder(tmp_path: Path) 
     run = RunFolder(tmp_path / "new")
     assert check_identity(run, identity, ["optimizer.lr"]) == {}
     for name in ("optimizer.rate", "metrics.log_freq", "checkpoint.interval"):
-        with pytest.raises(UserError, match=f"names {name}, which is no part"):
+        with pytest.raises(UserError, match=f"names {name}, which is not part"):
             check_identity(run, identity, [name])
-
-
-def test_what_an_older_version_did_not_record_counts_as_a_change(tmp_path: Path) -> None:
-    run = recorded(tmp_path)
-    record = run.read_config()
-    del record["identity"]["guards.outlier_sigma"], record["identity"]["optimizer.eps"]
-    run.write_config(record["config"], record["identity"])
-    with pytest.raises(UserError, match="optimizer.eps: None -> 1e-06"):
-        check_identity(run, run_identity(job(), "shards"), [])
 
 
 def test_all_else_is_only_noted(tmp_path: Path) -> None:
@@ -150,10 +141,3 @@ def test_a_key_that_an_earlier_version_did_not_have_was_at_its_default(tmp_path:
     with pytest.raises(UserError, match="model.ffn: 'gated' -> 'standard'"):
         check_identity(run, run_identity(other, "shards"), [])
     assert config_changes(run, other.to_dict())["validation.windows"] == [None, 8]
-
-
-def test_a_damaged_config_is_named(tmp_path: Path) -> None:
-    run = recorded(tmp_path)
-    run.config_file.write_text("{")
-    with pytest.raises(UserError, match=r"config\.json is damaged"):
-        check_identity(run, run_identity(job(), "shards"), [])

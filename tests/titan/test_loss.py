@@ -1,22 +1,16 @@
 """What is minimised, against sums written out in float64, and what the log says of it."""
 
 import dataclasses
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
+from torchtitan.components.loss import IGNORE_INDEX
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.config import Loss
-from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.launch import check_identity, run_identity
-from canon_pretrain.titan.loss import build_loss, cross_entropy_and_objective, head_loss
+from canon_pretrain.titan.spec import build_loss, head_loss
 from tests.support import ROOT
 
 DEBUG = ["--config", str(ROOT / "train_configs" / "debug.toml")]
@@ -78,13 +72,6 @@ def test_sums_and_gradients_are_those_of_the_definition(config: Loss, chunk_toke
         assert logits.grad[place].item() == pytest.approx((sides[0] - sides[1]) / 2e-5, abs=2e-5)
 
 
-def test_without_a_term_the_reference_is_torchtitans() -> None:
-    logits, labels = logits_and_labels()
-    nats_N, objective = cross_entropy_and_objective(logits.flatten(0, 1), labels.flatten())
-    torch.testing.assert_close(objective, cross_entropy_loss(logits, labels))
-    assert torch.equal(nats_N.sum(), objective)
-
-
 @every_form
 @every_way
 def test_bfloat16_logits_are_summed_in_float32(config: Loss, chunk_tokens: int) -> None:
@@ -122,19 +109,3 @@ def test_the_loss_compiles_with_its_terms(chunk_tokens: int) -> None:
             grads.append(leaf.grad)
             assert counters["stats"]["unique_graphs"] == frames
         torch.testing.assert_close(*grads)
-
-
-def test_it_is_part_of_what_a_run_is_and_was_off_before_it_had_a_name(tmp_path: Path) -> None:
-    plain, z_loss = parse_job(DEBUG), parse_job([*DEBUG, "--loss.z_loss", "1e-4"])
-    folder = RunFolder(tmp_path)
-    old = run_identity(plain, "f")
-    del old["loss.z_loss"], old["loss.squared_loss"]
-    folder.config_file.write_text(json.dumps({"identity": old, "config": {}}))
-    assert check_identity(folder, run_identity(plain, "f"), []) == {}
-    with pytest.raises(UserError, match="loss.z_loss: 0.0 -> 0.0001"):
-        check_identity(folder, run_identity(z_loss, "f"), [])
-    # how many logits there are at a time is no part of a run
-    other = run_identity(parse_job([*DEBUG, "--loss.chunk_tokens", "0"]), "f")
-    assert check_identity(folder, other, []) == {}
-    terms = {f"loss.{f.name}" for f in dataclasses.fields(Loss)} - {"loss.chunk_tokens"}
-    assert terms <= run_identity(z_loss, "f").keys()

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import ReduceOp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import ParallelDims
 
@@ -104,7 +101,6 @@ def _on_rank(rank: int, folder: Path) -> None:
         clip_gradients,
         fsdp_mesh,
         parallelize,
-        shard,
         write_shard,
     )
 
@@ -246,24 +242,6 @@ def test_activation_checkpointing_computes_again_what_it_says(results: Path) -> 
     assert plain < counts["selective"] < counts["full"]
 
 
-def test_cst_canon_stays_and_is_not_optimized(results: Path) -> None:
-    parts = [torch.load(results / f"plans-{rank}.pt", weights_only=False) for rank in range(2)]
-    initial = Transformer(PLANNED)
-    initial.init_weights()
-    canon = {n: p for n, p in initial.named_parameters() if "canon_" in n}
-    rest = {n: p for n, p in initial.named_parameters() if "canon_" not in n}
-    assert len(canon) == 4 * PLANNED.num_layers
-    for plan in PLANS:
-        if _planned(plan).canon_trainable:
-            continue
-        both = [part[plan] for part in parts]
-        assert {part.optimized for part in both} == {len(rest)}
-        for name, value in canon.items():
-            assert torch.equal(torch.cat([part.weights[name] for part in both]), value), name
-        for name, value in rest.items():
-            assert not torch.equal(torch.cat([part.weights[name] for part in both]), value), name
-
-
 def test_an_attention_without_a_training_step_is_refused() -> None:
     from canon_pretrain.titan.parallelize import check_attention
 
@@ -286,47 +264,6 @@ def test_an_attention_without_a_training_step_is_refused() -> None:
             for device, dtype in (("cpu", "bfloat16"), ("cuda", "float32")):
                 with pytest.raises(UserError, match=f'"{name}" takes {name} here, which'):
                     check("rope", name, device, dtype)
-
-
-def test_an_unknown_policy_is_refused() -> None:
-    from canon_pretrain.titan.parallelize import shard
-
-    mesh = object()
-    with pytest.raises(UserError, match='"sometimes" is not known; expected one of default'):
-        shard(Transformer(UNEVEN), mesh, policy="sometimes")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_are_added_up_by_a_plain_sum(reduce_dtype: torch.dtype) -> None:
-    """FSDP2's own choice for a GPU, with our factor of 1.0: the sum of products with 1.0, which
-    are what is multiplied, bit for bit. NCCL's switches know SUM and not that."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=8)
-    try:
-        model = Transformer(UNEVEN)
-        shard(model, init_device_mesh("cpu", (8,)), reduce_dtype=reduce_dtype)
-        states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-        groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
-        assert len(set(groups)) == UNEVEN.num_layers + 2
-        for group in groups:
-            factor = group.gradient_divide_factor
-            assert (factor, group.force_sum_reduction_for_comms) == (1.0, True)
-            world = group._reduce_scatter_process_group
-            before, after, scatter, reduce = _get_gradient_divide_factors(
-                world, None, reduce_dtype, "cuda", factor, True
-            )
-            assert (scatter, reduce) == (ReduceOp.SUM, ReduceOp.SUM)
-            # no division, neither before nor after
-            assert before in (None, 1) and after == 1
-            own = _get_gradient_divide_factors(world, None, reduce_dtype, "cuda", factor, False)
-            if reduce_dtype != torch.float16:
-                assert own[2].__getstate__() == ReduceOp.PREMUL_SUM(1.0).__getstate__()
-    finally:
-        torch.distributed.destroy_process_group()
-    bits = torch.randint(-(2**15), 2**15, (10_000,), dtype=torch.int16)
-    values = bits.view(torch.bfloat16).to(reduce_dtype)
-    values = values[~values.isnan()]
-    assert torch.equal(values * 1.0, values)
 
 
 @pytest.mark.parametrize(

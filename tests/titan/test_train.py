@@ -14,8 +14,6 @@ from canon_pretrain.data.sampler import window_offset
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
-from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.data import build_dataloader, open_shards
 from canon_pretrain.train import main
 from tests.ranks import differences, events, flat, launch, whole_state
 from tests.support import ROOT, Runs, debug_run, train
@@ -127,22 +125,6 @@ def test_replicas_take_up_a_sharded_run(runs: Runs, data_folder: Path, tmp_path:
     assert_resumes_bitwise(data_folder, runs.straight, tmp_path, ranks=2, replicas=2)
 
 
-@pytest.mark.slow
-def test_replicas_of_shards_train_as_one_rank(
-    runs: Runs, data_folder: Path, tmp_path: Path
-) -> None:
-    """2 x 2 from the first step; its checkpoint on 4 shards and on 1 rank; theirs on 2 x 2."""
-    hsdp = tmp_path / "hsdp"
-    words = ("--parallelism.data_parallel_replicate_degree", 2)
-    launch(*debug_run(data_folder, hsdp), *words, ranks=4, output=tmp_path / "out")
-    assert_equal_to_rounding(hsdp, runs.straight)
-    for ranks in (1, 4):
-        run = assert_resumes_bitwise(data_folder, hsdp, tmp_path, ranks, replicas=1)
-        identity = RunFolder(run).read_config()["identity"]
-        assert identity == RunFolder(hsdp).read_config()["identity"]
-    assert_resumes_bitwise(data_folder, runs.straight, tmp_path, ranks=4, replicas=2)
-
-
 def test_every_step_saw_the_same_token_ids_in_every_run(runs: Runs, data_folder: Path) -> None:
     """The digests in the log, against the samples as the shards themselves hold them."""
     digests = [digest for (digest,) in curve(runs.straight, "data_digests")]
@@ -166,44 +148,12 @@ def test_losses_are_the_golden_ones(runs: Runs) -> None:
     assert curve(runs.straight, "grad_norm") == pytest.approx(golden["grad_norm"], rel=1e-3)
 
 
-def test_the_model_learns_on_counted_tokens_by_the_schedule_of_all_steps(runs: Runs) -> None:
-    """Warm-up (i + 1) / 4, then cosine to 10 % over all 12 steps, though stopped at 5."""
-    losses = curve(runs.straight, "loss")
-    assert losses[0] == pytest.approx(6.238, abs=0.05)  # ln 512: nothing is known yet
-    assert losses[-1] < losses[0] - 0.3
-    assert curve(runs.straight, "tokens") == [12 * 64 * step for step in range(1, STEPS + 1)]
-    rates = curve(runs.resumed, "lr")
-    assert rates[:4] == pytest.approx([3e-3 * k / 4 for k in (1, 2, 3, 4)])
-    assert rates[4] == pytest.approx(3e-3)
-    assert rates[5:] == sorted(rates[5:], reverse=True)
-    assert 3e-4 < rates[-1] < 5e-4
-
-
-def test_the_run_folder_says_what_the_run_was(runs: Runs, data_folder: Path) -> None:
-    folder = RunFolder(runs.straight)
-    identity = folder.read_config()["identity"]
-    with TokenShards.open(data_folder / "train") as shards:
-        assert identity["data_fingerprint"] == shards.fingerprint
-    assert identity["model.canon_set"] == "ABCD"
-    assert folder.done_file.read_text() == "12\n"
-    assert not (runs.straight / "checkpoint" / "step-5").exists()
-    assert (runs.resumed / "checkpoint" / "step-5").exists()
-    names = [event["event"] for event in read_log(RunFolder(runs.resumed).log_file)]
-    assert (names[0], names.count("resume"), names[-1]) == ("start", 1, "done")
-
-
 def test_a_step_that_is_not_there_is_named(runs: Runs, data_folder: Path) -> None:
     argv = [*debug_run(data_folder, runs.straight), "--checkpoint.load_step", 99]
     done = train(*argv, check=False)
     assert done.returncode == 2
     assert "load_step = 99: not in" in done.stderr
     assert "steps that are there: 6, 12" in done.stderr
-
-
-VARIANT = [
-    *("--model.position", "partial_rope_a", "--model.qk_norm", "full"),
-    *("--training.mixed_precision_param", "bfloat16", "--training.steps", 6),
-]
 
 
 ON_A_GPU = [
@@ -235,21 +185,6 @@ def test_compiled_bfloat16_resumes_bitwise_on(
         assert torch.equal(tensor, finished[name]), name
 
 
-@pytest.mark.slow
-def test_bfloat16_and_rope_train_alike_on_one_rank_and_two(
-    data_folder: Path, tmp_path: Path
-) -> None:
-    """The real default precision: FSDP2 casts at every world size, autocast at none."""
-    curves = {}
-    for ranks in (None, 2):
-        folder = tmp_path / str(ranks)
-        train(*debug_run(data_folder, folder), *VARIANT, ranks=ranks)
-        curves[ranks] = [event["loss"] for event in step_events(folder)]
-    assert curves[2] == pytest.approx(curves[None], rel=2e-3)  # bf16 rounds at 4e-3
-    assert curves[2][:1] == pytest.approx(curves[None][:1], rel=1e-5)  # before any rounding differs
-    assert curves[2][-1] < curves[2][0] - 0.05
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_compiled_blocks_train_as_eager_ones(runs: Runs, data_folder: Path, tmp_path: Path) -> None:
     train(
@@ -262,28 +197,6 @@ def test_compiled_blocks_train_as_eager_ones(runs: Runs, data_folder: Path, tmp_
     assert tensor_shapes(tmp_path / "run" / "checkpoint" / "step-3") == tensor_shapes(
         runs.straight / "checkpoint" / "step-6"
     )
-
-
-def test_the_trainers_batches_are_the_same_at_every_world_size(data_folder: Path) -> None:
-    """Token ids of steps 0..9 as tensors, each step's global batch put together in order."""
-    job = parse_job([str(word) for word in debug_run(data_folder, Path("unused"))])
-    steps = {}
-    for world_size in (1, 2, 3, 4):
-        size = job.training.local_batch_size = 2 if world_size == 3 else 3
-        ranks = [
-            iter(build_dataloader(world_size, rank, None, job, data=open_shards(job)))
-            for rank in range(world_size)
-        ]
-        rounds = 12 // (world_size * size)
-        steps[world_size] = []
-        for _ in range(10):
-            batches = [next(rank) for _ in range(rounds) for rank in ranks]
-            for inputs, labels in batches:  # labels are one token ahead
-                assert torch.equal(inputs["input"][:, 1:], labels[:, :-1])
-            steps[world_size].append(torch.cat([labels for _, labels in batches]))
-    for world_size, batches in steps.items():
-        assert batches[0].shape == (12, 64)
-        assert all(map(torch.equal, batches, steps[1])), world_size
 
 
 def exits_with_2(argv: list[object], capsys: pytest.CaptureFixture[str]) -> str:
