@@ -40,15 +40,13 @@ HARNESS_FOLDERS = (
 """The harness's own tasks that our groups use: to read all of its 14,683 takes 12 seconds."""
 FILE_KINDS = (".yaml", ".yml", ".py", ".json", ".toml", ".txt")
 """Files beside a task file that may be part of it."""
+CONNECT = """. Load its data once where there is a network, with HF_HOME on a disk that this \
+machine has too: python -c 'from lm_eval.tasks import TaskManager; TaskManager().load(["{}"])'"""
 
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """One task, ready to be asked.
-
-    `described` is what its scores depend on and what its metrics are; `cost` the work of its
-    requests.
-    """
+    """One task: what its scores depend on and its metrics are, and the work of its requests."""
 
     task: Task
     described: dict[str, Any]
@@ -66,18 +64,9 @@ def open_tasks(
         try:
             is_theirs = path.is_relative_to(harness_tasks())
             manager = _manager(name, path, metadata)
-            group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
-            spec: str | dict[str, Any] = name if is_theirs else str(path)
-            if group and not is_theirs:
-                spec = group[1]  # a group is found by its name only
-                if name != group[1]:  # one member, as the group makes it
-                    content: dict[str, Any] = load_yaml(path)
-                    members = [
-                        t for t in content["task"] if isinstance(t, dict) and t["task"] == name
-                    ]
-                    spec = {**content, "task": members} if members else spec
+            wanted: list[Any] = [_spec(name, path, is_theirs)] if only is None else [*only]
             plans = {}
-            for key, task in manager.load([spec] if only is None else only)["tasks"].items():
+            for key, task in manager.load(wanted)["tasks"].items():
                 entry = manager.task_index.get(key) if is_theirs else None
                 plans[key] = _plan(task, entry.yaml_path if entry else path, limit)
             if not plans:
@@ -91,12 +80,20 @@ def open_tasks(
                 raise error.__cause__ from None
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             if isinstance(error, ConnectionError):
-                reason += (
-                    ". Load its data once where there is a network, with HF_HOME on a disk that "
-                    "this machine has too: python -c 'from lm_eval.tasks import TaskManager; "
-                    f'TaskManager().load(["{name}"])\''
-                )
+                reason += CONNECT.format(name)
             raise UserError(f"{path}: this task file does not load: {reason}") from error
+
+
+def _spec(name: str, path: Path, is_theirs: bool) -> str | dict[str, Any]:
+    """Return what the harness loads a task file by; a group is found by its name only."""
+    group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
+    if is_theirs or not group:
+        return name if is_theirs else str(path)
+    if name == group[1]:
+        return name
+    content: dict[str, Any] = load_yaml(path)  # one member, as the group makes it
+    members = [t for t in content["task"] if isinstance(t, dict) and t["task"] == name]
+    return {**content, "task": members} if members else group[1]
 
 
 def _manager(name: str, path: Path, metadata: Mapping[str, Any]) -> TaskManager:
@@ -119,11 +116,15 @@ def _plan(task: Task, path: Path, limit: int | None) -> TaskPlan:
     config, metadata = task.config.to_dict(), task.config.metadata or {}
     for name in ("metadata", "custom_dataset", "dataset_kwargs"):  # places on this machine
         config.pop(name, None)
+    with harness():  # the seeds with which the requests are built again when they are asked
+        _prepare(task)
+        task.build_all_requests(limit=limit, rank=0, world_size=1)
     requests, documents, cost = hashlib.sha256(), hashlib.sha256(), 0
-    for request in _requests(task, limit):
+    for request in task.instances:
         values = [request.request_type, request.arguments, request.doc_id]
         requests.update(json.dumps(values, default=str).encode() + b"\n")
         cost += request_cost(request)
+    task._instances = None
     for document in task.eval_docs:
         text = json.dumps(document, default=handle_non_serializable)
         documents.update(text.encode() + b"\n")
@@ -132,13 +133,12 @@ def _plan(task: Task, path: Path, limit: int | None) -> TaskPlan:
     own = json.dumps(config, default=_source_text, sort_keys=True)
     better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
     primary = metadata.get("primary") or list(better)[:1]
+    kept = ("part_of", "part", "chance", "source")
     described = {
         "version": task.VERSION,
         "primary": [primary] if isinstance(primary, str) else list(primary),
         "higher_is_better": better,
-        **{
-            key: metadata[key] for key in ("part_of", "part", "chance", "source") if key in metadata
-        },
+        **{key: metadata[key] for key in kept if key in metadata},
         "files_sha256": hashlib.sha256(content).hexdigest(),
         "config_sha256": hashlib.sha256(own.encode()).hexdigest(),
         **_counts(task),
@@ -146,16 +146,6 @@ def _plan(task: Task, path: Path, limit: int | None) -> TaskPlan:
         "requests_sha256": requests.hexdigest(),
     }
     return TaskPlan(task, described, cost)
-
-
-def _requests(task: Task, limit: int | None) -> list[Any]:
-    """Return all that the harness will ask of a model for the first `limit` items of `task`."""
-    with harness():  # the seeds with which they are built again when they are asked
-        _prepare(task)
-        task.build_all_requests(limit=limit, rank=0, world_size=1)
-        requests = list(task.instances)
-    task._instances = None
-    return requests
 
 
 def _prepare(task: Task) -> None:
@@ -184,7 +174,7 @@ def _source_text(value: Any) -> str:
 def ask(lm: LM, name: str, task: Task, limit: int | None) -> Answers:
     """Return scores and item records of `lm` on the first `limit` items of a task."""
     metadata = task.config.metadata or {}
-    part = metadata.get("part")
+    part, source = metadata.get("part"), metadata.get("source") or []
     with harness():
         _prepare(task)
         # `evaluate`, as `simple_evaluate` reseeds the global generators and leaves them so
@@ -197,47 +187,32 @@ def ask(lm: LM, name: str, task: Task, limit: int | None) -> Answers:
         identity = ("doc_id", "filter", "doc_hash", "prompt_hash", "target")
         own = {key: item[key] for key in identity}
         record = records.setdefault((item["doc_id"], item["filter"]), own)
-        if (source := source_of(item["doc"], metadata.get("source"))) is not None:
-            record["source"] = source
+        if source:  # items with equal values of these fields are one draw
+            fields = [source] if isinstance(source, str) else source
+            values = [item["doc"][field] for field in fields]
+            text = json.dumps(values, default=handle_non_serializable)
+            record["source"] = hashlib.sha256(text.encode()).hexdigest()[:16]
         record[f"answers_{part}" if part else "answers"] = item["filtered_resps"]
         record |= {metric: item[metric] for metric in item["metrics"]}
+    filters = {item["filter"] for item in items}
+    scores = {}
+    for key, value in found["results"][name].items():
+        metric, _, filtered = key.partition(",")
+        if not filtered or metric.endswith("_stderr"):
+            continue
+        here = [item for item in items if item["filter"] == filtered and metric in item]
+        sources = [source_of_record(records[item["doc_id"], filtered]) for item in here]
+        label = metric if len(filters) == 1 else f"{metric}, {filtered}"
+        scores[label] = _score(float(value), [item[metric] for item in here], sources)
     return Answers(
-        scores=_scores(found["results"][name], items, records),
+        scores,
         num_samples=found["n-samples"][name]["effective"],
         samples=json.loads(json.dumps([*records.values()], default=handle_non_serializable)),
     )
 
 
-def source_of(document: Mapping[str, Any], fields: str | Sequence[str] | None) -> str | None:
-    """Return a hash of the fields that items of one source share; None if a task names none."""
-    if not fields:
-        return None
-    names = [fields] if isinstance(fields, str) else fields
-    values = json.dumps([document[name] for name in names], default=handle_non_serializable)
-    return hashlib.sha256(values.encode()).hexdigest()[:16]
-
-
-def _scores(
-    results: Mapping[str, Any],
-    items: Sequence[Mapping[str, Any]],
-    records: Mapping[tuple[int, str], Mapping[str, Any]],
-) -> dict[str, Score]:
-    """Return the metrics of one task; a mean over items with its standard error over sources."""
-    filters = {item["filter"] for item in items}
-    scores = {}
-    for key, value in results.items():
-        metric, _, name = key.partition(",")
-        if not name or metric.endswith("_stderr"):
-            continue
-        here = [item for item in items if item["filter"] == name and metric in item]
-        sources = [source_of_record(records[item["doc_id"], name]) for item in here]
-        label = metric if len(filters) == 1 else f"{metric}, {name}"
-        scores[label] = _score(float(value), [item[metric] for item in here], sources)
-    return scores
-
-
 def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Score:
-    """Return `value` with its noise over the items, if it is their mean."""
+    """Return `value` with its standard error over sources, if it is the mean over items."""
     # perplexities have pairs (log-likelihood, weight) for items; other aggregates are no mean
     if not by_item or not all(
         isinstance(x, bool | int | float | np.number | np.bool_) for x in by_item

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
+from rich.text import Text
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, Progress
@@ -26,6 +28,7 @@ from canon_pretrain.run.results import (
     Results,
     Score,
     Unfinished,
+    bound_words,
     question_of,
     read_results,
     read_samples,
@@ -38,7 +41,6 @@ from eval.model.lm import CanonLM
 from eval.model.load import dtype_for
 from eval.model.ranks import Ranks
 from eval.model.subject import Subject, locate
-from eval.show_results import print_results
 from eval.staging.staged import staged_folder
 from eval.suite_names import (
     ALL,
@@ -46,10 +48,10 @@ from eval.suite_names import (
     VALIDATION,
     asked_how,
     find_suite,
-    is_birth_year,
+    folder_of,
     split_suites,
 )
-from eval.tasks.birth_year.task import open_probes
+from eval.tasks.birth_year.task import FrozenSets, find_corpus, open_probes
 from eval.validation import baseline_losses, model_loss
 
 VALIDATION_DESCRIBED = {
@@ -79,36 +81,33 @@ class Plan:
 
 
 class Work:
-    """The work of several tasks, all known at the start; `part` is entered one after another."""
+    """The progress of several tasks, whose costs are known at the start."""
 
     def __init__(self, progress: Progress, costs: Mapping[str, int]) -> None:
-        self._progress, self._costs = progress, dict(costs)
-        self._total, self._done = max(1, sum(costs.values())), 0
+        self._progress = progress
+        self._costs = {name: max(1, cost) for name, cost in costs.items()}
+        self._total, self._done = sum(self._costs.values()), 0
 
     @contextmanager
     def part(self, name: str) -> Iterator[Callable[[int], None]]:
-        """Yield `advance(cost)` to report work done in the part, which is complete at the end."""
-        before, cost, done = self._done, self._costs[name], 0
+        """Yield `advance(cost)` to report work done in a task, which is complete at the end."""
+        cost, done = self._costs.pop(name), 0
 
-        def advance(more: int) -> None:
+        def advance(more: int, final: bool = False) -> None:
             nonlocal done
             done = min(done + more, cost)
-            show()
-
-        def show(final: bool = False) -> None:
-            share = (before + done) / self._total
-            text = f"{name}: {done / max(1, cost):.0%}; {share:.0%} of all"
+            share = (self._done + done) / self._total
+            text = f"{name}: {done / cost:.0%}; {share:.0%} of all"
             self._progress.update(share, text, final=final)
 
-        show()
+        advance(0)
         yield advance
-        self._done = before + cost
-        done = cost = max(1, cost)
-        show(final=True)
+        advance(cost, final=True)
+        self._done += cost
 
     def skip(self, name: str) -> None:
-        """Remove a part that another process has done; nothing if none was due."""
-        self._total = max(1, self._total - self._costs.pop(name, 0))
+        """Remove a task that another process has done; nothing if none was due."""
+        self._total -= self._costs.pop(name, 0)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -133,16 +132,14 @@ def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: expected at least 1")
     suites: dict[str, Path | None] = {}
-    for given in split_suites(arguments.suite):
-        suite, path = find_suite(given)
+    for suite, path in map(find_suite, split_suites(arguments.suite)):
         if suite in suites:
-            raise UserError(
-                f"--suite {arguments.suite} names two suites {suite}: rename one task file"
-            )
+            raise UserError(f"--suite {arguments.suite} names two suites {suite}: rename one file")
         suites[suite] = path
+    has_probes = any(folder_of(path) == "birth_year" for path in suites.values())
     for name, suite, serves in (
         ("must_beat", VALIDATION, VALIDATION in suites),
-        ("junk", BIRTH_YEAR, any(map(is_birth_year, suites.values()))),
+        ("junk", BIRTH_YEAR, has_probes),
     ):
         if getattr(arguments, name) is not None and not serves and arguments.suite != ALL:
             raise UserError(f"--{name} is for --suite {suite}, not for {arguments.suite}")
@@ -178,7 +175,6 @@ class Evaluation:
         missing = [plan for plan in plans if not self._is_known(plan)]
         if not missing:
             return
-        done = {plan.name: self.ranks.broadcast(plan.unfinished.read()) for plan in missing}
         longest = max(plan.max_length for plan in missing)
         lm = CanonLM(
             self.subject.load(self.device, self.dtype, longest),
@@ -191,28 +187,34 @@ class Evaluation:
         lm.batch_tokens = self.arguments.batch_tokens or batch_tokens_for(
             lm, self.subject.evals or self.arguments.out, self.say
         )
-        costs = {
-            plan.part(name): cost
-            for plan in missing
-            for name, cost in self._costs(plan).items()
-            if name not in done[plan.name]
-        }
+        costs: dict[str, int] = {}
+        for plan in missing:
+            done = self.ranks.broadcast(plan.unfinished.read())
+            due = {plan.part(name): cost for name, cost in self._costs(plan) if name not in done}
+            costs |= due
         with Progress(self.console) as progress:
             work = Work(progress, costs)
             for plan in missing:
                 lm.max_length = plan.max_length
-                with self._alone(plan):
-                    if self._is_known(plan):  # another process has answered it meanwhile
-                        for name in plan.tasks or [VALIDATION]:
-                            work.skip(plan.part(name))
-                        continue
-                    results, samples = merged(plan.asked, self._answers(plan, lm, work))
-                    if self.ranks.rank == 0:
-                        with writing(plan.folder):
-                            write_results(plan.folder, results, samples)
-                            plan.unfinished.remove()
-                    self.ranks.barrier()
-                self._report(plan, results, "written to")
+                self._answer(plan, lm, work)
+
+    def _answer(self, plan: Plan, lm: CanonLM, work: Work) -> None:
+        """Ask a suite, which the first rank holds for all meanwhile; see Unfinished.hold."""
+        with ExitStack() as held:
+            if self.ranks.rank == 0:
+                with writing(plan.folder):
+                    held.enter_context(plan.unfinished.hold(self.say))
+            if self._is_known(plan):  # another process has answered it meanwhile
+                for name in plan.tasks or [VALIDATION]:
+                    work.skip(plan.part(name))
+                return
+            results, samples = merged(plan.asked, self._answers(plan, lm, work))
+            if self.ranks.rank == 0:
+                with writing(plan.folder):
+                    write_results(plan.folder, results, samples)
+                    plan.unfinished.remove()
+            self.ranks.barrier()
+        self._report(plan, results, "written to")
 
     def _plan(self, name: str, path: Path | None, num_suites: int) -> Plan:
         """Open a suite: its data is there, and its folder can be written."""
@@ -258,29 +260,16 @@ class Evaluation:
             "max_length": max_length,
             **dict(arguments.option),
         }
-        if is_birth_year(path):
+        if folder_of(path) == "birth_year":
             folder = (arguments.out or self.subject.evals or staged) / "probes"
-            tokenizer, junk = self.subject.tokenizer, arguments.junk
-            only, left_out = open_probes(
-                folder, tokenizer, junk, staged, max_length=max_length, say=self.say
-            )
+            corpus = lambda: find_corpus(arguments.junk, staged)  # noqa: E731
+            frozen = FrozenSets(folder, self.subject.tokenizer, corpus)
+            only, left_out = open_probes(frozen, max_length=max_length, say=self.say)
             metadata |= {"probes": str(folder), "junk": str(arguments.junk or "")}
-            if name != BIRTH_YEAR:
-                only = [name]
+            only = only if name == BIRTH_YEAR else [name]
             if left_out:
                 self.say(f"probes left out: {'; '.join(left_out)}")
-        tasks = open_tasks(name, path, metadata, arguments.limit, only)
-        cut = [
-            f"{task} {counts['too_long']:,} of {counts['kept']:,}"
-            for task, plan in tasks.items()
-            if (counts := plan.described.get("counts", {})).get("too_long")
-        ]
-        if cut:
-            self.say(
-                f"prompts that lose their beginning at max_length {max_length} (--max_length): "
-                f"{', '.join(cut)}"
-            )
-        return tasks
+        return open_tasks(name, path, metadata, arguments.limit, only)
 
     def _is_known(self, plan: Plan) -> bool:
         """Whether the question is answered on disk; prints those results."""
@@ -290,20 +279,11 @@ class Evaluation:
             self._report(plan, known, "as found in")
         return known is not None
 
-    def _costs(self, plan: Plan) -> dict[str, int]:
+    def _costs(self, plan: Plan) -> list[tuple[str, int]]:
         if plan.tasks:
-            return {name: task.cost for name, task in plan.tasks.items()}
+            return [(name, task.cost) for name, task in plan.tasks.items()]
         num_tokens, limit = self.subject.held_out_shards.num_tokens, self.arguments.limit
-        return {VALIDATION: sum(size for _, size in windows(num_tokens, plan.max_length, limit))}
-
-    @contextmanager
-    def _alone(self, plan: Plan) -> Iterator[None]:
-        """Let the first rank hold the question, for all; see Unfinished.hold."""
-        with ExitStack() as held:
-            if self.ranks.rank == 0:
-                with writing(plan.folder):
-                    held.enter_context(plan.unfinished.hold(self.say))
-            yield
+        return [(VALIDATION, sum(size for _, size in windows(num_tokens, plan.max_length, limit)))]
 
     def _answers(self, plan: Plan, lm: CanonLM, work: Work) -> dict[str, Answers]:
         """Return every task's answers; each is kept on disk as it ends, and not asked again."""
@@ -330,24 +310,21 @@ class Evaluation:
 
     def _validate(self, lm: CanonLM) -> dict[str, Answers]:
         """Return the held-out loss of the model and of the count models."""
-        held_out, limit = self.subject.held_out_shards, self.arguments.limit
-        loss, documents = model_loss(lm, held_out, seq_len=lm.max_length, limit=limit)
+        train, held_out = self.subject.train_shards, self.subject.held_out_shards
+        seq_len, limit = lm.max_length, self.arguments.limit
+        loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
         self.say("counting the training shards' unigrams and bigrams")
-        baselines = baseline_losses(
-            self.subject.train_shards, held_out, seq_len=lm.max_length, limit=limit
-        )
-        return {
-            name: Answers(
-                # tokens are no independent items: no standard error
-                {
-                    "nats_per_token": Score(found.nats_per_token),
-                    "bits_per_byte": Score(found.bits_per_byte),
-                },
-                found.num_tokens,
-                documents if name == VALIDATION else [],
-            )
-            for name, found in {VALIDATION: loss, **baselines}.items()
-        }
+        baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
+        answers = {}
+        for name, found in {VALIDATION: loss, **baselines}.items():
+            # tokens are no independent items: no standard error
+            scores = {
+                "nats_per_token": Score(found.nats_per_token),
+                "bits_per_byte": Score(found.bits_per_byte),
+            }
+            samples = documents if name == VALIDATION else []
+            answers[name] = Answers(scores, found.num_tokens, samples)
+        return answers
 
     def _report(self, plan: Plan, results: Results, how: str) -> None:
         print_results(self.console, str(self.subject.checkpoint), results)
@@ -370,19 +347,19 @@ def known_results(plan: Plan, is_foreign: bool) -> Results | None:
     """
     try:
         results = read_results(plan.folder / RESULTS)
-        before_asked, now_asked = question_of(results.asked), question_of(plan.asked)
-        if before_asked == now_asked:
+        before, now = question_of(results.asked), question_of(plan.asked)
+        if before == now:
             read_samples(plan.folder)
             return results
     except UserError:
         return None  # none, damaged, or of an older version: asked again
-    for name in sorted(before_asked.keys() | now_asked.keys()):
-        before, now = before_asked.get(name), now_asked.get(name)
-        if is_foreign and before != now:
-            raise UserError(
-                f"--out {plan.folder} holds results of another question ({name} {before!r}, asked "
-                f"for is {now!r}): choose another folder"
-            )
+    if is_foreign:
+        names = sorted(before.keys() | now.keys())
+        name = next(name for name in names if before.get(name) != now.get(name))
+        raise UserError(
+            f"--out {plan.folder} holds results of another question ({name} {before.get(name)!r}, "
+            f"asked for is {now.get(name)!r}): choose another folder"
+        )
     return None
 
 
@@ -390,20 +367,18 @@ def merged(
     asked: Mapping[str, Any], answers: Mapping[str, Answers]
 ) -> tuple[Results, dict[str, list[dict[str, Any]]]]:
     """Return the results and samples by reported task: the harness may see its parts as several."""
-    scores: dict[str, dict[str, Score]] = {}
-    num_samples: dict[str, int] = {}
-    truncated: dict[str, int] = {}
+    results = Results(dict(asked), {}, {}, {})
     records: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
     for name, given in answers.items():
         reported = asked["tasks"].get(name, {}).get("part_of", name)
-        scores.setdefault(reported, {}).update(given.scores)
-        num_samples.setdefault(reported, given.num_samples)
-        truncated[reported] = max(truncated.get(reported, 0), given.truncated)
+        results.scores.setdefault(reported, {}).update(given.scores)
+        results.num_samples.setdefault(reported, given.num_samples)
+        truncated = max(results.truncated.get(reported, 0), given.truncated)
+        results.truncated[reported] = truncated
         for item in given.samples:
             kept = records.setdefault(reported, {}).setdefault((item["doc_id"], item["filter"]), {})
             kept.update({**item, **kept})  # the prompt's hash is that of the whole's own task
-    samples = {name: [*items.values()] for name, items in records.items()}
-    return Results(dict(asked), scores, num_samples, truncated), samples
+    return results, {name: [*items.values()] for name, items in records.items()}
 
 
 @contextmanager
@@ -416,3 +391,52 @@ def writing(folder: Path) -> Iterator[None]:
             f"{folder} can't hold the results: {error.strerror}. What earlier calls wrote is kept, "
             "and the same command goes on from there; --out DIR writes elsewhere"
         ) from None
+
+
+def print_results(console: Console, subject: str, results: Results) -> None:
+    """Print the scores of one suite; losses best first. `subject` names what was evaluated."""
+    asked = results.asked
+    rows: list[tuple[Text | str, ...]] = []
+    if asked["suite"] == VALIDATION:
+        title = f"held-out loss over {results.num_samples[VALIDATION]:,} tokens: {subject}"
+        columns: tuple[str, ...] = ("model", "nats/token", "bits/byte")
+        losses = [
+            (scores["bits_per_byte"].value, scores["nats_per_token"].value, name)
+            for name, scores in results.scores.items()
+        ]
+        for bits, nats, name in sorted(losses):
+            label = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
+            rows.append((Text(label), f"{nats:.4f}", f"{bits:.4f}"))
+    else:
+        limit = asked["limit"]
+        cut = "" if limit is None else f"; the first {limit:,} items only: not a result"
+        title = f"{asked['suite']}: {subject}{cut}"
+        columns = ("task", "metric", "score", "+-", "items")
+        for task, metrics in results.scores.items():
+            primary = asked["tasks"].get(task, {}).get("primary", ())
+            for metric, score in metrics.items():
+                noise = "" if score.stderr is None else f"{score.stderr:.4f}"
+                if score.bound is not None:
+                    noise = bound_words(score.value, score.bound)
+                label = Text(metric, "bold" if metric in primary else "")
+                count = f"{results.num_samples[task]:,}"
+                rows.append((Text(task), label, f"{score.value:.4f}", noise, count))
+    table = Table(title=Text(title), title_justify="left")
+    for column in columns:
+        justify = "left" if column in ("model", "task", "metric") else "right"
+        table.add_column(column, justify=justify, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    lost = [f"{task} {n:,} of {results.num_samples[task]:,}"
+            for task, n in results.truncated.items() if n]  # fmt: skip
+    if lost:
+        words = (
+            f"contexts longer than max_length {asked['max_length']} lost their beginning "
+            f"(--max_length reads more): {', '.join(lost)}"
+        )
+        console.print(Text(words), soft_wrap=True)
+    for task, described in asked["tasks"].items():
+        if counts := described.get("counts"):
+            words = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+            console.print(Text(f"documents of {task}: {words}"), soft_wrap=True)

@@ -116,8 +116,7 @@ def find_suite(given: str) -> tuple[str, Path | None]:
         path = Path(given)
         if not path.is_file():
             raise UserError(f"--suite {given}: no such task file")
-        ours = files.get(path.stem, path)
-        if path.stem == VALIDATION or path.resolve() != ours.resolve():
+        if path.stem == VALIDATION or path.resolve() != files.get(path.stem, path).resolve():
             raise UserError(
                 f"--suite {given}: '{path.stem}' is the name of another suite; rename the file"
             )
@@ -131,12 +130,7 @@ def find_suite(given: str) -> tuple[str, Path | None]:
     )
 
 
-def is_birth_year(path: Path | None) -> bool:
-    """Return whether the tasks of this file read frozen probes."""
-    return _folder_of(path) == "birth_year"
-
-
-def _folder_of(path: Path | None) -> str:
+def folder_of(path: Path | None) -> str:
     """Return the folder in eval/tasks that a task file is in; empty for any other file."""
     return path.parent.name if path and path.resolve().is_relative_to(TASKS) else ""
 
@@ -146,25 +140,19 @@ def asked_how(name: str, how: argparse.Namespace, seq_len: int) -> dict[str, Any
 
     --option counts unless it is named after another suite of ours; a file counts by its content.
     """
-    own = _folder_of(task_files().get(name))
-    asked: dict[str, Any] = {
-        "max_length": how.max_length or max(seq_len, LEAST_LENGTHS.get(own, 0)),
-        "add_bos": how.add_bos,
-    }
-    if name == VALIDATION:
-        return asked
 
     def content(value: Path | str) -> str:
         return f"file {sha256_file(Path(value))}" if is_file(value) else str(value)
 
+    own = folder_of(task_files().get(name))
+    length = how.max_length or max(seq_len, LEAST_LENGTHS.get(own, 0))
+    asked: dict[str, Any] = {"max_length": length, "add_bos": how.add_bos}
+    if name == VALIDATION:
+        return asked
     if own == "birth_year" and how.junk:
         asked["junk"] = content(how.junk)
-    others = tuple(f"{folder}_" for folder in FOLDERS if folder != own)
-    options = {
-        option: content(value)
-        for option, value in how.option
-        if not (own and option.startswith(others))
-    }
+    others = tuple(f"{folder}_" for folder in FOLDERS if own and folder != own)
+    options = {key: content(value) for key, value in how.option if not key.startswith(others)}
     return asked | ({"options": options} if options else {})
 
 

@@ -83,8 +83,11 @@ def _of_data(path: str, stamp: tuple[int, ...]) -> TaskTokenizer:
 def _of_export(name: str, stamp: tuple[int, ...], **options: Any) -> TaskTokenizer:
     import transformers  # takes seconds, and runs of ours do without
 
+    from canon_pretrain.hf.export import RECORD  # imports torch
+
+    folder = Path(name)
     try:
-        if (Path(name) / HF_FILE).is_file():
+        if (folder / HF_FILE).is_file():
             # its files alone: config.json may name code of the model's, which is not needed here
             found = transformers.PreTrainedTokenizerFast.from_pretrained(name)
         else:
@@ -94,29 +97,25 @@ def _of_export(name: str, stamp: tuple[int, ...], **options: Any) -> TaskTokeniz
         raise UserError(
             f"{name}: no tokenizer can be loaded from there ({reason}); {WAY_OUT}"
         ) from None
-
-    def encode(text: str) -> list[int]:
-        # not verbose: a document longer than the model's length is no mistake before it is cut
-        return [int(i) for i in found.encode(text, add_special_tokens=False, verbose=False)]
-
-    def decode(ids: Sequence[int]) -> str:
-        settings = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return str(found.decode(list(ids), **settings))
-
-    return TaskTokenizer(name, _sha256_of_export(Path(name), found), encode, decode)
-
-
-def _sha256_of_export(folder: Path, loaded: Any) -> str:
-    from canon_pretrain.hf.export import RECORD  # imports torch
-
     try:
-        return str(read_json(folder / RECORD)["tokenizer"]["sha256"])
+        sha256 = str(read_json(folder / RECORD)["tokenizer"]["sha256"])
     except (UnreadableFile, KeyError, TypeError):
-        pass  # no export of ours, or one that got its tokenizer from elsewhere since
-    for file in FILE_NAMES:
-        if (folder / file).is_file():
-            return hashlib.sha256((folder / file).read_bytes()).hexdigest()
-    return hashlib.sha256(json.dumps(sorted(loaded.get_vocab().items())).encode()).hexdigest()
+        # no export of ours, or one that got its tokenizer from elsewhere since
+        contents = [
+            (folder / file).read_bytes() for file in FILE_NAMES if (folder / file).is_file()
+        ]
+        vocabulary = json.dumps(sorted(found.get_vocab().items())).encode()
+        sha256 = hashlib.sha256([*contents, vocabulary][0]).hexdigest()
+    plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    return TaskTokenizer(
+        name,
+        sha256,
+        # not verbose: a document longer than the model's length is no mistake before it is cut
+        encode=lambda text: [
+            int(i) for i in found.encode(text, add_special_tokens=False, verbose=False)
+        ],
+        decode=lambda ids: str(found.decode(list(ids), **plain)),
+    )
 
 
 def known_max_length(metadata: Mapping[str, Any]) -> int | None:
@@ -148,22 +147,14 @@ def lengths_beyond(prompts: Iterable[str], room: int, metadata: Mapping[str, Any
     return [length for text in unsure if (length := len(tokenizer.encode(text))) > room]
 
 
-def check_fit(
-    name: str, prompts: Iterable[str], *, answer_tokens: int, metadata: Mapping[str, Any]
-) -> None:
-    """Raise UserError if a prompt and its answer do not fit the model's length, if known."""
+def check_fit(name: str, longest: int, *, answer_tokens: int, metadata: Mapping[str, Any]) -> None:
+    """Raise UserError if the longest prompt and its answer exceed the model's length, if known."""
     max_length = known_max_length(metadata)
-    if max_length is None:
-        return
-    if long := lengths_beyond(prompts, max_length - answer_tokens, metadata):
-        raise too_long(name, max(long), answer_tokens, max_length)
-
-
-def too_long(name: str, longest: int, answer_tokens: int, max_length: int) -> UserError:
-    """Return the error of prompts that do not fit."""
-    return UserError(
-        f"{name}: prompts of up to {longest} tokens and an answer of {answer_tokens} do not fit "
-        f"max_length {max_length}, and a prompt that is cut has lost facts. Give the model at "
-        f"least {longest + answer_tokens} (python -m eval run: --max_length N; lm_eval --model "
-        "hf: --model_args ...,max_length=N,max_position_embeddings=N), or leave the task out"
-    )
+    if max_length is not None and longest + answer_tokens > max_length:
+        raise UserError(
+            f"{name}: prompts of up to {longest} tokens and an answer of {answer_tokens} do not "
+            f"fit max_length {max_length}, and a prompt that is cut has lost facts. Give the model "
+            f"at least {longest + answer_tokens} (python -m eval run: --max_length N; lm_eval "
+            "--model hf: --model_args ...,max_length=N,max_position_embeddings=N), or leave the "
+            "task out"
+        )

@@ -15,7 +15,6 @@ import numpy as np
 from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
 from eval.model.lm import CanonLM
-from eval.model.ranks import Workload
 
 BASELINE_TOKENS = 20_000_000
 """Training tokens that the count models see at most: a few hundred MB of counts."""
@@ -45,7 +44,7 @@ def model_loss(
         sizes = [list(_by_document(ends_D, *places[number]).values()) for number in batch]
         return dict(zip(batch, lm.score_parts(rows, sizes), strict=True))
 
-    scores = lm.run(Workload(plan, lambda batch: batch, work), [size for _, size in places])
+    scores = lm.run(plan, lambda batch: batch, work, [size for _, size in places])
     nats: dict[int, list[float]] = {}
     tokens: Counter[int] = Counter()
     for place, parts in zip(places, scores, strict=True):
@@ -56,22 +55,18 @@ def model_loss(
     loss = _loss(math.fsum(chain.from_iterable(nats.values())), tokens.total(), shards)
     # a token's loss depends on what precedes it: on the other documents and on the windows
     asked = hashlib.sha256(f"{shards.fingerprint} {seq_len}".encode()).hexdigest()[:16]
-    records = []
+    records: list[dict[str, Any]] = []
     for document, parts in sorted(nats.items()):
         start = int(ends_D[document - 1]) if document else 0
         content = shards.read(start, int(ends_D[document]) - start).astype("<u4").tobytes()
         total, count = math.fsum(parts), tokens[document]
-        records.append(
-            {
-                "doc_id": document,
-                "filter": "none",
-                "doc_hash": hashlib.sha256(content).hexdigest()[:16],
-                "prompt_hash": asked,
-                # sums and their weights, as the suite's scores count them
-                "nats_per_token": [total, count],
-                "bits_per_byte": [-total, count * shards.num_bytes / shards.num_tokens],
-            }
-        )
+        record: dict[str, Any] = {"doc_id": document, "filter": "none"}
+        record["doc_hash"] = hashlib.sha256(content).hexdigest()[:16]
+        record["prompt_hash"] = asked
+        # sums and their weights, as the suite's scores count them
+        record["nats_per_token"] = [total, count]
+        record["bits_per_byte"] = [-total, count * shards.num_bytes / shards.num_tokens]
+        records.append(record)
     return loss, records
 
 
@@ -107,11 +102,11 @@ class CountModels:
         return tokens[:-1].astype(np.int64) * self.vocab_size + tokens[1:]
 
     def unigram_nats(self, tokens: np.ndarray) -> float:
-        """Summed negative log-likelihood of tokens[1:]."""
+        """Return the summed negative log-likelihood of tokens[1:]."""
         return float(-np.log(self.unigram[tokens[1:]]).sum())
 
     def bigram_nats(self, tokens: np.ndarray) -> float:
-        """Summed negative log-likelihood of tokens[1:], each given the token before it."""
+        """Return that of tokens[1:], each given the token before it."""
         first, second = tokens[:-1], tokens[1:]
         pairs = self._pairs(tokens)
         place = np.searchsorted(self.pairs, pairs)

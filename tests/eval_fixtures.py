@@ -346,5 +346,5 @@ def fixture(key: str) -> datasets.Dataset:
 def stage_fixtures(folder: Path, keys: Collection[str] | None = None) -> Path:
     """Write the fixtures of `keys` (default: all) into `folder`, as if staged; the folder."""
     for key in CATALOGUE if keys is None else keys:
-        write_staged(folder, key, {CATALOGUE[key].split: fixture(key)}, revision=REVISION)
+        write_staged(folder, key, fixture(key), revision=REVISION)
     return folder

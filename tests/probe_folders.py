@@ -6,7 +6,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from eval.harness import harness
-from eval.tasks.birth_year.probes import KINDS, LENGTHS, Junk
+from eval.tasks.birth_year.probes import KINDS, LENGTHS, Encoder, Junk
 from eval.tasks.birth_year.task import Corpus, FrozenSets
 from tests import data_folders
 from tests.support import ROOT
@@ -20,32 +20,29 @@ CORPUS = Corpus("wikitext of a test", "\n".join(SENTENCES))
 class Words:
     """A tokenizer of words: quick, and as good as any for counting."""
 
+    def __init__(self, sha256: str = "t") -> None:
+        self.sha256 = sha256
+
     def encode(self, text: str) -> list[str]:
         return text.split()
 
 
-JUNK = Junk(SENTENCES, Words())
+JUNK_TOKENIZER = Words()
+JUNK = Junk(SENTENCES, JUNK_TOKENIZER)
 
 
-def few(folder: Path, **changes: object) -> FrozenSets:
+def few(
+    folder: Path, corpus: Corpus | str = CORPUS, tokenizer: Encoder = JUNK_TOKENIZER
+) -> FrozenSets:
     """Sets of 7 probes, counted in words."""
-    options = {
-        "tokenizer": Words(),
-        "tokenizer_sha256": "t",
-        "corpus": lambda: CORPUS,
-        "num_items": 7,
-    }
-    return FrozenSets(folder, **(options | changes))  # type: ignore[arg-type]
+    return FrozenSets(folder, tokenizer, lambda: corpus, num_items=7)
 
 
 def freeze_all(base: Path) -> dict[str, str]:
     """All sets, whole, for the tests' tokenizer: the metadata that names them."""
     known = data_folders.tokenizer()
     (base / known.file_name).write_bytes(known.model)
-    freeze = FrozenSets(
-        base / "probes", tokenizer=known, tokenizer_sha256=known.sha256, corpus=lambda: CORPUS
-    )
-    freeze.sets(10**6, lambda name: None)
+    FrozenSets(base / "probes", known, lambda: CORPUS).sets(10**6, lambda name: None)
     return {"tokenizer": str(base), "probes": str(base / "probes")}
 
 

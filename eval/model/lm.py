@@ -7,11 +7,12 @@ the number of ranks.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -20,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.decode import batches, generate
 from canon_pretrain.model.transformer import Transformer
-from eval.model.ranks import Ranks, Workload, run_batches
+from eval.model.ranks import Ranks
 from eval.model.score import Answer, Batch, Pair, Planner, Row, score_batch
 
 BATCH_TOKENS = 8192
@@ -35,9 +36,8 @@ READ_TOKENS = {"cpu": 512}
 hold takes it 1.9 times as long (8 layers of 512, Canon ABCD, 8,000 tokens instead of 1,000)."""
 DEFAULT_GEN_TOKENS = 256
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
-UNFINISHED = "\ufffd"
-"""What a decoder makes of the first bytes of a character."""
 
+Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 
@@ -52,8 +52,7 @@ class TextTokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """What to continue, and where to end."""
 
     context: tuple[int, ...]
@@ -70,10 +69,6 @@ def request_cost(request: Instance) -> int:
     if request.request_type == "loglikelihood":
         return (0 if request.idx else context) + len(request.args[1]) + 1
     return context + 1
-
-
-def _complain(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 class CanonLM(TemplateLM):
@@ -96,7 +91,7 @@ class CanonLM(TemplateLM):
         add_bos: bool = False,
         ranks: Ranks | None = None,
         answered: Callable[[int], None] = lambda cost: None,
-        say: Callable[[str], None] = _complain,
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ) -> None:
         super().__init__()
         if tokenizer is not None and tokenizer.vocab_size > model.args.vocab_size:
@@ -112,7 +107,6 @@ class CanonLM(TemplateLM):
         self.read_tokens: int | None = READ_TOKENS.get(self._device.type)
         self._bos = [self.eot_token_id] if add_bos else []
         self._encoded: dict[str, list[int]] = {}
-        self._pieces: dict[int, str] = {}
 
     @property
     def max_length(self) -> int:
@@ -161,34 +155,24 @@ class CanonLM(TemplateLM):
             stripped = context.rstrip()
             if stripped not in self._encoded:
                 self._encoded = {stripped: [int(token) for token in self.text.encode(stripped)]}
-            tokens, count = self._joined(context, continuation)
-            pairs.append(self._pair(tokens, count, request))
+            if context:
+                before, after = self._encode_pair(context, continuation)
+            else:
+                before = [self.prefix_token_id]
+                after = self.tok_encode(continuation, add_special_tokens=False)
+                if after[:1] == before:  # a text that begins with EOS needs no other
+                    before, after = after[:1], after[1:]
+            pairs.append(self._pair(before + after, len(after), request))
         self._encoded.clear()
-        costs = [request_cost(request) for request in requests]
-        return self.score_pairs(pairs, costs)
-
-    def _joined(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """Return both as tokens, and the number of the continuation's; cut as the harness cuts."""
-        if context:
-            before, after = self._encode_pair(context, continuation)
-        else:
-            after = self.tok_encode(continuation, add_special_tokens=False)
-            before = [self.prefix_token_id]
-            if after[:1] == before:  # a text that begins with EOS needs no other
-                before, after = after[:1], after[1:]
-        return before + after, len(after)
+        return self.score_pairs(pairs, [request_cost(request) for request in requests])
 
     def _pair(self, tokens: list[int], count: int, request: Instance | None = None) -> Pair:
         if not 0 < count <= self.max_length or count == len(tokens):
-            item = ""
-            if request is not None and request.task_name is not None:
-                text = request.args[1]
-                quoted = f"{text[:60]!r}{'...' * (len(text) > 60)}"
-                item = f"task {request.task_name}, document {request.doc_id}, {quoted}: "
-            problem = f"of {count} tokens (expected 1 to max_length = {self.max_length})"
-            if 0 < count == len(tokens):
-                problem = "without any token before it"
-            raise UserError(f"{item}a continuation {problem} cannot be scored")
+            item = "" if request is None else f"{request.task_name}, document {request.doc_id}: "
+            raise UserError(
+                f"{item}a continuation of {count} tokens after {len(tokens) - count} cannot be "
+                f"scored: expected 1 to max_length = {self.max_length}, after one or more"
+            )
         # the last token is only predicted, never read: hence one more than max_length
         kept = tokens[-(self.max_length + 1) :]
         if request is not None and len(kept) < len(tokens):
@@ -203,23 +187,19 @@ class CanonLM(TemplateLM):
         costs: list[int] = []
         pairs: list[Pair] = []
         for index, request in enumerate(requests):
-            windows = list(
-                get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=self.max_length,
-                    context_len=1,
-                )
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
             )
             cost = request_cost(request)
-            for number, window in enumerate(windows):
-                context, scored = make_disjoint_window(window)
+            for context, scored in map(make_disjoint_window, windows):
                 pairs.append(self._pair(context + scored, len(scored)))
                 owners.append(index)
-                # the windows' costs add up to that of the request
-                costs.append(cost * (number + 1) // len(windows) - cost * number // len(windows))
-            if not windows:
-                self.answered(cost)
+                costs.append(cost)
+                cost = 0  # the first window counts for all
+            self.answered(cost)  # of a text without windows
         totals = [0.0] * len(requests)
         for owner, (score, _) in zip(owners, self.score_pairs(pairs, costs), strict=True):
             totals[owner] += score
@@ -240,7 +220,7 @@ class CanonLM(TemplateLM):
         def work(budget: int, batch: Batch) -> dict[int, Answer]:
             return score_batch(self.model, self._planner(budget), pairs, batch)
 
-        return self.run(Workload(plan, lambda batch: batch.pairs, work), costs)
+        return self.run(plan, lambda batch: batch.pairs, work, costs)
 
     def score_parts(
         self, rows: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
@@ -261,21 +241,57 @@ class CanonLM(TemplateLM):
         scores = iter([found[index][0] for index in range(len(pairs))])
         return [[next(scores) for _ in parts] for parts in sizes]
 
-    def run(self, load: Workload[Any, Result], costs: Sequence[int]) -> list[Result]:
-        """Return the result of each item of `load`, on all ranks; its cost goes to `answered`."""
-        results, self.batch_tokens = run_batches(
-            load,
-            costs,
-            batch_tokens=self.batch_tokens,
-            ranks=self.ranks,
-            answered=lambda cost: self.answered(cost),
-            say=self.say,
-        )
-        return results
-
     def _planner(self, budget: int) -> Planner:
         cost = PASS_TOKENS.get(self._device.type, PASS_TOKENS["cuda"])
         return Planner(budget, self.read_tokens or budget, cost)
+
+    def run(
+        self,
+        plan: Callable[[int, Sequence[int]], list[Work]],
+        members: Callable[[Work], Sequence[int]],
+        work: Callable[[int, Work], Mapping[int, Result]],
+        costs: Sequence[int],
+    ) -> list[Result]:
+        """Return the result of each of the items with these `costs`, on all ranks.
+
+        `plan(batch_tokens, items)` returns batches, `members(batch)` the items of one,
+        `work(batch_tokens, batch)` their results. Lowers `batch_tokens` to what fits on all ranks.
+        Raises UserError if one item alone does not fit.
+        """
+        most = fits = self.batch_tokens
+
+        def batch_results(batch: Work) -> tuple[dict[int, Result], int]:
+            nonlocal fits
+            parts = [batch] if fits == most else plan(fits, members(batch))
+            found: dict[int, Result] = {}
+            while parts:
+                results = unless_out_of_memory(partial(work, fits, parts[0]))
+                if results is not None:
+                    found |= results
+                    parts = parts[1:]
+                    continue
+                items = members(parts[0])
+                if len(items) == 1:
+                    raise UserError(
+                        "one item alone does not fit in the device's memory: lower --max_length, "
+                        "take --dtype bfloat16, or a device with more memory"
+                    )
+                if fits == most:
+                    self.say(f"out of memory with {fits} tokens a batch: going on with {fits // 2}")
+                fits = max(1, fits // 2)
+                smaller = plan(fits, items)
+                if len(smaller) == 1:  # a sequence longer than the budget: fewer items at least
+                    half = len(items) // 2
+                    smaller = plan(fits, items[:half]) + plan(fits, items[half:])
+                parts = smaller + [b for p in parts[1:] for b in plan(fits, members(p))]
+            return found, fits
+
+        planned = plan(most, range(len(costs)))
+        batch_costs = [sum(costs[item] for item in members(batch)) for batch in planned]
+        shares = self.ranks.map(batch_results, planned, batch_costs, self.answered)
+        self.batch_tokens = min((fitted for _, fitted in shares), default=most)
+        results = {item: result for share, _ in shares for item, result in share.items()}
+        return [results[item] for item in range(len(costs))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Return the greedy answer to each context, cut at EOS, its length or its first `until`."""
@@ -305,18 +321,15 @@ class CanonLM(TemplateLM):
             texts = self._continuations([questions[i] for i in batch], budget)
             return dict(zip(batch, texts, strict=True))
 
-        answers = self.run(Workload(plan, lambda batch: batch, work), costs)
+        answers = self.run(plan, lambda batch: batch, work, costs)
         return [answers[number] for number in numbers]
 
     def _continuations(self, questions: Sequence[Question], batch_tokens: int) -> list[str]:
         """Return the answer to each question, cut before the first of its `until`."""
 
         def is_answered(index: int, tokens: list[int]) -> bool:
-            until = questions[index].until
-            if not any(self._may_end(tokens[-1], stop) for stop in until):
-                return False
             text = self._written(questions[index].context[-1:], tokens)
-            return any(stop in text for stop in until)
+            return any(stop in text for stop in questions[index].until)
 
         answers = generate(
             self.model,
@@ -333,14 +346,6 @@ class CanonLM(TemplateLM):
             )
             for question, tokens in zip(questions, answers, strict=True)
         ]
-
-    def _may_end(self, token: int, stop: str) -> bool:
-        """Return whether `stop` can end in `token`: to decode an answer at every token is slow."""
-        piece = self._pieces.get(token)
-        if piece is None:
-            # after another one: the first word of a text may lose its space
-            piece = self._pieces[token] = self._written([token], [token])
-        return not piece or UNFINISHED in piece or stop[-1] in piece
 
     def _written(self, last: Sequence[int], tokens: list[int]) -> str:
         """Return the text of new `tokens` after the `last` of the context.
@@ -371,3 +376,14 @@ def question(tokens: Sequence[int], options: dict[str, Any], max_length: int) ->
         )
     until = tuple(stop for stop in options["until"] if stop)
     return Question(tuple(tokens[-room:]), until, options["max_gen_toks"])
+
+
+def unless_out_of_memory(work: Callable[[], Result]) -> Result | None:
+    """Return `work()`; None if it ran out of memory, all of which is free again then."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        pass  # outside of this block: the error holds on to the frames and their tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None

@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def dtype_for(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        name = "bfloat16" if device.type == "cuda" else "float32"
     return DTYPES[name]
 
 

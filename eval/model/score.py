@@ -27,7 +27,6 @@ CONTINUED, REMEMBERED = 1.1, 0.03
 """A token that is read after a prefix costs as much as this many, and one of a prefix that is
 copied for a row as this one."""
 MAX_DEPTH = 200
-
 SOFTMAX_ROWS = 128
 
 T = TypeVar("T")
@@ -60,7 +59,6 @@ class Batch:
 
     @property
     def pairs(self) -> list[int]:
-        """The indices of the pairs that the batch answers."""
         return [pair for group in self.groups for row in group for pair, _ in row.members]
 
 
@@ -145,35 +143,28 @@ class Planner:
 
     def _shared(self, groups: Sequence[tuple[int, list[Row]]], step: int) -> list[Batch]:
         """Return batches of equal prefixes; what is cut off a prefix is read with each row."""
+        cut = [(max(1, shared // step * step), group) for shared, group in groups]
+        cut.sort(key=lambda entry: (-entry[0], -max(len(row.tokens) for row in entry[1])))
+        # the other half of the cache is for the rows that continue
+        room = min(self.batch_tokens // 2, self.read_tokens)
         batches: list[Batch] = []
-
-        def place(entry: tuple[int, list[Row]]) -> tuple[int, int]:
-            return -_cut(entry[0], step), -max(len(row.tokens) for row in entry[1])
-
-        for shared, group in sorted(groups, key=place):
-            prefix = _cut(shared, step)
-            last = batches[-1] if batches else None
-            # the other half of the cache is for the rows that continue
-            room = min(self.batch_tokens // 2, self.read_tokens)
-            fits = last is not None and (len(last.groups) + 1) * prefix <= room
-            if last is not None and fits and last.prefix == prefix:
+        for prefix, group in cut:
+            last = batches[-1] if batches else Batch(0, [])
+            if last.prefix == prefix and (len(last.groups) + 1) * prefix <= room:
                 last.groups.append(group)
             else:
                 batches.append(Batch(prefix, [group]))
         return batches
 
 
-def one_pass(pairs: Sequence[Pair]) -> Batch:
-    """Return one batch that reads each pair as a row of its own."""
-    rows = [Row(pair.tokens[:-1], [(i, len(pair.tokens) - 1)]) for i, pair in enumerate(pairs)]
-    return Batch(0, [[row] for row in rows])
+def widest(batch: Batch) -> int:
+    return max(len(row.tokens) for group in batch.groups for row in group)
 
 
 def _distinct_rows(pairs: Sequence[Pair], chosen: Sequence[int]) -> list[Row]:
     """Return the sequences to read, ordered by their tokens; none begins another."""
     # the last token of a pair is only predicted
-    reads = [(pairs[i].tokens[:-1], i) for i in chosen]
-    reads.sort(reverse=True)
+    reads = sorted(((pairs[i].tokens[:-1], i) for i in chosen), reverse=True)
     rows: list[Row] = []
     for tokens, pair in reads:
         if not rows or rows[-1].tokens[: len(tokens)] != tokens:
@@ -189,8 +180,7 @@ def _split(rows: list[Row]) -> tuple[list[tuple[int, list[Row]]], list[Row]]:
     spans = _best_groups(shared, 0, len(rows))[1] if rows else []
     for start, stop, prefix in spans:
         group = rows[start:stop]
-        saved = (len(group) - 1) * prefix
-        if saved > LEAST_SAVED * sum(len(row.tokens) for row in group):
+        if (len(group) - 1) * prefix > LEAST_SAVED * sum(len(row.tokens) for row in group):
             groups.append((prefix, group))
         else:
             single += group
@@ -221,15 +211,6 @@ def _best_groups(
     return (whole, [(start, stop, least)]) if whole > total else (total, spans)
 
 
-def _cut(shared: int, step: int) -> int:
-    """`shared` as a multiple of `step`, one token at least."""
-    return max(1, shared // step * step)
-
-
-def widest(batch: Batch) -> int:
-    return max(len(row.tokens) for group in batch.groups for row in group)
-
-
 @torch.inference_mode()
 def score_batch(
     model: Transformer, planner: Planner, pairs: Sequence[Pair], batch: Batch
@@ -238,7 +219,7 @@ def score_batch(
 
     Raises UserError for logits that are not finite.
     """
-    found = _Found()
+    found = _Found(model, pairs)
     # what is scored within a prefix is so in the first row of its group
     firsts = [
         Row(group[0].tokens, [member for row in group for member in row.members])
@@ -250,37 +231,27 @@ def score_batch(
     if batch.prefix or step < stop:
         cache = Cache(model.args.num_layers, capacity=widest(batch))
     for start in range(0, stop, step):
-        found.read(model, pairs, firsts, start, min(start + step, stop), cache)
-    if not batch.prefix:
-        return found.answers()
-    assert cache is not None
-    device = model.tok_embeddings.weight.device
-    for part in planner.parts(batch):
-        branch = cache.branch(torch.tensor([g for g, _ in part], device=device))
-        rows = [row for _, row in part]
-        found.read(model, pairs, rows, batch.prefix, len(rows[0].tokens), branch)
+        found.read(firsts, start, min(start + step, stop), cache)
+    if cache is not None and batch.prefix:
+        for part in planner.parts(batch):
+            branch = cache.branch(torch.tensor([g for g, _ in part], device=found.device))
+            rows = [row for _, row in part]
+            found.read(rows, batch.prefix, len(rows[0].tokens), branch)
     return found.answers()
 
 
 class _Found:
     """What the passes of a batch found for each scored token."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Transformer, pairs: Sequence[Pair]) -> None:
+        self._model, self._pairs = model, pairs
+        self.device = model.tok_embeddings.weight.device
         self._owners: list[int] = []
         self._logs: list[Tensor] = []
         self._hits: list[Tensor] = []
 
-    def read(
-        self,
-        model: Transformer,
-        pairs: Sequence[Pair],
-        rows: Sequence[Row],
-        start: int,
-        stop: int,
-        cache: Cache | None = None,
-    ) -> None:
+    def read(self, rows: Sequence[Row], start: int, stop: int, cache: Cache | None) -> None:
         """Read the tokens `start` to `stop` of each row, and score what follows from them."""
-        device = model.tok_embeddings.weight.device
         width = stop - start
         places: dict[int, int] = {}
         at_N: list[int] = []
@@ -288,24 +259,23 @@ class _Found:
         for number, row in enumerate(rows):
             offset = number * width - start
             for pair, end in row.members:
-                tokens, count = pairs[pair].tokens, pairs[pair].count
                 # token t + 1 is scored by the logits of token t
-                first, last = max(start, end - count), min(stop, end)
+                first, last = max(start, end - self._pairs[pair].count), min(stop, end)
                 for t in range(first, last):
                     at_N.append(places.setdefault(offset + t, len(places)))
                 if first < last:
-                    targets_N += tokens[first + 1 : last + 1]
+                    targets_N += self._pairs[pair].tokens[first + 1 : last + 1]
                     self._owners += [pair] * (last - first)
         tokens_BT = [row.tokens[start:stop] for row in rows]
         tokens_BT = [row + [0] * (width - len(row)) for row in tokens_BT]
-        logits_MV = model(
-            torch.tensor(tokens_BT, dtype=torch.long).to(device),
+        logits_MV = self._model(
+            torch.tensor(tokens_BT, dtype=torch.long).to(self.device),
             cache=cache,
-            logits_at_M=torch.tensor(list(places), dtype=torch.long, device=device),
+            logits_at_M=torch.tensor(list(places), dtype=torch.long, device=self.device),
         )
         if not at_N:
             return
-        at, targets = (torch.tensor(ids, device=device) for ids in (at_N, targets_N))
+        at, targets = (torch.tensor(ids, device=self.device) for ids in (at_N, targets_N))
         norm_M = torch.cat([part.float().logsumexp(-1) for part in logits_MV.split(SOFTMAX_ROWS)])
         self._logs.append(logits_MV[at, targets].float() - norm_M[at])
         self._hits.append(logits_MV.argmax(-1)[at] == targets)

@@ -6,6 +6,7 @@ what reads shards needs --data.
 
 import contextlib
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -88,42 +89,33 @@ class Subject:
     @property
     def train_shards(self) -> TokenShards:
         """The shards trained on; raises UserError if an export was given none."""
-        return self._named(self.train)
-
-    @property
-    def held_out_shards(self) -> TokenShards:
-        """The held-out shards; raises UserError if there are none."""
-        if self.held_out is None and self.data is not None:
-            raise UserError(
-                f"no held-out text for {self.checkpoint}: neither {self.data}/validation nor the "
-                "run's validation.path has any here. Name a folder of the same tokenizer with "
-                "--held_out, or build the data with --holdout above 0"
-            )
-        return self._named(self.held_out)
-
-    def _named(self, shards: TokenShards | None) -> TokenShards:
-        if shards is None:
+        if self.train is None:
             raise UserError(
                 f"{self.checkpoint} is an export, which names no data: give the folder of a build "
                 "with --data"
             )
-        return shards
+        return self.train
+
+    @property
+    def held_out_shards(self) -> TokenShards:
+        """The held-out shards; raises UserError if there are none."""
+        if self.held_out is None:
+            raise UserError(
+                f"no held-out text for {self.checkpoint}: {self.train_shards.folder.parent} and "
+                "the run's validation.path have none here. Name a folder of the same tokenizer "
+                "with --held_out, or build the data with --holdout above 0"
+            )
+        return self.held_out
 
     def check_held_out(self, given: Path | None = None) -> None:
         """Raise UserError unless the held-out text is that of the run, or `given` on purpose."""
         shards, train = self.held_out_shards, self.train_shards
-        if shards.tokenizer_sha256 != train.tokenizer_sha256:
-            raise UserError(
-                f"{shards.folder} was written with another tokenizer than {train.folder}: its "
-                f"sha256 is {shards.tokenizer_sha256[:16]}, expected {train.tokenizer_sha256[:16]}"
-            )
-        recorded = self.recorded_held_out
-        if given is None and recorded and shards.fingerprint not in recorded.split("+"):
-            raise UserError(
-                f"{shards.folder} is not the held-out text of {self.checkpoint}: its fingerprint "
-                f"is {shards.fingerprint[:12]}, the run's {recorded[:12]}. Restore it, or score "
-                f"this text on purpose with --held_out {shards.folder.parent}"
-            )
+        wrong = f"{shards.folder} was written with another tokenizer than {train.folder}"
+        _expect(shards.tokenizer_sha256, [train.tokenizer_sha256], wrong)
+        if given is None and self.recorded_held_out:
+            wrong = f"{shards.folder} is not the held-out text of {self.checkpoint}: restore it, "
+            wrong += f"or score this text on purpose with --held_out {shards.folder.parent}"
+            _expect(shards.fingerprint, self.recorded_held_out.split("+"), wrong)
 
     @property
     def tokenizer_path(self) -> Path:
@@ -140,12 +132,10 @@ class Subject:
             tokenizer = Tokenizer.find(self.data, eos=self.train.eos_id)
         except UserError as error:
             raise UserError(f"{error}. This suite reads text; {ONLY_VALIDATION}") from None
-        if tokenizer.sha256 != self.train.tokenizer_sha256:
-            raise UserError(
-                f"{self.data / tokenizer.file_name} is not the tokenizer that {self.data} was "
-                f"written with: its sha256 is {tokenizer.sha256[:16]}, expected "
-                f"{(self.train.tokenizer_sha256 or 'none')[:16]}"
-            )
+        wrong = (
+            f"{tokenizer.file_name} in {self.data} is not the tokenizer that it was written with"
+        )
+        _expect(tokenizer.sha256, [self.train.tokenizer_sha256], wrong)
         return tokenizer
 
     @cached_property
@@ -181,24 +171,29 @@ class Subject:
         return load_model(self.checkpoint, device, max_length, dtype, self.folder)
 
 
+def _expect(found: str | None, expected: Sequence[str | None], wrong: str) -> None:
+    """Raise UserError with the message `wrong` unless the hash is one of those expected."""
+    if found not in expected:
+        known = " or ".join((sha256 or "none")[:16] for sha256 in expected)
+        raise UserError(f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}")
+
+
 def _open_checkpoint(
     checkpoint: Path, folder: RunFolder, data: Path | None, held_out: Path | None
 ) -> Subject:
     check_checkpoint(checkpoint)
-    config = folder.read_config()
-    if "imported_from" in (config.get("config") or ()):
+    record = folder.read_config()
+    if "imported_from" in (record.get("config") or ()):
         raise UserError(
             f"{folder.path} is an import, which names no data: evaluate the folder that it came "
             "from, or what `python -m canon_pretrain.hf export` makes of it"
         )
     try:
-        section = config["config"]["data"]
-        mixed = [Path(path) for path in section.get("paths") or []]
-        recorded = Path(section["path"])
-        seq_len = int(config["config"]["training"]["seq_len"])
-        trained_on = config["identity"]["data_fingerprint"]
-        recorded_held_out = config["identity"].get("held_out_fingerprint")
-        apart = config["config"].get("validation", {}).get("path")
+        config, identity = record["config"], record["identity"]
+        mixed = [Path(path) for path in config["data"].get("paths") or []]
+        recorded, seq_len = Path(config["data"]["path"]), int(config["training"]["seq_len"])
+        trained_on = identity["data_fingerprint"]
+        apart = config.get("validation", {}).get("path")
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{folder.config_file} is damaged, or another version of this program wrote it: it "
@@ -219,26 +214,29 @@ def _open_checkpoint(
     found = train.fingerprint
     if mixed:
         try:
-            with contextlib.closing(Mixture.open(mixed, section["weights"])) as mixture:
-                if train.fingerprint in {source.fingerprint for source in mixture.sources}:
+            with contextlib.closing(Mixture.open(mixed, config["data"]["weights"])) as mixture:
+                if found in {source.fingerprint for source in mixture.sources}:
                     found = mixture.fingerprint
         except UserError as error:
             raise UserError(
                 f"{folder.path} was trained on a mixture, whose folders must be where they "
                 f"were (links will do) for --data to be checked: {error}"
             ) from None
-    if found != trained_on:
-        raise UserError(
-            f"{data} is not what {folder.path} was trained on: its fingerprint is {found[:12]}, "
-            f"the run's {trained_on[:12]}. Name the run's shards with --data"
-        )
+    wrong = f"{data} is not what {folder.path} was trained on: name the run's shards with --data"
+    _expect(found, [trained_on], wrong)
     if held_out is None and apart:
         part = open_apart(apart) if Path(apart).is_dir() else None
     else:
         part = open_held_out(data) if held_out is None else open_apart(held_out)
-    step = checkpoint_step(checkpoint)
     return Subject(
-        checkpoint.resolve(), folder, step, seq_len, data, train, part, recorded_held_out
+        checkpoint.resolve(),
+        folder,
+        checkpoint_step(checkpoint),
+        seq_len,
+        data,
+        train,
+        part,
+        identity.get("held_out_fingerprint"),
     )
 
 
@@ -249,11 +247,8 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Subj
         train = TokenShards.open(data / "train")
         part = open_held_out(data) if held_out is None else open_apart(held_out)
         wanted = _recorded_tokenizer(export) or _of_export(export).sha256
-        if train.tokenizer_sha256 != wanted:
-            raise UserError(
-                f"{data} was written with another tokenizer than {export} was trained with: its "
-                f"sha256 is {(train.tokenizer_sha256 or 'none')[:16]}, expected {wanted[:16]}"
-            )
+        wrong = f"{data} was written with another tokenizer than {export} was trained with"
+        _expect(train.tokenizer_sha256, [wanted], wrong)
     step = _record(export).get("step")
     return Subject(export.resolve(), None, step, seq_len, data, train, part)
 
@@ -278,7 +273,6 @@ def _record(export: Path) -> dict[str, Any]:
 
 
 def _recorded_tokenizer(export: Path) -> str | None:
-    """Return the sha256 of the tokenizer that an export of ours was trained with."""
     return (_record(export).get("tokenizer") or {}).get("sha256")
 
 

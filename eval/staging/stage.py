@@ -1,8 +1,7 @@
 """`eval stage`: download the suites' data sets once, at fixed commits, for offline machines.
 
-What is staged is not touched again: the same command resumes where it was interrupted, and DIR may
-be copied. DIR/pins.json names a commit per repository that the catalogue does not pin (the one
-found first), or that the user pinned; copied to another site it stages the same data there.
+DIR/pins.json names a commit per repository that the catalogue does not pin (the one found first),
+or that the user pinned; copied to another site it stages the same data there.
 """
 
 import argparse
@@ -10,7 +9,7 @@ import errno
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,14 +75,15 @@ def execute(arguments: argparse.Namespace) -> None:
     if arguments.check:
         _each(folder, chosen, lambda data: _described(verify(data.key, folder), data), "whole")
         return
-    downloads = folder / DOWNLOADS
-
-    def on_wait() -> None:
-        print(f"waits: another process is staging into {folder}", flush=True)
-
+    downloads, waits = folder / DOWNLOADS, f"waits: another process is staging into {folder}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / LOCK, str(folder), patience_s=math.inf, on_wait=on_wait):
+        with locked(
+            folder / LOCK,
+            str(folder),
+            patience_s=math.inf,
+            on_wait=lambda: print(waits, flush=True),
+        ):
             pins = Pins(folder)
             pins.choose(arguments.pin)
             shutil.rmtree(downloads, ignore_errors=True)  # what a killed one left
@@ -110,9 +110,7 @@ def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
             f"{suggestion(suite, [*SUITES, ALL])}"
         )
     found = of_suites(SUITES if suite == ALL else [suite])
-    if only is None:
-        return found
-    wanted = [data_set(key) for key in only]
+    wanted = found if only is None else [data_set(key) for key in only]
     for data in wanted:
         if data not in found:
             raise UserError(f"--only {data.key}: is of --suite {data.suite}, not of {suite}")
@@ -129,36 +127,29 @@ class Pins:
             self._commits = read_record(self._path, dict[str, Commit])
         except UnreadableFile as error:
             if not error.is_missing:
-                raise UserError(
-                    f"{error}; expected commits by repository: restore it, or delete it to keep "
-                    "what is staged at the commits of its manifests"
-                ) from None
+                raise UserError(f"{error}; restore it, or delete it to pin anew") from None
 
     def get(self, data: DataSet) -> str | None:
         """Return the commit to stage: this folder's pin, else the catalogue's, if any."""
         return self._commits.get(data.path) or data.revision
 
-    def add(self, data: DataSet, commit: str) -> None:
-        """Pin the repository of `data` from now on."""
-        if self._commits.get(data.path) != commit:
-            self._commits[data.path] = commit
+    def add(self, commits: Mapping[str, str]) -> None:
+        """Pin repositories from now on."""
+        if self._commits | commits != self._commits:
+            self._commits |= commits
             write_json(self._path, dict(sorted(self._commits.items())))
 
     def choose(self, given: Iterable[str]) -> None:
         """Pin what the user asks for as KEY=COMMIT. Raises UserError before it writes anything."""
-        chosen: dict[str, tuple[DataSet, str]] = {}
+        chosen: dict[str, str] = {}
         for pin in given:
             key, _, commit = pin.partition("=")
             if not COMMIT.fullmatch(commit):
                 raise UserError(f"--pin {pin}: expected KEY=COMMIT, 40 hex digits of a commit")
-            data = data_set(key)
-            if chosen.setdefault(data.path, (data, commit))[1] != commit:
-                raise UserError(
-                    f"--pin {pin}: {chosen[data.path][0].key} is of the same repository "
-                    f"({data.path}) and given another commit; a repository has one"
-                )
-        for data, commit in chosen.values():
-            self.add(data, commit)
+            path = data_set(key).path
+            if chosen.setdefault(path, commit) != commit:
+                raise UserError(f"--pin {pin}: two commits of {path}; a repository has one")
+        self.add(chosen)
 
 
 def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], state: str) -> None:
@@ -189,17 +180,17 @@ def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
         if pinned in (None, staged.revision):
             # without a pins.json: the folder came from elsewhere, and keeps its own commit
             if pinned is None:
-                pins.add(data, staged.revision)
+                pins.add({data.path: staged.revision})
             return f"is staged, {_described(staged, data)}"
     except UserError:
         pass  # not staged, or not whole
     began = time.monotonic()
     commit = find_commit(data.path, pinned, WAYS_OUT)
     if pinned is None:
-        pins.add(data, commit)
-    print(f"    {data.path}@{commit[:12]} {data.config or ''} {data.split} ...", flush=True)
-    rows = fetch(data, commit, folder / DOWNLOADS)
+        pins.add({data.path: commit})
     what, way_out = f"{data.path}@{commit[:12]} {data.split}", f"--pin {data.key}=COMMIT"
+    print(f"    {what} ...", flush=True)
+    rows = fetch(data, commit, folder / DOWNLOADS)
     if missing := [name for name in data.columns if name not in rows.column_names]:
         raise UserError(
             f"{what}: has no column {', '.join(missing)} (but {', '.join(rows.column_names)}), "
@@ -210,7 +201,7 @@ def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
             f"{what}: {len(rows):,} documents, expected {data.documents:,}; choose another commit "
             f"with {way_out}, or accept them with --allow_count"
         )
-    manifest = write_staged(folder, data.key, {data.split: rows}, revision=commit)
+    manifest = write_staged(folder, data.key, rows, revision=commit)
     return f"{_described(manifest, data)}, {time.monotonic() - began:.0f} s"
 
 

@@ -12,7 +12,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,52 +70,32 @@ def staged_folder(given: str | Path | None = None) -> Path:
 
 def load(*, dataset: str, staged: str | None = None, **_: Any) -> dict[str, "datasets.Dataset"]:
     """Load a data set as lm_eval's `custom_dataset`, which passes metadata and dataset_kwargs."""
-    return load_staged(dataset, staged)
+    return {data_set(dataset).split: load_staged(dataset, staged)}
 
 
-def load_staged(key: str, folder: str | Path | None = None) -> dict[str, "datasets.Dataset"]:
-    """Return the rows of each split of the data set `key`, in memory, verified.
+def load_staged(key: str, folder: str | Path | None = None) -> "datasets.Dataset":
+    """Return the rows of the data set `key`, in memory, verified.
 
     Raises UserError, with the command that stages it, if it is missing or not what was staged.
     """
     import datasets
-    import pyarrow
     import pyarrow.parquet
 
     root = staged_folder(folder)
-    loaded = {}
-    for split, known in read_manifest(key, root).splits.items():
-        path = root / key / known.file
-        content = _read(path, known, restage(key, root))
-        try:
-            table = pyarrow.parquet.read_table(io.BytesIO(content))
-        except pyarrow.ArrowException as error:
-            raise UserError(
-                f"{path}: is what was staged, but pyarrow {pyarrow.__version__} cannot read it "
-                f"({error}); {restage(key, root)}"
-            ) from None
-        if table.num_rows != known.rows:
-            raise UserError(
-                f"{path}: {table.num_rows:,} rows, {MANIFEST} says {known.rows:,}; "
-                f"{restage(key, root)}"
-            )
-        # not Dataset.from_parquet: that would copy it into a cache, which may be read-only
-        loaded[split] = datasets.Dataset(table)
-    return loaded
+    content = _read(key, root, read_manifest(key, root))
+    # not Dataset.from_parquet: that would copy it into a cache, which may be read-only
+    return datasets.Dataset(pyarrow.parquet.read_table(io.BytesIO(content)))
 
 
 def staged_sha256(key: str, folder: str | Path | None = None) -> str:
     """Return the SHA-256 of the rows: the same wherever and with whatever pyarrow it was staged."""
-    splits = read_manifest(key, staged_folder(folder)).splits
-    lines = [f"{split} {splits[split].rows_sha256}\n" for split in sorted(splits)]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return read_manifest(key, staged_folder(folder)).splits[data_set(key).split].rows_sha256
 
 
 def verify(key: str, folder: Path) -> Manifest:
-    """Return the manifest of `key` if all its files have the bytes that it names."""
+    """Return the manifest of `key` if its file has the bytes that it names."""
     manifest = read_manifest(key, folder)
-    for known in manifest.splits.values():
-        _read(folder / key / known.file, known, restage(key, folder))
+    _read(key, folder, manifest)
     return manifest
 
 
@@ -137,20 +117,21 @@ def read_manifest(key: str, folder: Path) -> Manifest:
     return manifest
 
 
-def _read(path: Path, known: Split, way_out: str) -> bytes:
+def _read(key: str, folder: Path, manifest: Manifest) -> bytes:
     """Return the bytes of a staged file: hashed as used, so that nothing changes in between."""
+    (known,) = manifest.splits.values()
+    path, content, fault = folder / key / known.file, b"", ""
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path}: is missing; {way_out}") from None
+        if (found := hashlib.sha256(content).hexdigest()) != known.sha256:
+            fault = (
+                f"was changed after it was staged ({len(content):,} bytes, sha256 {found[:16]}, "
+                f"expected {known.sha256[:16]})"
+            )
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != known.sha256:
-        raise UserError(
-            f"{path}: was changed after it was staged ({len(content):,} bytes, sha256 "
-            f"{found[:16]}, expected {known.sha256[:16]}); {way_out}"
-        )
+        fault = f"cannot be read: {error.strerror}"
+    if fault:
+        raise UserError(f"{path}: {fault}; {restage(key, folder)}")
     return content
 
 
@@ -171,70 +152,59 @@ def data_set(key: str) -> DataSet:
 def write_staged(
     folder: str | Path,
     key: str,
-    splits: Mapping[str, "datasets.Dataset | Iterable[dict[str, Any]]"],
+    rows: "datasets.Dataset | Iterable[dict[str, Any]]",
     *,
     revision: str,
 ) -> Manifest:
-    """Write the data set `key` so that it is staged: files first, manifest.json last.
+    """Write the data set `key` so that it is staged: the file first, manifest.json last.
 
-    A reader sees the old, an error, or the new. One writer per folder at a time: `stage.py` locks
-    it.
+    A reader sees the old, an error, or the new. One writer per folder at a time (stage.py's lock).
     """
     import datasets
-    import pyarrow
+    import pyarrow.parquet
 
     data, target = data_set(key), Path(folder) / key
     target.mkdir(parents=True, exist_ok=True)
-    tables = {
-        split: rows if isinstance(rows, datasets.Dataset) else datasets.Dataset.from_list([*rows])
-        for split, rows in splits.items()
-    }
+    if not isinstance(rows, datasets.Dataset):
+        rows = datasets.Dataset.from_list([*rows])
+    # the column types travel in the schema, where Dataset finds them again
+    table = rows.with_format("arrow")[:].cast(rows.features.arrow_schema)
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer)
+    content = buffer.getvalue()
+    rows_sha256 = hashlib.sha256()
+    for row in rows.with_format(None):
+        rows_sha256.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
+    split = Split(
+        f"{data.split}.parquet",
+        len(rows),
+        len(content),
+        hashlib.sha256(content).hexdigest(),
+        rows_sha256.hexdigest(),
+    )
     manifest = Manifest(
         MANIFEST_VERSION,
         key,
         data.path,
         data.config,
         revision,
-        splits={split: _write_split(target, split, rows) for split, rows in tables.items()},
-        features={split: rows.features.to_dict() for split, rows in tables.items()},
+        splits={data.split: split},
+        features={data.split: rows.features.to_dict()},
         packages={"datasets": datasets.__version__, "pyarrow": pyarrow.__version__},
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
-    (target / MANIFEST).unlink(missing_ok=True)
-    # or a crash could leave the old manifest beside new files
-    fsync_folder(target)
-    for known in manifest.splits.values():
-        path = target / known.file
-        publish(_temporary(path), path)
-    write_json(target / MANIFEST, asdict(manifest))
-    return manifest
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
-
-
-def _write_split(target: Path, split: str, rows: "datasets.Dataset") -> Split:
-    """Write the rows under a temporary name; return what the manifest says of them."""
-    import pyarrow.parquet
-
-    path = target / f"{split}.parquet"
-    # the column types travel in the schema, where Dataset finds them again
-    table = rows.with_format("arrow")[:].cast(rows.features.arrow_schema)
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(table, buffer)
-    content = buffer.getvalue()
+    temporary = target / f"{split.file}.tmp"
     try:
-        _temporary(path).unlink(missing_ok=True)  # a killed staging's
-        with create_file(_temporary(path)) as file:
+        temporary.unlink(missing_ok=True)  # a killed staging's
+        with create_file(temporary) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
     except OSError:  # a full disk: free the room again
-        _temporary(path).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-    digest = hashlib.sha256()
-    for row in rows.with_format(None):
-        digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
-    sha256 = hashlib.sha256(content).hexdigest()
-    return Split(path.name, table.num_rows, len(content), sha256, digest.hexdigest())
+    (target / MANIFEST).unlink(missing_ok=True)
+    fsync_folder(target)  # or a crash could leave the old manifest beside a new file
+    publish(temporary, target / split.file)
+    write_json(target / MANIFEST, asdict(manifest))
+    return manifest

@@ -25,16 +25,12 @@ from eval.tasks.birth_year.probes import (
     MIDDLE_NAMES,
     NUM_ITEMS,
     VERSION,
-    Junk,
     ends_with_space,
     make_probe,
-    split_sentences,
 )
-from eval.tasks.birth_year.task import exact, without_space
-from tests.probe_folders import JUNK, NAMES, SENTENCES, Words, freeze_all, load_tasks
+from eval.tasks.birth_year.task import exact
+from tests.probe_folders import JUNK, NAMES, SENTENCES, freeze_all, load_tasks
 from tests.scripted_lm import ScriptedLM
-
-COUNT = 300
 
 
 def again(kind_index: int, length: int, item: int) -> tuple[str, list[str], str]:
@@ -106,85 +102,6 @@ def test_probes_equal_an_independent_generator(kind: int, length: int, item: int
     context = prompt.partition("\n\nAnswer me: ")[0].removeprefix(birth_year.INSTRUCTION)
     assert "\n" not in context
     assert len(set(years)) == len(years) == (3 if kind == 2 else 5)
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(st.sampled_from(KINDS), st.sampled_from([0, 30, 256, 1000]), st.integers(0, 999))
-def test_a_probe_is_what_its_text_says(kind: birth_year.Kind, length: int, item: int) -> None:
-    probe = make_probe(kind, length, item, JUNK, space=True)
-    stated, asked = read(probe["prompt"].rstrip())
-    first, second = stated[: kind.people], stated[kind.people :]
-    names = [name for name, _ in stated]
-    years = [year for _, year in first]
-    assert len(set(names)) == len(names) == kind.people * kind.hops
-    assert len(set(years)) == kind.people and all(1950 <= int(year) <= 2009 for year in years)
-    # those who are equated come after those whose years are stated, with one of them each
-    assert sorted(other for _, other in second) == sorted(names[: kind.people] * (kind.hops - 1))
-    last_group = names[-kind.people :]
-    assert asked in last_group if kind.asks_anyone else asked == last_group[0]
-    assert probe["choices"] == sorted(years)
-    assert probe["answer"] == solve(probe["prompt"]) == probe["choices"][probe["target"]]
-    context = probe["prompt"].partition("\n\nAnswer me: ")[0]
-    context = context.removeprefix(birth_year.INSTRUCTION)
-    if kind.hops == 2:
-        assert context.startswith("<context>") and context.endswith("</context>")
-    left = STATED.sub(".", context.removeprefix("<context>").removesuffix("</context>"))
-    tells = [words for words in left.split(".") if "Sentence number" in words]
-    told = sum(len(words.split()) for words in tells)
-    assert told < length or told == length == 0
-
-
-def test_every_slot_is_as_likely_for_a_statement() -> None:
-    """Where 5 statements stand among 5 + n sentences: each place has one with 5 in 5 + n."""
-    junk = Junk([f"Sentence number {i} has words." for i in range(50)], Words())
-    places: dict[int, int] = {}
-    for item in range(1000):
-        context = make_probe(KINDS[0], 51, item, junk, True)["prompt"].partition("\n\n")[0]
-        sentences = [words for words in context.split(".") if words.strip()]
-        assert len(sentences) == 15
-        for place, words in enumerate(sentences):
-            places[place] = places.get(place, 0) + (" was born" in words)
-    assert sum(places.values()) == 5000 and len(places) == 15
-    assert all(is_chance(count / 1000, 1 / 3, 1000) for count in places.values())
-
-
-def test_names_are_plain_and_many() -> None:
-    for group in (FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES):
-        assert len(set(group)) == len(group) >= 100
-        assert all(re.fullmatch("[A-Z][a-z]+", name) for name in group)
-
-
-def test_the_control_asks_another_question_about_the_same_text() -> None:
-    same = 0
-    for item in range(COUNT):
-        first, anyone = (make_probe(kind, 100, item, JUNK, True) for kind in KINDS[:2])
-        cut = "\n\nAnswer me: "
-        assert first["prompt"].partition(cut)[0] == anyone["prompt"].partition(cut)[0]
-        same += first["answer"] == anyone["answer"]
-    assert is_chance(same / COUNT, 0.2, COUNT)
-
-
-def test_junk_is_consecutive_and_below_its_length() -> None:
-    for item in range(50):
-        probe = make_probe(KINDS[0], 200, item, JUNK, True)
-        numbers = [int(n) for n in re.findall(r"number (\d+)", probe["prompt"])]
-        assert all((b - a) % 300 == 1 for a, b in zip(numbers, numbers[1:], strict=False))
-        total = sum(len(SENTENCES[n].split()) for n in numbers)
-        following = SENTENCES[(numbers[-1] + 1) % 300]
-        assert total < 200 <= total + len(following.split())
-
-
-def test_sentences_are_split() -> None:
-    text = "One two three.  Four five\nsix! A table:\n\n| 1 | 2 |\n\nToo short. Is this one too?"
-    assert split_sentences(text) == [
-        "One two three.",
-        "Four five six!",
-        "A table: | 1 | 2 | Too short.",
-        "Is this one too?",
-    ]
-    assert split_sentences("") == []
-    long = " ".join(["word"] * 101) + "."
-    assert Junk([long, "A b c."], Words()).sentences == ["A b c."]
 
 
 STATED = re.compile(r" was born in the (?:year of (\d{4})|same year as (\w+ \w+ \w+))\.")
@@ -272,56 +189,18 @@ def test_the_suite_is_complete(probes: dict[str, str]) -> None:
             assert about["primary"] == "exact" and "part_of" not in about
 
 
-@pytest.mark.slow
-def test_an_oracle_is_always_right(probes: dict[str, str]) -> None:
-    """The suite, complete: 18,000 probes, asked twice."""
-    scores = score(answers(solve), load_tasks(["birth-year"], **probes))
-    assert len(scores) == 36 and set(scores.values()) == {1.0}
-
-
-@pytest.mark.parametrize("length", [0, 512])
-def test_copying_the_first_year_is_right_on_1_hop_and_chance_on_its_control(
-    probes: dict[str, str], length: int
-) -> None:
-    names = [f"{kind.name}-{length}" for kind in KINDS]
-    scores = score(
-        answers(first_year), load_tasks([*names, *(f"{name}_rank" for name in names)], **probes)
-    )
-    assert scores[names[0]] == scores[f"{names[0]}_rank"] == 1
-    for name in names[1:]:
-        assert is_chance(scores[name], chance_of(name))
-        assert is_chance(scores[f"{name}_rank"], chance_of(name))
-
-
-def test_no_opinion_and_a_random_one_are_chance_on_rank(probes: dict[str, str]) -> None:
-    draw = np.random.default_rng(7).random
-    names = [f"{kind.name}-256{part}" for kind in KINDS for part in ("", "_rank")]
+def test_who_can_answer(probes: dict[str, str]) -> None:
+    """An oracle is right; copying the first year is right on 1-hop and chance on its control."""
+    names = [f"{kind.name}-512{part}" for kind in KINDS for part in ("", "_rank")]
     tasks = load_tasks(names, **probes)
-    for lm in (
-        ScriptedLM(lambda request: "none", lambda request: -draw()),
-        answers(lambda prompt: "none"),
-    ):
-        for name, found in score(lm, tasks).items():
-            assert is_chance(found, chance_of(name)) if "_rank" in name else found == 0
+    assert score(answers(solve), tasks) == dict.fromkeys(names, 1.0)
+    for name, found in score(answers(first_year), tasks).items():
+        assert found == 1 if name.startswith("1-hop-512") else is_chance(found, chance_of(name))
 
 
 def test_an_answer_is_its_first_four_characters() -> None:
-    for text, right in {
-        "1987.": 1,
-        " 1987, and": 1,
-        "19871": 1,
-        "1986": 0,
-        "198": 0,
-        "": 0,
-        "the 1987": 0,
-        "1 987": 0,
-    }.items():
+    for text, right in {" 1987, and": 1, "19871": 1, "198": 0, "the 1987": 0}.items():
         assert exact({"answer": "1987"}, [text]) == {"exact": right}
-
-
-def test_a_space_of_the_prompt_goes_to_the_choices() -> None:
-    for prompt in ("in the year of ", "in the year of"):
-        assert without_space({"prompt": prompt}) == "in the year of"
 
 
 @pytest.fixture(scope="module")
@@ -343,6 +222,8 @@ def test_the_prompt_is_the_beginning_of_what_training_saw(tokenizer: Tokenizer) 
 
 def test_a_tokenizer_with_whole_years_gets_no_trailing_space() -> None:
     class WholeYears:
+        sha256 = ""
+
         def encode(self, text: str) -> list[str]:
             return re.findall(r" ?\w+| ", text)
 

@@ -6,11 +6,8 @@ what they are told to prove the scores.
 
 import hashlib
 import math
-import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +20,6 @@ from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from canon_pretrain.core.errors import UserError
 from eval.staging.catalogue import CATALOGUE, DISCRIMINATIVE, of_suites
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
 from tests.scripted_lm import ScriptedLM
@@ -217,22 +213,6 @@ def test_a_model_that_knows_scores_1_and_one_that_is_wrong_0(tasks: dict[str, Ta
     assert knows["lambada_openai"]["perplexity"] == pytest.approx(math.e)
 
 
-def test_acc_norm_is_the_likelihood_of_a_character(tasks: dict[str, Task]) -> None:
-    """The right choice is the cheapest a character, but often not in all."""
-    chosen = {name: tasks[name] for name in ("piqa", "hellaswag", "arc_easy", "arc_challenge")}
-
-    def by_length(pair: Pair) -> float:
-        return -len(pair[1][1:]) * (1.0 if pair in RIGHT else 1.01)
-
-    for name, found in results(chosen, by_length).items():
-        shortest = [
-            min(range(len(pairs)), key=lambda at: -by_length(pairs[at])) == right  # noqa: B023
-            for pairs, right in every_pair(name)
-        ]
-        assert found["acc_norm"] == 1.0
-        assert found["acc"] == pytest.approx(sum(shortest) / len(shortest)) and found["acc"] < 0.7
-
-
 def test_scores_of_an_arbitrary_model(tasks: dict[str, Task]) -> None:
     found = results(tasks, arbitrary)
     for name in CHOICES:
@@ -271,28 +251,3 @@ def test_wikitext_counts_the_words_of_the_original(tasks: dict[str, Task]) -> No
     first = seen[0]
     assert first.startswith(" = Lamp =\n\nThe lamp is a well-known lamp of 1,000 m, and Ada's.")
     assert " @" not in "".join(seen) and len(seen) == len(pages)
-
-
-def test_what_is_not_staged_names_the_command(staged: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        load(tmp_path, "discriminative")
-    command = f"python -m eval stage --suite discriminative --only piqa --to {tmp_path}"
-    assert f"{tmp_path / 'piqa'}: not staged" in str(caught.value) and command in str(caught.value)
-
-
-@pytest.mark.slow
-def test_the_command_as_it_is_typed(staged: Path, tmp_path: Path) -> None:
-    """Of all the harness's tasks, from any folder, without network and without metadata."""
-    command = [sys.executable, "-m", "lm_eval", "--model", "dummy"]
-    command += ["--include_path", str(TASKS), "--tasks", "discriminative"]
-    environment = os.environ | {
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_OFFLINE": "1",
-        "CANON_EVAL_DATA": str(staged),
-    }
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    for name in NAMES:
-        assert re.search(rf"\| - {name} *\| *\d\|none", done.stdout), done.stdout

@@ -217,32 +217,9 @@ def test_with_bos(pairs: dict[str, Pair], name: str) -> None:
         assert not differences(found, expected), kind
 
 
-def generate(lm: CanonLM | HFLM, prompts: list[str], until: list[str]) -> list[str]:
-    options = {"until": until, "max_gen_toks": 5}
-    requests = [Instance("generate_until", {}, (text, options), 0) for text in prompts]
-    return lm.generate_until(requests, disable_tqdm=True)
-
-
-def test_where_theirs_is_not_right(pairs: dict[str, Pair]) -> None:
-    """An answer's first space is no part of it for them; a prompt of no tokens is beyond them."""
-    pair = pairs["rope"]
-    prompts = [sentence(seed, 5) for seed in range(9)]
-    answers = generate(pair.ours, prompts, [])
-    prompt, answer = next((p, a) for p, a in zip(prompts, answers, strict=True) if a[0] == " ")
-    assert generate(pair.theirs, [prompt], []) == [answer[1:]]
-    stop = answer[:2]
-    assert generate(pair.ours, [prompt], [stop]) == [""]
-    assert generate(pair.theirs, [prompt], [stop]) == [answer[1:].split(stop)[0]] != [""]
-
-    with pytest.raises((IndexError, RuntimeError)):  # which, is the exported class's
-        generate(pair.theirs, [""], [])
-    # beside another one it is all padding, and attends to nothing; ours go on from EOS
-    with_bos = their_model(Path(pair.theirs.pretrained), add_bos=True)
-    assert with_bos.tok_encode("") == [2]
-    assert generate(pair.ours, ["", "the of"], [])[0] == generate(with_bos, [""], [])[0]
-
-
-SUITES = ("discriminative", "jrt_squad")
+SUITES = ("discriminative", "jrt_squad", "babilong_qa1_0k", "1-hop-0")
+LIMIT = ("--limit", "12")
+"""All of the fixtures' items; of the 1,000 probes so many."""
 
 
 @pytest.mark.slow
@@ -250,19 +227,20 @@ def test_the_commands(tmp_path: Path) -> None:
     """`eval run` and `lm_eval --model hf`: the same items, prompts, answers and scores."""
     data, out, staged = tmp_path / "data", tmp_path / "out", tmp_path / "staged"
     plant_data(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
-    model = opinionated("nope ABCD", max_seq_len=1024)
+    model = opinionated("nope ABCD", max_seq_len=2048)
     export(plant_run(tmp_path / "run", model, data=data), out)
     stage_fixtures(staged)
     environment = hub_environment(tmp_path) | {"CANON_EVAL_DATA": str(staged)}
     environment["PYTHONPATH"] = str(ROOT)
     options = f"pretrained={out},trust_remote_code=True,dtype=float32,add_bos_token=False"
-    theirs = ["lm_eval", "--model", "hf", "--model_args", options, "--device", "cpu"]
-    theirs += ["--include_path", ROOT / "eval" / "tasks", "--tasks", ",".join(SUITES)]
-    theirs += ["--batch_size", "3", "--log_samples", "--output_path", tmp_path / "theirs"]
-    run(environment, tmp_path, theirs)
     for suite in SUITES:
         words = ["eval", "run", "--checkpoint", out, "--suite", suite, "--out", tmp_path / suite]
-        run(environment, tmp_path, words)
+        run(environment, tmp_path, [*words, "--max_length", 2048, *LIMIT])
+    theirs = ["lm_eval", "--model", "hf", "--model_args", options, "--device", "cpu"]
+    theirs += ["--include_path", ROOT / "eval" / "tasks", "--tasks", ",".join(SUITES)]
+    theirs += ["--metadata", json.dumps({"probes": str(tmp_path / "1-hop-0" / "probes")})]
+    theirs += ["--batch_size", "3", "--log_samples", "--output_path", tmp_path / "theirs", *LIMIT]
+    run(environment, tmp_path, theirs)
 
     samples = {t: rows for suite in SUITES for t, rows in read_samples(tmp_path / suite).items()}
     assert samples.keys() > {"piqa", "hellaswag", "boolq", "lambada_openai", "wikitext"}

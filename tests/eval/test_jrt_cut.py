@@ -149,13 +149,6 @@ def test_the_cut_is_the_rule_s(
         assert found.text in bare
 
 
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 15).map(lambda half: 2 * half))
-def test_window(tokens: int, position: int, limit: int) -> None:
-    position = min(position, tokens)
-    start, end = window(tokens, position, limit)
-    assert list(range(start, end)) == kept_tokens(tokens, position, limit)
-
-
 def test_the_numbers_of_the_spec() -> None:
     assert window(5000, 2000, 950) == (1525, 2475)
     assert window(5000, 100, 950) == (0, 950)
@@ -182,24 +175,6 @@ def test_an_answer_within_a_token() -> None:
     codec = Words()
     assert codec.encode(text) == [0, 1, 2, 3] and len(codec.encode("one s")) == 2
     assert cut(text, ["two"], codec, limit=2) == Cut("stwo three", "answer", whole=False)
-
-
-@given(
-    st.text(TEXT + "\n", max_size=12),
-    st.lists(st.text(TEXT, max_size=3), max_size=3),
-)
-@settings(max_examples=400)
-def test_contains(prediction: str, labels: list[str]) -> None:
-    line = ""
-    for letter in prediction:
-        if letter == "\n":
-            break
-        line += letter
-    expected = 0.0
-    for label in labels:
-        if label and occurrence(line, label) >= 0:
-            expected = 1.0
-    assert contains(prediction, labels) == expected
 
 
 def test_contains_by_hand() -> None:

@@ -1,6 +1,5 @@
 """Requests become batches and answers; that the numbers are lm_eval's own is test_hf_equal.py's."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from lm_eval.api.instance import Instance
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
-from eval.model.lm import CanonLM, request_cost
+from eval.model.lm import CanonLM
 
 ARGS = ModelArgs(
     vocab_size=257, num_layers=2, dim=32, num_heads=4, ffn_dim=48, max_seq_len=64, position="rope"
@@ -59,54 +58,6 @@ def written(lm: CanonLM, asked: list[tuple[str, dict]]) -> list[str]:
 
 def requests(kind: str, arguments: list[Any]) -> list[Instance]:
     return [Instance(kind, {}, given, index) for index, given in enumerate(arguments)]
-
-
-def test_an_answer_is_decoded_only_where_a_stop_may_end(lm: CanonLM) -> None:
-    class Counts(Bytes):
-        calls = 0
-
-        def decode(self, ids: list[int]) -> str:
-            self.calls += len(ids) > 2
-            return super().decode(ids)
-
-    text = Counts()
-    (free,) = written(lm, [(TEXT[:9], {"until": [], "max_gen_toks": 12})])
-    stop = free[5:7]  # of two tokens
-    asked = [(TEXT[:9], {"until": [stop, "\n"], "max_gen_toks": 12})]
-    found = written(CanonLM(lm.model, text, max_length=MAX_LENGTH), asked)
-    assert found == [free[: free.index(stop)]]
-    # the answer so far at each token that the stop may end with, and once in the end
-    assert text.calls <= free[:7].count(stop[-1]) + 1
-
-
-def test_generation_ends_at_eos(model: Transformer) -> None:
-    class Ends(torch.nn.Module):
-        """Counts up from the last token to "d", then EOS."""
-
-        args, tok_embeddings = model.args, model.tok_embeddings
-
-        def forward(self, tokens: torch.Tensor, **_: object) -> torch.Tensor:
-            following = torch.where(tokens == ord("d"), 256, tokens + 1)
-            return torch.nn.functional.one_hot(following, 257).float()
-
-    lm = CanonLM(Ends(), Bytes(), max_length=MAX_LENGTH)  # type: ignore[arg-type]
-    asked = [(c, {"max_gen_toks": n}) for c, n in [("a", 2), ("a", 9), ("d", 9)]]
-    assert written(lm, asked) == ["bc", "bcd", ""]
-
-
-def test_answers_do_not_depend_on_the_batch() -> None:
-    """With Canon layers too: padding on the right reaches no scored token."""
-    model = Transformer(replace(ARGS, canon_set="ABCD", position="nope")).eval()
-    model.init_weights()
-    with torch.no_grad():
-        model.output.weight[[i for i in range(257) if not 32 < i < 127]] = 0.0  # type: ignore[union-attr]
-    asked = [(TEXT[:n], TEXT[n : n + 5]) for n in range(1, 30, 3)]
-    prompts = [(TEXT[:n], {"max_gen_toks": 4}) for n in (3, 9, 21)]
-    alone, together = (
-        CanonLM(model, Bytes(), max_length=MAX_LENGTH, batch_tokens=n) for n in (1, 10_000)
-    )
-    assert scored(alone, asked) == pytest.approx(scored(together, asked), abs=1e-5)
-    assert written(alone, prompts) == written(together, prompts)
 
 
 def test_no_bos_and_eos_before_a_text(lm: CanonLM) -> None:
@@ -160,35 +111,12 @@ def test_what_does_not_fit_is_refused(lm: CanonLM) -> None:
         CanonLM(lm.model, None, max_length=8).tok_encode("a")
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 50, 100_000])
-def test_the_reported_costs_add_up(model: Transformer, batch_tokens: int) -> None:
-    costs: list[int] = []
-    options: dict[str, Any] = {"batch_tokens": batch_tokens, "answered": costs.append}
-    lm = CanonLM(model, Bytes(), max_length=MAX_LENGTH, **options)
-    choices = requests("loglikelihood", [(TEXT[:9], TEXT[9:n]) for n in (12, 15, 12)])
-    rolling = requests("loglikelihood_rolling", [(TEXT * 3,), ("",)])
-    prompts = requests("generate_until", [(TEXT[:9], {"max_gen_toks": 3})] * 2)
-    lm.loglikelihood(choices)
-    lm.loglikelihood_rolling(rolling)
-    lm.generate_until(prompts)
-    assert sum(costs) == sum(map(request_cost, choices + rolling + prompts))
-    assert all(cost >= 0 for cost in costs)
-
-
 def test_the_same_prompt_is_continued_once(lm: CanonLM) -> None:
     rows = []
     handle = lm.model.register_forward_hook(lambda *given: rows.append(given[1][0].shape[0]))
     found = written(lm, [("The answer", {"until": [], "max_gen_toks": 4})] * 5)
     handle.remove()
     assert set(rows) == {1} and len(set(found)) == 1 and len(found) == 5
-
-
-def test_max_length_may_change_between_suites(model: Transformer) -> None:
-    lm = CanonLM(model, Bytes(), max_length=MAX_LENGTH)
-    (long,) = scored(lm, [(TEXT, "abc")])
-    lm.max_length = 10
-    short = scored(lm, [(TEXT, "abc")])
-    assert short == scored(CanonLM(model, Bytes(), max_length=10), [(TEXT, "abc")]) != [long]
 
 
 class Full(torch.nn.Module):

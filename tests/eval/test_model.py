@@ -10,18 +10,12 @@ from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.positions import rope_tables
 from eval.model import load
 from eval.model.lm import CanonLM
-from eval.model.load import FastLinear, dtype_for, is_faster, load_model, use_fast_linear
+from eval.model.load import FastLinear, is_faster, load_model, use_fast_linear
 from eval.model.score import Pair
 from tests.hf_exports import export_model, plant_run
 from tests.variants import VARIANTS, build, every_variant, random_tokens
 
 CPU = torch.device("cpu")
-
-
-def test_auto_is_bfloat16_on_a_gpu_and_float32_on_a_cpu() -> None:
-    assert dtype_for("auto", torch.device("cuda", 3)) == torch.bfloat16
-    assert dtype_for("auto", CPU) == torch.float32
-    assert dtype_for("bfloat16", CPU) == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["nope ABCD", "rope standard gqa", "rope BD k2 no_res gqa tied"])

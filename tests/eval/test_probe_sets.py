@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import threading
 from pathlib import Path
 
@@ -10,10 +9,10 @@ import pytest
 
 from canon_pretrain.core.errors import UserError
 from eval.staging.staged import write_staged
-from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, make_probe, split_sentences
-from eval.tasks.birth_year.task import Corpus, find_corpus, load, open_probes
+from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, make_probe
+from eval.tasks.birth_year.task import Corpus, FrozenSets, find_corpus, load, open_probes
 from tests import data_folders
-from tests.probe_folders import CORPUS, JUNK, NAMES, SENTENCES, few, freeze_all, load_tasks
+from tests.probe_folders import CORPUS, JUNK, NAMES, SENTENCES, Words, few, freeze_all, load_tasks
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +32,11 @@ def test_sets_are_made_once_and_alike(tmp_path: Path) -> None:
     again, _ = few(tmp_path / "a").sets(700, made.append)
     assert again == sets and made == names
     other, _ = few(tmp_path / "b").sets(700, made.append)
-    assert [s.sha256 for s in other] == [s.sha256 for s in sets]
+    assert [s.entry for s in other] == [s.entry for s in sets]
     for one in sets:
-        assert one.sha256 == hashlib.sha256(one.path.read_bytes()).hexdigest()
+        assert one.entry.sha256 == hashlib.sha256(one.path.read_bytes()).hexdigest()
         longest = max(len(p["prompt"].split()) for p in one.read())
-        assert one.max_tokens == longest
-
-
-def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    made: list[str] = []
-    short = Corpus("wikitext short", " ".join(SENTENCES[:20]))
-    sets, missing = few(tmp_path, corpus=lambda: short).sets(300, made.append)
-    assert [s.name for s in sets] == ["1-hop-0", "1-hop-random-0", "2-hop-0"]
-    names = "1-hop-256, 1-hop-random-256, 2-hop-256"
-    assert re.fullmatch(rf"{names} \(the text to hide in has only \d+ tokens\)", missing[0])
-    sets, missing = few(tmp_path).sets(100, made.append)
-    assert [s.name for s in sets] == ["1-hop-0", "1-hop-random-0"]
-    assert re.fullmatch(r"2-hop-0 \(prompts of up to \d+ tokens\)", missing[0])
+        assert one.entry.max_tokens == longest
 
 
 def test_a_changed_set_is_refused(tmp_path: Path) -> None:
@@ -70,50 +57,17 @@ def test_sets_of_several_texts_and_tokenizers_share_a_folder(tmp_path: Path) -> 
     made: list[str] = []
     first, _ = few(tmp_path).sets(700, made.append)
     other = Corpus("file 2", " ".join(SENTENCES[::-1]))
-    again, _ = few(tmp_path, corpus=lambda: other).sets(700, made.append)
+    again, _ = few(tmp_path, corpus=other).sets(700, made.append)
     assert [s.name for s in again] == [s.name for s in first]
     assert again[:3] == first[:3] and made == [*(s.name for s in first), *NAMES[3:9]]
     for ours, theirs in zip(first[3:], again[3:], strict=True):
         assert ours.path != theirs.path and ours.read() != theirs.read()
-    foreign, _ = few(tmp_path, tokenizer_sha256="u").sets(700, made.append)
+    foreign, _ = few(tmp_path, tokenizer=Words("u")).sets(700, made.append)
     assert not {s.path for s in foreign} & {s.path for s in first}
     assert few(tmp_path).sets(700, made.append)[0] == first and len(made) == 24
     (tmp_path / "sets.json").write_text(json.dumps({"version": 1}))
     with pytest.raises(UserError, match="sets.json is damaged.* delete"):
         few(tmp_path).sets(200, lambda name: None)
-
-
-def test_sets_of_an_earlier_version_are_not_read(tmp_path: Path) -> None:
-    first, _ = few(tmp_path / "new").sets(200, lambda name: None)
-    old = {"1-hop-0": {"sha256": "0" * 64, "max_tokens": 1}}
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old/sets.json").write_text(json.dumps({"version": 1, "junk": "x", "sets": old}))
-    found, _ = few(tmp_path / "old").sets(200, lambda name: None)
-    assert [s.sha256 for s in found] == [s.sha256 for s in first]
-    kept = json.loads((tmp_path / "old/sets.json").read_text())["sets"]["1-hop-0"]
-    assert kept == {**old["1-hop-0"], "made_of": {}}
-
-
-def test_the_text_is_wikipedias_prose(tmp_path: Path) -> None:
-    """Issue 17, item 2: the staged WikiText, without headings and as it is written."""
-    assert "stage --suite discriminative --only wikitext" in str(find_corpus(None, tmp_path))
-    pages = [
-        " = Lamps = \n \n A well @-@ known lamp , of 1 @,@ 000 m . \n = = Use = = \n It shone . \n",
-        " = Mirrors = \n \n The end of it ! \n",
-    ]
-    rows = [{"page": page} for page in pages]
-    write_staged(tmp_path, "wikitext", {"test": rows}, revision="f" * 40)
-    found = find_corpus(None, tmp_path)
-    assert isinstance(found, Corpus) and found.origin.startswith("wikitext ")
-    assert split_sentences(found.text) == ["A well-known lamp, of 1,000 m.", "The end of it!"]
-    (tmp_path / "wikitext/test.parquet").write_bytes(b"x")
-    with pytest.raises(UserError, match="was changed after it was staged"):
-        find_corpus(None, tmp_path)
-    junk = tmp_path / "junk.txt"
-    junk.write_text("A text.")
-    assert find_corpus(junk, tmp_path) == Corpus(
-        f"file {hashlib.sha256(b'A text.').hexdigest()}", "A text."
-    )
 
 
 def test_sets_are_made_once_by_many_at_once(tmp_path: Path) -> None:
@@ -126,36 +80,24 @@ def test_sets_are_made_once_by_many_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(made) == sorted(NAMES[:9])
-    for one in few(tmp_path, corpus=lambda: "no text").sets(700, made.append)[0]:
+    for one in few(tmp_path, corpus="no text").sets(700, made.append)[0]:
         one.read()
-
-
-def test_what_was_interrupted_is_made_anew(tmp_path: Path) -> None:
-    (first, *_), _ = few(tmp_path).sets(200, lambda name: None)
-    content = first.path.read_bytes()
-    manifest = json.loads((tmp_path / "sets.json").read_text())
-    del manifest["sets"][first.path.stem]  # as the set's file was written and the process ended
-    (tmp_path / "sets.json").write_text(json.dumps(manifest))
-    first.path.write_bytes(content[:99])
-    made: list[str] = []
-    (again, *_), _ = few(tmp_path).sets(200, made.append)
-    assert made == [first.name] and again == first and first.path.read_bytes() == content
 
 
 def test_frozen_sets_are_read_without_their_text_and_without_writing(tmp_path: Path) -> None:
     known, _ = few(tmp_path).sets(700, lambda name: None)
     (tmp_path / ".lock").unlink()
-    found, _ = few(tmp_path, corpus=lambda: "no text").sets(700, lambda name: None)
+    found, _ = few(tmp_path, corpus="no text").sets(700, lambda name: None)
     assert found == known and not (tmp_path / ".lock").exists()
     known[0].path.unlink()
     with pytest.raises(UserError, match=r"was changed after it was frozen \(sha256 unreadable"):
         found[0].read()
     # those of a file are not what is asked for without one
     other = Corpus("file 2", CORPUS.text)
-    few(tmp_path / "file", corpus=lambda: other).sets(700, lambda name: None)
-    assert few(tmp_path / "file", corpus=lambda: "no text").get(KINDS[0], 256) == "no text"
+    few(tmp_path / "file", corpus=other).sets(700, lambda name: None)
+    assert few(tmp_path / "file", corpus="no text").get(KINDS[0], 256) == "no text"
     made: list[str] = []
-    found, left_out = few(tmp_path / "none", corpus=lambda: "no text").sets(300, made.append)
+    found, left_out = few(tmp_path / "none", corpus="no text").sets(300, made.append)
     assert [s.name for s in found] == made == NAMES[:3]
     assert left_out[0] == "1-hop-256, 1-hop-random-256, 2-hop-256 (no text)"
 
@@ -190,25 +132,16 @@ def test_a_task_refuses_what_would_be_cut(probes: dict[str, str]) -> None:
         load(probe_set="2-hop-512", **probes, max_length=longest + 4)
 
 
-def test_a_task_freezes_with_a_given_text(tmp_path: Path, probes: dict[str, str]) -> None:
-    junk = tmp_path / "junk.txt"
-    junk.write_text("\n".join(SENTENCES))
-    given = {"tokenizer": probes["tokenizer"], "probes": str(tmp_path / "new"), "junk": str(junk)}
-    made = load(probe_set="1-hop-256", **given)["test"]
-    assert made.to_list() == load(probe_set="1-hop-256", **probes)["test"].to_list()
-    assert load(probe_set="1-hop-256", **given)["test"].to_list() == made.to_list()
-
-
 def test_a_run_freezes_what_fits(tmp_path: Path) -> None:
     pages = [{"page": f" = A = \n {' '.join(SENTENCES)} \n"}]
-    write_staged(tmp_path / "staged", "wikitext", {"test": pages}, revision="f" * 40)
+    write_staged(tmp_path / "staged", "wikitext", pages, revision="f" * 40)
     known = data_folders.tokenizer()
     (tmp_path / known.file_name).write_bytes(known.model)
     folder, lines = tmp_path / "evals" / "probes", list[str]()
 
     def freeze(max_length: int, junk: Path | None = None) -> tuple[list[str], list[str]]:
-        staged = tmp_path / "staged"
-        return open_probes(folder, known, junk, staged, max_length=max_length, say=lines.append)
+        frozen = FrozenSets(folder, known, lambda: find_corpus(junk, tmp_path / "staged"))
+        return open_probes(frozen, max_length=max_length, say=lines.append)
 
     names, left_out = freeze(700)
     assert names == [name for probe in [*NAMES[:5]] for name in (probe, f"{probe}_rank")]

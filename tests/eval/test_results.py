@@ -1,6 +1,5 @@
 """Results on disk: what is kept while a suite runs, and what damage does to it."""
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -27,13 +26,6 @@ def test_what_ended_is_kept_and_read_again(tmp_path: Path) -> None:
     assert Unfinished(tmp_path, ASKED).read() == {"first": ANSWERS, "a/b": ANSWERS}
     Unfinished(tmp_path, ASKED).remove()
     assert Unfinished(tmp_path, ASKED).read() == {} and not [*tmp_path.iterdir()]
-
-
-def test_a_run_that_was_moved_goes_on(tmp_path: Path) -> None:
-    Unfinished(tmp_path, ASKED).add("first", ANSWERS)
-    moved = Unfinished(tmp_path, ASKED | {"checkpoint": "elsewhere"})
-    moved.add("second", ANSWERS)
-    assert list(moved.read()) == ["first", "second"]
 
 
 def test_a_second_process_waits_for_the_first(tmp_path: Path) -> None:
@@ -76,13 +68,6 @@ def test_a_torn_task_is_asked_again(tmp_path: Path, content: str) -> None:
     assert list(kept.read()) == ["second"]
     (tmp_path / "unfinished" / "question.json").write_text(content)
     assert kept.read() == {}
-
-
-def test_samples_come_back_by_task(tmp_path: Path) -> None:
-    samples = {"one": [{"doc_id": 0, "target": "line\u2028separator"}], "two/parts": [{"x": 1}]}
-    write_results(tmp_path, Results(ASKED, {}, {}), samples)
-    assert read_samples(tmp_path) == samples
-    assert json.loads((tmp_path / "results.json").read_text())["asked"] == ASKED
 
 
 @pytest.mark.parametrize("content", [b"{", b"3\n", b"\xff\n"])

@@ -3,7 +3,6 @@
 import functools
 import math
 import random
-import time
 from typing import Any
 
 import pytest
@@ -153,11 +152,6 @@ def test_requests_equal_the_rules_in_words(
     assert sum(told) == sum(map(request_cost, requests_of(asked) + rolling))
 
 
-def test_a_context_that_choices_share_is_work_once() -> None:
-    first, second = (Instance("loglikelihood", {}, ("c" * 1000, " choice"), idx) for idx in (0, 1))
-    assert request_cost(first) > 1000 and 1 <= request_cost(second) < 10
-
-
 def counted(
     model: Transformer, pairs: list[Pair], planner: Planner
 ) -> tuple[int, int, list[Answer]]:
@@ -199,24 +193,6 @@ def test_choices_of_one_token_need_no_second_pass() -> None:
     pairs = item(9, 40, [3])
     pairs.append(Pair(pairs[0].tokens[:41], 1))
     assert counted(model, pairs, Planner(100_000, 100_000))[0] == 42
-
-
-def test_the_same_question_is_read_once() -> None:
-    model = model_of("rope standard gqa")
-    pairs = item(1, 20, [5]) * 3
-    read, _, found = counted(model, pairs, Planner(1000, 1000))
-    assert read == 24 and found[0] == found[1] == found[2]
-
-
-def test_two_contexts_that_begin_alike_share_too() -> None:
-    """WinoGrande's: the contexts differ in the end, the continuation is the same."""
-    model = model_of("nope ABCD")
-    pairs = []
-    for seed in range(8):
-        rng = random.Random(seed)
-        start, end = ([rng.randrange(3, 40) for _ in range(n)] for n in (40, 6))
-        pairs += [Pair([*start, option, *end], len(end)) for option in (3, 4)]
-    assert counted(model, pairs, Planner(100_000, 100_000))[0] == 8 * (40 + 2 * 6)
 
 
 def test_what_does_not_pay_is_not_shared() -> None:
@@ -264,26 +240,6 @@ def test_plans_are_whole_and_within_the_budget(
     assert sum(map(planner.cost, plan)) <= sum(len(row) + planner.pass_tokens for row in rows)
 
 
-def test_a_plan_of_many_items_takes_no_time() -> None:
-    """10,000 items of four choices; all of them begin alike, as with a description."""
-    rng = random.Random(0)
-    head = [rng.randrange(3, 30_000) for _ in range(20)]
-    pairs = []
-    for _ in range(2_500):
-        context = [*head, *(rng.randrange(3, 30_000) for _ in range(rng.randrange(10, 90)))]
-        for _ in range(4):
-            n = rng.randrange(5, 30)
-            pairs.append(Pair([*context, *(rng.randrange(3, 30_000) for _ in range(n))], n))
-    started = time.process_time()
-    planner = Planner(8192, 1024)
-    plan = planner.plan(pairs)
-    assert time.process_time() - started < 5
-    assert sorted(i for batch in plan for i in batch.pairs) == list(range(10_000))
-    assert sum(map(planner.cost, plan)) < 0.7 * sum(len(pair.tokens) for pair in pairs)
-    # enough batches for the ranks of a machine
-    assert len(plan) > 100
-
-
 def test_a_long_row_is_read_in_parts() -> None:
     model, seen = model_of("nope ABCD"), []
     pair = Pair([3 + i % 30 for i in range(100)], 99)
@@ -303,16 +259,3 @@ def test_logits_that_are_not_finite_are_no_scores() -> None:
     assert scored(model, pairs[:1], planner)
     with pytest.raises(UserError, match="logits are not finite"):
         scored(model, pairs, planner)
-
-
-def test_half_of_a_pair_in_the_prefix_is_scored_once() -> None:
-    """Choices that begin with equal words: those are scored in the shared pass."""
-    model = model_of("nope ABCD")
-    rng = random.Random(3)
-    start = [rng.randrange(3, 40) for _ in range(50)]
-    pairs = [Pair([*start, 9, 9, 9, *end], 6) for end in ([3, 4, 5], [6, 7, 8], [3, 7, 8])]
-    planner = Planner(10_000, 10_000, pass_tokens=0)
-    _, plan = scored(model, pairs, planner)
-    assert [batch.prefix for batch in plan] == [53]
-    found, _ = scored(model, pairs, planner)
-    assert_equal(found, [naive(model, pair.tokens, pair.count) for pair in pairs])

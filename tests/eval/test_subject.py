@@ -11,7 +11,6 @@ import torch
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.run.folder import RunFolder
@@ -109,7 +108,7 @@ def test_an_export_takes_data_for_what_reads_shards(base: Path) -> None:
 
 def test_data_of_another_tokenizer_is_refused(base: Path, tmp_path: Path) -> None:
     write_data(tmp_path)  # shards that name no tokenizer
-    with pytest.raises(UserError, match="another tokenizer than .* was trained with: its sha256"):
+    with pytest.raises(UserError, match="another tokenizer than .* was trained with; its hash"):
         Subject.open(base / "out", tmp_path)
 
 
@@ -141,20 +140,6 @@ def test_damage_to_an_export_is_one_message(copy: Path) -> None:
     (copy / "canon_pretrain.json").write_text("{")
     with pytest.raises(UserError, match="canon_pretrain.json is damaged"):
         Subject.open(copy, None)
-
-
-@pytest.mark.parametrize("what", ["data", "nowhere"])
-def test_what_is_neither_is_refused(base: Path, what: str) -> None:
-    with pytest.raises(UserError, match="is not a checkpoint: expected RUN"):
-        Subject.open(base / what, None)
-
-
-def test_eos_may_be_a_list_in_a_folder_of_another_making(copy: Path) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    eos_id = config["eos_token_id"]
-    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": [eos_id, 7]}))
-    found = Subject.open(copy, None).tokenizer
-    assert found.eos_id == eos_id and isinstance(found, Tokenizer)
 
 
 def test_an_import_is_evaluated_by_its_export(copy: Path, tmp_path: Path) -> None:

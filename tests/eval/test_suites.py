@@ -75,21 +75,6 @@ def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(
     assert done.stdout.count("written to") == len(SUITES)  # the first rank alone prints
 
 
-@pytest.mark.parametrize("suite", ["discriminative", "jrt", "babilong"])
-def test_a_suite_complete(base: Path, tmp_path: Path, suite: str) -> None:
-    words = () if suite == "babilong" else ("--max_length", 2000)
-    main(command(base, suite, tmp_path, *words))
-    results = read_results(tmp_path / RESULTS)
-    samples = read_samples(tmp_path)
-    for task, metrics in results.scores.items():
-        described = results.asked["tasks"][task]
-        assert set(described["primary"]) <= set(metrics)
-        assert len(samples[task]) == results.num_samples[task] > 0
-        for metric in metrics:
-            assert all(metric in item for item in samples[task])
-    assert not (tmp_path / "unfinished").exists()
-
-
 def test_one_task_of_the_harness_alone_is_as_in_its_suite(base: Path, tmp_path: Path) -> None:
     """It needs no data but its own."""
     shutil.copytree(base / "staged/boolq", tmp_path / "staged/boolq")

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -12,9 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import export
-from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from eval.task_tokenizer import TaskTokenizer, task_tokenizer
 from eval.tasks.jrt.cut import cut
 from tests import data_folders
@@ -98,15 +95,6 @@ def test_nobody_is_asked_whether_to_run_the_models_code(
     assert not asked
 
 
-def test_loaded_once_and_again_when_the_file_changes(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(data_folders.tokenizer().model)
-    first = task_tokenizer({"tokenizer": str(tmp_path)})
-    assert task_tokenizer({"tokenizer": str(tmp_path), "pretrained": "other"}) is first
-    os.utime(path, ns=(1, 1))
-    assert task_tokenizer({"tokenizer": str(tmp_path)}) is not first
-
-
 def test_a_tokenizer_json_whose_eos_only_the_shards_know(folder: Path, tmp_path: Path) -> None:
     content = byte_level().replace(b"<|end_of_text|>", b"<stop>")
     (tmp_path / "tokenizer.json").write_bytes(content)
@@ -116,29 +104,6 @@ def test_a_tokenizer_json_whose_eos_only_the_shards_know(folder: Path, tmp_path:
     found = task_tokenizer({"tokenizer": str(tmp_path)})
     assert found.sha256 == hashlib.sha256(content).hexdigest()
     assert found.decode(found.encode("the of")) == "the of"
-
-
-@given(texts, st.integers(2, 30), st.integers(0, 40))
-@settings(max_examples=100, deadline=None)
-def test_a_tokenizer_that_normalises_cuts_alike_too(
-    byte_pair: tuple[TaskTokenizer, TaskTokenizer], text: str, limit: int, start: int
-) -> None:
-    ours, theirs = (cut(text, [text[start : start + 5]], found, limit=limit) for found in byte_pair)
-    assert ours == theirs
-
-
-@pytest.fixture(scope="module")
-def byte_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[TaskTokenizer, TaskTokenizer]:
-    base = tmp_path_factory.mktemp("bytes")
-    (base / "tokenizer.json").write_bytes(byte_level())
-    (base / "export").mkdir()
-    for name, content in tokenizer_files(Tokenizer(byte_level(), "test"), 64).items():
-        (base / "export" / name).write_text(json.dumps(content))
-    # no export of ours: its hash is that of its own file
-    found = task_tokenizer({"pretrained": str(base / "export")})
-    file = (base / "export" / "tokenizer.json").read_bytes()
-    assert found.sha256 == hashlib.sha256(file).hexdigest()
-    return task_tokenizer({"tokenizer": str(base / "tokenizer.json")}), found
 
 
 def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,39 +26,6 @@ def held_out(data_folder: Path) -> TokenShards:
     return TokenShards.open(data_folder / "validation")
 
 
-@pytest.mark.parametrize(("tokens", "seq_len"), [(2, 5), (6, 5), (7, 5), (100, 7), (11, 5)])
-def test_windows_predict_every_token_but_the_first_once(tokens: int, seq_len: int) -> None:
-    predicted = [
-        position
-        for offset, size in windows(tokens, seq_len, None)
-        for position in range(offset + 1, offset + size)
-    ]
-    assert predicted == list(range(1, tokens))
-    assert len(list(windows(tokens, seq_len, 1))) == 1
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_loss_is_the_token_weighted_mean_at_any_batch_size(
-    data_folder: Path, batch_size: int
-) -> None:
-    model = Transformer(FLAVORS["debug"]).eval()
-    model.init_weights()
-    shards = held_out(data_folder)
-    total = 0.0
-    with torch.no_grad():  # window by window, token by token, in float64
-        for offset in range(0, shards.num_tokens - 1, 50):
-            ids = torch.from_numpy(shards.read(offset, min(51, shards.num_tokens - offset)))
-            logits = model(ids[None, :-1])[0].double()
-            for t, target in enumerate(ids[1:]):
-                total -= torch.log_softmax(logits[t], 0)[target].item()
-    lm = CanonLM(model, None, max_length=50, batch_tokens=50 * batch_size)
-    loss, _ = model_loss(lm, shards, seq_len=50)
-    assert loss.num_tokens == shards.num_tokens - 1
-    assert loss.nats_per_token == pytest.approx(total / loss.num_tokens, rel=1e-6)
-    bytes_a_token = shards.num_bytes / shards.num_tokens
-    assert loss.bits_per_byte == pytest.approx(loss.nats_per_token / math.log(2) / bytes_a_token)
-
-
 @pytest.mark.parametrize("limit", [None, 3])
 def test_the_records_of_documents_sum_to_the_loss(data_folder: Path, limit: int | None) -> None:
     """Issue 17, item 1: each token counts for its document, and the sums are the suite's score."""

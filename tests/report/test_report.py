@@ -23,7 +23,7 @@ from canon_pretrain.run.names import unique_labels
 from canon_pretrain.run.results import Score, read_results
 from canon_pretrain.run.status import StatusWriter
 from eval.__main__ import main
-from eval.show_results import print_results
+from eval.run import print_results
 from tests.checkpoint_folders import make_step
 from tests.report_pages import Page, content, markdown
 from tests.report_runs import (

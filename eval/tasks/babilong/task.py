@@ -9,20 +9,20 @@ import ast
 import hashlib
 import json
 import string
+import sys
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import datasets
-from pydantic import Field, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints
 
-from canon_pretrain.core.errors import UserError, check_choice
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import parse_record
-from eval.staging.catalogue import BABILONG_TASKS
 from eval.staging.staged import load_staged
-from eval.task_tokenizer import check_fit
+from eval.task_tokenizer import check_fit, known_max_length, lengths_beyond
 
 ANSWER_TOKENS = 20
 """Of the greedy answer; `max_gen_toks` in _base.yaml."""
@@ -41,6 +41,7 @@ LAYOUT = (
     "Question: {question}\nAnswer:"
 )
 EXAMPLE = "<context>\n{}\n</context>\n\nQuestion: {}\nAnswer: {}."
+TaskName = Literal["qa1", "qa2", "qa3", "qa4", "qa5"]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
@@ -57,7 +58,7 @@ def load(
     prompts = read_prompts(qa, given or None)
     key = f"babilong_{qa}_{context}"
     documents = []
-    for place, row in enumerate(load_staged(key, staged)[qa]):
+    for place, row in enumerate(load_staged(key, staged)):
         # the question's last space is in the paper's prompts too
         question, target = row["question"], row["target"].strip()
         if target.lower() not in {label.lower() for label in LABELS[qa]}:
@@ -74,8 +75,9 @@ def load(
                 "prompts": prompts.sha256,
             }
         )
-    texts = (document["prompt"] for document in documents)
-    check_fit(key, texts, answer_tokens=ANSWER_TOKENS, metadata=metadata)
+    room = (known_max_length(metadata) or sys.maxsize) - ANSWER_TOKENS
+    long = lengths_beyond((document["prompt"] for document in documents), room, metadata)
+    check_fit(key, max(long, default=0), answer_tokens=ANSWER_TOKENS, metadata=metadata)
     return {"test": datasets.Dataset.from_list(documents)}
 
 
@@ -100,11 +102,11 @@ def is_right(task: str, question: str, target: str, answer: str) -> bool:
 
 @dataclass(frozen=True)
 class Example:
-    """One answered question of an instruction."""
-
     context: Text
     question: Text
-    answer: Text
+    answer: Annotated[Text, StringConstraints(pattern=r"[^.]$")]
+    """Without the final ".", which the layout adds."""
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class Section:
 
     instruction: Text
     examples: Annotated[tuple[Example, ...], Field(min_length=1)]
-    answer_format: Text | None = None
+    answer_format: Text = ""
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
@@ -141,48 +144,30 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
     `source`: None for our own; "lm_eval"; a .py file, read as the paper's release; or another file
     like prompts.toml. Raises UserError if it is not whole, or has something that is no part.
     """
-    if str(source) == LM_EVAL:
-        return _of_section(_lm_eval_section(task), f"babilong_prompts {LM_EVAL} [{task}]")
-    path = Path(source or OWN_PROMPTS)
-    where = f"babilong_prompts {path}"
+    where = f"babilong_prompts {source or OWN_PROMPTS}"
     try:
+        if str(source) == LM_EVAL:
+            return _of_sections({task: _lm_eval_section(task)}, task)
+        path = Path(source or OWN_PROMPTS)
         text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            return _of_release(text, task)
+        return _of_sections(tomllib.loads(text), task)
     except OSError as error:
         raise UserError(f"{where}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{where}: is not UTF-8 text: {error}") from None
-    if path.suffix == ".py":
-        return _of_release(text, task, where)
-    try:
-        content = tomllib.loads(text)
-    except ValueError as error:
+    except (UserError, SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise UserError(
-            f"{where}: is not TOML: {error}. Start from a copy of {OWN_PROMPTS}"
+            f"{where} [{task}]: {error}. Nothing of it is run; a copy of {OWN_PROMPTS} is a start"
         ) from None
-    _only(content, BABILONG_TASKS, where)
-    section = content.get(task)
-    if not isinstance(section, dict):
-        raise UserError(f"{where}: has no section [{task}], which the task asks for")
-    return _of_section(section, f"{where} [{task}]")
+    except (KeyError, AttributeError) as error:
+        raise UserError(f"{where}: has no {error}, which the task {task} asks for") from None
 
 
-def _of_section(section: Mapping[str, Any], where: str) -> Prompts:
-    _only(section, (f.name for f in fields(Section)), where)
-    for example in section.get("examples") or ():
-        _only(example, (f.name for f in fields(Example)), f"{where} example")
-    try:
-        found = parse_record(json.dumps(section, default=str), Section)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
-    for one in found.examples:
-        if one.answer.endswith("."):
-            raise UserError(
-                f"{where}: the example's answer {one.answer!r} ends with '.': leave it out, the "
-                "layout adds it"
-            )
-    instruction = f"{found.instruction} {found.answer_format or ''}".rstrip()
+def _of_sections(content: Mapping[str, Any], task: str) -> Prompts:
+    found = parse_record(json.dumps(content, default=str), dict[TaskName, Section])[task]
+    instruction = f"{found.instruction} {found.answer_format}".rstrip()
     examples = (EXAMPLE.format(one.context, one.question, one.answer) for one in found.examples)
-    return _laid_out(LAYOUT, {"instruction": instruction, "examples": "\n\n".join(examples)}, where)
+    return _laid_out(LAYOUT, {"instruction": instruction, "examples": "\n\n".join(examples)})
 
 
 def _lm_eval_section(task: str) -> dict[str, Any]:
@@ -191,88 +176,51 @@ def _lm_eval_section(task: str) -> dict[str, Any]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     path = Path(lm_eval.tasks.__file__).with_name("babilong") / f"babilong_{task}.yaml"
-    try:
-        found = load_yaml(path, resolve_func=False, recursive=False)
-        examples = [
-            # the layout adds the final "."
-            {
-                "context": one["input"],
-                "question": one["question"],
-                "answer": one["target"].rstrip("."),
-            }
-            for one in found["fewshot_config"]["samples"]
-        ]
-        return {"instruction": found["description"], "examples": examples}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"babilong_prompts {LM_EVAL}: {path} has no instruction and examples ({error!r}), as "
-            "version 0.4.13 has: install that, or give a file"
-        ) from None
+    found = load_yaml(path, resolve_func=False, recursive=False)
+    names = {"context": "input", "question": "question", "answer": "target"}
+    examples = [
+        {name: one[theirs] for name, theirs in names.items()}
+        for one in found["fewshot_config"]["samples"]
+    ]
+    for example in examples:  # the layout adds the final "."
+        example["answer"] = example["answer"].rstrip(".")
+    return {"instruction": found["description"], "examples": examples}
 
 
-def _of_release(text: str, task: str, where: str) -> Prompts:
-    """Return the prompts of a Python file with literals RELEASED (and RELEASED_LAYOUT)."""
-    found = _literals(text, (RELEASED, RELEASED_LAYOUT), where)
-    tasks = found.get(RELEASED)
-    parts = tasks.get(task) if isinstance(tasks, dict) else None
-    if not isinstance(parts, dict):
-        raise UserError(f"{where}: has no {RELEASED}[{task!r}], as the paper's release has")
-    where = f"{where} {RELEASED}[{task!r}]"
-    texts: dict[str, str] = {}
-    for name in ("instruction", "examples", "post_prompt"):
-        value = parts.get(name, "")
-        if not isinstance(value, str) or not (value.strip() or name == "post_prompt"):
-            raise UserError(f"{where}: {name} is {value!r}, expected a text")
-        texts[name] = value
-    layout = found.get(RELEASED_LAYOUT)
-    if layout is None:
-        texts = {name: text.strip() for name, text in texts.items()}
-        texts["instruction"] = f"{texts['instruction']} {texts['post_prompt']}".strip()
-        layout = LAYOUT
-    return _laid_out(layout, texts, where)
+def _of_release(text: str, task: str) -> Prompts:
+    """Return the prompts of a Python source with literals RELEASED (and RELEASED_LAYOUT).
 
-
-def _literals(text: str, names: tuple[str, ...], where: str) -> dict[str, Any]:
-    """Return the values of these names at the top level of a Python source, without running it."""
+    It is parsed, and never run.
+    """
     values: dict[str, Any] = {}
-    try:
-        assigned = (node for node in ast.parse(text).body if isinstance(node, ast.Assign))
-        for node in assigned:
-            for target in node.targets:
-                if isinstance(target, ast.Name) and target.id in names:
-                    values[target.id] = ast.literal_eval(node.value)
-        return values
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise UserError(
-            f"{where}: expected Python source in which {' and '.join(names)} are literal texts "
-            f"and dictionaries, as in the paper's release ({type(error).__name__}: {error}). "
-            f"Nothing of it is run; write the prompts like {OWN_PROMPTS} instead"
-        ) from None
+    for node in ast.parse(text).body:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Name) and target.id in (RELEASED, RELEASED_LAYOUT):
+                values[target.id] = ast.literal_eval(node.value)
+    parts = {"post_prompt": "", **values[RELEASED][task]}
+    texts = {name: parts[name] for name in ("instruction", "examples", "post_prompt")}
+    for name, value in texts.items():
+        if not isinstance(value, str) or not (value.strip() or name == "post_prompt"):
+            raise ValueError(f"{RELEASED}: {name} is {value!r}, expected a text")
+    if RELEASED_LAYOUT in values:
+        return _laid_out(values[RELEASED_LAYOUT], texts)
+    texts = {name: value.strip() for name, value in texts.items()}
+    texts["instruction"] = f"{texts['instruction']} {texts['post_prompt']}".strip()
+    return _laid_out(LAYOUT, texts)
 
 
-def _laid_out(layout: object, parts: Mapping[str, str], where: str) -> Prompts:
+def _laid_out(layout: object, parts: Mapping[str, str]) -> Prompts:
     """Return `layout` with all fields filled in except {context} and {question}."""
     pieces, places = [""], []
-    try:
-        for literal, field, *_ in string.Formatter().parse(str(layout)):
-            pieces[-1] += literal
-            if field in ("context", "question"):
-                places.append(field)
-                pieces.append("")
-            elif field is not None:
-                pieces[-1] += parts[field]
-    except (ValueError, KeyError):
-        places = []
+    for literal, field, *_ in string.Formatter().parse(str(layout)):
+        pieces[-1] += literal
+        if field in ("context", "question"):
+            places.append(field)
+            pieces.append("")
+        elif field is not None:
+            pieces[-1] += parts[field]
     if places != ["context", "question"]:
-        raise UserError(
-            f"{where}: the layout {layout!r} is not one of "
-            f"{', '.join(f'{{{name}}}' for name in parts)}, then {{context}}, then {{question}}"
+        raise ValueError(
+            f"the layout {layout!r} is not one of {', '.join(parts)}, then context, then question"
         )
     return Prompts(*pieces)
-
-
-def _only(found: Any, names: Iterable[str], where: str) -> None:
-    """Raise UserError for a key of a table that is none of `names`."""
-    known = list(names)
-    for name in found if isinstance(found, dict) else ():
-        check_choice(f"{where}: key", name, known)

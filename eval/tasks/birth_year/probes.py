@@ -7,8 +7,10 @@ tokenizer and the corpus.
 
 import hashlib
 import re
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,8 +33,17 @@ INSTRUCTION = (
 )
 
 
+_NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text())
+FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES = (
+    tuple(_NAMES[part].split()) for part in ("first", "middle", "last")
+)
+
+
 class Encoder(Protocol):
     """What the probes need of a tokenizer; `encode` adds nothing."""
+
+    @property
+    def sha256(self) -> str: ...
 
     def encode(self, text: str) -> Any: ...
 
@@ -168,41 +179,3 @@ def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> d
         "answer": str(year),
         "target": choices.index(str(year)),
     }
-
-
-# A million combinations in plain ASCII. Changing them changes every set: raise VERSION.
-FIRST_NAMES = tuple(
-    """
-    Aaron Abigail Adam Alan Alice Amanda Amber Andrea Andrew Angela Anna Anthony Arthur Ashley
-    Barbara Benjamin Beth Brandon Brian Bruce Carl Carol Catherine Charles Cheryl Christine Clara
-    Claire Craig Cynthia Daniel David Deborah Dennis Diana Donald Dorothy Douglas Edward Eleanor
-    Elizabeth Emily Emma Eric Ethan Eugene Evelyn Frances Frank Gary George Gloria Grace Gregory
-    Hannah Harold Heather Helen Henry Howard Irene Isaac Jack Jacob James Janet Jason Jean Jeffrey
-    Jennifer Jessica Joan John Jonathan Joseph Joyce Judith Julia Justin Karen Katherine Keith
-    Kenneth Kevin Kimberly Kyle Larry Laura Lawrence Linda Lisa Louis Margaret Maria Mark Martha
-    Martin Mary Matthew Melissa Michael Michelle
-    """.split()
-)
-MIDDLE_NAMES = tuple(
-    """
-    Ada Albert Alfred Allen Amelia Amos Annette April Audrey Austin Beatrice Belle Bernard Blake
-    Blanche Boyd Cecil Celia Chester Clark Clay Clifford Cora Daisy Dale Dean Dexter Drew Earl
-    Edith Edmund Elaine Ellis Elmer Elsie Ernest Esther Eve Faith Felix Fern Fletcher Flora Floyd
-    Ford Franklin Gail Gene Gilbert Glenn Hazel Herbert Homer Hope Hugh Ida Ivy Jade Jasper June
-    Kay Kent Lane Lee Leo Leon Leslie Lewis Lloyd Lorraine Louise Lucille Luther Lynn Mabel Mae
-    Marie Marshall Maxine May Miles Milton Monroe Neil Nora Olive Opal Oscar Otis Pearl Penelope
-    Percy Quentin Ray Reed Rose Ruby Sage Silas Wade
-    """.split()
-)
-LAST_NAMES = tuple(
-    """
-    Adams Alexander Anderson Armstrong Bailey Baker Barnes Bell Bennett Brooks Brown Bryant Butler
-    Campbell Carter Clarke Coleman Collins Cook Cooper Cox Crawford Davis Dixon Duncan Edwards
-    Evans Ferguson Fisher Foster Fox Gibson Gordon Graham Grant Gray Green Griffin Hall Hamilton
-    Harris Harrison Hayes Henderson Hicks Hill Holmes Hughes Hunt Jackson Jenkins Johnson Jones
-    Jordan Kelly Kennedy King Knight Lambert Lawson Long Marsh Mason Miller Mills Mitchell Moore
-    Morgan Morris Murphy Murray Nelson Palmer Parker Patterson Perkins Perry Peters Phillips Porter
-    Powell Price Reynolds Richardson Roberts Robinson Rogers Ross Russell Sanders Scott Shaw Simmons
-    Simpson Smith Stevens Sullivan Taylor Thompson Turner
-    """.split()
-)

@@ -28,10 +28,8 @@ from canon_pretrain.core.files import (
     write_json,
 )
 from canon_pretrain.core.lock import locked
-from canon_pretrain.data.tokenizer import Tokenizer
-from eval.staging.catalogue import CATALOGUE
 from eval.staging.staged import MANIFEST, load_staged, restage, staged_folder
-from eval.task_tokenizer import TaskTokenizer, known_max_length, task_tokenizer, too_long
+from eval.task_tokenizer import check_fit, task_tokenizer
 from eval.tasks.birth_year.probes import (
     ANSWER_TOKENS,
     KINDS,
@@ -77,8 +75,7 @@ class ProbeSet:
 
     name: str
     path: Path
-    sha256: str
-    max_tokens: int
+    entry: Entry
 
     def read(self) -> list[dict[str, Any]]:
         """Return the probes. Raises UserError if the file is not what was frozen."""
@@ -86,10 +83,10 @@ class ProbeSet:
             found = sha256_file(self.path)
         except OSError as error:
             found = f"unreadable: {error.strerror}"
-        if found != self.sha256:
+        if found != self.entry.sha256:
             raise UserError(
                 f"{self.path} was changed after it was frozen (sha256 {found[:28]}, expected "
-                f"{self.sha256[:16]}): scores would not compare with earlier ones. Restore "
+                f"{self.entry.sha256[:16]}): scores would not compare with earlier ones. Restore "
                 f"it, or delete {self.path.parent} and evaluate this run's checkpoints again"
             )
         return [json.loads(line) for line in self.path.read_text().splitlines()]
@@ -121,7 +118,7 @@ def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
         )
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-    pages = load_staged(WIKITEXT, staged)[CATALOGUE[WIKITEXT].split]
+    pages = load_staged(WIKITEXT, staged)
     lines = (line for page in pages for line in wikitext_detokenizer(page).split("\n"))
     text = "\n".join(line for line in lines if not line.lstrip().startswith("="))
     return Corpus(f"{WIKITEXT} {hashlib.sha256(text.encode()).hexdigest()}", text)
@@ -137,9 +134,7 @@ class FrozenSets:
     def __init__(
         self,
         folder: Path,
-        *,
         tokenizer: Encoder,
-        tokenizer_sha256: str,
         corpus: Callable[[], Corpus | str],
         num_items: int = NUM_ITEMS,
     ) -> None:
@@ -148,7 +143,7 @@ class FrozenSets:
             "version": VERSION,
             "seed": SEED,
             "num_items": num_items,
-            "tokenizer_sha256": tokenizer_sha256,
+            "tokenizer_sha256": tokenizer.sha256,
         }
 
     def sets(
@@ -161,18 +156,18 @@ class FrozenSets:
         fitting: list[ProbeSet] = []
         left_out: dict[str, list[str]] = {}
         for length in LENGTHS:
+            if length >= max_length:
+                left_out.setdefault(f"max_length {max_length}", []).append(f"L = {length}")
+                continue
             for kind in KINDS:
-                if length >= max_length:
-                    left_out.setdefault(f"max_length {max_length}", []).append(f"L = {length}")
-                    break
                 found = self.get(kind, length, advance)
-                if isinstance(found, str):
-                    left_out.setdefault(found, []).append(set_name(kind, length))
-                elif found.max_tokens + ANSWER_TOKENS > max_length:
-                    reason = f"prompts of up to {found.max_tokens} tokens"
-                    left_out.setdefault(reason, []).append(found.name)
-                else:
-                    fitting.append(found)
+                if isinstance(found, ProbeSet):
+                    longest = found.entry.max_tokens
+                    if longest + ANSWER_TOKENS <= max_length:
+                        fitting.append(found)
+                        continue
+                    found = f"prompts of up to {longest} tokens"
+                left_out.setdefault(found, []).append(set_name(kind, length))
         return fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
 
     def get(
@@ -185,12 +180,12 @@ class FrozenSets:
             for key, entry in reversed(known.items()):
                 earlier = dict(entry.made_of)
                 if str(earlier.pop("junk", "")).startswith(WIKITEXT) and earlier == made_of:
-                    return self._found(name, key, entry)
+                    return ProbeSet(name, self.folder / f"{key}.jsonl", entry)
             return self._corpus
-        if length:
-            assert isinstance(self._corpus, Corpus)
+        if length and isinstance(self._corpus, Corpus):
             made_of["junk"] = self._corpus.origin
         key = f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
+        path = self.folder / f"{key}.jsonl"
         if key not in known:
             junk = self._junk if length else Junk((), self.tokenizer)
             if junk.num_tokens < length:
@@ -202,7 +197,7 @@ class FrozenSets:
                     known = self._known()
                     if key not in known:
                         advance(name)
-                        known[key] = self._freeze(key, kind, length, junk, made_of)
+                        known[key] = self._freeze(path, kind, length, junk, made_of)
                         write_json(self.folder / SETS_FILE, asdict(Manifest(known)))
             except OSError as error:
                 raise UserError(
@@ -210,19 +205,16 @@ class FrozenSets:
                     "room there, or choose another folder with --out (under lm_eval: the metadata "
                     "`probes`)"
                 ) from None
-        return self._found(name, key, known[key])
-
-    def _found(self, name: str, key: str, entry: Entry) -> ProbeSet:
-        return ProbeSet(name, self.folder / f"{key}.jsonl", entry.sha256, entry.max_tokens)
+        return ProbeSet(name, path, known[key])
 
     def _freeze(
-        self, key: str, kind: Kind, length: int, junk: Junk, made_of: dict[str, Any]
+        self, path: Path, kind: Kind, length: int, junk: Junk, made_of: dict[str, Any]
     ) -> Entry:
         space = ends_with_space(self.tokenizer)
-        items = range(self._made_of["num_items"])
+        items = range(made_of["num_items"])
         probes = [make_probe(kind, length, item, junk, space) for item in items]
         content = "".join(json.dumps(probe) + "\n" for probe in probes).encode()
-        write_atomic(self.folder / f"{key}.jsonl", content)
+        write_atomic(path, content)
         max_tokens = max(len(self.tokenizer.encode(probe["prompt"])) for probe in probes)
         return Entry(hashlib.sha256(content).hexdigest(), max_tokens, made_of)
 
@@ -245,26 +237,14 @@ class FrozenSets:
 
 
 def open_probes(
-    folder: Path,
-    tokenizer: Tokenizer,
-    junk: Path | None,
-    staged: Path,
-    *,
-    max_length: int,
-    say: Callable[[str], None],
+    frozen: FrozenSets, *, max_length: int, say: Callable[[str], None]
 ) -> tuple[list[str], list[str]]:
     """Freeze the sets that fit `max_length`; return their tasks, and why other sets are left out.
 
     Raises UserError if no set fits.
     """
-    frozen = FrozenSets(
-        folder,
-        tokenizer=tokenizer,
-        tokenizer_sha256=tokenizer.sha256,
-        corpus=lambda: find_corpus(junk, staged),
-    )
     sets, left_out = frozen.sets(
-        max_length, lambda name: say(f"freezing the probes {name} in {folder}")
+        max_length, lambda name: say(f"freezing the probes {name} in {frozen.folder}")
     )
     if not sets:
         raise UserError(
@@ -297,23 +277,17 @@ def load(
             "RUN/evals/probes, which `python -m eval run --suite birth-year` writes), "
             '\'{"junk": "FILE.txt"}\' a text to make them with'
         )
-    max_length = known_max_length(metadata)
-    if max_length is not None and found.max_tokens + ANSWER_TOKENS > max_length:
-        raise too_long(probe_set, found.max_tokens, ANSWER_TOKENS, max_length)
+    longest = found.entry.max_tokens
+    check_fit(probe_set, longest, answer_tokens=ANSWER_TOKENS, metadata=metadata)
     return {"test": datasets.Dataset.from_list(found.read())}
 
 
 # the 36 tasks of the suite load one after the other and share the text's tokens
 @lru_cache(maxsize=1)
 def _frozen_sets(
-    folder: Path, tokenizer: TaskTokenizer, junk: str, staged: Path, written_ns: int
+    folder: Path, tokenizer: Encoder, junk: str, staged: Path, written_ns: int
 ) -> FrozenSets:
-    return FrozenSets(
-        folder,
-        tokenizer=tokenizer,
-        tokenizer_sha256=tokenizer.sha256,
-        corpus=lambda: find_corpus(junk, staged),
-    )
+    return FrozenSets(folder, tokenizer, lambda: find_corpus(junk, staged))
 
 
 def exact(document: dict[str, Any], answers: list[str]) -> dict[str, float]:

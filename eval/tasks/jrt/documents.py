@@ -1,8 +1,7 @@
 """The items of the JRT tasks: staged rows, cut with the evaluated model's tokenizer, as prompts.
 
-The task files here name `load` and `score`. `load` is lm_eval's `custom_dataset`: it passes the
-task's metadata and dataset_kwargs. Options come through metadata (`eval run --option NAME=VALUE`,
-`lm_eval --metadata '{"NAME": VALUE}'`), NAME being
+`load` is lm_eval's `custom_dataset`: it passes the task's metadata and dataset_kwargs. Options come
+through metadata (`eval run --option NAME=VALUE`, `lm_eval --metadata '{"NAME": VALUE}'`):
 
     jrt_tokens           the tokens that a context is cut to (950)
     jrt_swde_context     the field that is cut, of one data set: jrt_swde_, jrt_fda_, jrt_squad_,
@@ -105,13 +104,10 @@ def _asked(row: Row) -> str:
     return f"{_asked_text(row).strip('.')}. {row['question'].strip()}"
 
 
-def _asked_twice(row: Row) -> str:
-    text = _asked_text(row).strip(".").strip()
-    return f"{row['orig_question']} {text}.\n{text}. {row['question'].strip()}"
-
-
-def _asked_twice_without_colon(row: Row) -> str:
-    return _asked_twice({**row, "orig_question": row["orig_question"].strip(":")})
+def _asked_twice(row: Row, end: str = "") -> str:
+    """Return the prompt; `end` is cut off the first question."""
+    text, first = _asked_text(row).strip(".").strip(), row["orig_question"]
+    return f"{first.strip(end) if end else first} {text}.\n{text}. {row['question'].strip()}"
 
 
 def _unmarked(made: Template) -> Template:
@@ -128,12 +124,12 @@ _PAGE = Style(
     passage=_keyed_text,
     documents=("file_name", "doc_id"),
 )
-_PASSAGE = Style(
+_NQ = Style(
     context="context",
     answers=("answers",),
     labels="answers",
     once=_asked,
-    twice=_asked_twice,
+    twice=lambda row: _asked_twice(row, end=":"),
     passage=_asked_text,
 )
 STYLES: dict[str, Style] = {
@@ -148,49 +144,19 @@ STYLES: dict[str, Style] = {
         passage=_squad_context,
     ),
     "jrt_triviaqa": replace(
-        _PASSAGE,
+        _NQ,
         answers=(),
         once=_unmarked(_asked),
         twice=_unmarked(_asked_twice),
         passage=_unmarked(_asked_text),
     ),
-    "jrt_nq": replace(_PASSAGE, twice=_asked_twice_without_colon),
-    "jrt_drop": replace(_PASSAGE, answers=(), twice=_asked_twice_without_colon),
+    "jrt_nq": _NQ,
+    "jrt_drop": replace(_NQ, answers=()),
 }
 """By key of the catalogue."""
 
 
 # -- items ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Options:
-    """How the rows of one data set are cut: which field, around what, to how many tokens."""
-
-    num_tokens: int
-    context: str
-    answers: tuple[str, ...]
-
-    @classmethod
-    def read(cls, dataset: str, metadata: Mapping[str, Any]) -> "Options":
-        """Return the options of `dataset` in a task's metadata. Raises UserError."""
-        style, tokens = STYLES[dataset], f"{OPTION}tokens"
-        known = {tokens}.union(*({f"{key}_context", f"{key}_answers"} for key in STYLES))
-        for name in metadata:
-            if name.startswith(OPTION):
-                check_choice("option", name, sorted(known))
-        given = metadata.get(tokens, NUM_TOKENS)
-        try:
-            num_tokens = int(str(given))
-        except ValueError:
-            num_tokens = 0
-        if num_tokens < 2:
-            raise UserError(f"{tokens} {given!r}: expected a number of tokens, at least 2")
-        answers = metadata.get(f"{dataset}_answers", style.answers)
-        names = answers.split(",") if isinstance(answers, str) else answers
-        context = metadata.get(f"{dataset}_context", style.context)
-        fields = tuple(stripped for name in names if (stripped := str(name).strip()))
-        return cls(num_tokens, str(context).strip(), fields)
 
 
 def load(
@@ -202,8 +168,8 @@ def load(
     option and if no tokenizer is named.
     """
     tokenizer, folder, style = task_tokenizer(metadata), staged_folder(staged), STYLES[dataset]
-    options, sha256 = Options.read(dataset, metadata), staged_sha256(dataset, folder)
-    rows, counts = _cut_rows(dataset, str(folder), sha256, tokenizer, options)
+    options, sha256 = _options(dataset, metadata), staged_sha256(dataset, folder)
+    rows, counts = _cut_rows(dataset, str(folder), sha256, tokenizer, *options)
     template = style.twice if twice else style.once
     items = []
     for row in rows:
@@ -232,21 +198,31 @@ def load(
     level = logging.WARNING if counts.get("too_long") else logging.INFO
     LOG.log(level, "%s%s: %s (%s)", dataset, "_twice" if twice else "", text, tokenizer.name)
     made = datasets.Dataset.from_list(items)
+    # rows, dropped (an answer of at most one character), kept, cut, the centres, and too_long
+    # (prompts that lose their beginning): the harness makes them part of the results
     made.info.description = json.dumps(counts)
     return {SPLIT: made}
-
-
-def read_counts(loaded: datasets.Dataset) -> dict[str, int]:
-    """Return what `load` counted: rows, dropped, kept, cut, the centres' names, and too_long.
-
-    `dropped`: an answer of at most one character; `too_long`: prompts that lose their beginning.
-    """
-    return dict(json.loads(loaded.info.description))
 
 
 def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Return the metric `contains` of one item: lm_eval's `process_results`."""
     return {"contains": contains(results[0], doc["labels"])}
+
+
+def _options(dataset: str, metadata: Mapping[str, Any]) -> tuple[int, str, tuple[str, ...]]:
+    """Return how rows are cut: to how many tokens, which field, around what. Raises UserError."""
+    style, tokens = STYLES[dataset], f"{OPTION}tokens"
+    known = {tokens, *(f"{key}_{name}" for key in STYLES for name in ("context", "answers"))}
+    for name in metadata:
+        if name.startswith(OPTION):
+            check_choice("option", name, sorted(known))
+    given = str(metadata.get(tokens, NUM_TOKENS))
+    if not given.isdecimal() or int(given) < 2:
+        raise UserError(f"{tokens} {given!r}: expected a number of tokens, at least 2")
+    answers = metadata.get(f"{dataset}_answers", style.answers)
+    names = answers.split(",") if isinstance(answers, str) else answers
+    fields = tuple(stripped for name in names if (stripped := str(name).strip()))
+    return int(given), str(metadata.get(f"{dataset}_context", style.context)).strip(), fields
 
 
 @dataclass(frozen=True)
@@ -260,25 +236,30 @@ class _CutRow:
 # a task and its twice variant, which follows it, share the work
 @functools.lru_cache(maxsize=2)
 def _cut_rows(
-    dataset: str, folder: str, sha256: str, tokenizer: TaskTokenizer, options: Options
+    dataset: str,
+    folder: str,
+    sha256: str,
+    tokenizer: TaskTokenizer,
+    num_tokens: int,
+    field: str,
+    around: tuple[str, ...],
 ) -> tuple[list[_CutRow], dict[str, int]]:
     """Return the kept rows, cut, and what became of all; `sha256` is theirs, for the cache."""
     style = STYLES[dataset]
     rows: list[_CutRow] = []
     counts = {"rows": 0, "dropped": 0, "kept": 0, "cut": 0} | dict.fromkeys(CENTRES, 0)
-    for number, raw in enumerate(load_staged(dataset, folder)[SPLIT].to_list()):
+    for number, raw in enumerate(load_staged(dataset, folder).to_list()):
         counts["rows"] += 1
-        context = style.clean(_field(raw, style.context, dataset) or "")
-        row = {**raw, style.context: context}
-        answers = [next(iter(_texts(_field(row, f, dataset))), "") for f in options.answers]
+        row = {**raw, style.context: style.clean(_field(raw, style.context, dataset) or "")}
+        answers = [next(iter(_texts(_field(row, name, dataset))), "") for name in around]
         if any(len(answer) <= 1 for answer in answers):
             counts["dropped"] += 1
             continue
         found = cut(
-            _field(row, options.context, dataset) or "",
-            answers if options.answers else None,
+            _field(row, field, dataset) or "",
+            answers if around else None,
             tokenizer,
-            limit=options.num_tokens,
+            limit=num_tokens,
             alternatives=_texts(row.get(ALTERNATIVES)),
             token_position=row.get(TOKEN_POSITION),
         )
@@ -286,14 +267,14 @@ def _cut_rows(
         counts["cut"] += not found.whole
         counts[found.centre] += 1
         # the document: that of a field which names it, or its text
-        named = next((row[field] for field in style.documents if row.get(field)), None)
+        named = next((row[name] for name in style.documents if row.get(name)), None)
         document = style.passage(row) if named is None else str(named)
         source = hashlib.sha256(document.encode()).hexdigest()[:16]
-        rows.append(_CutRow(number, {**row, options.context: found.text}, found.centre, source))
+        rows.append(_CutRow(number, {**row, field: found.text}, found.centre, source))
     if not rows:
         raise UserError(
             f"{Path(folder) / dataset}: none of {counts['rows']} rows has an answer of two "
-            f"characters or more in {', '.join(options.answers)}"
+            f"characters or more in {', '.join(around)}"
         )
     return rows, counts
 
