@@ -23,7 +23,7 @@ from rich.text import Text
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, as_record, verify
-from canon_pretrain.checkpoint.retention import Retention, held_steps
+from canon_pretrain.checkpoint.retention import Outcome, Retention, held_steps
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.link_lock import live_holder
@@ -42,10 +42,29 @@ def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     with command(prints=words[:1] == ["list"]):
         arguments = _parser().parse_args(words)
-        run, folder = find_folder(arguments.run)
-        {"list": _list, "verify": _verify, "prune": _prune}[arguments.command](
-            run, folder, arguments
-        )
+        arguments.act(*find_folder(arguments.run), arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m canon_pretrain.checkpoint", description="Checkpoints of a run."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    show = commands.add_parser("list", help="what there is, by manifests and sizes")
+    check = commands.add_parser("verify", help="read every byte; moves nothing")
+    prune = commands.add_parser("prune", help="keep the newest K that are verified")
+    for each, act in ((show, _list), (check, _verify), (prune, _prune)):
+        each.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+        each.set_defaults(act=act)
+    for each in (show, check):
+        each.add_argument("--json", action="store_true")
+    check.add_argument("--step", type=int, metavar="N", help="this one only")
+    check.add_argument("--workers", type=int, default=_WORKERS, metavar="W", help="reading threads")
+    prune.add_argument("--keep", type=int, required=True, metavar="K", help="1 or more")
+    prune.add_argument("--quarantine", action="store_true", help="delete quarantined ones, too")
+    prune.add_argument("--archive", action="store_true", help="delete archived branches, too")
+    prune.add_argument("--dry_run", "--dry-run", action="store_true", help="say what would go")
+    return parser
 
 
 def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
@@ -53,17 +72,11 @@ def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
 
     Raises UserError for anything else.
     """
-    if not path.is_dir():
-        raise UserError(f"{path} is no folder: expected a run folder")
-    run = RunFolder(path)
+    run, folder = RunFolder(path), CheckpointFolder(path)
     if run.config_file.exists():
-        try:
-            return path, CheckpointFolder.of_run(run)
-        except UserError as error:
-            raise UserError(f"{error}; the folder of the checkpoints will do as well") from None
+        return path, CheckpointFolder.of_run(run)
     if (path / CHECKPOINTS).is_dir():
         return path, CheckpointFolder(path / CHECKPOINTS)
-    folder = CheckpointFolder(path)
     if folder.steps() or folder.unfinished() or folder.leftovers() or folder.quarantined():
         return path.absolute().parent, folder
     raise UserError(
@@ -105,13 +118,14 @@ def _list(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
     columns |= {"saved": "saved", "world_size": "ranks", "held": "held", "state": "state"}
     _print_table(columns, checkpoints)
     columns = {"path": "path", "bytes": "size"}
-    for name, heading, more in (
-        ("unfinished", "in progress, or interrupted (the next start settles them)", {}),
-        ("quarantined", "in quarantine", {"reason": "reason"}),
-        ("archives", "archives", {}),
+    for name, heading in (
+        ("unfinished", "in progress, or interrupted (the next start settles them)"),
+        ("quarantined", "in quarantine"),
+        ("archives", "archives"),
     ):
         if found[name]:
             print(f"{heading}:")
+            more = {"reason": "reason"} if name == "quarantined" else {}
             _print_table(columns | more, found[name])
     if found["strays"]:
         print(f"no part of it: {', '.join(found['strays'])}")
@@ -137,38 +151,42 @@ def _faults(path: Path, error: DamagedCheckpoint) -> str:
     return str(error).removeprefix(f"{path} is damaged: ").removeprefix(f"{path} ")
 
 
+def _print_table(columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    """Print `rows` under the headings of `columns`, by key; "?" for what a row does not have."""
+    if not rows:
+        return
+    table = Table()
+    for heading in columns.values():
+        is_number = heading in ("step", "size", "files", "ranks")
+        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
+        shown = row | {"bytes": size(row["bytes"]), "held": "held" if row.get("held") else ""}
+        table.add_row(*(Text(str(shown.get(key, "?"))) for key in columns))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPED_WIDTH)
+    console.print(table)
+
+
 def _verify(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
     """Read every byte; exit with code 1 if a checkpoint is damaged, or of another run."""
-    from canon_pretrain.checkpoint.safe_load import check_safe  # torch, behind the parser
-
-    step, workers = arguments.step, arguments.workers
-    steps, run_id = folder.steps(), _run_id(run, folder)
+    step, workers, run_id = arguments.step, arguments.workers, _run_id(run, folder)
+    steps = folder.steps()
     if step is not None and step not in steps:
         raise UserError(f"no step {step} in {folder.path}; there: {_names(steps)}")
     if workers < 1:
         raise UserError(f"--workers {workers}: expected 1 or more")
     results = []
     for number in steps if step is None else [step]:
-        path = folder.step_path(number)
-        start = time.perf_counter()
-        result: dict[str, Any] = {"step": number, "path": str(path), "state": "whole"}
-        try:
-            manifest = verify(path, workers=workers)
-            result["seconds"] = seconds = time.perf_counter() - start
-            result |= {"kind": manifest.kind, "bytes": manifest.total_bytes}
-            result |= {"run_id": manifest.run_id, "launch": manifest.launch}
-            check_safe(path)
-            if manifest.run_id not in (None, run_id):
-                result["state"] = "of another run"
-            speed = manifest.total_bytes / max(seconds, 1e-9) / 1e9
-            facts = f"{manifest.kind}, {size(manifest.total_bytes)}, {speed:.2f} GB/s"
-            verdict = f"{result['state']}  {facts}"
-        except DamagedCheckpoint as error:
-            result |= {"state": "damaged", "faults": _faults(path, error)}
-            verdict = f"damaged: {result['faults']}"
-        results.append(result)
+        result = _read_all(folder.step_path(number), workers, run_id)
+        results.append({"step": number} | result)
         if not arguments.json:
-            print(f"step-{number}  {verdict}")
+            facts = f"damaged: {result.get('faults')}"
+            if result["state"] != "damaged":
+                speed = result["bytes"] / max(result["seconds"], 1e-9) / 1e9
+                facts = f"{result['state']}  {result['kind']}, {size(result['bytes'])}, "
+                facts += f"{speed:.2f} GB/s"
+            print(f"step-{number}  {facts}")
     if arguments.json:
         print(json.dumps(results, indent=2, ensure_ascii=False))
     elif not results:
@@ -177,13 +195,36 @@ def _verify(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
         raise SystemExit(EXIT_DAMAGED)
 
 
+def _read_all(path: Path, workers: int, run_id: str | None) -> dict[str, Any]:
+    from canon_pretrain.checkpoint.safe_load import check_safe  # torch, behind the parser
+
+    start = time.perf_counter()
+    result: dict[str, Any] = {"path": str(path), "state": "whole"}
+    try:
+        manifest = verify(path, workers=workers)
+        result |= {"seconds": time.perf_counter() - start, "kind": manifest.kind}
+        result |= {"bytes": manifest.total_bytes}
+        result |= {"run_id": manifest.run_id, "launch": manifest.launch}
+        check_safe(path)
+        if manifest.run_id not in (None, run_id):
+            result["state"] = "of another run"
+    except DamagedCheckpoint as error:
+        result |= {"state": "damaged", "faults": _faults(path, error)}
+    return result
+
+
 def _prune(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
     """Delete, or say what would go; exit with code 1 if something could not be done."""
     retention = _retention(run, folder, arguments.keep)
-    quarantined = [found.path for found in folder.quarantined()] if arguments.quarantine else []
-    doomed = quarantined + (folder.archives(run) if arguments.archive else [])
+    doomed = [found.path for found in folder.quarantined()] if arguments.quarantine else []
+    doomed += folder.archives(run) if arguments.archive else []
     if arguments.dry_run:
-        _say_plan(folder, retention, doomed)
+        plan = retention.plan()
+        sizes = {p: tree_bytes(p) for p in doomed + [folder.step_path(s) for s in plan.deleted]}
+        for path, num_bytes in sizes.items():
+            print(f"would delete {path} ({size(num_bytes)})")
+        _report(plan, arguments.keep, "would keep", "would move")
+        print(f"dry run: {size(sum(sizes.values()))} would be freed; nothing was changed")
         return
     holder = live_holder(RunFolder(run).lock_file) or live_holder(RunFolder(folder.path).lock_file)
     if holder is not None:
@@ -191,8 +232,7 @@ def _prune(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
             f"a launch is using {folder.path} ({holder}): it prunes by itself "
             "(checkpoint.keep_latest_k); stop it first, or look with --dry_run"
         )
-    freed = 0
-    errors = []
+    freed, errors = 0, []
     # before retention: what that sets aside now stays there to be looked at
     for path in doomed:
         try:
@@ -204,11 +244,7 @@ def _prune(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
     for step in outcome.deleted:
         waited = ", though an evaluation waits for it" if step in outcome.over_bound else ""
         print(f"deleted step-{step}{waited}")
-    for step in outcome.stripped:
-        print(f"kept only the weights of step-{step}: an evaluation waits for it")
-    for step, fault in sorted(outcome.bad.items()):
-        print(f"moved step-{step} to quarantine: {fault}")
-    _say_kept(outcome.kept, arguments.keep)
+    _report(outcome, arguments.keep, "kept", "moved")
     print(f"{size(freed + outcome.bytes_freed)} freed")
     for text in errors + outcome.errors:
         print(f"error: {text}", file=sys.stderr)
@@ -231,78 +267,21 @@ def _retention(run: Path, folder: CheckpointFolder, keep: int) -> Retention:
         if run_id is None:
             raise UserError(f"{folder.path} holds {names}: expected those of one run")
         print(f"skipped, not of run {run_id}: {names}")
-    return Retention(
-        folder,
-        keep,
-        holds=lambda: held_steps(run),
-        strip=strip,
-        run_id=lambda: run_id,
-        workers=_WORKERS,
-    )
+    options: dict[str, Any] = {"run_id": lambda: run_id, "workers": _WORKERS}
+    return Retention(folder, keep, holds=lambda: held_steps(run), strip=strip, **options)
 
 
-def _say_plan(folder: CheckpointFolder, retention: Retention, doomed: list[Path]) -> None:
-    """--dry_run: what would go and how many bytes."""
-    plan = retention.plan()
-    sizes = {p: tree_bytes(p) for p in doomed + [folder.step_path(s) for s in plan.deleted]}
-    for path, num_bytes in sizes.items():
-        print(f"would delete {path} ({size(num_bytes)})")
-    for step in plan.stripped:
-        path = folder.step_path(step)
-        print(f"would keep only the weights of {path} ({size(tree_bytes(path))})")
-    for step, fault in sorted(plan.bad.items()):
-        print(f"would move step-{step} to quarantine: {fault}")
-    _say_kept(plan.kept, retention.keep)
-    besides = f", and the training state of {_names(plan.stripped)}" if plan.stripped else ""
-    freed = size(sum(sizes.values()))
-    print(f"dry run: {freed} would be freed{besides}; nothing was changed")
-
-
-def _say_kept(kept: list[int], keep: int) -> None:
-    few = f", fewer than --keep {keep}: no checkpoint is deleted" if len(kept) < keep else ""
-    print(f"verified and kept: {_names(kept)}{few}")
-
-
-def _print_table(columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
-    """Print `rows` under the headings of `columns`, by key; "?" for what a row does not have."""
-    if not rows:
-        return
-    table = Table()
-    for heading in columns.values():
-        is_number = heading in ("step", "size", "files", "ranks")
-        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        shown = row | {"bytes": size(row["bytes"]), "held": "held" if row.get("held") else ""}
-        table.add_row(*(Text(str(shown.get(key, "?"))) for key in columns))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH)
-    console.print(table)
+def _report(outcome: Outcome, keep: int, kept: str, moved: str) -> None:
+    for step in outcome.stripped:
+        print(f"{kept} only the weights of step-{step}: an evaluation waits for it")
+    for step, fault in sorted(outcome.bad.items()):
+        print(f"{moved} step-{step} to quarantine: {fault}")
+    few = f", fewer than --keep {keep}: no checkpoint is deleted" * (len(outcome.kept) < keep)
+    print(f"verified and kept: {_names(outcome.kept)}{few}")
 
 
 def _names(steps: list[int]) -> str:
     return ", ".join(f"step-{step}" for step in steps) or "none"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.checkpoint", description="Checkpoints of a run."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("list", help="what there is, by manifests and sizes")
-    check = commands.add_parser("verify", help="read every byte; moves nothing")
-    prune = commands.add_parser("prune", help="keep the newest K that are verified")
-    for each in (show, check, prune):
-        each.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    for each in (show, check):
-        each.add_argument("--json", action="store_true")
-    check.add_argument("--step", type=int, metavar="N", help="this one only")
-    check.add_argument("--workers", type=int, default=_WORKERS, metavar="W", help="reading threads")
-    prune.add_argument("--keep", type=int, required=True, metavar="K", help="1 or more")
-    prune.add_argument("--quarantine", action="store_true", help="delete quarantined ones, too")
-    prune.add_argument("--archive", action="store_true", help="delete archived branches, too")
-    prune.add_argument("--dry_run", "--dry-run", action="store_true", help="say what would go")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Which checkpoint a command means, its run, and the architecture that the run records.
-
-Used by evaluation and export. No torchtitan and no torch here.
-"""
+"""Which checkpoint a command means, its run, and the architecture it records. No torch here."""
 
 import logging
 from dataclasses import fields

@@ -7,7 +7,6 @@
                   /quarantine/NAME.K   set aside, with NAME.K.reason.txt
     RUN/archive/K-LABEL/               an abandoned branch, or the run before a fresh start
 
-The trainer saves into it, retention.py prunes it, `python -m canon_pretrain.checkpoint` shows it.
 A step appears under its name by one rename of a finished folder and leaves it by one rename, so
 what is called step-N was once whole. `recover` finishes what a kill interrupted. No torch here.
 """
@@ -18,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +36,9 @@ _REASON = ".reason.txt"
 _IS_REASON = re.compile(rf"{re.escape(_REASON)}(\.[0-9a-f]*\.?tmp)?$")
 _NO_REASON = "no reason was recorded: the launch that moved it was killed, or the disk was full"
 
+Moves = list[tuple[Path, str]]
+"""Sources, and their names in an archive."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -51,8 +53,8 @@ class Quarantined(NamedTuple):
 class CheckpointFolder:
     """RUN/checkpoint, whatever its name; it need not exist yet.
 
-    `may_change` is asked before anything is moved or deleted: a launch that was stopped may find
-    the folder another's. If it returns False, PermissionError is raised.
+    `may_change` is asked before anything is moved or deleted; if it returns False, PermissionError
+    is raised.
     """
 
     def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
@@ -68,14 +70,17 @@ class CheckpointFolder:
 
     @classmethod
     def of_run(cls, run: RunFolder) -> "CheckpointFolder":
-        """The folder that the run's config.json names; raises UserError without one."""
+        """Return the folder that the run's config.json names; raises UserError without one."""
         section = run.read_config().get("config", {}).get("checkpoint", {})
         return cls(run.path / section.get("folder", CHECKPOINTS))
 
     def steps(self) -> list[int]:
         """Return the N of each folder (or link to one) named exactly step-N, ascending."""
-        found = ((step_number(path.name), path) for path in entries(self.path))
-        return sorted(step for step, path in found if step is not None and path.is_dir())
+        return [step for step, path in self._named() if path.is_dir()]
+
+    def _named(self, mark: str = "") -> list[tuple[int, Path]]:
+        found = ((step_number(path.name, mark), path) for path in entries(self.path))
+        return sorted((step, path) for step, path in found if step is not None)
 
     def step_path(self, step: int) -> Path:
         return self.path / f"step-{step}"
@@ -103,11 +108,11 @@ class CheckpointFolder:
 
     def unfinished(self) -> list[Path]:
         """Saves in progress or killed, by step."""
-        return self._marked(_SAVING)
+        return [path for _, path in self._named(_SAVING)]
 
     def leftovers(self) -> list[Path]:
         """What `recover` will put back or delete: replaced and half deleted steps."""
-        return self._marked(_REPLACED) + self._marked(_DELETING)
+        return [path for _, path in self._named(_REPLACED) + self._named(_DELETING)]
 
     def strays(self) -> list[str]:
         """Names of what does not belong here: nothing reads, moves or deletes it."""
@@ -117,18 +122,13 @@ class CheckpointFolder:
         known |= {path.name for path in self.path.glob(f"{RunFolder(self.path).lock_file.name}*")}
         return [path.name for path in entries(self.path) if path.name not in known]
 
-    def _marked(self, mark: str) -> list[Path]:
-        found = ((step_number(path.name, mark), path) for path in entries(self.path))
-        return [path for _, path in sorted(pair for pair in found if pair[0] is not None)]
-
     # ---- quarantine
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move `path` to quarantine/NAME.K, K the first free number, and write the reason beside.
 
-        Durable. The rename comes first: it is what keeps a damaged step from being read, and a kill
-        or a full disk after it costs only the reason. Raises OSError if the rename fails; `path` is
-        then where it was.
+        Durable. The rename comes first: it is what keeps a damaged step from being read. Raises
+        OSError if it fails; `path` is then where it was.
         """
         self._check_may_change()
         folder = self.path / QUARANTINE
@@ -182,13 +182,17 @@ class CheckpointFolder:
         return [p for p in entries(self.path / QUARANTINE) if not _IS_REASON.search(p.name)]
 
     def _quarantined_saves(self) -> list[Path]:
-        """Interrupted saves in quarantine, the oldest first.
+        """Interrupted saves in quarantine, the oldest first, by their files' times.
 
-        By their files' times: numbers go back after a roll-back, and a folder's own time is that
-        of a deletion in it.
+        Numbers go back after a roll-back, and a folder's own time is that of a deletion in it.
         """
+
+        def last_write_ns(folder: Path) -> int:
+            files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+            return max((path.lstat().st_mtime_ns for path in files), default=0)
+
         found = [path for path in self._quarantine_entries() if path.name.startswith(_SAVING)]
-        return sorted(found, key=lambda path: (_last_write_ns(path), path.name))
+        return sorted(found, key=lambda path: (last_write_ns(path), path.name))
 
     # ---- steps that leave
 
@@ -223,13 +227,12 @@ class CheckpointFolder:
 
         For one process, under the run lock, before anything reads or saves here. Half deleted
         steps are deleted. A replaced step is deleted if a whole one has its name, else it gets the
-        name back. Interrupted saves go to quarantine, where only the newest is kept: they hold
-        nothing that can be used, and would fill the disk. A deletion that fails is reported, not
-        raised: it must not keep a run from resuming. Raises OSError if a step that is whole can't
-        get its name back.
+        name back. Interrupted saves go to quarantine, where only the newest is kept. A deletion
+        that fails is reported, not raised. Raises OSError if a step that is whole can't get its
+        name back.
         """
-        said = [self._try_delete(path, "half deleted") for path in self._marked(_DELETING)]
-        for replaced in self._marked(_REPLACED):
+        said = [self._try_delete(path, "half deleted") for _, path in self._named(_DELETING)]
+        for _, replaced in self._named(_REPLACED):
             said += self._settle(replaced)
         for saving in self.unfinished():
             try:
@@ -237,8 +240,7 @@ class CheckpointFolder:
                 said.append(f"{saving.name} is {INTERRUPTED}; it was moved to {target}")
             except OSError as error:
                 # on a full disk its bytes are what the next save needs
-                refused = f"quarantine can't take it ({error.strerror})"
-                said.append(f"{saving.name} is {INTERRUPTED}, and {refused}")
+                said.append(f"{saving.name}: quarantine can't take it ({error.strerror})")
                 said.append(self._try_delete(saving, INTERRUPTED))
         for old in self._quarantined_saves()[:-1]:
             said.append(self._try_delete(old, "an older interrupted save"))
@@ -271,11 +273,10 @@ class CheckpointFolder:
         """Move all that the run did after `step` to RUN/archive/K-back-to-step-N; None if nothing.
 
         For one process, under the run lock, after `recover`. The order: README.txt, DONE, results
-        and holds, then steps, the newest first. Killed before the first step, the run is as it was,
-        not done; killed later, its steps are an unbroken beginning of the old branch. The same call
-        then moves the rest, into an archive of its own.
+        and holds, then steps, the newest first: a kill leaves an unbroken beginning of the old
+        branch, and the same call moves the rest, into an archive of its own.
         """
-        later: list[tuple[Path, str]] = []
+        later: Moves = []
         for name in (EVALS, f"{EVALS}/{HOLDS}"):
             for path in entries(run / name):
                 number = step_number(path.name.split(".")[0])
@@ -289,10 +290,8 @@ class CheckpointFolder:
         """Move what makes the run to RUN/archive/K-before-a-fresh-start; None if there is nothing.
 
         For one process, under the run lock, after `recover`. The order: README.txt, DONE, steps
-        newest first, quarantine, evals/, RunFolder.fresh_start. Killed in between, the steps that
-        remain are an unbroken beginning of the run with its log and configuration, from which it
-        can resume; or there is no step and a log that says that there were some. The same call then
-        moves the rest, into an archive of its own.
+        newest first, quarantine, evals/, RunFolder.fresh_start: a kill leaves a run that can
+        resume, or no step and a log that says that there were some.
         """
         files = RunFolder(run)
         moves = [(files.done_file, files.done_file.name), *self._archived_steps()]
@@ -307,23 +306,12 @@ class CheckpointFolder:
         found = [*entries(run / ARCHIVE), *entries(self.path / ARCHIVE)]
         return sorted((p for p in found if _archive_number(p)), key=_archive_number)
 
-    def _archived_steps(self, after: int = -1) -> list[tuple[Path, str]]:
-        """Steps later than `after`, the newest first, and their names in an archive."""
+    def _archived_steps(self, after: int = -1) -> Moves:
         paths = [self.step_path(step) for step in reversed(self.steps()) if step > after]
         return [(path, f"{self.path.name}/{path.name}") for path in paths]
 
-    def _archive(
-        self,
-        run: Path,
-        label: str,
-        why: str,
-        moves: list[tuple[Path, str]],
-        needed: list[tuple[Path, str]],
-    ) -> Path | None:
-        """Move the sources that exist, in this order, to their names in a new archive of `run`.
-
-        None if none of `needed` exists.
-        """
+    def _archive(self, run: Path, label: str, why: str, moves: Moves, needed: Moves) -> Path | None:
+        """Move the sources that exist, in this order; None if none of `needed` exists."""
         if not any(os.path.lexists(source) for source, _ in needed):
             return None
         self._check_may_change()
@@ -338,7 +326,13 @@ class CheckpointFolder:
             for path, name in moves
             if os.path.lexists(path)
         ]
-        _write_note(archive / "README.txt", _readme(archive, why, pairs))
+        moved = "\n".join(f"{source} -> {target}" for source, target in pairs)
+        _write_note(
+            archive / "README.txt",
+            f"{archive.name}, {_now()}\n\nWhy: {why}\n\nMoved in this order; after a kill the next "
+            "launch moves the rest into an archive of its own. To go\nback, move all of it back "
+            f"while no launch is running.\n\n{moved}\n",
+        )
         for source, target in pairs:
             _make_folder(target.parent)
             _move(source, target)
@@ -364,9 +358,9 @@ def tree_bytes(path: Path) -> int:
 
     What vanishes meanwhile counts nothing: a launch may be deleting it.
     """
-    files: Iterable[Path] = [path]
+    files = [path]
     if path.is_dir() and not path.is_symlink():
-        files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+        files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
     total = 0
     for file in files:
         with contextlib.suppress(FileNotFoundError):
@@ -374,17 +368,8 @@ def tree_bytes(path: Path) -> int:
     return total
 
 
-def _last_write_ns(folder: Path) -> int:
-    """When the youngest file below `folder` was written; 0 without any."""
-    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return max((path.lstat().st_mtime_ns for path in files), default=0)
-
-
 def remove_tree(path: Path) -> int:
-    """Delete `path`, a folder with its content; return the bytes freed.
-
-    Of a link only the link is deleted. What does not exist frees nothing.
-    """
+    """Delete `path`, a folder with its content, or a link alone; return the bytes freed."""
     if not os.path.lexists(path):
         return 0
     size = tree_bytes(path)
@@ -431,18 +416,3 @@ def _archive_number(archive: Path) -> int:
     """The K of K-LABEL; 0 for a name without one."""
     match = re.match(r"([1-9][0-9]*)-", archive.name)
     return int(match.group(1)) if match else 0
-
-
-def _readme(archive: Path, why: str, pairs: list[tuple[Path, Path]]) -> str:
-    moves = "\n".join(f"{source} -> {target}" for source, target in pairs)
-    return f"""\
-{archive.name}, {_now()}
-
-Why: {why}
-
-Moved in this order. A launch that was killed meanwhile left the rest in its place; the
-next one moves that into an archive of its own. To go back, move all of it back while no
-launch is running.
-
-{moves}
-"""

@@ -1,10 +1,7 @@
-"""A checkpoint's manifest: the hash of every file, written last, and the check against it.
+"""step-N/manifest.json: size and SHA-256 of every other file, written last, and its check.
 
-    step-N/manifest.json    step, kind, run and launch, world size, time, and size and SHA-256 of
-                            each other file
-
-A checkpoint folder without a readable manifest, or one that differs from its manifest in any byte,
-is damaged; nothing resumes from it. No torch here.
+A checkpoint without a readable manifest, or one that differs from its manifest in any byte, is
+damaged; nothing resumes from it. No torch here.
 """
 
 import errno
@@ -40,8 +37,7 @@ DAMAGE = (
     errno.ENAMETOOLONG,
     errno.ENXIO,  # a socket, or a device without a driver
 )
-"""What an OSError may say of the file itself. A stale handle, a missing permission or too many open
-files say something of this process, and condemn no checkpoint."""
+"""What an OSError may say of the file itself; others condemn no checkpoint."""
 
 
 class DamagedCheckpoint(UserError):
@@ -49,7 +45,6 @@ class DamagedCheckpoint(UserError):
 
 
 def _check_inside(name: str) -> str:
-    """Raise ValueError unless a path of a manifest stays in the checkpoint's folder."""
     path = PurePosixPath(name)
     is_path = name and "\0" not in name and len(os.fsencode(name)) < 4096  # PATH_MAX
     if not is_path or path.is_absolute() or ".." in path.parts:
@@ -86,16 +81,15 @@ class Manifest:
     saved: str
     """UTC, ISO 8601."""
     run_id: str | None = None
-    """Of the run that saved it; None if the writer had no run or did not record it yet."""
+    """Of the run that saved it; None if the writer had no run."""
     launch: int | None = None
-    """Number of the launch that saved it, within the run; None if `run_id` is."""
+    """Number of the launch that saved it, within the run."""
     version: Annotated[int, AfterValidator(_check_version)] = VERSION
     weights_of: str | None = None
     """The `content` of the full checkpoint whose weights these are; None for a full one."""
 
     @staticmethod
     def now() -> str:
-        """The present time as `saved` has it."""
         return datetime.now(UTC).isoformat(timespec="seconds")
 
     @property
@@ -104,15 +98,13 @@ class Manifest:
 
     @property
     def content(self) -> str:
-        """A SHA-256 of what was saved: equal for a copy, for the same values saved again, and for
-        the weights that retention keeps of a full checkpoint."""
+        """A SHA-256 of what was saved: equal for a copy, and for the weights kept of a full one."""
         # torch's metadata has a random id per save
         files = {name: e.sha256 for name, e in self.files.items() if name != ".metadata"}
         text = json.dumps(files, sort_keys=True)
         return self.weights_of or hashlib.sha256(text.encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
-        """Write it durably into `folder`."""
         write_json(folder / MANIFEST, asdict(self))
 
     @classmethod
@@ -136,9 +128,7 @@ class Manifest:
 def files_of(folder: Path) -> list[str]:
     """Return the paths, relative to `folder`, of all files that a manifest of it must name."""
     found = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
-    return sorted(
-        name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST
-    )
+    return sorted({path.relative_to(folder).as_posix() for path in found} - {MANIFEST})
 
 
 def find_faults(
@@ -151,8 +141,8 @@ def find_faults(
 ) -> list[str]:
     """Return how the files `names` (default: all) of `folder` differ from its manifest.
 
-    A sentence each. With `hashes=False` only presence and sizes are compared. If `names` is None, a
-    file that the manifest does not name is a fault too. Raises OSError if this process cannot tell.
+    With `hashes=False` only presence and sizes are compared. If `names` is None, a file that the
+    manifest does not name is a fault too. Raises OSError if this process cannot tell.
     """
     chosen = sorted(manifest.files if names is None else names)
     check = partial(_file_fault, folder, manifest, sha256=sha256_file if hashes else None)

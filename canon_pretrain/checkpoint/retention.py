@@ -1,13 +1,12 @@
 """Which checkpoints stay: the newest K that are verified, and weights that evaluations wait for.
 
-Between a save and the next one the trainer applies it in a thread; `python -m
-canon_pretrain.checkpoint prune` applies it by hand. A step counts only if its hashes were computed
-while it was written, or read back since and found right: newer broken ones cost no good one. No
-torch here.
-
     RUN/evals/holds/step-N.NAME    an evaluation that still waits for step N; its content is free
+
+A step counts only if its hashes were computed while it was written, or read back since and found
+right: newer broken ones cost no good one. No torch here.
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -47,8 +46,7 @@ class Outcome:
     bad: dict[int, str] = field(default_factory=dict)
     """Damaged steps and how; they go to quarantine."""
     errors: list[str] = field(default_factory=list)
-    """What can't be read or done: such a step neither counts nor changes; the next `apply` tries
-    it again."""
+    """What can't be read or done: such a step neither counts nor changes."""
     bytes_freed: int = 0
 
 
@@ -57,10 +55,9 @@ class Retention:
 
     Nothing is deleted before `keep` verified ones are found. An older step that `holds` names is
     replaced by its weights alone, which `strip(step_path, temporary)` writes as a whole, synced
-    checkpoint (it may raise any Exception); of these the newest `max_held` stay, as long as they
-    are held. They never count as kept. Steps that are links, or that name another run than
-    `run_id()`, are skipped. `workers` threads read files for their hashes. `may_act` is asked
-    before each act: hashing takes minutes, and the folder may be another launch's meanwhile.
+    checkpoint; of these the newest `max_held` stay, as long as they are held. They never count as
+    kept. Steps that are links, or that name another run than `run_id()`, are skipped. `may_act` is
+    asked before each act: the folder may be another launch's meanwhile.
     """
 
     def __init__(
@@ -75,35 +72,19 @@ class Retention:
         workers: int = 1,
         may_act: Callable[[], bool] = lambda: True,
     ) -> None:
-        if keep < 0 or max_held < 0:
-            raise ValueError(f"keep={keep}, max_held={max_held}: expected 0 or more")
-        self.folder = folder
-        self.keep = keep
-        self.max_held = max_held
-        self._run_id = run_id
-        self._holds = holds
-        self._strip_weights = strip
-        self._workers = workers
+        self.folder, self.keep, self.max_held = folder, keep, max_held
+        self._run_id, self._holds, self._strip_weights = run_id, holds, strip
+        self._workers, self._may_act = workers, may_act
         self._verified: dict[int, _Signature] = {}
-        self._may_act = may_act
         self._lock = threading.Lock()
 
     def trust(self, step: int) -> None:
-        """Treat `step` as verified as long as none of its files is touched.
-
-        For its writer, which computed the hashes meanwhile. A step that can't be read is not
-        trusted.
-        """
-        try:
+        """Treat `step`, which its writer has hashed, as verified while no file of it is touched."""
+        with contextlib.suppress(OSError):
             self._verified[step] = _signature(self.folder.step_path(step))
-        except OSError:
-            self._verified.pop(step, None)
 
     def plan(self) -> Outcome:
-        """Return what `apply` would do now; reads hashes of unverified steps, and moves nothing.
-
-        Raises OSError if the folder or the holds can't be read.
-        """
+        """Return what `apply` would do now; reads hashes of unverified steps, and moves nothing."""
         plan = Outcome()
         if self.keep == 0:
             return plan
@@ -173,8 +154,8 @@ class Retention:
     def apply(self) -> Outcome:
         """Set aside damaged steps, delete old ones and strip held ones.
 
-        Meant for a thread beside the training: it may save newer steps meanwhile. What fails at
-        one step is in `errors` and stops neither the others nor the caller.
+        What fails at one step is in `errors` and stops neither the others nor the caller, who may
+        save newer steps meanwhile.
         """
         with self._lock:
             try:
@@ -228,22 +209,16 @@ class Retention:
             if faults:
                 raise DamagedCheckpoint(f"{temporary} is damaged: {'; '.join(faults)}")
             outcome.bytes_freed += self.folder.replace_step(step)
-        # torch raises RuntimeError and more on a full disk; a thread's end would be silent
-        except Exception as error:
+        except Exception as error:  # torch raises RuntimeError and more on a full disk
             outcome.errors.append(f"step {step} can't be replaced by its weights: {error}")
-            try:
+            with contextlib.suppress(OSError):
                 remove_tree(temporary)
-            except OSError as second:
-                outcome.errors.append(f"{temporary} can't be deleted: {second}")
-        # the folder tells: of a replacement, the last deletion alone may fail
-        try:
-            is_stripped = Manifest.read(final).kind == "weights"
-        except (DamagedCheckpoint, OSError):
-            is_stripped = False
-        if is_stripped:
-            self._verified.pop(step, None)
-            outcome.stripped.append(step)
-            outcome.weights_only.append(step)
+        with contextlib.suppress(DamagedCheckpoint, OSError):
+            # the folder tells: of a replacement, the last deletion alone may fail
+            if Manifest.read(final).kind == "weights":
+                self._verified.pop(step, None)
+                outcome.stripped.append(step)
+                outcome.weights_only.append(step)
 
 
 def _signature(folder: Path) -> _Signature:

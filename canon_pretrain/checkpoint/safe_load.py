@@ -78,7 +78,7 @@ ALLOWED: dict[tuple[str, str], Callable[..., Any] | torch.dtype] = {
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """The standard library's unpickler in Python, which can be told what BUILD may touch."""
+    """The standard library's unpickler in Python, whose BUILD can be restricted."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -117,7 +117,6 @@ def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
 
 
 def _check_places(metadata: object) -> None:
-    """Raise UnpicklingError unless every entry has a place in a file below the folder."""
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, expected Metadata")
     for info in metadata.storage_data.values():
@@ -195,16 +194,10 @@ def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
     metadata = read_metadata(checkpoint, content)
     nothing = torch.Size(())
     items = [
-        ReadItem(
-            LoadItemType.BYTE_IO,
-            dest_index=MetadataIndex(name),
-            dest_offsets=nothing,
-            storage_index=MetadataIndex(name),
-            storage_offsets=nothing,
-            lengths=nothing,
-        )
+        ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, BytesStorageMetadata)
+        for index in [MetadataIndex(name)]
     ]
     reader = SafeReader(checkpoint)
     reader.set_up_storage_reader(metadata, True)

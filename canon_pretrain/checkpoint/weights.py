@@ -1,7 +1,6 @@
-"""Weights of a checkpoint, read on one process: evaluation and export use it.
+"""Weights of a checkpoint in torch's distributed format, read on one process.
 
-A checkpoint is RUN/checkpoint/step-N in torch's distributed format, written by any number of
-ranks. Model parameters are at its top level under their own names. No torchtitan here.
+Model parameters are at its top level under their own names. No torchtitan here.
 """
 
 import re
@@ -19,12 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from canon_pretrain.checkpoint.architecture import run_of_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder
-from canon_pretrain.checkpoint.manifest import (
-    HASH_WORKERS,
-    DamagedCheckpoint,
-    Manifest,
-    verify,
-)
+from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.safe_load import (
     METADATA,
     SafePlanner,
@@ -51,10 +45,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Raise UserError, naming the steps that exist, unless `checkpoint` was finished.
-
-    That is: it has a readable manifest, and torch's metadata. `read_weights` checks its files.
-    """
+    """Raise UserError, naming the steps that exist, unless `checkpoint` has its two tables."""
     checkpoint_step(checkpoint)
     if (fault := _fault(checkpoint)) is None:
         return
@@ -96,11 +87,9 @@ def stream_weights(
     CPU tensors of `dtype`, of which about `group_bytes`, one tensor at least, are held at a time.
     """
     group: dict[str, Tensor] = {}
-    last = list(like)[-1]
-    for name, tensor in like.items():
+    for k, (name, tensor) in enumerate(like.items(), 1):
         group[name] = torch.empty(tensor.shape, dtype=dtype)
-        is_last = name == last
-        if is_last or sum(t.nbytes for t in group.values()) >= group_bytes:
+        if k == len(like) or sum(t.nbytes for t in group.values()) >= group_bytes:
             load_alone(group, checkpoint)
             for key in list(group):
                 yield key, group.pop(key)
@@ -149,10 +138,7 @@ def read_plain_values(checkpoint: Path, beginnings: tuple[str, ...]) -> dict[str
 
 
 def tensor_shapes(checkpoint: Path) -> dict[str, torch.Size]:
-    """Return the shape by name of every tensor in a checkpoint: weights and optimizer state.
-
-    Raises DamagedCheckpoint if its metadata can't be read.
-    """
+    """Return the shape by name of every tensor in a checkpoint: weights and optimizer state."""
     return {name: entry.size for name, entry in _stored_tensors(checkpoint).items()}
 
 
@@ -183,8 +169,7 @@ def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
 def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     """Write the weights of a full checkpoint into the new folder `temporary`, as a whole one.
 
-    The manifest's kind is `weights`, and it fits the name step-N: the caller renames. Takes the
-    memory of the weights. Every file is checked first, or damage would get a manifest that fits it.
+    The caller renames it. Every file is checked first, or damage would get a manifest that fits it.
     Raises DamagedCheckpoint naming each fault, and OSError if writing fails or `temporary` exists.
     """
     manifest = verify(checkpoint, workers=HASH_WORKERS)

@@ -1,7 +1,7 @@
 """Writing a checkpoint so that it exists as a whole or not at all.
 
-A storage writer for dcp.save and dcp.async_save, one per save. DCP's own order of calls carries the
-protocol, and so every rank receives any rank's failure as a CheckpointException:
+DCP's own order of calls carries the protocol, and so every rank receives any rank's failure as a
+CheckpointException:
 
     coordinator   prepare_global_plan   the final name is free; the temporary folder is made anew
     every rank    write_data            its file, hashed while it is written, synced
@@ -46,7 +46,6 @@ class _HashedFile:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest, self._bytes = file, hashlib.sha256(), 0
         self.failure: OSError | None = None
-        """Of the first write that failed."""
 
     def write(self, data: Any) -> int:
         try:
@@ -68,7 +67,6 @@ class _HashedFile:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Return once the bytes are on the disk; a second call does nothing."""
         if self.failure is not None:
             raise self.failure
         if not self._file.closed:
@@ -89,8 +87,6 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        if mode != "wb":
-            raise ValueError(f"{path} is opened in mode {mode!r}, expected 'wb'")
         with open(path, "xb") as file:
             stream = _HashedFile(file)
             try:
@@ -121,11 +117,10 @@ def _always() -> bool:
 class VerifiedWriter(dcp.FileSystemWriter):
     """Saves to `temporary`, and renames it to `final` once all of it and its manifest are synced.
 
-    Both are in one folder, and the same on all ranks. If they are equal, the caller renames, and a
-    manifest marks a whole folder. Fails with FileExistsError if `final` exists, and with the
-    OSError of any rank's writing: then `final` is as it was, and the caller removes `temporary`
-    (remove_unfinished); the next save to it does so too. `may_commit` is asked on the coordinator,
-    immediately before the rename. `run_id` and `launch` go into the manifest.
+    One per save; both are in one folder, and the same on all ranks. If they are equal, the caller
+    renames. Fails with FileExistsError if `final` exists, and with the OSError of any rank's
+    writing: then `final` is as it was, and the caller removes `temporary` (remove_unfinished).
+    `may_commit` is asked on the coordinator, immediately before the rename.
     """
 
     def __init__(
@@ -140,11 +135,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         launch: int | None = None,
         may_commit: Callable[[], bool] = _always,
     ) -> None:
-        if temporary.parent != final.parent:
-            raise ValueError(
-                f"temporary {temporary} must be in the folder of {final}: a rename makes the "
-                "checkpoint whole"
-            )
+        assert temporary.parent == final.parent, "a rename makes the checkpoint whole"
         # One thread: torch loses the errors of further ones. No copying ahead: its stream is that
         # of the thread's current device, which in a thread of one's own is 0 on every rank. No
         # sync by torch: _HashedFile does it.
@@ -159,24 +150,9 @@ class VerifiedWriter(dcp.FileSystemWriter):
         """On the coordinator, once the checkpoint is whole."""
         self.fs = self._files = _HashingFileSystem()
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        if checkpoint_id is not None:
-            raise ValueError(
-                f"checkpoint_id {checkpoint_id} given beside a VerifiedWriter of {self.final}: "
-                "leave it out"
-            )
-        super().reset()
-
     def storage_meta(self) -> StorageMeta:
-        # the name that it will have, and as a plain string: one thing less to unpickle
+        # a plain string: one thing less to unpickle
         return StorageMeta(checkpoint_id=str(self.final), save_id=self.save_id)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if not self.use_collectives:
-            raise ValueError("use_collectives=False: ranks that do not meet can't agree on a save")
-        if self._files.written:
-            raise ValueError(f"this VerifiedWriter has written {self.final}: make one for each")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # the folder is made later, by the coordinator alone

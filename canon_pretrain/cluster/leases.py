@@ -143,7 +143,7 @@ class Leases:
                 return replace(read_record(self._path(number), Lease), number=number)
             except UnreadableFile:
                 time.sleep(0.01)  # NFS: replaced while we read
-        return Lease(number, Holder(f"damaged-{number}", "unknown", 1, None, None, 0, "", ""))
+        return Lease(number, Holder(f"damaged-{number}", "unknown", 1, None, None, 0, ""))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}.json"

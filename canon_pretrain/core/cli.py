@@ -96,19 +96,17 @@ def words() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def stdout_failure() -> OSError | None:
+    """Return why stdout takes no more words, if it does not."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return raw.failure if isinstance(raw, _Raw) else None
+
+
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def stdout_failure() -> OSError | None:
-    """Return why stdout takes no more words, if it does not."""
-    failure: OSError | None = getattr(
-        getattr(getattr(sys.stdout, "buffer", None), "raw", None), "failure", None
-    )
-    return failure
 
 
 def check_encoding() -> None:
@@ -125,17 +123,17 @@ def check_encoding() -> None:
 def command(*, prints: bool = False, interrupted: str = "") -> Iterator[None]:
     """Run a command: bad input and faults of the disk are one message and exit code 2.
 
-    With `prints`, what is printed is all that the command makes, and losing it is an error too.
-    `interrupted` is said after Ctrl-C.
+    With `prints`, losing what is printed is an error too. `interrupted` is said after Ctrl-C.
     """
     with words():
         try:
             check_encoding()
             yield
             sys.stdout.flush()
-            if prints and (failure := stdout_failure()) is not None:
-                if not isinstance(failure, BrokenPipeError):  # `| head` has seen enough
-                    raise UserError(f"stdout: {failure.strerror}")
+            failure = stdout_failure() if prints else None
+            # a broken pipe: `| head` has seen enough
+            if failure is not None and not isinstance(failure, BrokenPipeError):
+                raise UserError(f"stdout: {failure.strerror}")
         except UserError as error:
             exit_with(error)
         except OSError as error:

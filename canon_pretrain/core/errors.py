@@ -1,7 +1,4 @@
-"""The one exception that every command turns into a message and exit code 2.
-
-A leaf of the package: every room may raise it, only the entry points catch it.
-"""
+"""The one exception that every command turns into a message and exit code 2."""
 
 import difflib
 import sys
@@ -14,9 +11,7 @@ EXIT_CODE = 2
 class UserError(Exception):
     """Bad input: the message names what was given, what was expected and the way out.
 
-    An entry point prints it without a traceback and exits with code 2. A fault of our own is any
-    other exception, and keeps its traceback. With `shared` it is raised on all ranks alike, and
-    rank 0 alone tells it.
+    With `shared` it is raised on all ranks alike, and rank 0 alone prints it.
     """
 
     def __init__(self, message: str, *, shared: bool = False) -> None:
@@ -25,12 +20,12 @@ class UserError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that a person who wrote `name` may have meant; None where none is near."""
+    """Return the one of `known` that is nearest to `name`; None if none is near."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
 
 
 def suggestion(given: str, choices: Iterable[str]) -> str:
-    """The end of a message that names the nearest choice; empty where none is near."""
+    """Return the end of a message that names the nearest choice; empty if none is near."""
     near = nearest(given, choices)
     return f' Did you mean "{near}"?' if near else ""
 

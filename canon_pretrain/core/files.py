@@ -1,7 +1,4 @@
-"""Small file operations that survive a crash or an odd file: atomic writes, bounded reads, hashes.
-
-A leaf of the package: data shards, run folders and results are read and written through it.
-"""
+"""File operations that survive a crash or an odd file: atomic writes, bounded reads, hashes."""
 
 import contextlib
 import ctypes
@@ -45,11 +42,19 @@ class UnreadableFile(UserError):
         return self.errno == errno.ENOENT
 
 
+# -- reading ------------------------------------------------------------------------------------
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """An `opener` that waits for nothing, such as the writer of a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading; raise UnreadableFile for anything else, without waiting.
 
-    Links are followed. An OSError within the block becomes an UnreadableFile too.
+    An OSError within the block becomes an UnreadableFile too.
     """
     try:
         with open(path, "rb", opener=open_at_once) as file:
@@ -66,14 +71,9 @@ def parsing(path: Path) -> Iterator[None]:
     """Raise UnreadableFile for what the block finds wrong in the values that `path` holds."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         text = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise UnreadableFile(path, f"is damaged: {text}") from None
-
-
-def open_at_once(path: str, flags: int) -> int:
-    """An `opener` that waits for nothing, such as the writer of a FIFO."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -85,10 +85,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 
 
 def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of a regular file with their ends; a longer one becomes an empty line.
-
-    Raises UnreadableFile.
-    """
+    """Yield the lines of a regular file with their ends; a longer one becomes an empty line."""
     with open_regular(path) as file:
         while line := file.readline(max_line_bytes):
             is_cut = False
@@ -158,6 +155,17 @@ def read_record(
         return parse_record(content, kind, finite=finite)
 
 
+def sha256_file(path: Path) -> str:
+    """Return the hex SHA-256 of a regular file's bytes. Raises OSError, also for other files."""
+    with open(path, "rb", opener=open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# -- writing ------------------------------------------------------------------------------------
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the names in `folder` durable: until then a crash may undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -193,22 +201,32 @@ def create_file(path: Path, mode: int = 0o666) -> BinaryIO:
     return os.fdopen(os.open(path, flags, mode), "wb")
 
 
+def _write_new(path: Path, content: bytes, mode: int = 0o666) -> None:
+    with create_file(path, mode) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_atomic(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that a reader sees the old file or the new one, never a part.
 
     The temporary file beside it, `path`.XXXXXXXX.tmp, has a random name; an error removes it.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    file = create_file(temporary)
     try:
-        with file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_new(temporary, content)
         publish(temporary, path)
+    except FileExistsError:
+        raise  # not ours
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomic` of `value` as indented JSON; keys keep their order."""
+    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
@@ -222,14 +240,20 @@ def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
     try:
         for name, content in contents.items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            with create_file(temporary / name, mode=0o600) as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_new(temporary / name, content, mode=0o600)
         publish(temporary, target)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def remove_leftovers(folder: Path, name: str = "*") -> None:
+    """Remove what killed calls of `write_atomic` left of files called `name` in `folder`.
+
+    For the holder of a lock on these files: a live call's temporary file looks the same.
+    """
+    for left in folder.glob(f"{name}.{'[0-9a-f]' * 8}.tmp"):
+        left.unlink(missing_ok=True)
 
 
 def reserve(path: Path, num_bytes: int) -> None:
@@ -251,33 +275,8 @@ def reserve(path: Path, num_bytes: int) -> None:
         os.fsync(file.fileno())
 
 
-def remove_leftovers(folder: Path, name: str = "*") -> None:
-    """Remove what killed calls of `write_atomic` left of files called `name` in `folder`.
-
-    For the holder of a lock on these files: a live call's temporary file looks the same.
-    """
-    for left in folder.glob(f"{name}.{'[0-9a-f]' * 8}.tmp"):
-        left.unlink(missing_ok=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of `value` as indented JSON; keys keep their order."""
-    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
-
-
 def free_bytes(path: Path) -> int:
     """Bytes that this user may still write where `path` is, or will be."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
-
-
-def sha256_file(path: Path) -> str:
-    """Return the hex SHA-256 of a regular file's bytes. Raises OSError, also for other files."""
-    digest = hashlib.sha256()
-    with open(path, "rb", opener=open_at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        while piece := file.read(READ_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()

@@ -1,8 +1,4 @@
-"""Who holds a link lock (core/link_lock.py): its process and job, and the file that names it.
-
-A lock file is JSON of one size, padded. It is made whole under a name that did not exist, read by
-any process, and changed by its holder alone, in place.
-"""
+"""A process that holds a lock, and the lock file that names it (core/link_lock.py)."""
 
 import errno
 import hashlib
@@ -13,7 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -23,11 +19,11 @@ from pydantic import Field
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import open_at_once, parse_record
 
-LOCK_BYTES = 1024
-"""Size of every lock file: a heartbeat overwrites in place and so needs no space on the disk."""
+MAX_BYTES = 4096
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 DAMAGED = "damaged-"
-"""Prefix of a holder's id that no process has."""
+LEAVING = "leaving-"
+"""Prefixes of ids: of what is no lock file, and of a holder that is releasing the lock."""
 
 
 def utc_now() -> str:
@@ -35,7 +31,7 @@ def utc_now() -> str:
 
 
 def host_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Slurm's name of this node, which is the one to ask Slurm about, or the machine's own."""
+    """Return Slurm's name of this node, or the machine's own."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -55,17 +51,14 @@ class Holder:
     host: str
     pid: Annotated[int, Field(gt=0)]
     boot: str | None
-    """BOOT/NAMESPACE/START of the process (see `boot_of`); None if /proc does not show them."""
+    """See `boot_of`."""
     job_id: str | None
     restart_count: int
     taken: str
-    heartbeat: str
-    beats: int = 0
 
     @classmethod
     def of_this_process(cls, environ: Mapping[str, str] = os.environ) -> "Holder":
-        """This process under a new id; Slurm's variables in `environ` name its job."""
-        now = utc_now()
+        """Return this process under a new id; Slurm's variables in `environ` name its job."""
         return cls(
             id=uuid.uuid4().hex,
             host=host_name(environ),
@@ -73,38 +66,29 @@ class Holder:
             boot=boot_of(os.getpid()),
             job_id=environ.get("SLURM_JOB_ID"),
             restart_count=read_count(environ, "SLURM_RESTART_COUNT"),
-            taken=now,
-            heartbeat=now,
+            taken=utc_now(),
         )
-
-    def heir(self) -> "Holder":
-        """This process under a new id: the next holder while it releases the lock."""
-        return replace(self, id=uuid.uuid4().hex)
-
-    def is_heir_of(self, other: "Holder") -> bool:
-        """Whether this is the same process as `other` under another id."""
-        processes = [(h.host, h.pid, h.boot, h.taken) for h in (self, other)]
-        return self.id != other.id and processes[0] == processes[1]
 
     def __str__(self) -> str:
         job = f", Slurm job {self.job_id} (restart {self.restart_count})" if self.job_id else ""
         return f"host {self.host}, pid {self.pid}{job}, since {self.taken}"
 
 
-def boot_of(pid: int) -> str | None:
-    """Return the kernel's boot id, our pid namespace and the start time of process `pid`.
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third on: the name may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
-    A pid is not unique on another machine, in another container or after its reuse; this string
-    is. None if /proc does not show them.
+
+def boot_of(pid: int) -> str | None:
+    """Return BOOT/NAMESPACE/START, unique where a pid is not; None if /proc does not show them.
+
+    That is the kernel's boot id, our pid namespace and the start time of process `pid`.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-        # the name, in brackets, may hold anything; the 22nd field is the start time
-        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{_stat(pid)[19]}"
     except (OSError, IndexError):
         return None
-    return f"{boot}/{namespace}/{start}"
 
 
 def process_lives(holder: Holder) -> bool | None:
@@ -119,27 +103,24 @@ def process_lives(holder: Holder) -> bool | None:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it exists and is another user's
+        pass  # another user's
     start = boot_of(holder.pid)
     if start is None:
         return True  # it exists, and /proc hides it
-    return start == holder.boot and not _is_zombie(holder.pid)
-
-
-def _is_zombie(pid: int) -> bool:
-    """Whether the process was killed, to its last thread, and only waits for its parent."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state in "ZX" and len(os.listdir(f"/proc/{pid}/task")) <= 1
+    if start != holder.boot:
+        return False
+    try:  # killed to its last thread, it may still wait for its parent
+        is_zombie = _stat(holder.pid)[0] in "ZX"
+        return not (is_zombie and len(os.listdir(f"/proc/{holder.pid}/task")) <= 1)
     except FileNotFoundError:
-        return True
+        return False
 
 
 # -- lock files ---------------------------------------------------------------------------------
 
 
 def content_of(holder: Holder) -> bytes:
-    return json.dumps(asdict(holder), indent=2).encode().ljust(LOCK_BYTES - 1) + b"\n"
+    return (json.dumps(asdict(holder), indent=2) + "\n").encode()
 
 
 def parse(content: bytes) -> Holder | None:
@@ -150,14 +131,14 @@ def parse(content: bytes) -> Holder | None:
 
 
 def read(path: Path) -> tuple[Holder, int] | None:
-    """Return the holder in one file and the file's time of change; None if there is no such file.
+    """Return the holder in one file and the file's mtime_ns; None if there is no such file.
 
     Of anything but a lock, such as a FIFO, the holder's id begins with DAMAGED.
     """
     for attempt in range(3):
         try:
             with open(path, "rb", opener=open_at_once) as file:
-                content, status = file.read(2 * LOCK_BYTES) or b"", os.fstat(file.fileno())
+                content, status = file.read(MAX_BYTES) or b"", os.fstat(file.fileno())
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -166,15 +147,15 @@ def read(path: Path) -> tuple[Holder, int] | None:
             continue
         if (holder := parse(content)) is not None:
             return holder, status.st_mtime_ns
-        time.sleep(0.01)  # the holder may be writing
+        time.sleep(0.01)  # a holder of an earlier version writes its heartbeats into it
     changed = datetime.fromtimestamp(status.st_mtime, UTC).isoformat(timespec="milliseconds")
     name = DAMAGED + hashlib.sha256(content).hexdigest()[:32]
-    return Holder(name, "unknown", 0, None, None, 0, changed, changed), status.st_mtime_ns
+    return Holder(name, "unknown", 0, None, None, 0, changed), status.st_mtime_ns
 
 
 @contextmanager
 def temporary_file(path: Path, holder: Holder) -> Iterator[Path]:
-    """A whole lock file beside `path`; what is left of it at the end is removed."""
+    """Write a whole lock file beside `path`, and remove it after the block."""
     temporary = path.with_name(f"{path.name}.{holder.id}.tmp")
     try:
         temporary.write_bytes(content_of(holder))

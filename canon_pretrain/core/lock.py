@@ -1,13 +1,11 @@
-"""Locks for short critical sections, on any file system: one plan, one unit, one question.
+"""Locks for short critical sections, on any file system.
 
-flock: the kernel drops it when its process ends, however it ends. A file system without it (Lustre
-without -o flock) gets a link lock beside the file instead (core/link_lock.py), which excludes the
-processes of all nodes; one that died on another node is replaced after a minute.
+flock where there is one: the kernel drops it when its process ends. Elsewhere (Lustre without -o
+flock) a link lock beside the file, which excludes the processes of all nodes.
 """
 
 import errno
 import fcntl
-import functools
 import logging
 import os
 import time
@@ -16,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.link_lock import Taking
+from canon_pretrain.core.link_lock import LinkLock
 
 POLL_S, MAX_POLL_S = 0.05, 1.0
 NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -36,17 +34,17 @@ def locked(
 ) -> Iterator[None]:
     """Hold the lock file `path`, made where missing (its folder too), while the block runs.
 
-    `what` names the thing in errors. Waits up to `patience_s` (math.inf: for ever) for another
-    process that holds it, calling `on_wait` once, then raises UserError. Without flock, a process
-    that was stopped for a minute on another node raises UserError at the end of the block.
+    `what` names the thing in errors. Waits up to `patience_s` for another process that holds it,
+    calling `on_wait` once, then raises UserError; at the end of the block too, if this process was
+    stopped for a minute and another node took the lock.
     """
     deadline, poll_s = time.monotonic() + patience_s, POLL_S
     attempt = _Attempt(path)
-    while (release := attempt.take()) is None:
+    while not attempt.take():
         if time.monotonic() >= deadline:
             raise UserError(
                 f"{what} is being built by another process (it holds {path}); wait for it, or "
-                f"end it and run the same command again"
+                "end it and run the same command again"
             )
         if on_wait:
             on_wait()
@@ -56,7 +54,7 @@ def locked(
     try:
         yield
     finally:
-        was_ours = release()
+        was_ours = attempt.release()
     if not was_ours:
         raise UserError(
             f"{what}: this process was stopped, and another took {path} meanwhile; run the same "
@@ -69,11 +67,11 @@ def remove_locks(folder: Path) -> None:
     if not folder.is_dir():
         return
     for name in {path.name.partition(LINK)[0] for path in folder.iterdir()}:
-        path = folder / name
-        if (release := _Attempt(path).take()) is not None:
-            for left in (path, *folder.glob(f"{name}{LINK}.*.tmp")):
+        attempt = _Attempt(folder / name)
+        if attempt.take():
+            for left in (folder / name, *folder.glob(f"{name}{LINK}.*.tmp")):
                 left.unlink(missing_ok=True)
-            release()
+            attempt.release()
     with suppress(OSError):  # not empty: another run is at work
         folder.rmdir()
 
@@ -83,54 +81,44 @@ class _Attempt:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._by_link: Taking | None = None
+        self._descriptor: int | None = None
+        self._link: LinkLock | None = None
 
-    def take(self) -> Callable[[], bool] | None:
-        """Return what releases the lock and tells whether it was ours until then; None if held."""
+    def take(self) -> bool:
+        """Whether the lock is ours now; another process may hold it."""
         while True:
             with suppress(FileExistsError):  # it was there, and is removed before pathlib looks
                 self._path.parent.mkdir(exist_ok=True)
             try:
-                return self._flock() if self._by_link is None else self._link(self._by_link)
+                return self._flock() if self._link is None else self._link.turn()
             except FileNotFoundError:  # `remove_locks` was faster
                 continue
 
-    def _flock(self) -> Callable[[], bool] | None:
+    def release(self) -> bool:
+        """Whether the lock was ours until now."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            return True
+        assert self._link is not None
+        was_ours = self._link.still_ours()
+        self._link.release()
+        return was_ours
+
+    def _flock(self) -> bool:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # a lock on a file that was removed meanwhile excludes nobody
             if not os.path.samestat(os.stat(self._path), os.fstat(descriptor)):
                 raise FileNotFoundError
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
         except OSError as error:
             os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                return False
             if error.errno not in NO_FLOCK:
                 raise
-            _report_fallback(self._path.parent)
-            self._by_link = Taking(self._path.with_name(self._path.name + LINK), say=logger.info)
-            return self._link(self._by_link)
-
-        def release() -> bool:
-            os.close(descriptor)
-            return True
-
-        return release
-
-    def _link(self, taking: Taking) -> Callable[[], bool] | None:
-        if (lock := taking.turn()) is None:
-            return None
-
-        def release() -> bool:
-            was_ours = lock.still_ours()
-            lock.release()
-            return was_ours
-
-        return release
-
-
-@functools.cache
-def _report_fallback(folder: Path) -> None:
-    logger.info(f"{folder}: no flock on this file system; locked by links")
+            logger.info(f"{self._path}: no flock on this file system; locked by links")
+            self._link = LinkLock(self._path.with_name(self._path.name + LINK), say=logger.info)
+            return self._link.turn()
+        self._descriptor = descriptor
+        return True

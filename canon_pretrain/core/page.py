@@ -1,13 +1,7 @@
-"""Self-contained HTML pages with plots: what the pages of all stages are made with.
+"""Self-contained HTML pages with plots: NAME.html, .css and .js extend those of templates/page.*.
 
-    templates/page.html     the frame that a page extends: blocks `title` and `main`
-    templates/page.css      the common look on white; dark.css turns it for who prefers dark
-    templates/page.js       `page`: the page's own JSON, colours, escapes, plotly's common layout
-
-A page NAME has NAME.html, NAME.css and NAME.js in its stage's own templates. It holds everything
-it needs, plotly.js included, and asks the network for nothing: its Content-Security-Policy forbids
-that, and any script but those whose hashes it names. A leaf of the package, without torch. It takes
-a while to import (plotly, jinja2): a command imports it when there is a page to write.
+A page holds all it needs, plotly.js included: its Content-Security-Policy forbids the network, and
+any script but those whose hashes it names.
 """
 
 import base64
@@ -26,7 +20,7 @@ COMMON = Path(__file__).parent / "templates"
 def environment(
     templates: Path, filters: Mapping[str, Callable[..., Any]], *, autoescape: bool = True
 ) -> Environment:
-    """Templates in the folder `templates`, or common ones; a name that is not given is an error."""
+    """Return templates of `templates`, or common ones; a name that is not given is an error."""
     made = Environment(
         loader=FileSystemLoader([templates, COMMON]),
         autoescape=autoescape,
@@ -35,11 +29,8 @@ def environment(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.policies["json.dumps_kwargs"] = {
-        "allow_nan": False,
-        "ensure_ascii": False,
-        "separators": (",", ":"),
-    }
+    compact = {"allow_nan": False, "ensure_ascii": False, "separators": (",", ":")}
+    made.policies["json.dumps_kwargs"] = compact
     made.filters |= filters
     return made
 
@@ -54,10 +45,9 @@ def html_page(
     scripts: Sequence[str] = (),
     **values: Any,
 ) -> str:
-    """The page `name`: `values` fill its template, its script draws `plotted` (JSON values).
+    """Return the page `name`: `values` fill its template, its script draws `plotted` (JSON values).
 
-    With `dark` it follows the reader's choice of colours, else it is dark on white. `scripts` are
-    more files of `templates`, each run before the page's own.
+    With `dark` it follows the reader's choice of colors. `scripts` are run before the page's own.
     """
     # autoescape covers every value; only files of ours and plotly's are marked as safe
     looks = ["page.css", *(["dark.css"] if dark else [])]

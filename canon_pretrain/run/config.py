@@ -1,12 +1,9 @@
 """Experiment files: TOML with `extends`, checked key by key and type by type, and our own sections.
 
-train.py reads a file through `read_experiment`; titan/job_config.py puts our sections beside
-torchtitan's and builds the job from it. Nothing here imports torchtitan, so a laptop without it can
-read and check an experiment too.
+titan/job_config.py puts our sections beside torchtitan's. No torchtitan here.
 """
 
 import dataclasses
-import errno
 import json
 import tomllib
 import typing
@@ -117,10 +114,7 @@ class Loss:
 
 
 def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]:
-    """Return the divisors of a global batch that are multiples of `multiple_of`.
-
-    That is the number of replicas, or the ranks of a node.
-    """
+    """Return the divisors of a global batch that are multiples of `multiple_of`."""
     counts = range(multiple_of, global_batch_size + 1, multiple_of)
     return [n for n in counts if global_batch_size % n == 0]
 
@@ -132,16 +126,13 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"did you mean '{near}'?" if near else f"known are: {', '.join(options)}"
 
 
-def read_experiment(path: Path) -> dict[str, Any]:
+def read_experiment(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a TOML file and all that it `extends`; later files win, key by key.
 
     `extends` is a path, or a list of paths, relative to the file that names it; a list is merged
-    from left to right. Raises UserError for a missing file, TOML that does not parse, or a cycle.
+    from left to right. `chain` names the files that led to this one. Raises UserError for a missing
+    file, TOML that does not parse, or a cycle.
     """
-    return _read(path, chain=())
-
-
-def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     resolved = path.resolve()
     if resolved in chain:
         names = " -> ".join(str(p) for p in (*chain, resolved))
@@ -152,16 +143,11 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
             raise RecursionError  # tomllib's memory grows with the square of a key's parts
         own = tomllib.loads(text)
     except UnreadableFile as error:
-        if error.is_missing:
-            named_by = f" (named by `extends` in {chain[-1]})" if chain else ""
-            raise UserError(f"config file {path} does not exist{named_by}") from None
-        if error.errno == errno.EISDIR:
-            raise UserError(f"config file {path} is a folder; give a .toml file in it") from None
-        raise UserError(f"config file {error}") from None
-    except RecursionError:
-        raise UserError(f"{path} is not valid TOML: it is nested too deeply") from None
-    except ValueError as error:  # also of bytes that are not UTF-8, and of dates out of range
-        raise UserError(f"{path} is not valid TOML: {error}") from None
+        named_by = f" (named by `extends` in {chain[-1]})" if chain else ""
+        raise UserError(f"config file {error}{named_by}: expected a .toml file") from None
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UserError(f"{path} is not valid TOML: {why}") from None
     bases = own.pop("extends", [])
     if isinstance(bases, str):
         bases = [bases]
@@ -169,7 +155,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raise UserError(f"{path}: `extends` must be a path or a list of paths, not {bases!r}")
     merged: dict[str, Any] = {}
     for base in bases:
-        merged = merge(merged, _read(path.parent / base, (*chain, resolved)))
+        merged = merge(merged, read_experiment(path.parent / base, (*chain, resolved)))
     return merge(merged, own)
 
 

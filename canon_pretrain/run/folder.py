@@ -6,7 +6,7 @@
     log.jsonl       one line per event (run/log.py)
     launches/NNN/   the record of each launch (run/provenance.py)
     code/NNN/       the source that job scripts launch the run from (run/source.py)
-    README.md       the same in plain words, and the commands that resume, show and evaluate
+    README.md       this list, and the commands that resume, show and evaluate the run
     status.json     the run's state and its last sign of life (run/status.py)
     lock.json       the launch that writes the folder, while there is one (run/session.py)
     obeyed.json     options that act once per job, and the job that obeyed them (run/launches.py)
@@ -23,7 +23,7 @@
     preflight/      reports of its nodes before each launch
     DONE            written last, when training.steps is reached
 
-The trainer writes it, eval and report read it. No torch here.
+No torch here.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, read_json, write_atomic, write_json
+from canon_pretrain.core.files import read_json, write_atomic, write_json
 from canon_pretrain.run.log import read_log
 
 CHECKPOINTS = "checkpoint"
@@ -77,27 +77,16 @@ class RunFolder:
 
     def read_config(self) -> dict[str, Any]:
         """Return the content of config.json. Raises UserError if it is missing or damaged."""
-        try:
-            return read_json(self.config_file, finite=False)
-        except UnreadableFile as error:
-            if not error.is_missing:
-                raise
+        if not self.config_file.exists():
             raise UserError(
                 f"{self.path} is not a run folder: it has no {self.config_file.name}. Expected a "
                 "folder that canon_pretrain.train wrote (job.dump_folder)"
-            ) from None
+            )
+        return read_json(self.config_file, finite=False)
 
     def read_log(self) -> list[dict[str, Any]]:
         """Return the events of log.jsonl (see log.read_log). Raises UserError without a log."""
-        try:
-            return read_log(self.log_file)
-        except UnreadableFile as error:
-            if not error.is_missing:
-                raise
-            raise UserError(
-                f"{self.path} has no log: {self.log_file.name} is missing. The trainer writes it "
-                "at its first launch"
-            ) from None
+        return read_log(self.log_file)
 
     def write_config(
         self,
@@ -105,7 +94,6 @@ class RunFolder:
         identity: dict[str, Any],
         code: Mapping[str, str] | None = None,
     ) -> None:
-        """Record the resolved job, and the hashes of the code; make the folder if need be."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.config_file, config_record(config, identity, code))
 

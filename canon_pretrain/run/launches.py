@@ -3,10 +3,9 @@
     RUN/run.json       the run's id, and the number of its newest launch
     RUN/obeyed.json    option -> the job that obeyed it, and its count of restarts then
 
-A launch takes its number under the run's lock, before it writes a line to the log, and returns it
-if it has trained nothing. `--checkpoint.fresh` and `--checkpoint.load_step` are in a job's command
-line, which a requeued job repeats: obeyed again, they would discard what the job has trained since.
-No torch here.
+A launch takes its number under the run's lock, and returns it if it has trained nothing. A requeued
+job repeats `--checkpoint.fresh` and `--checkpoint.load_step`: obeyed again, they would discard what
+it has trained since. No torch here.
 """
 
 import os
@@ -20,7 +19,6 @@ from canon_pretrain.core.files import (
     UnreadableFile,
     parsing,
     read_json,
-    read_lines,
     read_record,
     write_json,
 )
@@ -84,42 +82,27 @@ def known_run(folder: RunFolder) -> RunFacts | None:
     """
     if (facts := read_run(folder)) is not None:
         return facts
-    newest, logged = newest_launch(folder), _launches_logged(folder.log_file)
-    if newest is None and not logged:
+    record, last = newest_launch(folder) or {}, _last_event(folder.log_file)
+    if not record and not last:
         return None
-    record = newest or _last_event(folder.log_file)
-    run_id = str(record.get("run_id") or uuid.uuid4().hex[:8])
-    number = max(int(record.get("launch", 0)), logged)
+    run_id = str(record.get("run_id") or last.get("run_id") or uuid.uuid4().hex[:8])
+    number = max(int(record.get("launch", 0)), int(last.get("segment", 1)))
     return RunFacts(run_id, str(record.get("created", utc_now())), number)
-
-
-def _launches_logged(log: Path) -> int:
-    """Count events that head a launch; the lines are not parsed, since an old log may be long."""
-    heads = (b'{"event": "start"', b'{"event": "resume"')
-    try:
-        return sum(line.startswith(heads) for line in read_lines(log))
-    except UnreadableFile:
-        return 0
 
 
 def _last_event(log: Path) -> dict[str, Any]:
     """Return the log's last event; {} without one."""
     try:
-        events = read_tail(log, until=None)
+        return ([{}] + read_tail(log, until=None))[-1]
     except UnreadableFile as error:
         if not error.is_missing:
             raise
         return {}
-    return events[-1] if events else {}
 
 
 def launch_numbers(folder: RunFolder) -> list[int]:
     """Return the numbers of the launches that have a record, ascending."""
-    try:
-        names = os.listdir(folder.launches)
-    except OSError:
-        return []
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+    return sorted(int(path.name) for path in folder.launches.glob("*") if path.name.isdecimal())
 
 
 def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
@@ -148,15 +131,14 @@ class _Attempt:
     run: str
     attempt: int
 
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> "_Attempt":
-        run = environ.get("TORCHELASTIC_RUN_ID", "")
-        if run == "none":  # torchrun without --rdzv_id: its process names the command, then
-            # two processes may start within one tick of the clock: by number and start
-            run = f"agent {os.getppid()} {boot_of(os.getppid())}"
-        restart = read_count(environ, "SLURM_RESTART_COUNT")
-        attempt = read_count(environ, "TORCHELASTIC_RESTART_COUNT")
-        return cls(environ.get("SLURM_JOB_ID", ""), restart, run, attempt)
+
+def _attempt(environ: Mapping[str, str]) -> _Attempt:
+    run = environ.get("TORCHELASTIC_RUN_ID", "")
+    if run == "none":  # torchrun without --rdzv_id: its process names the command
+        run = f"agent {os.getppid()} {boot_of(os.getppid())}"
+    restart = read_count(environ, "SLURM_RESTART_COUNT")
+    attempt = read_count(environ, "TORCHELASTIC_RESTART_COUNT")
+    return _Attempt(environ.get("SLURM_JOB_ID", ""), restart, run, attempt)
 
 
 def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -164,7 +146,7 @@ def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ)
 
     Slurm's job and torchrun's run count; a user who types the command again is obeyed again.
     """
-    before, now = _read_obeyed(path).get(option), _Attempt.of(environ)
+    before, now = _read_obeyed(path).get(option), _attempt(environ)
     if before is None:
         return False
     if now.job and now.job == before.job and now.restart > before.restart:
@@ -175,7 +157,7 @@ def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ)
 
 def mark_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> None:
     """Record that this launch has obeyed `option`."""
-    obeyed = _read_obeyed(path) | {option: _Attempt.of(environ)}
+    obeyed = _read_obeyed(path) | {option: _attempt(environ)}
     write_json(path, {name: asdict(attempt) for name, attempt in obeyed.items()})
 
 

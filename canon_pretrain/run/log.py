@@ -1,10 +1,8 @@
 """The run's log: JSON lines, appended whole, the source of every curve.
 
-An event is one line, appended whole to a file opened with O_APPEND, so that lines of two writers
-never mix and a crash tears the last line at most. A thread writes them: the trainer does not wait
-for the disk, and a crash loses the lines that still wait. NaN and infinities are strings, since
-JSON has none; `number` converts them back. Plots, exports, status and reports read the log:
-`read_log` the whole, `read_tail` its end, `LogFollower` what comes.
+O_APPEND: lines of two writers never mix, and a crash tears the last line at most. A thread writes
+them, so the trainer does not wait for the disk. NaN and infinities are strings, since JSON has
+none; `number` converts them back.
 
     event, time (UTC)        in every line; run_id and segment too, if the folder has a run.json
     start, resume            head a segment, that is a launch: where it begins and what it runs on
@@ -29,7 +27,6 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,8 +39,8 @@ from canon_pretrain.core.files import (
     parse_json,
     read_lines,
     read_record,
-    write_atomic,
 )
+from canon_pretrain.core.holder import utc_now
 from canon_pretrain.run.background import Background
 
 logger = logging.getLogger(__name__)
@@ -53,8 +50,12 @@ MAX_WAITING_BYTES = 1 << 26
 FLUSH_TIMEOUT_S = 30.0
 RETAKEN = ("step", "validation")
 """Events that a launch which goes back over their steps writes anew."""
-NEEDED = {"step": (*RETAKEN, "skip", "checkpoint", "archive"), "from_step": ("resume",)}
-"""Events without the field are none."""
+INTEGERS = {
+    "step": (*RETAKEN, "skip", "checkpoint", "archive"),
+    "from_step": ("resume",),
+    "tokens": (),
+}
+"""Fields, and the kinds of events that must have them."""
 NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_wait")
 TAIL_BYTES = 1 << 16
 MAX_TAIL_BYTES = 1 << 24
@@ -66,11 +67,10 @@ class RunFacts:
     """The content of run.json."""
 
     run_id: str
-    """8 hexadecimal digits, for as long as the run lives; a fresh start is a new run."""
+    """8 hexadecimal digits; a fresh start is a new run."""
     created: str
-    """UTC, ISO 8601."""
     launches: Annotated[int, Field(ge=0)]
-    """Launches that began to train, or wrote to the log; the number of the newest one."""
+    """Launches that began to train, or wrote to the log."""
 
 
 class RunLog:
@@ -83,7 +83,12 @@ class RunLog:
     def __init__(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = path
         self._may_write = may_write
-        facts = self._read_run_file()
+        facts = None
+        try:
+            facts = read_record(path.with_name("run.json"), RunFacts)
+        except UnreadableFile as error:
+            if not error.is_missing:
+                logger.warning(f"{error}: the log's lines have no run_id")
         self.segment = facts.launches if facts else 1
         self._head = {"run_id": facts.run_id, "segment": self.segment} if facts else {}
         self._unwritten = bytearray()
@@ -99,27 +104,15 @@ class RunLog:
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             os.close(self._descriptor)
             raise UnreadableFile(path, "is not a regular file")
-        self._end_torn_line()
-
-    def _read_run_file(self) -> RunFacts | None:
-        try:
-            return read_record(self.path.with_name("run.json"), RunFacts)
-        except UnreadableFile as error:
-            if not error.is_missing:
-                logger.warning(f"{error}: the log's lines have no run_id")
-            return None
-
-    def _end_torn_line(self) -> None:
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            # a crash tore the last line: end it, or ours would be glued to it and lost as well
-            os.write(self._descriptor, b"\n")
+            os.write(self._descriptor, b"\n")  # else ours would be glued to it and lost as well
 
     def write(self, event: str, **fields: Any) -> None:
         """Have one event appended with its UTC time; non-finite floats become strings.
 
-        What the disk does not take (it is full, or away) is kept, up to MAX_WAITING_BYTES, and
-        written with the next event. Lines beyond are counted: an event in their place says so.
+        What the disk does not take is kept, up to MAX_WAITING_BYTES, and written with the next
+        event. Lines beyond are counted: an event in their place says so.
         """
         line = self._line(event, fields)
         with self._memory:
@@ -137,9 +130,7 @@ class RunLog:
         self._writing.request()
 
     def _line(self, event: str, fields: dict[str, Any]) -> bytes:
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        record = {"event": event, "time": time, **self._head}
-        record |= {name: json_value(value) for name, value in fields.items()}
+        record = {"event": event, "time": utc_now(), **self._head, **json_value(fields)}
         return (json.dumps(record, allow_nan=False) + "\n").encode()
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
@@ -151,7 +142,6 @@ class RunLog:
         """Called in the thread."""
         if not self._unwritten or not self._may_write():
             return
-        self._follow_path()
         try:
             while content := bytes(self._unwritten):
                 done = os.write(self._descriptor, content)
@@ -161,36 +151,11 @@ class RunLog:
             if not self._is_full:
                 logger.warning(f"{self.path}: {error.strerror}; its lines wait in memory for room")
             if error.errno == errno.ESTALE:  # a file server that came back knows its files anew
-                self._open_anew()
+                with contextlib.suppress(OSError):
+                    descriptor = os.open(self.path, OPEN_FLAGS, 0o644)
+                    os.dup2(descriptor, self._descriptor, inheritable=False)
+                    os.close(descriptor)
         self._is_full = bool(self._unwritten)
-
-    def _follow_path(self) -> None:
-        """Write to the file that `path` names now, if this run's log was removed or replaced.
-
-        A removed one is written again from the open file, which still has its content.
-        """
-        try:
-            is_there = os.path.lexists(self.path)
-            if is_there and os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
-                return
-            facts = self._read_run_file()
-            if (facts and facts.run_id) != self._head.get("run_id"):
-                return  # another launch archived this run's log together with its run.json
-            if not is_there:
-                size = os.fstat(self._descriptor).st_size
-                write_atomic(self.path, os.pread(self._descriptor, size, 0))
-            self._open_anew()
-            self._end_torn_line()
-            what = "replaced: writing to the new file" if is_there else "removed: written again"
-            logger.warning(f"{self.path} was {what}")
-        except OSError:
-            return  # as before into the open file; the next event tries again
-
-    def _open_anew(self) -> None:
-        with contextlib.suppress(OSError):
-            descriptor = os.open(self.path, OPEN_FLAGS, 0o644)
-            os.dup2(descriptor, self._descriptor, inheritable=False)
-            os.close(descriptor)
 
     def close(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
         """Write what waits; what the disk does not take in time is lost, and that is reported."""
@@ -209,10 +174,7 @@ class RunLog:
 
 
 def json_value(value: Any) -> Any:
-    """`value` as JSON can hold it: "NaN", "Infinity" or "-Infinity" for a non-finite float.
-
-    Dicts, lists and tuples are gone through.
-    """
+    """Return `value` with "NaN", "Infinity" or "-Infinity" for each non-finite float in it."""
     if isinstance(value, dict):
         return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -223,7 +185,7 @@ def json_value(value: Any) -> Any:
 
 
 def number(value: Any) -> float:
-    """The float that a value of the log stands for, "NaN" and infinities too; else ValueError."""
+    """Return the float that a value of the log stands for. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{value!r} in a log, expected a number")
     try:
@@ -238,28 +200,26 @@ def number(value: Any) -> float:
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Return all events in order, without superseded ones (`drop_superseded`).
 
-    Lines that are no events (torn by a crash, or changed since) are skipped with one warning.
-    Raises UnreadableFile.
+    Lines that are no events are skipped with one warning. Raises UnreadableFile.
     """
-    events, faults = [], []
+    events, num_faults = [], 0
     was_collecting = gc.isenabled()
     gc.disable()  # collections would walk through all that was read again and again: half the time
     try:
-        for place, line in enumerate(read_lines(path), 1):
-            event, fault = _parse(line)
-            if not fault:
-                events.append(event)
+        for line in read_lines(path):
             is_whole = line.endswith(b"\n")
-            if fault and is_whole and line.strip():
-                faults.append(f"line {place} {fault}")
+            if (event := _parse(line)) is not None:
+                events.append(event)
+            elif is_whole and line.strip():
+                num_faults += 1
             if not is_whole:
                 break  # the file's end just now: its other half would be read as a line of its own
         events = drop_superseded(events)
     finally:
         if was_collecting:
             gc.enable()
-    if faults:
-        logger.warning(f"{path}: {len(faults)} line(s) are no events and are skipped: {faults[0]}")
+    if num_faults:
+        logger.warning(f"{path}: {num_faults} line(s) are no events and are skipped")
     return events
 
 
@@ -269,7 +229,7 @@ def read_tail(
     """Return the events of the file's last `num_bytes`, in order, without superseded ones.
 
     More is read, doubling up to MAX_TAIL_BYTES, until an event of kind `until` is among them (None:
-    never). Quick on a log of any size. What is no event is left out. Raises UnreadableFile.
+    never). What is no event is left out. Raises UnreadableFile.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -287,11 +247,10 @@ def read_tail(
 
 
 def drop_superseded(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`events` without steps and validations that were taken anew.
+    """Return `events` without steps and validations that were taken anew.
 
-    A `resume` with `from_step` repeats the later steps before it; a `start` (again, if the run died
-    before its first checkpoint) repeats all. Other kinds stay. What a launch wrote after another
-    had taken the run over is left out as well.
+    A `resume` with `from_step` repeats the later steps before it; a `start` repeats all. Other
+    kinds stay. What a launch wrote after another had taken the run over is left out as well.
     """
     kept = []
     last = math.inf
@@ -306,13 +265,11 @@ def drop_superseded(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _without_late_lines(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """`events` without those that a launch wrote after the first line of a later launch.
-
-    A line without a run_id belongs to no launch that is known.
-    """
+    """Yield `events` but those that a launch wrote after the first line of a later launch."""
     begun: set[str] = set()
     newest = ""
     for event in events:
+        # without a run_id it belongs to no launch that is known
         launch = f"{event['run_id']} {event.get('segment')}" if event.get("run_id") else newest
         if launch in begun and launch != newest and event["event"] not in ("start", "resume"):
             continue
@@ -323,38 +280,30 @@ def _without_late_lines(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, 
 
 def parse_events(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     """Return the events among `lines`; what is none is left out."""
-    return [event for line in lines for event, fault in [_parse(line)] if not fault]
+    return [event for line in lines if (event := _parse(line)) is not None]
 
 
-def _parse(line: bytes) -> tuple[dict[str, Any], str | None]:
-    """Return the event in a line, and None or why there is none."""
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the event in a line; None without one, or if its fields are of other types."""
     try:
         event = parse_json(line, finite=False)
-    except ValueError:  # torn, the zeros that a crash leaves in a file, not UTF-8
-        return {}, "is no JSON"
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return {}, "is no object with an `event`"
-    return event, _fault(event)
-
-
-def _fault(event: dict[str, Any]) -> str | None:
-    """Return why the fields of an event are not what readers rely on; None if they are."""
-    for name in ("step", "from_step", "tokens"):
-        value = event.get(name)
-        is_needed = name in event or event["event"] in NEEDED.get(name, ())
-        if is_needed and not (type(value) is int and abs(value) < 1 << 63):
-            return f"has {name} = {str(value)[:40]}, expected an integer"
-    for name in NUMBERS:
-        value = event.get(name)
-        if type(value) is not float and (value is not None or (name == "loss" and name in event)):
-            try:
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            return None
+        for name, kinds in INTEGERS.items():
+            if name in event or event["event"] in kinds:
+                value = event.get(name)
+                if type(value) is not int or abs(value) >= 1 << 63:
+                    return None
+        for name in NUMBERS:
+            value = event.get(name)
+            is_given = value is not None or (name == "loss" and name in event)
+            if is_given and type(value) is not float:
                 number(value)
-            except ValueError as error:
-                return f"has {name} = {error}"
-    sources, digests = event.get("sources") or {}, event.get("data_digests") or []
-    if not isinstance(sources, dict) or not all(isinstance(x, dict) for x in sources.values()):
-        return "has sources that are no objects"
-    return None if isinstance(digests, list) else "has data_digests that are no list"
+        sources, digests = event.get("sources") or {}, event.get("data_digests") or []
+        is_valid = isinstance(digests, list) and all(isinstance(x, dict) for x in sources.values())
+        return event if is_valid else None
+    except (ValueError, AttributeError):  # torn, the zeros that a crash leaves, not UTF-8
+        return None
 
 
 class LogFollower:
@@ -370,7 +319,6 @@ class LogFollower:
         self._offset = 0
 
     def poll(self) -> list[dict[str, Any]]:
-        """Return new events, oldest first; the beginning of a line waits for its end."""
         events = []
         try:
             with open_regular(self.path) as file:
@@ -383,7 +331,7 @@ class LogFollower:
                     if not whole and len(content) == MAX_LINE_BYTES:
                         whole = len(content)  # longer than any line of ours
                     if not whole:
-                        break
+                        break  # the beginning of a line waits for its end
                     self._offset += whole
                     file.seek(self._offset)
                     events += parse_events(content[:whole].split(b"\n"))

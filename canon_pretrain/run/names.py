@@ -77,17 +77,12 @@ def unique_labels(paths: Sequence[Path]) -> list[str]:
     for k, path in enumerate(resolved):
         if path in resolved[:k]:
             raise UserError(f"{paths[k]} is given twice: name each run once")
-    depths = [1] * len(resolved)
-    while True:
+    labels = [printable(path.name) for path in resolved]
+    for depth in range(2, 1 + max((len(path.parts) for path in resolved), default=0)):
         labels = [
-            printable("/".join(path.parts[-depth:]).replace("//", "/"))
-            for path, depth in zip(resolved, depths, strict=True)
+            label
+            if labels.count(label) == 1
+            else printable("/".join(path.parts[-depth:]).replace("//", "/"))
+            for path, label in zip(resolved, labels, strict=True)
         ]
-        # every name among the equal ones grows; a path that is used up stays as it is
-        grown = [
-            depth + (labels.count(label) > 1 and depth < len(path.parts))
-            for path, depth, label in zip(resolved, depths, labels, strict=True)
-        ]
-        if grown == depths:
-            return labels
-        depths = grown
+    return labels

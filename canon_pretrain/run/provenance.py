@@ -7,9 +7,8 @@
       environment.json    variables of an allow-list
       source.patch        the code's difference from its commit; absent if there is none
 
-Rank 0 writes it under the run's lock: it numbers the launch (run/launches.py), gathers while the
-ranks meet, and writes when the launch begins to train. Command lines, variables and code may hold a
-secret, so its files are the user's alone (mode 0600). No failure of it ends a run. No torch here.
+Command lines, variables and code may hold a secret, so its files are the user's alone (mode 0600).
+No failure of it ends a run. No torch here.
 """
 
 import hashlib
@@ -29,6 +28,7 @@ from typing import Any
 import canon_pretrain
 from canon_pretrain.core.files import write_atomic, write_folder
 from canon_pretrain.core.holder import Holder, utc_now
+from canon_pretrain.run import folder as run_folder
 from canon_pretrain.run.folder import RunFolder, config_record
 from canon_pretrain.run.launches import take_back
 from canon_pretrain.run.log import RunFacts
@@ -36,34 +36,26 @@ from canon_pretrain.run.source import SourceTree, look_at_source
 
 GATHER_S = 10.0
 """How long the first step may wait for git and the package list, which had the whole start."""
+IS_OURS = "<!-- canon_pretrain writes this file at each launch; without this line it is yours -->"
+ACT_ONCE = ("--run.stop_at", "--run.allow_changes", "--checkpoint.fresh", "--checkpoint.load_step")
+"""What a launch that resumes does not repeat."""
 
-# Settings of libraries and of the job, by name. Not SLURM_* as a whole: SLURM_JWT is a key.
-_ALLOWED_PREFIXES = (
-    *("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "GOMP_", "KMP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_"),
-    *("OPENBLAS_", "PYTORCH_", "TORCH_", "TORCHELASTIC_", "TORCHINDUCTOR_", "TRITON_", "UCX_"),
-)
-_ALLOWED_NAMES = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"),
-    *("MASTER_PORT", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV", "CONDA_PREFIX"),
-    *("LD_LIBRARY_PATH", "LD_PRELOAD", "HOSTNAME", "LANG", "LC_ALL", "TZ", "TMPDIR"),
-    *("HF_HOME", "HF_HUB_OFFLINE", "WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_DIR"),
-    *("SLURMD_NODENAME", "SLURM_CLUSTER_NAME", "SLURM_SUBMIT_HOST", "SLURM_RESTART_COUNT"),
-    *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES"),
-    *("SLURM_JOB_PARTITION", "SLURM_JOB_QOS", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"),
-    *("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_NNODES", "SLURM_NODEID", "SLURM_PROCID"),
-    *("SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"),
-    *("SLURM_CPUS_ON_NODE", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
-    *("SLURM_JOB_GPUS", "SLURM_MEM_PER_NODE", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_CPU"),
+# settings of libraries and of the job; not SLURM_* as a whole: SLURM_JWT is a key
+_ALLOWED = re.compile(
+    r"(CUBLAS|CUDA|CUDNN|GLOO|GOMP|KMP|MKL|NCCL|NVIDIA|OMP|OPENBLAS|PYTORCH|TORCH|TORCHELASTIC"
+    r"|TORCHINDUCTOR|TRITON|UCX)_.*|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
+    r"|PYTHON(PATH|HASHSEED)|VIRTUAL_ENV|CONDA_PREFIX|LD_(LIBRARY_PATH|PRELOAD)|HOSTNAME|LANG"
+    r"|LC_ALL|TZ|TMPDIR|HF_(HOME|HUB_OFFLINE)|WANDB_(MODE|PROJECT|ENTITY|DIR)|SLURMD_NODENAME"
+    r"|SLURM_(CLUSTER_NAME|SUBMIT_HOST|RESTART_COUNT|NNODES|NODEID|PROCID|LOCALID|NTASKS"
+    r"|NTASKS_PER_NODE|CPUS_PER_TASK|CPUS_ON_NODE|GPUS|GPUS_PER_NODE|GPUS_ON_NODE)"
+    r"|SLURM_JOB_(ID|NAME|NODELIST|NUM_NODES|PARTITION|QOS|START_TIME|END_TIME|GPUS)"
+    r"|SLURM_(ARRAY_JOB_ID|ARRAY_TASK_ID|MEM_PER_(NODE|GPU|CPU))"
 )
 
 
 def allowed_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that may be recorded, sorted by name."""
-    return {
-        name: value
-        for name, value in sorted(environ.items())
-        if name in _ALLOWED_NAMES or name.startswith(_ALLOWED_PREFIXES)
-    }
+    return {name: value for name, value in sorted(environ.items()) if _ALLOWED.fullmatch(name)}
 
 
 def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
@@ -126,7 +118,8 @@ class LaunchRecord:
         self._source = SourceTree(problem=f"git gave no answer within {GATHER_S:.0f} s")
         self._packages: list[str] = []
         self._problem: str | None = None
-        self._has_waited = self._is_written = False
+        self._is_written = False
+        self._wait_s = GATHER_S
         self._thread = threading.Thread(target=self._gather, daemon=True)
         self._thread.start()
 
@@ -139,9 +132,8 @@ class LaunchRecord:
             self._problem = f"{type(error).__name__}: {error}"
 
     def _wait(self) -> None:
-        """Wait until all is gathered; GATHER_S at most, once."""
-        self._thread.join(0.0 if self._has_waited else GATHER_S)
-        self._has_waited = True
+        self._thread.join(self._wait_s)
+        self._wait_s = 0.0
 
     def header(self) -> dict[str, Any]:
         """Return what heads the launch in the log; waits for git, GATHER_S at most."""
@@ -185,7 +177,7 @@ class LaunchRecord:
             write_folder(target, contents)
             path = folder.readme_file
             if not path.exists() or IS_OURS in path.read_text(errors="replace"):
-                write_atomic(path, readme(folder.path.resolve(), launch, config))
+                write_atomic(path, _readme(folder.path.resolve(), launch, config))
         except Exception as error:  # a full disk, or what nobody thought of: the run goes on
             problems.append(f"what this launch is was not written to {target}: {error}")
         return problems
@@ -196,11 +188,12 @@ class LaunchRecord:
             take_back(folder, self.facts)
 
     def _launch(self) -> dict[str, Any]:
-        """The content of launch.json."""
+        """Return the content of launch.json."""
         self._wait()
         holder = Holder.of_this_process(self._environ)
-        source = asdict(self._source)
-        patch, patch_cut, problem = (source.pop(k) for k in ("patch", "patch_cut", "problem"))
+        git = asdict(self._source)
+        patch, patch_cut, problem = (git.pop(k) for k in ("patch", "patch_cut", "problem"))
+        git |= {"patch": "source.patch" if patch else None, "patch_bytes": len(patch)}
         return {
             "run_id": self.facts.run_id,
             "created": self.facts.created,
@@ -223,13 +216,7 @@ class LaunchRecord:
                 "nodes": self._environ.get("SLURM_JOB_NODELIST"),
             },
             "data": self._data,
-            "git": source
-            | {
-                "patch": "source.patch" if patch else None,
-                "patch_bytes": len(patch),
-                "patch_cut": patch_cut,
-                "problem": problem,
-            },
+            "git": git | {"patch_cut": patch_cut, "problem": problem},
         }
 
 
@@ -247,13 +234,6 @@ def _launcher(environ: Mapping[str, str]) -> list[str] | None:
     except OSError:
         return None
     return words.rstrip("\0").split("\0")
-
-
-# -- README.md ----------------------------------------------------------------------------------
-
-IS_OURS = "<!-- canon_pretrain writes this file at each launch; without this line it is yours -->"
-ACT_ONCE = ("--run.stop_at", "--run.allow_changes", "--checkpoint.fresh", "--checkpoint.load_step")
-"""What a launch that resumes does not repeat."""
 
 
 def command_again(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -276,7 +256,7 @@ def command_again(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     return f"{program} {shlex.join(words)}".rstrip()
 
 
-def readme(run: Path, launch: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
+def _readme(run: Path, launch: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
     """Return README.md of the folder `run` (absolute); `launch` is launch.json."""
     title = config.get("job", {}).get("description") or run.name
     step = config.get("training", {}).get("steps", "N")
@@ -287,6 +267,7 @@ def readme(run: Path, launch: Mapping[str, Any], config: Mapping[str, Any]) -> b
         code = f"commit {git['commit'][:12]} of {git['origin'] or git['folder']}"
         if git["dirty"]:
             code += f", with the changes in launches/{launch['launch']:03}/source.patch"
+    files = str(run_folder.__doc__).partition("\n\n")[2].rpartition("\n\n")[0]
     return f"""\
 {IS_OURS}
 
@@ -323,23 +304,5 @@ It resumes from the newest checkpoint that is whole. `touch {folder}/STOP` saves
 
 ## Files
 
-| file or folder | content |
-|---|---|
-| `config.json` | every setting of the run, and the facts that identify it |
-| `run.json` | the run's id, and how many launches it has had |
-| `launches/NNN/` | launch NNN: command, machine, packages, code, environment |
-| `code/NNN/` | the source that Slurm jobs launch it from; the newest counts |
-| `log.jsonl` | one line per event, the source of every curve; only ever appended to |
-| `status.json` | the run's state; rewritten every few seconds while it runs |
-| `lock.json` | who writes this folder now; gone when nobody does |
-| `checkpoint/step-N/` | weights and training state; manifest.json has every file's hash |
-| `checkpoint/quarantine/` | damaged checkpoints, with the reason beside each |
-| `evals/step-N/` | results of evaluations; holds/ names steps that one still waits for |
-| `report/` | a page of curves and scores, by `python -m eval report` |
-| `archive/` | abandoned branches, and the run before a fresh start |
-| `comm_traces/` | stacks of each rank when one hung |
-| `profile_traces/` | traces of --profiling; `python -m canon_pretrain.run profile` reads them |
-| `memory_snapshot/` | what held the GPU's memory, if that was recorded |
-| `wandb/, tb/` | copies of the log for wandb and TensorBoard, if they are on |
-| `DONE` | written last: the run has reached its end |
+{files}
 """.encode(errors="replace")

@@ -24,9 +24,8 @@ from canon_pretrain.run.stop import LOST_LOCK, StopRequests
 class Session:
     """A context manager; an exception within it makes the state `failed`.
 
-    `checkpoints`, a folder outside the run folder, is locked as well: the lock of the run folder
-    does not keep another run out of it. Raises UserError on entry if another live launch holds one
-    of the two.
+    `checkpoints`, a folder outside the run folder, is locked as well. Raises UserError on entry if
+    another live launch holds one of the two.
     """
 
     def __init__(
@@ -43,8 +42,7 @@ class Session:
         self.folder = folder
         self._is_writer = rank == 0
         self._world_size, self._steps = world_size, steps
-        self._heartbeat_s = heartbeat_s
-        self._say = say
+        self._heartbeat_s, self._say = heartbeat_s, say
         self._checkpoints = checkpoints
         self._locks: list[LinkLock] = []
         self.status: StatusWriter | None = None
@@ -92,18 +90,12 @@ class Session:
         )
         self.stop = StopRequests(files.stop_file, lambda: any(lock.lost for lock in self._locks))
         if self.stop.forget_leftover(began=began):
-            self._say(
-                f"{files.stop_file} was there before this launch began: left over from an "
-                "earlier one, it is removed, and the run goes on"
-            )
+            self._say(f"{files.stop_file} is left over from an earlier launch: it is removed")
         self.status.write()
 
     def _lock(self, path: Path, way_out: str, **options: Any) -> None:
-        self._locks.append(
-            LinkLock.acquire(
-                path, way_out=way_out, heartbeat_s=self._heartbeat_s, say=self._say, **options
-            )
-        )
+        options |= {"way_out": way_out, "heartbeat_s": self._heartbeat_s, "say": self._say}
+        self._locks.append(LinkLock.acquire(path, **options))
 
     def still_ours(self) -> bool:
         """Whether the folder is this launch's, by a look at the lock; True above rank 0."""
@@ -159,10 +151,7 @@ class Session:
 
 
 def archive_traces(folder: Path) -> Path | None:
-    """Move an earlier launch's communication traces into a folder of their own; None if none.
-
-    A launch that hangs again would overwrite them.
-    """
+    """Move an earlier launch's communication traces into a folder of their own; None if none."""
     traces = [path for path in folder.glob("*") if path.is_file() and path.stat().st_size]
     if not traces:
         return None

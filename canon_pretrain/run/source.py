@@ -6,11 +6,9 @@
       source_tree.json      what git said of the place that they are from
       manifest.json         each file's SHA-256
 
-A launch's record holds commit and patch (run/provenance.py), so that a year later the code can be
-restored. git may be missing, slow, or know nothing: then `problem` says so, and it is never an
-error. slurm/lib.sh takes a snapshot before a run's first launch, and puts the newest first on
-PYTHONPATH in every later one: whatever happens to the repository then changes no run. No torch
-here.
+slurm/lib.sh takes a snapshot before a run's first launch, and puts the newest first on PYTHONPATH
+in every later one: whatever happens to the repository then changes no run. git may be missing,
+slow, or know nothing: then `problem` says so, and it is never an error. No torch here.
 """
 
 import contextlib
@@ -19,7 +17,6 @@ import os
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -37,7 +34,7 @@ from canon_pretrain.core.files import (
 from canon_pretrain.run.folder import RunFolder
 
 PATCH_BYTES = 1 << 20
-UNTRACKED_KINDS = (".py", ".toml")
+UNTRACKED_KINDS = ("*.py", "*.toml")
 MAX_NAMES = 200
 UNTRACKED_S = 5.0
 OWN_FOLDERS = ("data_prep", "eval")
@@ -67,10 +64,10 @@ def code_hashes(package: Path = Path(canon_pretrain.__file__).parent) -> dict[st
 
 @dataclass(frozen=True)
 class SourceTree:
-    """What git says of the folder that the program runs from."""
+    """What git says of the folder that the program runs from; None is unknown, see `problem`."""
 
     folder: str | None = None
-    """The root of its working tree; None without one, see `problem`."""
+    """The root of its working tree."""
     commit: str | None = None
     """HEAD; None before the first commit."""
     branch: str | None = None
@@ -78,7 +75,7 @@ class SourceTree:
     origin: str | None = None
     """Its URL without user and password."""
     dirty: bool | None = None
-    """Whether tracked files differ from `commit`; None if git did not say."""
+    """Whether tracked files differ from `commit`."""
     untracked: list[str] = field(default_factory=list)
     """Files of UNTRACKED_KINDS that git neither tracks nor ignores, MAX_NAMES at most."""
     left_out: list[str] = field(default_factory=list)
@@ -87,7 +84,6 @@ class SourceTree:
     """`git diff HEAD` of the project's own *.py files, its first PATCH_BYTES."""
     patch_cut: bool = False
     problem: str | None = None
-    """Why something of this is missing."""
 
 
 class _GitFailed(Exception):
@@ -105,24 +101,25 @@ def look_at_source(
         tree = read_json(kept)
         return SourceTree(**tree | {"patch": tree["patch"].encode(errors="surrogateescape")})
     deadline = time.monotonic() + timeout_s
+    root: Path | None = None
     try:
-        root = Path(_git(inside.parent, deadline, "rev-parse", "--show-toplevel").rstrip("\n"))
+        top = _git(inside.parent, deadline, "rev-parse", "--show-toplevel").rstrip("\n")
         _git(inside.parent, deadline, "ls-files", "--error-unmatch", "--", inside.name)
-    except _GitFailed as failure:
-        return SourceTree(problem=f"{inside.parent}: no git repository tracks it: {failure}")
-    status = ("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
-    try:
+        root = Path(top)
+        status = ("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
         # each record: two letters, a space, the path
         changed = [record[3:] for record in _git(root, deadline, *status).split("\0")[:-1]]
     except _GitFailed as failure:
-        return SourceTree(folder=str(root), problem=str(failure))
+        if root is None:
+            return SourceTree(problem=f"{inside.parent}: no git repository tracks it: {failure}")
+        return SourceTree(folder=top, problem=str(failure))
 
     def line(*arguments: str) -> str | None:
         with contextlib.suppress(_GitFailed):
             return _git(root, deadline, *arguments).strip()
         return None
 
-    commit, problem, patch = line("rev-parse", "--verify", "HEAD"), None, b""
+    commit, problem, patch, untracked = line("rev-parse", "--verify", "HEAD"), None, b"", []
     package = inside.parent.resolve().relative_to(root.resolve())
     own = [package, *(package.parent / name for name in OWN_FOLDERS)]
     shown = [
@@ -139,22 +136,19 @@ def look_at_source(
             patch = text.encode(errors="surrogateescape")
         except _GitFailed as failure:
             problem = str(failure)
-    is_cut = len(patch) > patch_bytes
-    untracked = []
-    # a tree of runs and data takes long to walk, and the rest waits for it
-    hurry = min(deadline, time.monotonic() + UNTRACKED_S)
-    kinds = [f"*{kind}" for kind in UNTRACKED_KINDS]
-    others = ("ls-files", "--others", "--exclude-standard", "-z", "--", *kinds)
     try:
+        # a tree of runs and data takes long to walk, and the rest waits for it
+        hurry = min(deadline, time.monotonic() + UNTRACKED_S)
+        others = ("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
         untracked = _git(root, hurry, *others).split("\0")[:-1]
     except _GitFailed as failure:
         problem = problem or f"untracked files are not known: {failure}"
-    origin = line("remote", "get-url", "origin")
+    is_cut = len(patch) > patch_bytes
     return SourceTree(
-        folder=str(root),
+        folder=top,
         commit=commit,
         branch=line("symbolic-ref", "--short", "HEAD"),
-        origin=origin and _without_user(origin),
+        origin=_without_user(line("remote", "get-url", "origin")),
         dirty=bool(changed),
         untracked=untracked[:MAX_NAMES],
         left_out=[name for name in changed if name not in shown][:MAX_NAMES],
@@ -164,8 +158,10 @@ def look_at_source(
     )
 
 
-def _without_user(url: str) -> str:
+def _without_user(url: str | None) -> str | None:
     """Return `url` without `user:password@`; git@host:path, which is no URL, as it is."""
+    if url is None:
+        return None
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
@@ -191,7 +187,7 @@ def _git(folder: Path, deadline: float, *arguments: str) -> str:
         raise _GitFailed("git is not installed") from None
     except subprocess.TimeoutExpired:
         raise _GitFailed(f"git {arguments[0]} took longer than {timeout_s:.0f} s") from None
-    except (OSError, subprocess.SubprocessError) as error:
+    except OSError as error:
         raise _GitFailed(f"git cannot run: {error}") from None
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip().splitlines()
@@ -218,17 +214,12 @@ def take_snapshot(run: RunFolder) -> Path:
 
     Raises UserError if it can't be written.
     """
-    package = Path(canon_pretrain.__file__).resolve().parent
-    sources = {f"{package.name}/{p.relative_to(package).as_posix()}": p for p in _modules(package)}
-    if (script := package.parent / SCRIPT).is_file():
-        sources[SCRIPT] = script
+    sources, newest = _program(), newest_snapshot(run)
     hashes = {name: sha256_file(path) for name, path in sources.items()}
-    newest = newest_snapshot(run)
-    if newest is not None and not _faults(newest, expected=hashes):
+    if newest is not None and not _faults(newest) and _recorded(newest) == hashes:
         return newest
-    number = int(newest.name) + 1 if newest is not None else 1
-    target = run.code / f"{number:03}"
-    tree = asdict(look_at_source(package / "__init__.py"))
+    target = run.code / f"{int(newest.name) + 1 if newest is not None else 1:03}"
+    tree = asdict(look_at_source(Path(canon_pretrain.__file__).resolve()))
     tree["patch"] = tree["patch"].decode(errors="surrogateescape")
     contents = {name: read_bytes(path) for name, path in sources.items()}
     contents[KEPT] = json.dumps(tree, indent=2).encode()
@@ -251,53 +242,45 @@ def check_snapshot(snapshot: Path) -> None:
 
 def differences(snapshot: Path) -> list[str]:
     """Return the files of the package and slurm/lib.sh that differ from those in `snapshot`."""
-    hashes = _hashes(snapshot)
+    ours = {name: sha256_file(path) for name, path in _program().items()}
+    kept = _recorded(snapshot)
+    return [name for name in sorted(ours | kept) if ours.get(name) != kept.get(name)]
+
+
+def _program() -> dict[str, Path]:
+    """Return the files of this program that a snapshot has, by name."""
     root = Path(canon_pretrain.__file__).resolve().parent.parent
-    names = {f"{p.relative_to(root).as_posix()}" for p in _modules(root / "canon_pretrain")}
-    return [
-        name
-        for name in sorted(names | hashes.keys())
-        if not (root / name).is_file() or sha256_file(root / name) != hashes.get(name)
-    ]
+    paths = [*(root / "canon_pretrain").rglob("*.py"), root / SCRIPT]
+    return {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.is_file()}
 
 
-def _modules(package: Path) -> Iterator[Path]:
-    return (path for path in sorted(package.rglob("*.py")) if path.is_file())
-
-
-def _hashes(snapshot: Path) -> dict[str, str]:
+def _recorded(snapshot: Path) -> dict[str, str]:
     files = read_record(snapshot / MANIFEST, _Manifest).files
     if not files:
         raise UnreadableFile(snapshot / MANIFEST, "is damaged: it names no files")
     return files
 
 
-def _faults(snapshot: Path, expected: dict[str, str] | None = None) -> list[str]:
-    """Return what in `snapshot` differs from its manifest, or the manifest from `expected`.
+def _faults(snapshot: Path) -> list[str]:
+    """Return what in `snapshot` differs from its manifest, compiled files aside.
 
-    Compiled files don't count: Python writes them beside the modules, and reads only those that are
-    newer than these.
+    Python reads of these only the ones that are newer than their modules.
     """
     try:
         info = os.lstat(snapshot)
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
             return ["it is no folder of yours"]
-        hashes = _hashes(snapshot)
+        recorded = _recorded(snapshot)
     except (OSError, UnreadableFile) as error:
         return [str(error)]
-    if expected is not None and hashes != expected:
-        return ["another version"]
-    found, faults = set(), []
+    found: dict[str, str | None] = {}
     for path in snapshot.rglob("*"):
         name = path.relative_to(snapshot).as_posix()
         is_folder = path.is_dir() and not path.is_symlink()
         if is_folder or "__pycache__" in name.split("/") or name in (MANIFEST, KEPT):
             continue
-        found.add(name)
-        try:
-            as_written = not path.is_symlink() and sha256_file(path) == hashes.get(name)
-        except OSError:
-            as_written = False
-        if not as_written:
-            faults.append(f"{name} is not as written")
-    return faults + [f"{name} is missing" for name in sorted(hashes.keys() - found)]
+        found[name] = None
+        with contextlib.suppress(OSError):
+            found[name] = None if path.is_symlink() else sha256_file(path)
+    names = sorted(found | recorded)
+    return [f"{n} is not as written" for n in names if found.get(n) != recorded.get(n, "")]

@@ -1,8 +1,7 @@
 """status.json: the state of a run, and whether its trainer lives, hangs or is dead.
 
-Global rank 0 keeps it while it holds the run's lock and writes it at every heartbeat; scripts,
-`status` commands and users read it. It is a view: config.json and log.jsonl hold what the run is,
-and nothing resumes from it. No torch here.
+Global rank 0 writes it at every heartbeat while it holds the run's lock. It is a view: nothing
+resumes from it. No torch here.
 """
 
 import os
@@ -44,23 +43,20 @@ Time = Annotated[str, AfterValidator(_check_time)]
 class Status:
     """The content of status.json; times are UTC, ISO 8601.
 
-    `written` and `heartbeat` differ, since a trainer that waits for a collective for ever makes no
-    progress while its process, and the thread that writes this file, live on.
+    A trainer that waits for a collective for ever makes no progress (`heartbeat`) while its
+    process, and the thread that writes this file (`written`), live on.
     """
 
     state: States
     step: int
     steps: int
-    """training.steps."""
     heartbeat: Time
     """The trainer's last sign of progress: a step, or a change of phase."""
     written: Time
-    """When this was written: the process lived then."""
     reason: str = ""
     """Why it is in this state; empty while it runs."""
     phase: Phases = "starting"
     seconds_per_step: float | None = None
-    """None before the launch's first step."""
     world_size: int = 1
     host: str = ""
     pid: int = 0
@@ -114,7 +110,6 @@ class StatusWriter:
             nodes=environ.get("SLURM_JOB_NODELIST"),
             launches=1 if before is None else before.launches + 1,
         )
-        """As it is now; `written` is the time of the last `write`."""
         self._memory = threading.Lock()  # held for microseconds only
         self._disk = threading.Lock()  # one writer at a time: the newest status is written last
 
@@ -125,9 +120,9 @@ class StatusWriter:
 
     def set(self, **values: Any) -> None:
         """Set fields of `Status` by name, in memory alone."""
+        if values.get("phase", "ended") not in get_args(Phases):
+            raise ValueError(f"phase {values['phase']!r}, expected one of {get_args(Phases)}")
         with self._memory:
-            if "phase" in values and values["phase"] not in get_args(Phases):
-                raise ValueError(f"phase {values['phase']!r}, expected one of {get_args(Phases)}")
             self.status = replace(self.status, **values)
 
     def write(self) -> bool:
@@ -157,18 +152,14 @@ def read_status(path: Path) -> Status | None:
     except UnreadableFile as error:
         if error.is_missing:
             return None
-        raise UserError(
-            f"{error}. Expected what the trainer writes; a running one replaces it within seconds, "
-            "else remove it"
-        ) from None
+        raise UserError(f"{error}; a running trainer replaces it, else remove it") from None
 
 
 def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S) -> str:
     """Return "running", "slow", "hung" or "dead" for a running state, else the state.
 
-    Dead: not written for `dead_after_s`. Hung, then slow: at the time of writing the trainer had
-    made no progress for so long, both times by its own clock; `now` is the reader's and matters for
-    dead alone, so a clock that is wrong by less than `dead_after_s` does no harm.
+    Dead: not written for `dead_after_s`, by the reader's clock. Hung, then slow: at the time of
+    writing the trainer had made no progress for so long, by its own clock.
     """
     if status.state != "running":
         return status.state

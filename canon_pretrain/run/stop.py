@@ -1,8 +1,7 @@
 """Requests to stop a launch: signals, a file named STOP, a lost lock.
 
 Each rank polls its own requests between steps; the trainer adds them up over all ranks, so that
-one rank's signal stops all of them after the same step. A poll waits for no disk: a thread looks
-for the file. No torch here.
+one rank's signal stops all of them after the same step. No torch here.
 """
 
 import os
@@ -24,8 +23,7 @@ REASONS = (*(number.name for number in SIGNALS), STOP_FILE, LOST_LOCK)
 class StopRequests:
     """The requests that this process knows of. Used as a context manager, it catches signals.
 
-    `stop_file` and `lost` are global rank 0's. A file older than the launch is a leftover of one
-    that did not live to obey it: `forget_leftover` removes it.
+    `stop_file` and `lost` are global rank 0's.
     """
 
     def __init__(
@@ -49,8 +47,8 @@ class StopRequests:
     def let_through(self, numbers: Iterable[signal.Signals]) -> None:
         """Restore the effect that these signals had before, until they are caught again.
 
-        One that was ignored ends the process, though: a job script that shields torchrun's agent
-        from it (slurm/lib.sh) did not mean this process, which has inherited that.
+        One that was ignored ends the process: slurm/lib.sh shields torchrun's agent from it, and
+        this process has inherited that.
         """
         for number in numbers:
             old = self._old.pop(number)
@@ -68,10 +66,7 @@ class StopRequests:
         self._caught.add(name)
 
     def forget_leftover(self, began: float) -> bool:
-        """Remove a STOP file older than `began`, by the folder's clock; return if there was one.
-
-        `began` is the st_mtime of a file that this launch wrote into the same folder.
-        """
+        """Remove a STOP file older than `began`, by the folder's clock; return if there was one."""
         try:
             if self._stop_file is None or self._stop_file.stat().st_mtime >= began:
                 return False
@@ -81,15 +76,14 @@ class StopRequests:
         return True
 
     def poll(self) -> list[bool]:
-        """Return which of REASONS hold; for the STOP file, what an earlier poll has found."""
+        """Return which of REASONS hold; for the STOP file, what a thread has found since."""
         if self._stop_file is not None:
             self._looking.request()
         return [*(each.name in self._caught for each in SIGNALS), self._is_there, self._lost()]
 
     def _look(self) -> None:
         # os.path: a stale handle of a network disk is no request, and ends no run
-        assert self._stop_file is not None
-        self._is_there = os.path.exists(self._stop_file)
+        self._is_there = self._stop_file is not None and os.path.exists(self._stop_file)
 
     def obeyed(self) -> None:
         """Remove the STOP file, so that the next launch goes on. Raises UserError if it can't."""

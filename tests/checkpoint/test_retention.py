@@ -5,9 +5,6 @@ import itertools
 import json
 import os
 import shutil
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,22 +90,8 @@ def test_the_newest_stay(run: Path) -> None:
     assert retention(run, 2).apply().deleted == []
 
 
-def test_keep_0_touches_nothing(run: Path) -> None:
-    flip_byte(folder_of(run).step_path(50) / "__0_0.distcp")
-    before = contents(run)
-    outcome = retention(run, 0).apply()
-    assert outcome.deleted == [] and outcome.bad == {}
-    assert contents(run) == before
-
-
-@pytest.mark.parametrize("options", [{"keep": -1}, {"keep": 1, "max_held": -1}])
-def test_negative_numbers_are_refused(run: Path, options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="-1"):
-        retention(run, **options)
-
-
-@pytest.mark.parametrize("keep", [1, 2, 4])
-@pytest.mark.parametrize("name", ["__0_0.distcp", "more/__1_0.distcp", "manifest.json"])
+@pytest.mark.parametrize("keep", [1, 4])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])
 def test_a_broken_newest_costs_no_good_one(run: Path, keep: int, name: str) -> None:
     flip_byte(folder_of(run).step_path(50) / name)
     before = contents(folder_of(run).step_path(50))
@@ -129,14 +112,6 @@ def test_too_few_good_ones_and_nothing_is_deleted(run: Path) -> None:
     assert (outcome.kept, outcome.deleted, list(outcome.bad)) == ([10, 20], [], [30, 40, 50])
     assert outcome.weights_only == [5]
     assert kinds(run) == {5: "weights", 10: "full", 20: "full"}
-
-
-def test_weights_alone_never_count(run: Path) -> None:
-    for step in (60, 70):
-        make_step(folder_of(run).path, step, "weights")
-        hold(run, step, "test")
-    outcome = retention(run, 2).apply()
-    assert (outcome.kept, outcome.weights_only) == ([40, 50], [60, 70])
 
 
 def test_strays_and_links_are_left_alone(run: Path, tmp_path: Path) -> None:
@@ -178,27 +153,6 @@ def test_a_trusted_step_that_was_touched_is_read(run: Path) -> None:
     flip_byte(folder_of(run).step_path(50) / "__0_0.distcp")
     outcome = kept.apply()
     assert (outcome.kept, list(outcome.bad)) == ([40], [50])
-
-
-def test_trust_of_a_step_that_is_not_there_proves_nothing(run: Path) -> None:
-    kept = retention(run, 1)
-    kept.trust(60)
-    make_step(folder_of(run).path, 60)
-    flip_byte(folder_of(run).step_path(60) / "__0_0.distcp")
-    assert list(kept.apply().bad) == [60]
-
-
-def test_a_step_saved_meanwhile_is_not_touched(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sha256_file = manifest_module.sha256_file
-
-    def save_too(path: Path) -> str:
-        if not folder_of(run).step_path(60).exists():
-            make_step(folder_of(run).path, 60)
-        return sha256_file(path)
-
-    monkeypatch.setattr(manifest_module, "sha256_file", save_too)
-    assert retention(run, 1).apply().kept == [50]
-    assert list(kinds(run)) == [50, 60]
 
 
 # ---- what is held
@@ -273,21 +227,6 @@ def test_a_hold_that_comes_while_hashes_are_read_is_respected(
     assert kept.apply().stripped == [40]
 
 
-def test_plan_moves_nothing_and_foretells_apply(run: Path) -> None:
-    for step in (10, 20):
-        hold(run, step, "test")
-    flip_byte(folder_of(run).step_path(50) / "__0_0.distcp")
-    before = sorted(run.rglob("*"))
-    plan = retention(run, 1, max_held=1).plan()
-    assert sorted(run.rglob("*")) == before
-    outcome = retention(run, 1, max_held=1).apply()
-    assert plan.kept == outcome.kept == [40]
-    assert plan.deleted == outcome.deleted == [10, 30]
-    assert plan.over_bound == outcome.over_bound == [10]
-    assert plan.stripped == outcome.stripped == [20]
-    assert plan.bad == outcome.bad
-
-
 # ---- faults in the middle
 
 
@@ -356,12 +295,10 @@ def flip_byte_in_place(path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-@pytest.mark.parametrize("wrong", ["nothing", "full", "another step", "short"])
+@pytest.mark.parametrize("wrong", ["nothing", "another step", "short"])
 def test_what_strip_writes_is_looked_at_before_the_full_one_goes(run: Path, wrong: str) -> None:
     def strip(checkpoint: Path, temporary: Path) -> None:
-        if wrong == "full":
-            make_step(temporary.parent, 10, "full", name=temporary.name)
-        elif wrong == "another step":
+        if wrong == "another step":
             make_step(temporary.parent, 11, "weights", name=temporary.name)
         elif wrong == "short":
             make_step(temporary.parent, 10, "weights", name=temporary.name)
@@ -374,33 +311,6 @@ def test_what_strip_writes_is_looked_at_before_the_full_one_goes(run: Path, wron
     assert folder_of(run).unfinished() == []
 
 
-def test_what_a_killed_strip_left_is_no_obstacle(run: Path) -> None:
-    hold(run, 10, "test")
-    make_step(folder_of(run).path, 10, name=".saving-step-10")
-    assert retention(run, 2).apply().stripped == [10]
-
-
-def test_a_failed_deletion_is_told_and_the_others_go_on(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rmtree = shutil.rmtree
-
-    def refuse(path: Path) -> None:
-        if "step-20" in path.name:
-            raise OSError(16, "Device or resource busy")
-        rmtree(path)
-
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    outcome = retention(run, 2).apply()
-    assert outcome.deleted == [10, 20, 30]  # step 20 has lost its name at least
-    (error,) = outcome.errors
-    assert "step 20" in error and "busy" in error
-    assert kinds(run) == {40: "full", 50: "full"}
-    monkeypatch.undo()
-    folder_of(run).recover()
-    assert folder_of(run).leftovers() == []
-
-
 def test_where_holds_can_not_be_read_nothing_goes(run: Path) -> None:
     def holds() -> set[int]:
         raise OSError(5, "Input/output error")
@@ -410,45 +320,14 @@ def test_where_holds_can_not_be_read_nothing_goes(run: Path) -> None:
     assert list(kinds(run)) == STEPS
 
 
-def test_two_threads_take_turns(run: Path) -> None:
-    kept = retention(run, 2)
-    inside = []
-    plan: Callable[[], object] = kept.plan
-
-    def counted() -> object:
-        inside.append(1)
-        time.sleep(0.02)
-        assert len(inside) == 1
-        result = plan()
-        inside.pop()
-        return result
-
-    kept.plan = counted  # type: ignore[method-assign, assignment]
-    outcomes = []
-    threads = [threading.Thread(target=lambda: outcomes.append(kept.apply())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(step for outcome in outcomes for step in outcome.deleted) == [10, 20, 30]
-    assert all(outcome.errors == [] for outcome in outcomes)
-    assert Manifest.read(folder_of(run).step_path(50)).kind == "full"
-
-
 ODD = {
     "infinity": lambda record: record | {"step": float("inf")},
-    "world size": lambda record: record | {"world_size": float("nan")},
     "nul": lambda record: record | {"files": {"a\0b": {"bytes": 1, "sha256": "0"}}},
-    "surrogate": lambda record: record | {"files": {"\ud800": {"bytes": 1, "sha256": "0"}}},
     "long name": lambda record: record | {"files": {"x" * 300: {"bytes": 1, "sha256": "0"}}},
-    "long path": lambda record: record | {"files": {"x/" * 3000: {"bytes": 1, "sha256": "0"}}},
-    "no files": lambda record: record | {"files": None},
-    "huge": lambda record: record | {"step": 10**30},
-    "list": lambda record: [record],
 }
 
 
-@pytest.mark.parametrize("odd", [*ODD, "deep", "fifo", "device", "latin-1"])
+@pytest.mark.parametrize("odd", [*ODD, "deep", "fifo"])
 def test_an_odd_manifest_goes_to_quarantine_and_the_others_are_pruned(run: Path, odd: str) -> None:
     """Issue 17, item 19: it ended the retention thread, and nine were kept of two."""
     path = run / "checkpoint" / "step-50" / "manifest.json"
@@ -456,11 +335,9 @@ def test_an_odd_manifest_goes_to_quarantine_and_the_others_are_pruned(run: Path,
         path.write_text(json.dumps(ODD[odd](json.loads(path.read_text()))))
     elif odd == "deep":
         path.write_bytes(b"[" * 100_000)
-    elif odd == "latin-1":
-        path.write_bytes(path.read_bytes() + b"\xe9")
     else:
         path.unlink()
-        path.symlink_to("/dev/zero") if odd == "device" else os.mkfifo(path)
+        os.mkfifo(path)
     outcome = retention(run, 2).apply()
     assert list(outcome.bad) == [50] and not outcome.errors
     assert outcome.kept == [30, 40] and outcome.deleted == [10, 20]

@@ -134,7 +134,7 @@ def test_a_moved_sweep_trains_where_it_is(
         (("--configs", DEBUG, "--lr", "fast"), "--lr fast"),
         (("--configs", DEBUG, "--seeds", "1.5"), "--seeds 1.5"),
         (("--configs", DEBUG, "--seeds", str(1 << 63)), "2**63 - 1"),
-        (("--configs", "none.toml"), "none.toml does not exist"),
+        (("--configs", "none.toml"), "none.toml is missing"),
         (("--configs", DEBUG, "--seed_of", "data"), "--seed_of data needs --seeds"),
         ((*GRID, "--optimizer.lr", "1"), "--optimizer.lr: the sweep sets this of each run"),
         ((*GRID, "--data.data-seed=3"), "by --seeds"),

@@ -9,7 +9,6 @@ import pytest
 
 from canon_pretrain.core.files import (
     UnreadableFile,
-    create_file,
     read_json,
     read_lines,
     rename,
@@ -41,13 +40,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == b"old"
 
 
-def test_a_private_file_is_its_users_alone(tmp_path: Path) -> None:
-    with create_file(tmp_path / "a", mode=0o600) as file:
-        file.write(b"x")
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT, errno.ESTALE])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
 def test_a_rename_whose_reply_is_lost_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -85,16 +78,11 @@ def test_a_rename_that_fails_is_an_error_though_the_target_is_there(
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
         b"\xff\xfe\x00",
         b"{",
         b"[1]",
-        b"null",
-        b'{"a": Infinity}',
         b'{"a": NaN}',
         b'{"a": 1e999}',
-        b'{"a": 1%s}' % (b"0" * 5000),
-        b"[" * 200_000,
         b'{"a": ' * 200_000,
         b'{"a": "' + b"x" * (1 << 10) + b'"}',
     ],

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.holder import LOCK_BYTES, Holder, content_of
+from canon_pretrain.core.holder import Holder, content_of
 from canon_pretrain.core.link_lock import LinkLock, claim_of, live_holder, read_holder
 from canon_pretrain.run.status import StatusWriter, read_status
 from tests import checkpoint_folders
@@ -24,12 +23,8 @@ from tests.support import ROOT
 
 BEAT_S = 0.05
 # an expiry of 100 beats: on a busy machine a live holder may miss some
-FAST: dict[str, Any] = {
-    "heartbeat_s": BEAT_S,
-    "settle_s": 0.01,
-    "expiry_s": 5.0,
-    "way_out": "the way out",
-}
+FAST: dict[str, Any] = {"heartbeat_s": BEAT_S, "expiry_s": 5.0, "way_out": "the way out"}
+QUIET = FAST | {"say": lambda message: None}
 ELSEWHERE = "another-boot/pid:[1]/1"
 
 # Acquires as it is told, says how that went, then obeys one word a line. With `slow`, it dawdles at
@@ -98,10 +93,7 @@ class Launch:
             text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
         )
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+        self.pid = self.process.pid
 
     def send(self, *words: object) -> None:
         assert self.process.stdin is not None
@@ -119,13 +111,12 @@ class Launch:
     def acquire(self, path: Path, boot: str | None = None, **options: object) -> dict[str, Any]:
         return self.ask("acquire", str(path), 0, False, boot, FAST | options)
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+
+Start = Callable[..., Launch]
 
 
 @pytest.fixture
-def launch() -> Iterator[Callable[..., Launch]]:
+def launch() -> Iterator[Start]:
     """Starts launches, and ends them when the test does."""
     launches: list[Launch] = []
 
@@ -135,7 +126,8 @@ def launch() -> Iterator[Callable[..., Launch]]:
 
     yield start
     for each in launches:
-        each.close()
+        each.process.kill()
+        each.process.communicate()
 
 
 @pytest.fixture
@@ -150,15 +142,14 @@ def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def beats(path: Path) -> int:
-    holder = read_holder(path)
-    assert holder is not None
-    return holder.beats
+def wait_for_beats(path: Path, count: int = 2, seconds: float = 10.0) -> None:
+    times: set[int] = set()
+    wait_until(lambda: times.add(path.stat().st_mtime_ns) or len(times) > count, seconds * count)
 
 
 def stale(path: Path, age_s: float = 0.0, **changes: Any) -> Holder:
     """Leave the lock of a launch that will never beat again; it is of another machine."""
-    holder = replace(Holder.of_this_process(), host="n9", pid=77, boot=ELSEWHERE, beats=3)
+    holder = replace(Holder.of_this_process(), host="n9", pid=77, boot=ELSEWHERE)
     holder = replace(holder, **changes)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content_of(holder))
@@ -166,19 +157,15 @@ def stale(path: Path, age_s: float = 0.0, **changes: Any) -> Holder:
     return holder
 
 
-def test_the_second_launch_is_refused_with_both_names(
-    path: Path, launch: Callable[..., Launch]
-) -> None:
+def test_the_second_launch_is_refused_with_both_names(path: Path, launch: Start) -> None:
     first, second = launch(SLURM_JOB_ID="41"), launch()
     assert first.acquire(path)["held"]
     answer = second.acquire(path)
     assert not answer["held"]
     for part in (f"pid {first.pid}", "Slurm job 41 (restart 0)", f"pid {second.pid}", "way out"):
         assert part in answer["message"]
-    assert f"pid {first.pid}" in answer["said"][0] and "5.0 s at most" in answer["said"][0]
     live = live_holder(path)
     assert live is not None and live.pid == first.pid
-    # the first goes on as if nothing had been, and ends when it likes
     assert first.ask("lost") == {"lost": False, "still_ours": True, "said": []}
     first.ask("release")
     assert os.listdir(path.parent) == []
@@ -186,7 +173,7 @@ def test_the_second_launch_is_refused_with_both_names(
     assert second.acquire(path)["said"] == []
 
 
-def test_kill_9_on_this_machine_is_seen_at_once(path: Path, launch: Callable[..., Launch]) -> None:
+def test_kill_9_on_this_machine_is_seen_at_once(path: Path, launch: Start) -> None:
     first, second = launch(), launch()
     assert first.acquire(path)["held"]
     os.kill(first.pid, signal.SIGKILL)
@@ -202,14 +189,12 @@ def test_kill_9_on_this_machine_is_seen_at_once(path: Path, launch: Callable[...
 def test_a_pid_that_was_given_away_again_is_not_the_holder(path: Path) -> None:
     ours = Holder.of_this_process()
     assert ours.boot is not None
-    older = f"{ours.boot.rpartition('/')[0]}/1"
-    stale(path, host=ours.host, pid=os.getpid(), boot=older)
+    stale(path, host=ours.host, pid=os.getpid(), boot=f"{ours.boot.rpartition('/')[0]}/1")
     assert live_holder(path) is None
-    LinkLock.acquire(path, settle_s=0.0, say=lambda message: None).release()
 
 
 def test_a_silent_holder_elsewhere_is_replaced_after_the_expiry_only(
-    path: Path, launch: Callable[..., Launch]
+    path: Path, launch: Start
 ) -> None:
     first = launch()
     assert first.acquire(path, boot=ELSEWHERE)["held"]
@@ -218,28 +203,24 @@ def test_a_silent_holder_elsewhere_is_replaced_after_the_expiry_only(
     began = time.monotonic()
     lock = LinkLock.acquire(path, **FAST | {"expiry_s": 0.8}, say=messages.append)
     assert 0.8 <= time.monotonic() - began < 5.0
-    assert "waiting for a sign of life, 0.8 s at most" in messages[0]
-    assert "took over" in messages[1] and "no heartbeat in 0.8 s" in messages[1]
-    assert f"pid {first.pid}" in messages[1]
+    assert "took over" in messages[1] and f"pid {first.pid}" in messages[1]
     # it learns it when it looks, and leaves what is not its own
     assert first.ask("lost")["still_ours"] is False
     first.ask("release")
-    assert read_holder(path) is not None and lock.still_ours()
+    assert lock.still_ours()
     lock.release()
 
 
-def test_a_beating_holder_elsewhere_is_left_alone_whatever_its_clock_says(
-    path: Path, launch: Callable[..., Launch]
+def test_a_beating_holder_elsewhere_is_safe_whatever_its_clock_says(
+    path: Path, launch: Start
 ) -> None:
     first = launch()
     assert first.acquire(path, boot=ELSEWHERE, heartbeat_s=1.0)["held"]
-    before = beats(path)
     began = time.monotonic()
     os.utime(path, (0, 0))  # it seems to have been silent since 1970: a short wait, still a wait
     with pytest.raises(UserError, match=f"in use by another launch .*pid {first.pid}"):
         LinkLock.acquire(path, heartbeat_s=1.0, say=lambda message: None)
     assert time.monotonic() - began < 2.0
-    assert beats(path) > before
     assert first.ask("lost")["lost"] is False
 
 
@@ -247,49 +228,35 @@ def test_what_is_long_silent_by_the_file_servers_clock_is_waited_for_less(path: 
     stale(path, age_s=3600)
     assert live_holder(path) is None
     began = time.monotonic()
-    messages: list[str] = []
-    LinkLock.acquire(path, **FAST | {"expiry_s": 60.0}, say=messages.append).release()
+    LinkLock.acquire(path, **QUIET | {"expiry_s": 60.0}).release()
     assert 2 * BEAT_S <= time.monotonic() - began < 5.0
-    assert "silent for 3600" in messages[0] and "0.1 s at most" in messages[0]
-
-
-def test_a_requeued_job_takes_over_from_its_former_start_though_that_lives(
-    path: Path, launch: Callable[..., Launch]
-) -> None:
-    first = launch(SLURM_JOB_ID="5", SLURM_RESTART_COUNT="1")
-    second = launch(SLURM_JOB_ID="5", SLURM_RESTART_COUNT="2")
-    # its heartbeat comes after the takeover is long done
-    assert first.acquire(path, boot=ELSEWHERE, heartbeat_s=0.5)["held"]
-    answer = second.acquire(path)
-    assert answer["held"] and "restart 2 of the same Slurm job" in answer["said"][0]
-    wait_until(lambda: first.ask("lost")["lost"])
-    assert "no longer ours" in first.ask("lost")["said"][-1]
-    first.ask("release")
-    before = beats(path)
-    wait_until(lambda: beats(path) > before + 2)
-    holder = read_holder(path)
-    assert holder is not None and holder.id == answer["id"]
-    assert os.listdir(path.parent) == ["lock.json"]
-    assert second.ask("lost")["lost"] is False
 
 
 @pytest.mark.parametrize(
-    ("job", "count"), [("5", "2"), ("5", "1"), ("6", "9")], ids=["equal", "lower", "another job"]
+    ("job", "count", "takes_over"), [("5", "3", True), ("5", "2", False), ("6", "9", False)]
 )
-def test_no_other_start_takes_over_from_a_live_one(
-    path: Path, launch: Callable[..., Launch], job: str, count: str
+def test_only_a_later_start_of_the_same_job_takes_over_from_a_live_one(
+    path: Path, launch: Start, job: str, count: str, takes_over: bool
 ) -> None:
     first = launch(SLURM_JOB_ID="5", SLURM_RESTART_COUNT="2")
-    assert first.acquire(path, boot=ELSEWHERE)["held"]
     second = launch(SLURM_JOB_ID=job, SLURM_RESTART_COUNT=count)
-    assert "Slurm job 5 (restart 2)" in second.acquire(path)["message"]
-    assert first.ask("lost")["lost"] is False
+    # its heartbeat comes after the takeover is long done
+    assert first.acquire(path, boot=ELSEWHERE, heartbeat_s=0.5)["held"]
+    answer = second.acquire(path, heartbeat_s=0.5)
+    assert answer["held"] is takes_over
+    if not takes_over:
+        assert first.ask("lost")["lost"] is False
+        return
+    wait_until(lambda: first.ask("lost")["lost"])
+    first.ask("release")
+    holder = read_holder(path)
+    assert holder is not None and holder.id == answer["id"]
+    assert os.listdir(path.parent) == ["lock.json"]
+    assert second.ask("lost")["still_ours"] is True
 
 
 @pytest.mark.parametrize("kind", ["free", "stale", "stale and slow"])
-def test_of_launches_that_race_exactly_one_wins(
-    path: Path, launch: Callable[..., Launch], kind: str
-) -> None:
+def test_of_launches_that_race_exactly_one_wins(path: Path, launch: Start, kind: str) -> None:
     racers = [launch() for _ in range(4)]
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -316,8 +283,9 @@ def test_of_launches_that_race_exactly_one_wins(
 
 @pytest.mark.parametrize("between_s", [0.0, 0.3])
 def test_a_lock_that_is_let_go_while_another_waits_is_taken(
-    path: Path, launch: Callable[..., Launch], between_s: float
+    path: Path, launch: Start, between_s: float
 ) -> None:
+    """Also by a launch that looks between the two steps of letting go."""
     first, second = launch(), launch()
     assert first.acquire(path, boot=ELSEWHERE, heartbeat_s=60.0)["held"]
     second.send("acquire", str(path), 0, False, None, FAST | {"expiry_s": 60.0})
@@ -333,14 +301,9 @@ def test_a_launch_that_was_stopped_while_it_took_over_gives_up(
     """Another may have counted it as dead meanwhile, and have taken over too."""
     stale(path, age_s=3600)
     replace_file = os.replace
-
-    def slow(*arguments: Any) -> None:
-        time.sleep(0.4)
-        replace_file(*arguments)
-
-    monkeypatch.setattr(os, "replace", slow)
+    monkeypatch.setattr(os, "replace", lambda *names: (time.sleep(0.4), replace_file(*names)))
     with pytest.raises(UserError, match="was stopped for .* start it again"):
-        LinkLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=lambda message: None)
+        LinkLock.acquire(path, **QUIET | {"expiry_s": 0.3})
 
 
 def test_a_launch_killed_while_it_took_over_is_taken_over_from(path: Path) -> None:
@@ -349,66 +312,41 @@ def test_a_launch_killed_while_it_took_over_is_taken_over_from(path: Path) -> No
     second = replace(first, id="b" * 32, pid=78)
     claim_of(path, first.id).write_bytes(content_of(second))
     assert read_holder(path) == second
-    messages: list[str] = []
-    lock = LinkLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=messages.append)
-    assert "pid 78" in messages[0]
-    assert os.listdir(path.parent) == ["lock.json"]
-    assert read_holder(path) is not None and lock.still_ours()
+    lock = LinkLock.acquire(path, **QUIET | {"expiry_s": 0.3})
+    assert os.listdir(path.parent) == ["lock.json"] and lock.still_ours()
     lock.release()
 
 
-def test_a_holder_that_was_stopped_never_writes_over_the_next_one(
-    path: Path, launch: Callable[..., Launch]
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_holder_that_was_stopped_and_taken_over_has_lost(
+    path: Path, launch: Start, has_ended: bool
 ) -> None:
-    first = launch()
-    assert first.acquire(path, boot=ELSEWHERE)["held"]
-    os.kill(first.pid, signal.SIGSTOP)
-    lock = LinkLock.acquire(path, **FAST | {"expiry_s": 0.5}, say=lambda message: None)
-    os.kill(first.pid, signal.SIGCONT)
-    # the very first thing that it does may be to ask before it saves
-    assert first.ask("lost")["still_ours"] is False
-    wait_until(lambda: first.ask("lost")["lost"])
-    before = beats(path)
-    wait_until(lambda: beats(path) > before + 3)
-    assert not lock.lost and read_holder(path) == replace(
-        lock.holder, beats=beats(path), heartbeat=read_holder(path).heartbeat
-    )
-    lock.release()
-
-
-def test_a_holder_that_slept_until_its_successor_had_ended_has_lost(
-    path: Path, launch: Callable[..., Launch]
-) -> None:
-    """Issue 17, item 13: the successor has released, so that lock.json is missing; the first look
-    after SIGCONT says that it is not ours, and nothing is written from then on."""
+    """Also if the successor has released the lock by then, so that lock.json is missing."""
     first = launch()
     assert first.acquire(path, boot=ELSEWHERE, expiry_s=0.5)["held"]
     os.kill(first.pid, signal.SIGSTOP)
-    LinkLock.acquire(path, **FAST | {"expiry_s": 0.5}, say=lambda message: None).release()
-    assert os.listdir(path.parent) == []
-    first.send("may_write")
+    lock = LinkLock.acquire(path, **QUIET | {"expiry_s": 0.5})
+    if has_ended:
+        lock.release()
+    first.send("may_write")  # the very first thing that it does may be to ask
     os.kill(first.pid, signal.SIGCONT)
     assert first.answer()["may_write"] is False
-    assert first.ask("lost")["lost"]
+    wait_until(lambda: first.ask("lost")["lost"])
     first.ask("release")
-    assert os.listdir(path.parent) == []
+    assert os.listdir(path.parent) == ([] if has_ended else ["lock.json"])
+    assert has_ended or lock.still_ours()
+    lock.release()
 
 
 def test_a_file_that_is_gone_loses_the_lock_at_the_second_beat(path: Path) -> None:
-    messages: list[str] = []
-    lock = LinkLock.acquire(path, **FAST, say=messages.append)
-    path.rename(path.with_name("aside"))
-    wait_until(lambda: lock.lost)
-    assert "the file is gone" in messages[0]
-    lock.release()
-    # once is no proof: it may be a mount that comes back
-    path.unlink(missing_ok=True)
-    lock = LinkLock.acquire(path, heartbeat_s=60.0, say=messages.append)
-    path.rename(path.with_name("aside"))
+    """Once is no proof: it may be a mount that comes back."""
+    lock = LinkLock.acquire(path, **QUIET | {"heartbeat_s": 60.0, "expiry_s": 60.0})
+    aside = path.with_name("aside")
+    path.rename(aside)
     lock._beat()
-    path.with_name("aside").rename(path)
+    aside.rename(path)
     lock._beat()
-    path.rename(path.with_name("aside"))
+    path.rename(aside)
     lock._beat()
     assert not lock.lost and not lock.still_ours(), "missing, it is nobody's"
     lock._beat()
@@ -416,15 +354,13 @@ def test_a_file_that_is_gone_loses_the_lock_at_the_second_beat(path: Path) -> No
     lock.release()
 
 
-@pytest.mark.parametrize("content", [b"", b'{"id": "x"', b"[]", b"\0" * LOCK_BYTES])
+@pytest.mark.parametrize("content", [b"", b'{"id": "x"'])
 def test_a_damaged_lock_expires_like_any_other(path: Path, content: bytes) -> None:
     path.parent.mkdir()
     path.write_bytes(content)
     holder = read_holder(path)
     assert holder is not None and holder.host == "unknown" and live_holder(path) == holder
-    messages: list[str] = []
-    lock = LinkLock.acquire(path, **FAST | {"expiry_s": 0.3}, say=messages.append)
-    assert "0.3 s at most" in messages[0] and "host unknown" in messages[1]
+    lock = LinkLock.acquire(path, **QUIET | {"expiry_s": 0.3})
     # damage while we hold it proves nothing against us, and the next beat writes it anew
     path.write_bytes(content)
     wait_until(lock.still_ours)
@@ -448,14 +384,10 @@ def test_release_twice_or_in_a_child_harms_nobody(path: Path) -> None:
 
 def test_every_beat_calls_the_hook_until_the_lock_is_lost(path: Path) -> None:
     calls: list[int] = []
-    lock = LinkLock.acquire(path, **FAST, say=lambda m: None, on_beat=lambda: calls.append(1))
+    lock = LinkLock.acquire(path, **QUIET, on_beat=lambda: calls.append(1))
     wait_until(lambda: len(calls) >= 3)
     stale(path)
-    wait_until(lambda: lock.lost)
-    wait_until(lambda: not any(thread.is_alive() for thread in lock._threads))
-    count = len(calls)
-    time.sleep(3 * BEAT_S)
-    assert len(calls) == count
+    wait_until(lambda: lock.lost and not any(thread.is_alive() for thread in lock._threads))
     lock.release()
     assert read_holder(path) is not None
 
@@ -463,8 +395,7 @@ def test_every_beat_calls_the_hook_until_the_lock_is_lost(path: Path) -> None:
 def test_a_hook_that_hangs_does_not_cost_the_lock(path: Path) -> None:
     lock = LinkLock.acquire(path, **FAST, on_beat=lambda: time.sleep(1.0))
     time.sleep(BEAT_S)
-    before = beats(path)
-    wait_until(lambda: beats(path) >= before + 4, seconds=2.0)  # it would be four seconds
+    wait_for_beats(path, 4, seconds=0.5)  # it would be four seconds
     lock.release()
 
 
@@ -474,9 +405,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
-def test_a_full_disk_costs_neither_the_lock_nor_the_run(
-    small_disk: Path, launch: Callable[..., Launch]
-) -> None:
+def test_a_full_disk_costs_neither_the_lock_nor_the_run(small_disk: Path, launch: Start) -> None:
     path, status_file = small_disk / "lock.json", small_disk / "status.json"
     writer = StatusWriter(status_file, steps=9, world_size=1)
     results: list[bool] = []
@@ -485,8 +414,8 @@ def test_a_full_disk_costs_neither_the_lock_nor_the_run(
     filler = checkpoint_folders.fill(small_disk)
     writer.progress(step=7)
     results.clear()
-    before = beats(path)
-    wait_until(lambda: beats(path) > before + 3 and False in results)
+    wait_for_beats(path)
+    wait_until(lambda: False in results)
     assert lock.failures == 0 and not lock.lost
     status = read_status(status_file)
     assert status is not None and status.step == 0, "the old file stays whole"
@@ -503,23 +432,21 @@ def test_a_full_disk_costs_neither_the_lock_nor_the_run(
     assert not path.exists() and not claim_of(path, lock.holder.id).exists()
 
 
-def test_where_a_beat_cannot_be_written_the_time_of_the_file_shows_it(path: Path) -> None:
-    """As on a copy-on-write file system that is full. Here: no file may grow beyond 0 bytes."""
+def test_a_heartbeat_that_fails_is_reported_once_and_costs_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     messages: list[str] = []
     lock = LinkLock.acquire(path, **FAST, say=messages.append)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        wait_until(lambda: lock.failures > 0)
-        before, mtime = beats(path), path.stat().st_mtime_ns
-        wait_until(lambda: lock.failures > 4)
-        assert beats(path) == before and path.stat().st_mtime_ns > mtime
-        seen = len(messages)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert seen == 1 and "File too large" in messages[0], "said once, not at every beat"
-    wait_until(lambda: lock.failures == 0 and beats(path) > before)
-    assert not lock.lost
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "utime", refuse)
+        wait_until(lambda: lock.failures > 3)
+    assert len(messages) == 1 and "injected" in messages[0]
+    wait_until(lambda: lock.failures == 0)
+    assert not lock.lost and lock.still_ours()
     lock.release()
 
 
@@ -532,10 +459,10 @@ def test_without_hard_links_the_lock_holds_as_well(
     monkeypatch.setattr(os, "link", no_links)
     lock = LinkLock.acquire(path, **FAST)
     with pytest.raises(UserError, match="in use by another launch"):
-        LinkLock.acquire(path, **FAST, say=lambda message: None)
+        LinkLock.acquire(path, **QUIET)
     lock.release()
     stale(path, age_s=3600)
-    lock = LinkLock.acquire(path, **FAST, say=lambda message: None)
+    lock = LinkLock.acquire(path, **QUIET)
     assert os.listdir(path.parent) == ["lock.json"]
     lock.release()
     assert os.listdir(path.parent) == []

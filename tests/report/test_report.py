@@ -406,7 +406,7 @@ def test_refuses_what_is_no_run_or_damaged(run: RunFolder, tmp_path: Path) -> No
     run.log_file.write_text('{"event": "step", "step": 1}\n')
     assert f"{run.log_file} is damaged" in refused([run.path])
     run.log_file.unlink()
-    assert f"{run.path} has no log: log.jsonl is missing" in refused([run.path])
+    assert f"{run.log_file} is missing" in refused([run.path])
     run.config_file.write_text("[]")
     assert f"{run.config_file} is damaged" in refused([run.path])
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run.config import build, merge, read_experiment, suggest, to_toml
+from canon_pretrain.run.config import build, read_experiment, to_toml
 
 
 @dataclass
@@ -48,12 +48,6 @@ def test_extends_merges_key_by_key_and_the_later_file_wins(tmp_path: Path) -> No
     }
 
 
-def test_merge_leaves_its_arguments_alone() -> None:
-    base, over = {"a": {"b": 1}}, {"a": {"c": 2}}
-    assert merge(base, over) == {"a": {"b": 1, "c": 2}}
-    assert (base, over) == ({"a": {"b": 1}}, {"a": {"c": 2}})
-
-
 def test_a_circle_of_extends_is_named(tmp_path: Path) -> None:
     write(tmp_path, "a.toml", 'extends = "b.toml"')
     write(tmp_path, "b.toml", 'extends = "a.toml"')
@@ -64,7 +58,8 @@ def test_a_circle_of_extends_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('extends = "gone.toml"', r"gone\.toml does not exist \(named by `extends` in .*top\.toml"),
+        ('extends = "gone.toml"', r"gone\.toml is missing \(named by `extends` in .*top\.toml"),
+        ('extends = "."', "cannot be read: Is a directory"),
         ("extends = 3", "`extends` must be a path or a list of paths, not 3"),
         ("[training\n", r"top\.toml is not valid TOML"),
     ],
@@ -72,13 +67,6 @@ def test_a_circle_of_extends_is_named(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_experiment(write(tmp_path, "top.toml", text))
-
-
-def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist$"):
-        read_experiment(tmp_path / "none.toml")
-    with pytest.raises(UserError, match="is a folder"):
-        read_experiment(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -89,15 +77,10 @@ def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
         ({"training": {"zzz": 1}}, r"'training\.zzz': known are: kind, lr, name, on, parts, steps"),
         ({"training": 3}, r"'training' is a section, written \[training\]"),
         ({"training": {"steps": "5"}}, "'training.steps' = '5': "),
-        ({"training": {"steps": 1.5}}, "= 1.5: .* valid integer"),
         ({"training": {"steps": True}}, "= True: .* valid integer"),
-        ({"training": {"lr": True}}, "valid number"),
         ({"training": {"on": 1}}, "valid boolean"),
         ({"training": {"kind": "c"}}, "'a' or 'b'"),
-        ({"training": {"parts": "a"}}, "valid list"),
         ({"training": {"parts": [1]}}, "valid string"),
-        ({"training": {"name": ["a"]}}, "valid string"),
-        ({"training": {"name": {}}}, "valid string"),
     ],
 )
 def test_wrong_keys_and_types_are_refused(values: dict, message: str) -> None:
@@ -108,11 +91,6 @@ def test_wrong_keys_and_types_are_refused(values: dict, message: str) -> None:
 def test_right_types_are_taken_as_they_are() -> None:
     values = {"steps": 3, "lr": 2, "name": "x", "kind": "b", "parts": ["p"], "on": True}
     assert build(Outer, {"training": values}, source="f.toml") == Outer(Inner(**values))
-
-
-def test_suggest_names_the_nearest_or_all() -> None:
-    assert suggest("stepz", ["steps", "lr"]) == "did you mean 'steps'?"
-    assert suggest("qqq", ["steps", "lr"]) == "known are: lr, steps"
 
 
 @pytest.mark.parametrize("kind", ["deep", "dotted", "latin-1", "fifo", "large"])

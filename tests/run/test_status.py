@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -26,13 +25,8 @@ def writer_of(path: Path, **environ: str) -> StatusWriter:
 
 
 def test_what_is_written_is_read(path: Path) -> None:
-    writer = writer_of(
-        path,
-        SLURM_JOB_ID="7",
-        SLURM_RESTART_COUNT="3",
-        SLURM_JOB_NODELIST="n[1-2]",
-        SLURMD_NODENAME="n2",
-    )
+    job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3", "SLURM_JOB_NODELIST": "n[1-2]"}
+    writer = writer_of(path, **job, SLURMD_NODENAME="n2")
     assert read_status(path) is None, "making one writes nothing"
     writer.set(checkpoint_step=20, checkpoint_saved="then", weights_only=[10], skipped_steps=1)
     writer.progress(step=21, phase="training", seconds_per_step=0.5)
@@ -46,21 +40,10 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert (status.host, status.pid, status.job_id) == ("n2", os.getpid(), "7")
     assert (status.restart_count, status.nodes, status.launches) == (3, "n[1-2]", 1)
     assert (status.checkpoint_step, status.weights_only, status.skipped_steps) == (20, [10], 1)
-
-
-def test_progress_moves_the_heartbeat_and_writing_does_not(path: Path) -> None:
-    writer = writer_of(path)
-    writer.progress(step=1, phase="training", seconds_per_step=2.0)
-    before = writer.status
     time.sleep(0.01)
-    writer.set(checkpoint_failures=1)
     writer.write()
-    after = writer.status
-    assert after.heartbeat == before.heartbeat and after.written > before.written
-    time.sleep(0.01)
-    writer.progress(phase="saving")
-    assert writer.status.heartbeat > after.heartbeat
-    assert (writer.status.step, writer.status.seconds_per_step) == (1, 2.0)
+    assert writer.status.heartbeat == status.heartbeat and writer.status.written > status.written
+    assert writer_of(path.parent / "gone" / "status.json").write() is False, "it ends nothing"
 
 
 def test_launches_are_counted_and_all_else_begins_anew(path: Path) -> None:
@@ -80,66 +63,12 @@ def test_the_end_is_written_at_once_and_a_failure_stays(path: Path) -> None:
     assert writer.end("stopped", "SIGTERM", 5)
     status = read_status(path)
     assert status is not None
-    assert (status.state, status.reason, status.step, status.phase) == (
-        "stopped",
-        "SIGTERM",
-        5,
-        "ended",
-    )
+    found = (status.state, status.reason, status.step, status.phase)
+    assert found == ("stopped", "SIGTERM", 5, "ended")
     writer.end("failed", "OutOfMemoryError: 1 GiB", 6)
     writer.end("stopped", "SIGTERM", 7)
     status = read_status(path)
     assert status is not None and (status.state, status.step) == ("failed", 6)
-
-
-def test_what_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
-    writer = writer_of(tmp_path / "gone" / "status.json")
-    assert writer.write() is False
-    assert writer.end("done", "", 100) is False
-    (tmp_path / "gone").mkdir()
-    assert writer.write() is True
-    status = read_status(tmp_path / "gone" / "status.json")
-    assert status is not None and status.state == "done"
-
-
-def test_no_reader_ever_sees_half_of_it(path: Path) -> None:
-    """Two writing threads beside the one that trains; step, reason and list always agree."""
-    writer = writer_of(path)
-    writer.write()
-    ended = threading.Event()
-    writes: list[bool] = []
-
-    def write() -> None:
-        while not ended.is_set():
-            writes.append(writer.write())
-
-    def train() -> None:
-        step = 0
-        while not ended.is_set():
-            step += 1
-            writer.set(step=step, reason=f"{step}" * (step % 50), weights_only=[step] * 3)
-            writer.progress()
-
-    threads = [threading.Thread(target=target) for target in (write, write, train)]
-    for thread in threads:
-        thread.start()
-    steps = set()
-    began = time.monotonic()
-    try:
-        while (passed := time.monotonic() - began) < 1.0 or len(steps) <= 10:
-            assert passed < 30.0, "the file does not change"
-            status = read_status(path)
-            assert status is not None
-            if status.step:
-                assert status.reason == f"{status.step}" * (status.step % 50)
-                assert status.weights_only == [status.step] * 3
-            steps.add(status.step)
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
-    assert all(writes)
-    assert [each.name for each in path.parent.iterdir()] == ["status.json"]
 
 
 def test_unknown_names_are_refused_in_memory_and_ignored_in_a_newer_file(path: Path) -> None:
@@ -159,24 +88,14 @@ def test_unknown_names_are_refused_in_memory_and_ignored_in_a_newer_file(path: P
     "change",
     [
         {"state": "lost"},
-        {"phase": "x"},
         {"step": "many"},
-        {"written": "yesterday"},
         {"heartbeat": "2026-01-02T03:04:05"},
-        {"heartbeat": None},
     ],
 )
 def test_a_damaged_file_is_named(path: Path, change: dict[str, object]) -> None:
     record = asdict(status_of(written_s=0, heartbeat_s=0))
     path.write_text(json.dumps(record | change))
     with pytest.raises(UserError, match=f"{path} is damaged: {[*change][0]}: .*given"):
-        read_status(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff\xfe", b'{"state": "run'])
-def test_a_file_that_is_no_status_is_named(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"status\.json is damaged"):
         read_status(path)
 
 
@@ -193,7 +112,6 @@ def status_of(written_s: float, heartbeat_s: float, **values: object) -> Status:
     [
         (1, 2, {"seconds_per_step": 1.0}, "running"),
         (1, 5, {"seconds_per_step": 1.0}, "slow"),
-        (1, 59, {"seconds_per_step": 1.0}, "slow"),
         (1, 62, {"seconds_per_step": 1.0}, "hung"),
         # a step of 20 s has 200 s before it counts as hung
         (1, 150, {"seconds_per_step": 20.0}, "slow"),
@@ -201,29 +119,17 @@ def status_of(written_s: float, heartbeat_s: float, **values: object) -> Status:
         # a fast step: what the file does not show yet since it was written is no silence
         (9, 9.1, {"seconds_per_step": 0.1}, "running"),
         (61, 61, {"seconds_per_step": 0.1}, "dead"),
-        (61, 5000, {"seconds_per_step": 0.1}, "dead"),
         # no step yet: a compilation may take long
         (1, 900, {}, "running"),
         (1, 1802, {}, "hung"),
-        (1, 900, {"phase": "starting"}, "running"),
-        (1, 900, {"phase": "loading", "seconds_per_step": 1.0}, "running"),
         (1, 900, {"phase": "saving", "seconds_per_step": 1.0}, "running"),
         (1, 1802, {"phase": "saving", "seconds_per_step": 1.0}, "hung"),
-        (70, 71, {"phase": "saving"}, "dead"),
         # the reader's clock is behind
         (-30, -30, {"seconds_per_step": 1.0}, "running"),
         (9000, 9000, {"state": "stopped", "phase": "ended"}, "stopped"),
-        (9000, 9000, {"state": "done", "phase": "ended"}, "done"),
-        (1, 9000, {"state": "failed", "phase": "ended"}, "failed"),
     ],
 )
 def test_health(
     written_s: float, heartbeat_s: float, values: dict[str, object], expected: str
 ) -> None:
-    assert health(status_of(written_s, heartbeat_s, **values), NOW) == expected
-
-
-def test_health_knows_time_zones_and_other_heartbeats() -> None:
-    status = status_of(30, 30, seconds_per_step=1.0)
-    assert health(status, NOW.astimezone()) == "running"
-    assert health(status, NOW, dead_after_s=6.0) == "dead"
+    assert health(status_of(written_s, heartbeat_s, **values), NOW.astimezone()) == expected

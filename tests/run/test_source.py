@@ -1,4 +1,4 @@
-"""RUN/code: what is copied, when a link of a chain uses it, and what counts as damage."""
+"""The program's source: RUN/code, its damage and its use by a job chain; real git repositories."""
 
 import os
 import shutil
@@ -12,9 +12,11 @@ import pytest
 import canon_pretrain
 from canon_pretrain import chain
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.run import source
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.source import (
+    SourceTree,
     check_snapshot,
     code_hashes,
     differences,
@@ -93,7 +95,6 @@ HARMS: dict[str, Callable[[Path], object]] = {
     "lose": lambda snapshot: (snapshot / FILE).unlink(),
     "a module before torch's own": lambda snapshot: (snapshot / "torch.py").touch(),
     "link a file": link_file,
-    "link a folder": lambda snapshot: (snapshot / "tyro").symlink_to("/tmp"),
     "link itself": link_itself,
     "tear": lambda snapshot: (snapshot / "manifest.json").write_text("{"),
 }
@@ -113,19 +114,6 @@ def test_damage_is_refused_with_the_way_out(
     harm(snapshot)
     with pytest.raises(UserError, match="--run.allow_changes code"):
         check_snapshot(snapshot)
-
-
-def test_the_way_out_is_the_same_code_again(run: RunFolder) -> None:
-    flip(take_snapshot(run))
-    assert take_snapshot(run) == run.code / "002"
-    check_snapshot(run.code / "002")
-
-
-def test_another_users_folder_is_no_snapshot(taken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uid = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    with pytest.raises(UserError, match="no folder of yours"):
-        check_snapshot(taken)
 
 
 def words(run: RunFolder, *more: str) -> list[str]:
@@ -170,14 +158,6 @@ def test_a_chain_stays_with_its_code(
     assert code_of("3", ["--config", "/no/such.toml"]) is None, "the job's check says so"
 
 
-def test_a_folder_that_takes_no_code_is_an_error(run: RunFolder) -> None:
-    run.path.mkdir()
-    run.code.write_text("a file where code goes")
-    with pytest.raises(UserError, match="can't be kept"):
-        chain.begin(run, "1", take_code=True)
-    assert not chain.restarts_file(run).exists(), "the link has not begun"
-
-
 def test_a_chain_stays_with_its_config(run: RunFolder, tmp_path: Path) -> None:
     """Its restarts do; who submits again means the file as it is then."""
     own = tmp_path / "own.toml"
@@ -194,3 +174,154 @@ def test_a_chain_stays_with_its_config(run: RunFolder, tmp_path: Path) -> None:
     assert chain.code_of("2", ["--config", str(own)]) == (snapshot, None)
     chain.begin(run, "2", config=own)
     assert read_experiment(config) == edited
+
+
+# -- git
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one commit: package/__init__.py, package/code.py, a .env; data/ ignored."""
+    root = tmp_path / "source tree"
+    (root / "package").mkdir(parents=True)
+    (root / "package" / "__init__.py").touch()
+    (root / "package" / "code.py").write_text("one = 1\ntwo = 2\n")
+    (root / ".env").write_text("A=1\n")
+    (root / ".gitignore").write_text("data/\n")
+    git(root, "init", "-q", "-b", "work")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "first")
+    return root
+
+
+def git(root: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=t", "-c", "user.email=t@localhost")
+    done = subprocess.run(
+        ["git", "-C", str(root), *who, *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_a_clean_tree_is_its_commit(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(repository, "remote", "add", "origin", "ssh://git@host/x.git")
+    (repository / "data").mkdir()
+    (repository / "data" / "ignored.py").touch()
+    (repository / "notes.txt").touch()
+    commit = git(repository, "rev-parse", "HEAD")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")  # git is asked about this tree all the same
+    assert look_at_source(repository / "package" / "__init__.py") == SourceTree(
+        folder=str(repository),
+        commit=commit,
+        branch="work",
+        origin="ssh://host/x.git",
+        dirty=False,
+    )
+
+
+def test_a_dirty_tree_can_be_put_together_again(repository: Path, tmp_path: Path) -> None:
+    (repository / "package" / "code.py").write_text("one = 1\ntwo = 'zwei \u00fc'\n")
+    (repository / "package" / "staged.py").write_text("new = True\n")
+    git(repository, "add", "package/staged.py")
+    (repository / "package" / "un tracked.py").touch()
+    (repository / "my.toml").touch()
+    (repository / ".env").write_text("A=hidden\n")
+    found = look_at_source(repository / "package" / "__init__.py")
+    assert (found.dirty, found.patch_cut, found.problem) == (True, False, None)
+    assert found.untracked == ["my.toml", "package/un tracked.py"]
+    assert found.left_out == [".env"] and b"hidden" not in found.patch
+    cut = look_at_source(repository / "package" / "__init__.py", patch_bytes=200)
+    assert cut.patch_cut and len(cut.patch) <= 200 and found.patch.startswith(cut.patch)
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(repository), str(clone))
+    (tmp_path / "source.patch").write_bytes(found.patch)
+    git(clone, "checkout", "-q", str(found.commit))
+    git(clone, "apply", str(tmp_path / "source.patch"))
+    for name in ("code.py", "staged.py", "__init__.py"):
+        ours, theirs = (root / "package" / name for root in (clone, repository))
+        assert ours.read_bytes() == theirs.read_bytes(), name
+
+
+def test_odd_trees(repository: Path, tmp_path: Path) -> None:
+    git(repository, "checkout", "-q", "--detach")
+    assert look_at_source(repository / "package" / "__init__.py").branch is None
+    installed = repository / "data" / "site-packages" / "__init__.py"
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    found = look_at_source(installed)
+    assert found.folder is None, "a package in an ignored folder is not this repository's code"
+    assert "no git repository tracks it" in str(found.problem)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "__init__.py").touch()
+    found = look_at_source(tmp_path / "plain" / "__init__.py")
+    assert (found.commit, found.dirty, found.patch) == (None, None, b"")
+    assert "not a git repository" in str(found.problem)
+    empty = tmp_path / "empty"
+    git(tmp_path, "init", "-q", str(empty))
+    (empty / "__init__.py").write_text("x = 1\n")
+    git(empty, "add", "-A")
+    found = look_at_source(empty / "__init__.py")
+    assert (found.commit, found.dirty, found.problem) == (None, True, None)
+    assert b"+x = 1" in found.patch
+
+
+def broken_git(script: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "git").write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "git").chmod(0o755)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (Path.mkdir, "git is not installed"),
+        (broken_git("echo fatal: dubious ownership >&2; exit 128"), "dubious ownership"),
+        (broken_git("exec sleep 60"), "took longer than"),
+    ],
+)
+def test_git_that_does_not_work_is_a_sentence(
+    plant: Callable[[Path], None],
+    said: str,
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(tmp_path / "bin")
+    sleep = Path(shutil.which("sleep") or "/bin/sleep")
+    (tmp_path / "bin" / "sleep").symlink_to(sleep)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    found = look_at_source(repository / "package" / "__init__.py", timeout_s=0.3)
+    assert said in str(found.problem) and found.commit is None
+
+
+def test_a_tree_that_takes_long_to_walk_costs_only_its_untracked_files(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs and data inside the working tree: millions of files that git would look through."""
+    git_itself = shutil.which("git")
+    case = 'case "$*" in *--others*|*untracked-files=all*) exec sleep 60;; esac'
+    broken_git(f'{case}; exec {git_itself} "$@"')(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(source, "UNTRACKED_S", 0.3)
+    (repository / "package" / "__init__.py").write_text("changed = 1\n")
+    found = look_at_source(repository / "package" / "__init__.py")
+    assert found.commit and found.dirty and b"+changed = 1" in found.patch
+    assert "untracked files are not known" in str(found.problem)
+
+
+def test_a_patch_holds_the_projects_own_code_only(repository: Path) -> None:
+    """Issue 17, item 20: no key, netrc, YAML or script of the same repository is copied."""
+    (repository / "package" / "code.py").write_text("one = 2\n")
+    names = ("id_rsa", ".netrc", "notes.py", "scripts/x.py", "package/db.yaml", "eval/task.py")
+    for name in names:
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).write_text(f"planted in {name}\n")
+        git(repository, "add", name)
+    git(repository, "remote", "add", "origin", "https://me:planted@host:8080/x.git")
+    found = look_at_source(repository / "package" / "__init__.py")
+    assert b"+one = 2" in found.patch and b"planted in eval/task.py" in found.patch
+    assert found.patch.count(b"planted") == 1
+    assert sorted(found.left_out) == sorted({*names} - {"eval/task.py"})
+    assert found.origin == "https://host:8080/x.git"

@@ -1,4 +1,4 @@
-"""The run folder and its log: torn lines, resumes, non-finite numbers, readers beside a writer."""
+"""The log of a run: torn lines, resumes, non-finite numbers, readers beside a writer."""
 
 import errno
 import json
@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import time
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def test_lines_of_a_launch_that_was_taken_over_are_dropped(tmp_path: Path) -> No
     assert steps(path) == [1, 2, 3, 4] and read_log(path)[-1]["loss"] == 3.0
 
 
-@pytest.mark.parametrize("cut", [1, 5, 20])
+@pytest.mark.parametrize("cut", [1, 20])
 def test_a_torn_last_line_costs_itself_only(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "log.jsonl"
     log = RunLog(path)
@@ -68,6 +67,8 @@ def test_a_torn_last_line_costs_itself_only(tmp_path: Path, cut: int) -> None:
     log = RunLog(path)
     log.write("step", step=3)
     log.close()
+    with path.open("ab") as file:  # no events either
+        file.write(b'3\n[]\n{"event": "step"}\n\0\0\n{"event": "step", "step": 4, "loss": "x"}\n')
     assert steps(path) == [*survivors, 3]
 
 
@@ -80,12 +81,9 @@ def test_non_finite_numbers_survive_as_strings(tmp_path: Path) -> None:
     assert event["sources"]["a"]["loss"] == "NaN"
     assert math.isnan(number(event["sources"]["a"]["loss"]))
     assert [number(value) for value in event["list"]] == values
-
-
-@pytest.mark.parametrize("value", [None, True, [1.0], "", "fast", {}])
-def test_what_is_no_number_is_refused(value: object) -> None:
-    with pytest.raises(ValueError):
-        number(value)
+    for value in (None, True, [1.0], "fast"):
+        with pytest.raises(ValueError):
+            number(value)
 
 
 def _write_many(path: Path, writer: int) -> None:
@@ -145,17 +143,9 @@ def test_readers_beside_a_writer_see_whole_lines_in_order(tmp_path: Path) -> Non
     assert followed == list(range(1, count + 1))
     assert looks > 3, "the readers never met the writer"
     assert follower.poll() == []
-
-
-def test_a_log_that_is_replaced_is_followed_from_its_beginning(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    follower = LogFollower(path)
-    path.write_text('{"event": "step", "step": 1}\n{"event": "step", "st')
-    assert [event["step"] for event in follower.poll()] == [1]
     path.rename(tmp_path / "archived.jsonl")
-    assert follower.poll() == []
     path.write_text('{"event": "step", "step": 7}\n' * 20)
-    assert [event["step"] for event in follower.poll()] == [7] * 20
+    assert [event["step"] for event in follower.poll()] == [7] * 20, "from its beginning"
 
 
 def _superseded_by_hand(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -171,7 +161,7 @@ def _superseded_by_hand(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_superseded_events_are_dropped_whatever_the_order(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     kinds = ["step"] * 6 + ["validation", "skip", "checkpoint", "resume", "start"]
@@ -194,6 +184,7 @@ def test_the_tail_of_a_huge_log_is_read_at_once(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.touch()
     os.truncate(path, 1 << 40)
+    assert read_tail(path) == []
     log = RunLog(path)
     for step in range(1, 1001):
         log.write("step", step=step)
@@ -210,33 +201,6 @@ def test_the_tail_of_a_huge_log_is_read_at_once(tmp_path: Path) -> None:
     assert all(event["event"] != "step" for event in read_tail(path, until=None))
 
 
-def test_a_tail_bears_what_is_no_event(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_bytes(
-        b'{"event": "st\n3\n[]\n{"event": "step"}\n\0\0\0\n{"event": "step", "step": 4}\n{"ev'
-    )
-    assert [event["step"] for event in read_tail(path)] == [4]
-    assert [event["step"] for event in read_log(path)] == [4]
-
-
-def test_each_line_names_its_run_and_launch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "log.jsonl"
-
-    def lines() -> list[tuple[object, object]]:
-        return [(event.get("run_id"), event.get("segment")) for event in read_log(path)]
-
-    for run_file in (None, {"run_id": "0a1b2c3d", "created": "t", "launches": 4}, "damaged"):
-        if run_file is not None:
-            (tmp_path / "run.json").write_text(json.dumps(run_file))
-        log = RunLog(path)
-        log.write("start")
-        log.close()
-    assert lines() == [(None, None), ("0a1b2c3d", 4), (None, None)]
-    assert "run.json is damaged" in caplog.text
-
-
 def test_what_is_no_run_folder_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a run folder: it has no config\.json"):
         RunFolder(tmp_path).read_config()
@@ -245,7 +209,7 @@ def test_what_is_no_run_folder_is_said_so(tmp_path: Path) -> None:
         RunFolder(tmp_path).read_config()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE])
 def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,64 +237,6 @@ def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(
     assert steps(log.path) == [1, 2, 3]
     assert caplog.text.count("wait in memory") == 2
     assert "the last 1 line(s) could not be written" in caplog.text
-
-
-def test_a_log_that_is_removed_while_it_is_written_loses_no_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Issue 17, item 21: `rm log.jsonl` beside the trainer; the open file still has the lines."""
-    log = RunLog(tmp_path / "log.jsonl")
-    for step in (1, 2):
-        log.write("step", step=step)
-    log.flush()
-    log.path.unlink()
-    log.write("step", step=3)
-    log.flush()
-    assert steps(log.path) == [1, 2, 3]
-    assert len(caplog.records) == 1 and "removed" in caplog.text
-    log.write("step", step=4)
-    log.close()
-    assert steps(log.path) == [1, 2, 3, 4] and len(caplog.records) == 1
-
-
-def test_a_log_that_is_replaced_while_it_is_written_is_continued(tmp_path: Path) -> None:
-    """Issue 17, item 21: as `sed -i` does it."""
-    log = RunLog(tmp_path / "log.jsonl")
-    log.write("step", step=1)
-    log.flush()
-    log.path.rename(tmp_path / "old")
-    log.path.write_text('{"event": "step", "step": 7}\n{"torn')
-    log.write("step", step=8)
-    log.close()
-    assert steps(log.path) == [7, 8]
-
-
-def test_a_log_that_another_launch_archived_is_not_written_again(tmp_path: Path) -> None:
-    """Issue 17, item 21: a fresh start moved it away with its run.json."""
-    (tmp_path / "run.json").write_text('{"run_id": "11111111", "created": "t", "launches": 1}')
-    log = RunLog(tmp_path / "log.jsonl")
-    log.write("step", step=1)
-    log.flush()
-    log.path.rename(tmp_path / "archived")
-    (tmp_path / "run.json").write_text('{"run_id": "22222222", "created": "t", "launches": 1}')
-    log.write("step", step=2)
-    log.close()
-    assert not log.path.exists()
-    assert steps(tmp_path / "archived") == [1, 2]
-
-
-def test_a_log_with_a_hole_of_5_gb_is_read_from_its_end(tmp_path: Path) -> None:
-    """Issue 17, item 23: `run status` took 5.3 GB and 100 s."""
-    log = RunLog(tmp_path / "log.jsonl")
-    log.write("step", step=1)
-    log.close()
-    os.truncate(log.path, 5 << 30)
-    tracemalloc.start()
-    try:
-        assert read_tail(log.path) == []
-        assert tracemalloc.get_traced_memory()[1] < 1 << 27
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
