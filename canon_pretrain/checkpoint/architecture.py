@@ -19,9 +19,8 @@ logger = logging.getLogger(__name__)
 def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
     """Return the run and the step-N folder that a command's `given` path names.
 
-    RUN and RUN/checkpoint/latest name the newest undamaged checkpoint; damaged ones are skipped
-    with a warning. An import's folder names its one step. Any other path is returned unchecked.
-    Raises UserError if the run has no checkpoint.
+    RUN and RUN/checkpoint/latest name the newest undamaged checkpoint, an import's folder its one
+    step; any other path is returned unchecked. Raises UserError if the run has no checkpoint.
     """
     if _holds_a_run(RunFolder(given)):
         run = RunFolder(given)
@@ -47,11 +46,7 @@ def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
 
 
 def run_of_checkpoint(checkpoint: Path) -> RunFolder:
-    """Return the run folder of RUN/checkpoint/step-N, of a step in its archives, or of an import.
-
-    An import's is the folder that holds its step-N (hf/reading.py). An archived run has a
-    config.json of its own, a mere branch has not: the nearest one counts.
-    """
+    """Return the nearest run folder above RUN/checkpoint/step-N, or a step in its archives."""
     above = [Path(checkpoint).absolute(), Path(checkpoint).resolve()]
     for path in above:  # RUN/checkpoint may be a link to another disk
         for folder in list(path.parents)[:_FLOORS]:
@@ -66,10 +61,7 @@ def _holds_a_run(folder: RunFolder) -> bool:
 
 
 def model_args_of(folder: RunFolder) -> ModelArgs:
-    """Return the architecture that a run folder's config.json records.
-
-    Raises UserError if that is not an architecture of this version.
-    """
+    """Return the architecture that a run's config.json records; UserError if it is not ours."""
     identity = folder.read_config()["identity"]
     given = {}
     for f in fields(ModelArgs):

@@ -29,12 +29,7 @@ HASH_WORKERS = 4
 Kind = Literal["full", "weights"]
 
 DAMAGE = (
-    errno.EIO,
-    errno.ENODATA,
-    errno.ELOOP,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
+    *(errno.EIO, errno.ENODATA, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
     errno.ENXIO,  # a socket, or a device without a driver
 )
 """What an OSError may say of the file itself; others condemn no checkpoint."""
@@ -81,7 +76,6 @@ class Manifest:
     saved: str
     """UTC, ISO 8601."""
     run_id: str | None = None
-    """Of the run that saved it; None if the writer had no run."""
     launch: int | None = None
     """Number of the launch that saved it, within the run."""
     version: Annotated[int, AfterValidator(_check_version)] = VERSION

@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from canon_pretrain.checkpoint.folder import (
@@ -55,9 +54,8 @@ class Retention:
 
     Nothing is deleted before `keep` verified ones are found. An older step that `holds` names is
     replaced by its weights alone, which `strip(step_path, temporary)` writes as a whole, synced
-    checkpoint; of these the newest `max_held` stay, as long as they are held. They never count as
-    kept. Steps that are links, or that name another run than `run_id()`, are skipped. `may_act` is
-    asked before each act: the folder may be another launch's meanwhile.
+    checkpoint; of these the newest `max_held` stay while they are held. Steps that are links, or
+    that name another run than `run_id()`, are skipped. `may_act` is asked before each act.
     """
 
     def __init__(
@@ -136,11 +134,8 @@ class Retention:
     def _fault(self, step: int) -> str | None:
         """How a step is damaged; None if it is verified, by now at the latest."""
         path = self.folder.step_path(step)
-        try:
-            # taken first: a file that changes while it is read makes the next look differ
-            signature = _signature(path)
-        except OSError as error:
-            return f"{path} cannot be read: {error}"
+        # taken first: a file that changes while it is read makes the next look differ
+        signature = _signature(path)
         if self._verified.get(step) == signature:
             return None
         self._verified.pop(step, None)
@@ -163,39 +158,38 @@ class Retention:
             except OSError as error:
                 return Outcome(errors=[f"{self.folder.path} can't be looked through: {error}"])
             outcome = Outcome(plan.kept, weights_only=plan.weights_only, errors=plan.errors)
-            acts = [partial(self._set_aside, step, plan, outcome) for step in sorted(plan.bad)]
             # room first: a full disk leaves none for the weights
-            acts += [partial(self._delete, step, plan, outcome) for step in plan.deleted]
-            acts += [partial(self._strip, step, plan, outcome) for step in plan.stripped]
-            for act in acts:
+            acts = [(self._set_aside, "set aside", step) for step in sorted(plan.bad)]
+            acts += [(self._delete, "deleted", step) for step in plan.deleted]
+            acts += [(self._strip, "replaced by its weights", step) for step in plan.stripped]
+            for act, what, step in acts:
                 if not self._may_act():
                     outcome.errors.append("left as it is: the folder is another launch's now")
                     break
-                act()
+                try:
+                    act(step, plan, outcome)
+                except Exception as error:  # torch raises RuntimeError and more on a full disk
+                    why = f" ({plan.bad[step]})" if step in plan.bad else ""
+                    outcome.errors.append(f"step {step}{why} can't be {what}: {error}")
+                    self._verified.pop(step, None)
         outcome.weights_only.sort()
         return outcome
 
     def _set_aside(self, step: int, plan: Outcome, outcome: Outcome) -> None:
-        self._verified.pop(step, None)
-        try:
-            self.folder.quarantine(self.folder.step_path(step), plan.bad[step])
-            outcome.bad[step] = plan.bad[step]
-        except OSError as error:
-            outcome.errors.append(f"{plan.bad[step]}; it can't be moved to quarantine: {error}")
+        self.folder.quarantine(self.folder.step_path(step), plan.bad[step])
+        outcome.bad[step] = plan.bad[step]
 
     def _delete(self, step: int, plan: Outcome, outcome: Outcome) -> None:
+        # hashes take minutes: an evaluation may have asked for it since
+        if step not in plan.over_bound and step in self._holds():
+            return
         try:
-            # hashes take minutes: an evaluation may have asked for it since
-            if step not in plan.over_bound and step in self._holds():
-                return
             outcome.bytes_freed += self.folder.delete_step(step)
-        except OSError as error:
-            outcome.errors.append(f"step {step} can't be deleted: {error}")
-        if not self.folder.step_path(step).exists():
-            self._verified.pop(step, None)
-            outcome.deleted.append(step)
-            if step in plan.over_bound:
-                outcome.over_bound.append(step)
+        finally:
+            if not self.folder.step_path(step).exists():  # it has lost its name at least
+                outcome.deleted.append(step)
+                if step in plan.over_bound:
+                    outcome.over_bound.append(step)
 
     def _strip(self, step: int, plan: Outcome, outcome: Outcome) -> None:
         final, temporary = self.folder.step_path(step), self.folder.saving_path(step)
@@ -209,23 +203,18 @@ class Retention:
             if faults:
                 raise DamagedCheckpoint(f"{temporary} is damaged: {'; '.join(faults)}")
             outcome.bytes_freed += self.folder.replace_step(step)
-        except Exception as error:  # torch raises RuntimeError and more on a full disk
-            outcome.errors.append(f"step {step} can't be replaced by its weights: {error}")
+        finally:
             with contextlib.suppress(OSError):
                 remove_tree(temporary)
-        with contextlib.suppress(DamagedCheckpoint, OSError):
             # the folder tells: of a replacement, the last deletion alone may fail
-            if Manifest.read(final).kind == "weights":
-                self._verified.pop(step, None)
-                outcome.stripped.append(step)
-                outcome.weights_only.append(step)
+            with contextlib.suppress(DamagedCheckpoint, OSError):
+                if Manifest.read(final).kind == "weights":
+                    outcome.stripped.append(step)
+                    outcome.weights_only.append(step)
 
 
 def _signature(folder: Path) -> _Signature:
-    """Changes with every write into `folder`: its files' sizes, times and inodes.
-
-    A write can set mtime back, but not ctime.
-    """
+    """Sizes, times and inodes of files: a write can set mtime back, but not ctime."""
     found: _Signature = {}
     for path in sorted(folder.rglob("*")):
         stat = path.lstat()

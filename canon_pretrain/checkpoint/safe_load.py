@@ -1,8 +1,7 @@
 """Reading a checkpoint without running its pickles: an allow-list, and torch's weights-only load.
 
-torch's own reader unpickles `.metadata` and every entry that is no tensor, so a checkpoint from
-elsewhere can run anything. Here `.metadata` may name only what torch 2.11 to 2.13 write into it,
-and an entry only what torch.load(weights_only=True) accepts:
+`.metadata` may name only what torch 2.11 to 2.13 write into it, and an entry that is no tensor only
+what torch.load(weights_only=True) accepts; torch's own reader runs anything.
 
     dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner())
 """
@@ -98,10 +97,10 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
-    """Return a checkpoint's metadata, whose entries are all in its folder.
+    """Return a checkpoint's metadata; `content` is that of the file, if it was read.
 
-    `content` is that of the file, if it was read. Raises DamagedCheckpoint if it is missing, torn,
-    names a global outside ALLOWED or a file outside the folder, or lacks the place of an entry.
+    Raises DamagedCheckpoint if it is missing, torn, names a global outside ALLOWED or a file
+    outside the folder, or lacks the place of an entry.
     """
     path = checkpoint / METADATA
     try:
@@ -135,10 +134,7 @@ def _check_places(metadata: object) -> None:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader of a checkpoint folder, with the metadata through the allow-list.
-
-    With `metadata`, that of `read_metadata`, the file is not read again.
-    """
+    """torch's reader with the metadata through the allow-list, or as given."""
 
     def __init__(self, path: Path, metadata: Metadata | None = None) -> None:
         super().__init__(path)
@@ -188,8 +184,7 @@ def _load_entry(name: str, value: io.BytesIO) -> Any:
 def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
     """Return the metadata of a checkpoint in which no pickle does more than make plain values.
 
-    `content` is that of `.metadata`, if it was read. Reads all entries that are no tensors. Raises
-    DamagedCheckpoint naming the first that does more, or that can't be read.
+    Reads all entries that are no tensors. Raises DamagedCheckpoint naming the first that does more.
     """
     metadata = read_metadata(checkpoint, content)
     nothing = torch.Size(())
@@ -211,10 +206,7 @@ def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
 
 
 def describe(error: BaseException) -> str:
-    """Return a failed load or save in one line, without the stacks that torch adds.
-
-    Of failures that torch gathered from several ranks, that of the lowest rank.
-    """
+    """Return a failed load or save in one line: of several ranks, that of the lowest one."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (failure, _) = min(error.failures.items())
         return f"rank {rank}: {describe(failure)}"

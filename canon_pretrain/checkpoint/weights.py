@@ -69,10 +69,7 @@ def _fault(checkpoint: Path) -> str | None:
 
 
 def read_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a checkpoint's weights as CPU tensors with the names, shapes and dtypes of `like`.
-
-    `like` may be on the meta device. Raises as `check_weights`.
-    """
+    """Return a checkpoint's weights as CPU tensors with the names, shapes and dtypes of `like`."""
     check_weights(checkpoint, like)
     weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()}
     load_alone(weights, checkpoint)
@@ -82,9 +79,9 @@ def read_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tens
 def stream_weights(
     checkpoint: Path, like: Mapping[str, Tensor], dtype: torch.dtype, group_bytes: int = 1 << 26
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight of a checkpoint that `check_weights` has passed, in the order of `like`.
+    """Yield each weight of a checked checkpoint in the order of `like`, as CPU tensors of `dtype`.
 
-    CPU tensors of `dtype`, of which about `group_bytes`, one tensor at least, are held at a time.
+    About `group_bytes`, one tensor at least, are held at a time.
     """
     group: dict[str, Tensor] = {}
     for k, (name, tensor) in enumerate(like.items(), 1):
@@ -150,10 +147,9 @@ def _stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
-    """Fill `state` in place from a checkpoint, in a process without ranks.
+    """Fill `state` in place from a checkpoint, in a process without ranks, whatever its manifest.
 
-    Tensors keep their dtype. Nothing is compared with the manifest. Raises DamagedCheckpoint if an
-    entry is missing or can't be read.
+    Raises DamagedCheckpoint if an entry is missing or can't be read.
     """
     try:
         with warnings.catch_warnings():

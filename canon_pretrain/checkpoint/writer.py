@@ -44,7 +44,8 @@ class _HashedFile:
     """A new file with the SHA-256 of what was written to it; closing it syncs it."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._digest, self._bytes = file, hashlib.sha256(), 0
+        self._file, self.digest, self.bytes = file, hashlib.sha256(), 0
+        self.flush, self.fileno = file.flush, file.fileno
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -53,30 +54,20 @@ class _HashedFile:
         except OSError as error:
             self.failure = self.failure or error
             raise
-        self._digest.update(data)
-        self._bytes += written
+        self.digest.update(data)
+        self.bytes += written
         return written
 
     def tell(self) -> int:
-        return self._bytes
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
+        return self.bytes
 
     def close(self) -> None:
         if self.failure is not None:
             raise self.failure
-        if not self._file.closed:
+        if not self._file.closed:  # torch closes it too
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-
-    @property
-    def entry(self) -> FileEntry:
-        return FileEntry(self._bytes, self._digest.hexdigest())
 
 
 class _HashingFileSystem(FileSystem):
@@ -95,7 +86,8 @@ class _HashingFileSystem(FileSystem):
             except RuntimeError as error:
                 # torch.save says "unexpected pos 704 vs 598" of a full disk
                 raise stream.failure or error from None
-        self.written[os.path.basename(path)] = stream.entry
+        entry = FileEntry(stream.bytes, stream.digest.hexdigest())
+        self.written[os.path.basename(path)] = entry
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
@@ -216,10 +208,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
 
 
 def remove_unfinished(temporary: Path) -> None:
-    """Remove what a failed save left, as far as possible: the next save needs its disk space.
-
-    For one process, after all ranks have received the failure.
-    """
+    """Remove what a failed save left, as far as possible: the next save needs its disk space."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -235,10 +224,9 @@ def save_alone(
 ) -> None:
     """Save `state` as a whole checkpoint folder, in a process without ranks.
 
-    With `in_place` it has its name from the start, for a caller that renames it. Raises
-    FileExistsError if it exists, and the OSError of a failed write; then nothing is left.
+    With `in_place` it has its name from the start. Raises FileExistsError if it exists, and the
+    OSError of a failed write; then nothing is left.
     """
-    # the name that folder.py knows for a save in progress
     temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")
     writer = VerifiedWriter(
         *(checkpoint, temporary),

@@ -13,7 +13,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -28,10 +28,7 @@ MAX_LINE_BYTES = 16 << 20
 
 
 class UnreadableFile(UserError):
-    """A file that is missing, cannot be read, or does not hold what it should.
-
-    `errno` is that of the failed call; None if the content is at fault.
-    """
+    """A file that is missing, cannot be read, or (`errno` None) does not hold what it should."""
 
     def __init__(self, path: Path, fault: str, cause: OSError | None = None) -> None:
         super().__init__(f"{path} {fault}")
@@ -52,10 +49,7 @@ def open_at_once(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; raise UnreadableFile for anything else, without waiting.
-
-    An OSError within the block becomes an UnreadableFile too.
-    """
+    """Open a regular file for reading; UnreadableFile for all else and for the block's OSErrors."""
     try:
         with open(path, "rb", opener=open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -95,24 +89,19 @@ def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[byt
 
 
 def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
-    """`json.loads` that fails with a ValueError alone, whatever `content` is.
-
-    Unless `finite` is False, NaN, infinities and floats beyond the largest one are refused.
-    """
+    """`json.loads` that raises ValueError alone; with `finite` also for NaN and infinities."""
     try:
         if finite:
-            return json.loads(content, parse_constant=_not_finite, parse_float=_finite)
+            return json.loads(content, parse_constant=_finite, parse_float=_finite)
         return json.loads(content)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def _not_finite(word: str) -> NoReturn:
-    raise ValueError(f"{word[:40]} is not a finite number")
-
-
 def _finite(word: str) -> float:
-    return value if math.isfinite(value := float(word)) else _not_finite(word)
+    if not math.isfinite(value := float(word)):
+        raise ValueError(f"{word[:40]} is not a finite number")
+    return value
 
 
 def read_json(
@@ -209,10 +198,7 @@ def _write_new(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that a reader sees the old file or the new one, never a part.
-
-    The temporary file beside it, `path`.XXXXXXXX.tmp, has a random name; an error removes it.
-    """
+    """Write `content` to `path` so that a reader sees the old file or the new one, never a part."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         _write_new(temporary, content)
@@ -230,9 +216,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
-    """Write the folder `target`, for this user alone, so that it is there as a whole or not at all.
+    """Write the new folder `target`, for this user alone, as a whole or not at all.
 
-    `contents` are its files by relative path. Raises OSError, also if `target` exists.
+    `contents` are its files by relative path.
     """
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -248,10 +234,7 @@ def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def remove_leftovers(folder: Path, name: str = "*") -> None:
-    """Remove what killed calls of `write_atomic` left of files called `name` in `folder`.
-
-    For the holder of a lock on these files: a live call's temporary file looks the same.
-    """
+    """Remove what killed calls of `write_atomic` left; for the holder of a lock on these files."""
     for left in folder.glob(f"{name}.{'[0-9a-f]' * 8}.tmp"):
         left.unlink(missing_ok=True)
 

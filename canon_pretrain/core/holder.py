@@ -23,7 +23,7 @@ MAX_BYTES = 4096
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 DAMAGED = "damaged-"
 LEAVING = "leaving-"
-"""Prefixes of ids: of what is no lock file, and of a holder that is releasing the lock."""
+"""Prefixes of ids: of what is no lock file, and of who is releasing the lock."""
 
 
 def utc_now() -> str:
@@ -50,8 +50,7 @@ class Holder:
     id: Annotated[str, Field(pattern="^[^/]*$")]
     host: str
     pid: Annotated[int, Field(gt=0)]
-    boot: str | None
-    """See `boot_of`."""
+    boot: str | None  # see `boot_of`
     job_id: str | None
     restart_count: int
     taken: str
@@ -80,9 +79,9 @@ def _stat(pid: int) -> list[str]:
 
 
 def boot_of(pid: int) -> str | None:
-    """Return BOOT/NAMESPACE/START, unique where a pid is not; None if /proc does not show them.
+    """Return kernel's boot id/pid namespace/start time of `pid`; None if /proc hides them.
 
-    That is the kernel's boot id, our pid namespace and the start time of process `pid`.
+    Unlike a pid it is unique over machines, containers and time.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -3,12 +3,9 @@
     NAME                the holder; its time of change is the last sign of life
     NAME.after-ID       for an instant: who takes over from the holder with that id
 
-Only what NFS and Lustre keep atomic is used, so no flock. A process takes over by making the one
-name `after-ID`; whoever is at the end of the chain NAME -> after-ID -> ... holds the lock, also
-while NAME is not yet replaced. A holder that slept through a takeover touches a file that no longer
-has a name. A missing NAME is nobody's lock.
-
-A run folder's lock.json is one (run/session.py); `locked` (core/lock.py) uses one without flock.
+Only what NFS and Lustre keep atomic is used. A process takes over by making the one name
+`after-ID`; whoever is at the end of the chain NAME -> after-ID -> ... holds the lock, also while
+NAME is not yet replaced. A missing NAME is nobody's lock.
 """
 
 import errno
@@ -17,9 +14,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import (
@@ -37,12 +34,9 @@ from canon_pretrain.core.holder import (
 
 HEARTBEAT_S = 10.0
 EXPIRY_BEATS = 6
-PROOF_BEATS = 2
-"""Heartbeats for which a look at the lock proves that it is ours."""
-SETTLE_BEATS = 0.05
-"""From replacing the file to the last look at it: a client may show an old name for a moment."""
-SLOW_LOOK_S = 1.0
-"""A look that takes longer was blocked: the holder's heartbeat may be late for the same reason."""
+PROOF_BEATS = 2  # for which a look at the lock proves that it is ours
+SETTLE_BEATS = 0.05  # after a takeover: a client may show an old name for a moment
+SLOW_LOOK_S = 1.0  # a longer look was blocked, and so may be the holder's heartbeat
 JOIN_S = 5.0
 
 # advances while the process is stopped and, if the system has such a clock, while it is suspended
@@ -51,14 +45,12 @@ _clock = functools.partial(
 )
 
 
-@dataclass(frozen=True)
-class Sight:
+class Sight(NamedTuple):
     """What one look at the lock shows; two equal ones mean no sign of life between them."""
 
     holder: Holder
     mtime_ns: int
-    chain: tuple[str, ...]
-    """Ids from the lock file to the holder."""
+    chain: tuple[str, ...]  # ids from the lock file to the holder
 
 
 def look(path: Path) -> Sight | None:
@@ -132,19 +124,15 @@ class LinkLock:
         self.heartbeat_s = heartbeat_s
         self._expiry_s = EXPIRY_BEATS * heartbeat_s if expiry_s is None else expiry_s
         self._say, self._pid = say, os.getpid()
-        self.rival: Sight | None = None
-        """A holder that has shown life since the first turn."""
+        self.rival: Sight | None = None  # a holder that has shown life since the first turn
         self._is_first = True
         self._seen: Sight | None = None
         self._watched_s, self._wait_s = 0.0, self._expiry_s
         self._looked_at = time.monotonic()
-        self.failures = 0
-        """Heartbeats in a row that could not be written."""
-        self.lost = False
-        """For good: another launch has it, or the file was gone at two heartbeats in a row."""
+        self.lost = False  # for good: another has it, or the file was gone at two heartbeats
+        self.failures = 0  # heartbeats in a row that could not be written
         self._gone = self._inode = 0
-        self._proved_at = _clock()
-        """When a look that found our id began."""
+        self._proved_at = _clock()  # when a look that found our id began
         self._stop = threading.Event()
         # two threads: a status file that hangs on a busy disk must not cost us the lock
         self._threads = [
@@ -159,9 +147,8 @@ class LinkLock:
     ) -> "LinkLock":
         """Take the lock at `path`; its folder is made if need be.
 
-        Free, or held by a process of this machine that is gone, or by an earlier start of the same
-        Slurm job: at once. Else the holder is watched until its expiry. Raises UserError naming the
-        holder, and what a user can do (`way_out`), when it shows any sign of life.
+        Raises UserError naming the holder, and what a user can do (`way_out`), when it shows any
+        sign of life before its expiry.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,10 +173,7 @@ class LinkLock:
     # -- taking it
 
     def turn(self) -> bool:
-        """Take the lock if it is free or its holder is dead; return whether it is ours now.
-
-        Raises OSError, and UserError if this process was stopped meanwhile.
-        """
+        """Take the lock if it is free or its holder is dead; return whether it is ours now."""
         sight, before, was_first = look(self.path), self._seen, self._is_first
         self._seen, self._is_first = sight, False
         now = time.monotonic()
@@ -277,10 +261,10 @@ class LinkLock:
     # -- holding it
 
     def still_ours(self) -> bool:
-        """Look now, not at the next heartbeat: before a write that must not hit another's run.
+        """Look now, before a write that must not hit another's run.
 
-        A file that is missing, damaged or can't be read proves nothing: False. The lock is lost for
-        good only if another has it, or it is missing and another had the time to take it.
+        The lock is lost for good if another has it, or it is missing and another had the time to
+        take it; a file that is damaged or can't be read proves nothing.
         """
         began = _clock()
         try:
@@ -302,10 +286,7 @@ class LinkLock:
         return not self.lost and (is_fresh or self.still_ours())
 
     def release(self) -> None:
-        """Stop the heartbeat and remove the file if it is still ours.
-
-        A second call, or one in a forked child, does nothing.
-        """
+        """Stop the heartbeat and remove the file if it is still ours; nothing in a forked child."""
         if self._stop.is_set() or os.getpid() != self._pid:
             return
         self._stop.set()
@@ -343,17 +324,15 @@ class LinkLock:
         """Show that we live; an error is counted and costs neither the lock nor the run."""
         try:
             self._touch()
+            self._gone = self.failures = 0
         except FileNotFoundError:
             self._gone += 1
             if self._gone == 2:
                 self._lose("the file is gone")
         except OSError as error:
-            self._gone = 0
-            self.failures += 1
+            self._gone, self.failures = 0, self.failures + 1
             if self.failures == 1:
                 self._say(f"heartbeat in {self.path} failed, going on: {error.strerror}")
-        else:
-            self._gone = self.failures = 0
 
     def _touch(self) -> None:
         """Set the file's time, through the descriptor that its content was read by."""

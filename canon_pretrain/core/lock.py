@@ -34,9 +34,8 @@ def locked(
 ) -> Iterator[None]:
     """Hold the lock file `path`, made where missing (its folder too), while the block runs.
 
-    `what` names the thing in errors. Waits up to `patience_s` for another process that holds it,
-    calling `on_wait` once, then raises UserError; at the end of the block too, if this process was
-    stopped for a minute and another node took the lock.
+    Waits up to `patience_s` for another process that holds it, calling `on_wait` once, then raises
+    UserError naming `what`; at the end of the block too, if another took the lock meanwhile.
     """
     deadline, poll_s = time.monotonic() + patience_s, POLL_S
     attempt = _Attempt(path)

@@ -58,10 +58,7 @@ class Progress:
             self._bar.stop()
 
     def update(self, share: float, text: str, *, final: bool = False) -> None:
-        """Show `text` and the time left, where `share` in [0, 1] of the work is done.
-
-        A `final` line is printed at once.
-        """
+        """Show `text` and the time left, where `share` in [0, 1] of the work is done."""
         elapsed = self._clock() - self._started
         if 0 < share < 1 and elapsed > 1:
             text += f", about {duration(elapsed / share * (1 - share))} left"

@@ -164,9 +164,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            value = merge(old, value)
-        result[key] = value
+        are_tables = isinstance(old, dict) and isinstance(value, dict)
+        result[key] = merge(old, value) if are_tables else value
     return result
 
 

@@ -42,7 +42,7 @@ EVALS = "evals"
 def config_record(
     config: dict[str, Any], identity: dict[str, Any], code: Mapping[str, str] | None
 ) -> dict[str, Any]:
-    """Return the content of config.json; without `code` if that is unknown."""
+    """Return the content of config.json."""
     return {"identity": identity, "config": config} | ({"code": dict(code)} if code else {})
 
 
@@ -72,7 +72,6 @@ class RunFolder:
         return [*views, self.run_file, self.launches, self.log_file, self.config_file]
 
     def launch_path(self, number: int) -> Path:
-        """Folder of the record of launch `number`, counted from 1."""
         return self.launches / f"{number:03}"
 
     def read_config(self) -> dict[str, Any]:
@@ -98,5 +97,4 @@ class RunFolder:
         write_json(self.config_file, config_record(config, identity, code))
 
     def write_done(self, step: int) -> None:
-        """Mark the run finished; called after its last checkpoint."""
         write_atomic(self.done_file, f"{step}\n".encode())

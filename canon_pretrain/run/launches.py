@@ -48,10 +48,7 @@ def read_run(folder: RunFolder) -> RunFacts | None:
 
 
 def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
-    """Count one more launch in run.json; return it, and why that could not be written.
-
-    No number is used twice.
-    """
+    """Count one more launch in run.json; return it, and why that could not be written."""
     before = known_run(folder) or RunFacts(uuid.uuid4().hex[:8], utc_now(), 0)
     facts = replace(before, launches=before.launches + 1)
     try:
@@ -76,10 +73,7 @@ def take_back(folder: RunFolder, facts: RunFacts) -> None:
 
 
 def known_run(folder: RunFolder) -> RunFacts | None:
-    """Return run.json or, if it is lost, the same from launch records and log; None for a new run.
-
-    A run that is older than its records has an id made up here.
-    """
+    """Return run.json or, if lost, the same from launch records and log; None for a new run."""
     if (facts := read_run(folder)) is not None:
         return facts
     record, last = newest_launch(folder) or {}, _last_event(folder.log_file)
@@ -142,10 +136,7 @@ def _attempt(environ: Mapping[str, str]) -> _Attempt:
 
 
 def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this launch is a restart of one that obeyed `option` (written with its value).
-
-    Slurm's job and torchrun's run count; a user who types the command again is obeyed again.
-    """
+    """Whether this launch is a restart, by Slurm or torchrun, of one that obeyed `option`."""
     before, now = _read_obeyed(path).get(option), _attempt(environ)
     if before is None:
         return False
@@ -156,7 +147,6 @@ def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ)
 
 
 def mark_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Record that this launch has obeyed `option`."""
     obeyed = _read_obeyed(path) | {option: _attempt(environ)}
     write_json(path, {name: asdict(attempt) for name, attempt in obeyed.items()})
 

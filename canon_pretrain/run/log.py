@@ -45,8 +45,7 @@ from canon_pretrain.run.background import Background
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING_BYTES = 1 << 26
-"""Lines that wait for the disk; a run of one line per second fills this within half a day."""
+MAX_WAITING_BYTES = 1 << 26  # of lines that wait for the disk: half a day at one per second
 FLUSH_TIMEOUT_S = 30.0
 RETAKEN = ("step", "validation")
 """Events that a launch which goes back over their steps writes anew."""
@@ -74,10 +73,9 @@ class RunFacts:
 
 
 class RunLog:
-    """An append-only writer of events; for several threads.
+    """An append-only writer of events; for several threads. Lines wait while not `may_write`.
 
-    The run's id and the number of the launch, its segment, come from the run.json beside it;
-    without one its lines do not have them. Lines wait while `may_write` returns False.
+    The run's id and the number of the launch, its segment, come from the run.json beside it.
     """
 
     def __init__(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
@@ -111,8 +109,8 @@ class RunLog:
     def write(self, event: str, **fields: Any) -> None:
         """Have one event appended with its UTC time; non-finite floats become strings.
 
-        What the disk does not take is kept, up to MAX_WAITING_BYTES, and written with the next
-        event. Lines beyond are counted: an event in their place says so.
+        What the disk does not take waits, up to MAX_WAITING_BYTES; lines beyond are counted by an
+        event in their place.
         """
         line = self._line(event, fields)
         with self._memory:
@@ -139,7 +137,6 @@ class RunLog:
         return self._writing.wait(timeout_s) and not self._unwritten
 
     def _write_waiting(self) -> None:
-        """Called in the thread."""
         if not self._unwritten or not self._may_write():
             return
         try:
@@ -198,9 +195,9 @@ def number(value: Any) -> float:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return all events in order, without superseded ones (`drop_superseded`).
+    """Return all events in order, without superseded ones; lines that are none are skipped.
 
-    Lines that are no events are skipped with one warning. Raises UnreadableFile.
+    Raises UnreadableFile.
     """
     events, num_faults = [], 0
     was_collecting = gc.isenabled()
@@ -309,8 +306,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 class LogFollower:
     """A reader of a log that is being written: each `poll` returns the whole lines that are new.
 
-    Superseded events are not dropped. A missing file has no lines; one that was replaced or cut is
-    read from its beginning.
+    Superseded events are not dropped. A file that was replaced or cut is read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:

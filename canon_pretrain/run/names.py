@@ -19,8 +19,7 @@ DEPTH = 4
 def named_runs(given: Iterable[Path], *, planned: bool = False) -> list[Path]:
     """Return the runs that a command's paths name: each a run, or a folder of runs (a sweep).
 
-    With `planned` also those of a sweep that have not begun, and any path that holds no run.
-    Raises UserError for such a path otherwise.
+    With `planned` also those that have not begun; else UserError for a path that holds no run.
     """
     runs: list[Path] = []
     for path in given:
@@ -56,7 +55,7 @@ def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iter
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is the folder of a run: it has one of a run's files."""
+    """Whether `path` has one of a run's files."""
     run = RunFolder(path)
     files = (run.config_file, run.status_file, run.log_file, run.lock_file, run.run_file)
     return any(os.path.isfile(file) for file in files)

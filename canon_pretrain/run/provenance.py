@@ -89,7 +89,7 @@ def packages() -> list[str]:
 
 
 def own_version() -> str | None:
-    """Return canon_pretrain's version; None if it runs from a folder and is not installed."""
+    """Return canon_pretrain's version; None if it is not installed."""
     try:
         return importlib.metadata.version("canon_pretrain")
     except importlib.metadata.PackageNotFoundError:
@@ -157,10 +157,7 @@ class LaunchRecord:
         code: Mapping[str, str] | None = None,
         facts: dict[str, Any],
     ) -> list[str]:
-        """Write the record and README.md; return what went wrong, a sentence each.
-
-        `facts` are what only the trainer knows, for launch.json.
-        """
+        """Write the record, with `facts` of the trainer, and README.md; return what went wrong."""
         self._is_written = True
         problems = [f"the launch's record is not whole: {self._problem}"] if self._problem else []
         target = folder.launch_path(self.facts.launches)

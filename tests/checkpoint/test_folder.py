@@ -154,7 +154,7 @@ def check_recovered(folder: CheckpointFolder) -> None:
     assert Manifest.read(folder.step_path(3)).kind == "weights"
     assert folder.leftovers() == folder.unfinished() == folder.strays() == []
     (kept,) = folder.quarantined()
-    assert contents(kept.path) == [b"half of 50"] and kept.reason == INTERRUPTED
+    assert contents(kept.path) == [b"half of 50"]
     assert folder.recover() == []
 
 
@@ -184,21 +184,6 @@ def test_damaged_weights_do_not_cost_the_full_step(folder: CheckpointFolder) -> 
     assert steps_are_whole(folder) == [3]
     assert Manifest.read(folder.step_path(3)).kind == "full"
     assert len(folder.quarantined()) == 1
-
-
-def test_where_quarantine_can_take_nothing_an_interrupted_save_is_deleted(tmp_path: Path) -> None:
-    """Else it would keep the disk full at every start."""
-    with small_disk(tmp_path / "disk", "size=1m,nr_inodes=16") as disk:
-        folder = CheckpointFolder(disk)
-        make_step(folder.path, 5)
-        make_step(folder.path, 6, name=".saving-step-6")
-        with pytest.raises(OSError, match="No space left"):
-            for number in range(16):
-                touch(disk / f"inode-{number}")
-        said = folder.recover()
-        assert "No space left on device" in said[0] and "was deleted" in said[1]
-        assert folder.unfinished() == []
-        assert steps_are_whole(folder) == [5]
 
 
 def test_what_can_not_be_deleted_does_not_stop_the_start(
@@ -250,32 +235,6 @@ def test_rolling_back_archives_the_abandoned_branch(builder: Callable[[], Path])
     assert folder.strays() == []
 
 
-def test_rolling_back_killed_anywhere_leaves_a_beginning_of_the_branch(
-    builder: Callable[[], Path],
-) -> None:
-    def act(run: Path) -> None:
-        CheckpointFolder(run / "checkpoint").archive_after(10, run, "why")
-
-    before = contents(builder())
-    seen = set()
-    for run in killed_everywhere(act, builder):
-        folder = CheckpointFolder(run / "checkpoint")
-        folder.recover()
-        left = steps_are_whole(folder)
-        assert left == list(STEPS[: len(left)]) and left[:1] == [10]
-        seen.add(len(left))
-        assert len(left) == 4 or not (run / "DONE").exists()
-        act(run)
-        assert steps_are_whole(folder) == [10]
-        assert not (run / "DONE").exists()
-        assert [p.name for p in (run / "evals").glob("step-*")] == ["step-10"]
-        texts = {path.read_bytes() for path in run.rglob("README.txt*")}
-        assert [content for content in contents(run) if content not in texts] == before
-        moved = [step for a in folder.archives(run) for step in steps_in(a)]
-        assert sorted(moved) == [20, 30, 40]
-    assert seen == {1, 2, 3, 4} or seen == {2, 3, 4}
-
-
 def steps_in(archive: Path) -> list[int]:
     return steps_are_whole(CheckpointFolder(archive / "checkpoint"))
 
@@ -298,26 +257,33 @@ def test_a_fresh_start_archives_all(builder: Callable[[], Path]) -> None:
     assert folder.archive_all(run, "--checkpoint.fresh") is None
 
 
-def test_a_fresh_start_killed_anywhere_can_be_gone_on_from_or_repeated(
-    builder: Callable[[], Path],
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_archiving_killed_anywhere_leaves_a_beginning_and_is_repeated(
+    builder: Callable[[], Path], is_fresh: bool
 ) -> None:
     def act(run: Path) -> None:
-        CheckpointFolder(run / "checkpoint").archive_all(run, "why")
+        folder = CheckpointFolder(run / "checkpoint")
+        if is_fresh:
+            folder.archive_all(run, "why")
+        else:
+            folder.archive_after(10, run, "why")
 
     before = contents(builder())
+    kept = [] if is_fresh else [10]
     for run in killed_everywhere(act, builder):
         folder = CheckpointFolder(run / "checkpoint")
         folder.recover()
         left = steps_are_whole(folder)
-        assert left == list(STEPS[: len(left)])
+        assert left == list(STEPS[: len(left)]) and left[: len(kept)] == kept
         assert len(left) == 4 or not (run / "DONE").exists()
         if left:  # it can go on
             assert (run / "log.jsonl").exists() and (run / "config.json").exists()
         act(run)
-        assert folder.steps() == []
-        assert sorted(path.name for path in run.iterdir()) == ["archive", "checkpoint"]
+        assert steps_are_whole(folder) == kept
         texts = {path.read_bytes() for path in run.rglob("README.txt*")}
         assert [content for content in contents(run) if content not in texts] == before
+        moved = [step for a in folder.archives(run) for step in steps_in(a)]
+        assert sorted(kept + moved) == list(STEPS)
 
 
 def test_checkpoints_on_another_disk_are_archived_there(builder: Callable[[], Path]) -> None:

@@ -30,25 +30,6 @@ def test_what_was_written_is_read_and_whole(tmp_path: Path) -> None:
     assert manifest.saved.endswith("+00:00")
 
 
-def test_a_manifest_names_its_run_or_none(tmp_path: Path) -> None:
-    """Issue 17, item 14: run_id and launch are read back; one from before there were any is read,
-    and other types are damage."""
-    path = make(tmp_path)
-    record = json.loads((path / MANIFEST).read_text())
-    for run_id, launch in (("1a2b3c4d", 3), (None, None)):
-        record |= {"run_id": run_id, "launch": launch}
-        (path / MANIFEST).write_text(json.dumps(record))
-        manifest = verify(path)
-        assert (manifest.run_id, manifest.launch) == (run_id, launch)
-    del record["run_id"], record["launch"]
-    (path / MANIFEST).write_text(json.dumps(record))
-    assert verify(path).run_id is None
-    for wrong in ({"run_id": 7}, {"launch": "3"}):
-        (path / MANIFEST).write_text(json.dumps(record | wrong))
-        with pytest.raises(DamagedCheckpoint):
-            Manifest.read(path)
-
-
 @pytest.mark.parametrize(
     ("harm", "message", "seen_by_size"),
     [
@@ -98,17 +79,3 @@ def test_a_manifest_names_no_file_outside(tmp_path: Path, name: str) -> None:
     (path / MANIFEST).write_text(json.dumps(record))
     with pytest.raises(DamagedCheckpoint, match="is no file of this folder"):
         Manifest.read(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b'{"version": 1, "files": {}}', "is damaged"), (b"\xff\xfe", "is damaged")],
-)
-def test_an_unreadable_manifest(tmp_path: Path, content: bytes, message: str) -> None:
-    path = make(tmp_path)
-    (path / MANIFEST).write_bytes(content)
-    with pytest.raises(DamagedCheckpoint, match=message):
-        Manifest.read(path)
-    (path / MANIFEST).unlink()
-    with pytest.raises(DamagedCheckpoint, match="has no manifest.json: it was never finished"):
-        verify(path)

@@ -67,18 +67,6 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---- what counts
 
 
-def test_checkpoints_of_another_run_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
-    """Issue 17, item 14: two runs share an absolute checkpoint.folder."""
-    run = tmp_path / "run"
-    for step in (10, 20, 30, 40):
-        make_step(run / "checkpoint", step, run_id="ours" if step != 20 else None)
-    for step in (5, 25, 50):
-        make_step(run / "checkpoint", step, run_id="theirs")
-    outcome = retention(run, 2, run_id=lambda: "ours").apply()
-    assert (outcome.kept, outcome.deleted) == ([30, 40], [10, 20])
-    assert folder_of(run).steps() == [5, 25, 30, 40, 50]
-
-
 def test_the_newest_stay(run: Path) -> None:
     before = len(b"".join(contents(run)))
     outcome = retention(run, 2).apply()
@@ -203,30 +191,6 @@ def test_the_number_of_held_ones_is_bounded(run: Path) -> None:
     assert kinds(run) == {20: "weights", 30: "weights", 40: "full", 50: "full"}
 
 
-def test_a_damaged_held_step_is_set_aside_not_stripped(run: Path) -> None:
-    for step in (10, 20, 30):
-        hold(run, step, "test")
-    flip_byte(folder_of(run).step_path(30) / "more" / "__1_0.distcp")
-    outcome = retention(run, 2, max_held=2).apply()
-    assert list(outcome.bad) == [30]
-    assert (outcome.stripped, outcome.deleted) == ([10, 20], [])
-
-
-def test_a_hold_that_comes_while_hashes_are_read_is_respected(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = retention(run, 2)
-    kept.apply()
-    make_step(folder_of(run).path, 60)
-    plan = kept.plan()
-    assert plan.deleted == [40]
-    hold(run, 40, "late")
-    monkeypatch.setattr(kept, "plan", lambda: plan)
-    assert kept.apply().deleted == []
-    monkeypatch.undo()
-    assert kept.apply().stripped == [40]
-
-
 # ---- faults in the middle
 
 
@@ -309,15 +273,6 @@ def test_what_strip_writes_is_looked_at_before_the_full_one_goes(run: Path, wron
     assert outcome.stripped == [] and len(outcome.errors) == 1
     assert kinds(run) == {10: "full", 40: "full", 50: "full"}
     assert folder_of(run).unfinished() == []
-
-
-def test_where_holds_can_not_be_read_nothing_goes(run: Path) -> None:
-    def holds() -> set[int]:
-        raise OSError(5, "Input/output error")
-
-    outcome = Retention(folder_of(run), 2, holds=holds, strip=fake_strip).apply()
-    assert "Input/output error" in outcome.errors[0]
-    assert list(kinds(run)) == STEPS
 
 
 ODD = {

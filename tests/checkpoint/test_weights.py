@@ -24,6 +24,7 @@ from canon_pretrain.checkpoint.weights import (
 )
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.errors import UserError
+from tests.checkpoint_folders import flip_byte
 
 DATA = "__0_0.distcp"
 
@@ -112,30 +113,11 @@ def test_another_model_is_refused(
 # ---- damage
 
 
-def flip(path: Path, where: float) -> None:
-    content = bytearray(path.read_bytes())
-    content[int(where * (len(content) - 1))] ^= 1
-    path.write_bytes(content)
-
-
-def zero(path: Path) -> None:
-    """A block that never reached the disk."""
-    content = path.read_bytes()
-    path.write_bytes(content[:512] + bytes(min(4096, len(content) - 512)) + content[4608:])
-
-
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "last byte": lambda path: flip(path, 1),
-    "zeros": zero,
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "missing": lambda path: path.unlink(),
-}
-
-
-@pytest.mark.parametrize("name", [DATA, METADATA])
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_every_damage_is_found_and_the_file_named(checkpoint: Path, name: str, kind: str) -> None:
-    DAMAGE[kind](checkpoint / name)
+@pytest.mark.parametrize(("name", "harm"), [(DATA, flip_byte), (METADATA, Path.unlink)])
+def test_damage_is_found_and_the_file_named(
+    checkpoint: Path, name: str, harm: Callable[[Path], object]
+) -> None:
+    harm(checkpoint / name)
     with pytest.raises(UserError, match=f"step-3 is damaged: {re.escape(name)} (has|is missing)"):
         read_weights(checkpoint, on_meta())
     with pytest.raises(DamagedCheckpoint, match=re.escape(name)):

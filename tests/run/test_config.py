@@ -88,11 +88,6 @@ def test_wrong_keys_and_types_are_refused(values: dict, message: str) -> None:
         build(Outer, values, source="f.toml")
 
 
-def test_right_types_are_taken_as_they_are() -> None:
-    values = {"steps": 3, "lr": 2, "name": "x", "kind": "b", "parts": ["p"], "on": True}
-    assert build(Outer, {"training": values}, source="f.toml") == Outer(Inner(**values))
-
-
 @pytest.mark.parametrize("kind", ["deep", "dotted", "latin-1", "fifo", "large"])
 def test_an_odd_config_is_one_message(tmp_path: Path, kind: str) -> None:
     """Issue 17, items 23 and 25: nested-list bombs, other encodings, FIFOs."""

@@ -12,7 +12,6 @@ import pytest
 import canon_pretrain
 from canon_pretrain import chain
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run import source
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.source import (
@@ -241,29 +240,6 @@ def test_a_dirty_tree_can_be_put_together_again(repository: Path, tmp_path: Path
         assert ours.read_bytes() == theirs.read_bytes(), name
 
 
-def test_odd_trees(repository: Path, tmp_path: Path) -> None:
-    git(repository, "checkout", "-q", "--detach")
-    assert look_at_source(repository / "package" / "__init__.py").branch is None
-    installed = repository / "data" / "site-packages" / "__init__.py"
-    installed.parent.mkdir(parents=True)
-    installed.touch()
-    found = look_at_source(installed)
-    assert found.folder is None, "a package in an ignored folder is not this repository's code"
-    assert "no git repository tracks it" in str(found.problem)
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "__init__.py").touch()
-    found = look_at_source(tmp_path / "plain" / "__init__.py")
-    assert (found.commit, found.dirty, found.patch) == (None, None, b"")
-    assert "not a git repository" in str(found.problem)
-    empty = tmp_path / "empty"
-    git(tmp_path, "init", "-q", str(empty))
-    (empty / "__init__.py").write_text("x = 1\n")
-    git(empty, "add", "-A")
-    found = look_at_source(empty / "__init__.py")
-    assert (found.commit, found.dirty, found.problem) == (None, True, None)
-    assert b"+x = 1" in found.patch
-
-
 def broken_git(script: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         folder.mkdir()
@@ -294,21 +270,6 @@ def test_git_that_does_not_work_is_a_sentence(
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     found = look_at_source(repository / "package" / "__init__.py", timeout_s=0.3)
     assert said in str(found.problem) and found.commit is None
-
-
-def test_a_tree_that_takes_long_to_walk_costs_only_its_untracked_files(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs and data inside the working tree: millions of files that git would look through."""
-    git_itself = shutil.which("git")
-    case = 'case "$*" in *--others*|*untracked-files=all*) exec sleep 60;; esac'
-    broken_git(f'{case}; exec {git_itself} "$@"')(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(source, "UNTRACKED_S", 0.3)
-    (repository / "package" / "__init__.py").write_text("changed = 1\n")
-    found = look_at_source(repository / "package" / "__init__.py")
-    assert found.commit and found.dirty and b"+changed = 1" in found.patch
-    assert "untracked files are not known" in str(found.problem)
 
 
 def test_a_patch_holds_the_projects_own_code_only(repository: Path) -> None:
