@@ -79,11 +79,7 @@ def fill(model: Transformer) -> None:
 
 
 class BareStep:
-    """A step of `rounds` micro-batches, and its two halves; needs a process group.
-
-    `parallel_dims`: by default of a single rank. With `plain` it is forward and backward alone, of
-    weights in the job's own precision: no FSDP2, no AdamW.
-    """
+    """A step of `rounds` micro-batches, and its two halves; needs a process group."""
 
     def __init__(
         self,

@@ -53,10 +53,7 @@ class CanonChoice:
 def choose_canon(
     job: CanonJobConfig, device: torch.device, code: Mapping[str, str]
 ) -> CanonChoice | None:
-    """Decide for all ranks; collective. None if the model has no Canon layers.
-
-    `code`: hashes of the source files, by path. Raises UserError for a named backend that fails.
-    """
+    """Decide for all ranks; collective. None if the model has no Canon layers."""
     asked = job.model.canon_backend
     if not job.model_args.canon_set:
         return None

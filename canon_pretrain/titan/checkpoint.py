@@ -55,10 +55,7 @@ def full_bytes(weights: Mapping[str, Tensor]) -> int:
 
 
 def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
-    """Raise UserError if `folder` can't be made, or has no room for `num_bytes` more.
-
-    Leaves `folder.trial_path` for files to be tried in.
-    """
+    """Raise UserError if `folder` can't be made, or has no room for `num_bytes` more."""
     if lack := folder.lack_of_room(num_bytes):
         raise UserError(f"{lack}. {ELSEWHERE}")
     try:
@@ -191,10 +188,7 @@ class CanonCheckpointManager:
         return found is not None
 
     def begin(self) -> None:
-        """Move later steps of an abandoned branch to the archive; after `load`, before training.
-
-        Raises UserError if the run folder is another launch's by now, or no save would succeed.
-        """
+        """Move later steps of an abandoned branch to the archive; after `load`, before training."""
         if not self.enable:
             return
         if not self.council.decide(self._still_ours):
@@ -223,10 +217,7 @@ class CanonCheckpointManager:
         return self.enable and (first or step % self.config.interval == 0)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Begin a checkpoint as `curr_step`, if it is due or the last, which is waited for.
-
-        A save that fails leaves nothing behind and is reported.
-        """
+        """Begin a checkpoint as `curr_step`, if it is due or the last, which is waited for."""
         if not self.enable or not (last_step or self.is_due(curr_step)):
             return
         if last_step:
@@ -291,10 +282,7 @@ class CanonCheckpointManager:
         return full_bytes(self._model.state_dict())
 
     def check_room(self) -> None:
-        """Raise UserError on all ranks if no checkpoint could be saved.
-
-        Each rank tries a file of the size that it will write, beside those of the others.
-        """
+        """Raise UserError on all ranks if no checkpoint could be saved."""
         self.council.decide(lambda: check_room(self.folder, self.checkpoint_bytes()))
         trial = self.folder.trial_path
         num_bytes = self.checkpoint_bytes() // dist.get_world_size()
@@ -411,10 +399,7 @@ class CanonCheckpointManager:
 
 
 class _Save:
-    """A save on its way, in a thread that does not outlive the process.
-
-    `missed` counts the later saves that were due while this one was being written.
-    """
+    """A save on its way, in a thread that does not outlive the process."""
 
     def __init__(
         self, step: int, begin: float, writer: VerifiedWriter, write: Callable[[], None]

@@ -1,8 +1,4 @@
-"""What a user sees of a running launch: a live view on a terminal, plain lines elsewhere.
-
-Nothing of the terminal is changed (no hidden cursor, no other screen), so that a killed process
-leaves nothing to put right.
-"""
+"""What a user sees of a running launch: a live view on a terminal, plain lines elsewhere."""
 
 import atexit
 import contextlib
@@ -44,10 +40,7 @@ PRINT_TIMEOUT_S = 0.2
 
 
 class Console:
-    """Reports a launch of a run of `total_steps`; used by global rank 0 alone.
-
-    rich renders it in a thread of its own while it is live; elsewhere it logs plain lines.
-    """
+    """Reports a launch of a run of `total_steps`; used by global rank 0 alone."""
 
     def __init__(self, total_steps: int, *, colour: bool = True) -> None:
         self.total_steps = total_steps

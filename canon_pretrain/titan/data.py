@@ -1,7 +1,4 @@
-"""A job's data: opened once per node, shared by rank 0, and read ahead in batches of tensors.
-
-Hundreds of ranks that read the same thousands of small files would stall a shared file system.
-"""
+"""A job's data: opened once per node, shared by rank 0, and read ahead in batches of tensors."""
 
 import copy
 import socket
@@ -178,10 +175,7 @@ def absolute_folders(data: Data) -> dict[str, Any]:
 
 
 class ReadAhead(Generic[T]):
-    """Results of `read()` in order, at most `depth` ahead of who takes them.
-
-    One thread calls `read`, until `close` or its first error, which is raised in its place.
-    """
+    """Results of `read()` in order, at most `depth` ahead of who takes them."""
 
     def __init__(self, read: Callable[[], T], depth: int) -> None:
         self._read = read

@@ -1,7 +1,4 @@
-"""A rank's process and device, prepared before torchtitan is imported.
-
-Torch is imported by the functions, since train.py reports a typo before it is.
-"""
+"""A rank's process and device, prepared before torchtitan is imported."""
 
 import contextlib
 import os
@@ -115,10 +112,7 @@ def check_launch() -> None:
 
 
 def take_device() -> None:
-    """Make this rank's GPU the current one, before anything else makes a context on GPU 0.
-
-    The rank then runs on the cores near it, unless NUMA_BINDING=0 is set.
-    """
+    """Make this rank's GPU the current one, before anything else makes a context on GPU 0."""
     if not has_accelerator():
         return
     import torch

@@ -303,10 +303,7 @@ def make_plan(job: CanonJobConfig, device: Device, world_size: int) -> Plan:
 def make_plans(
     job: CanonJobConfig, gpu: str | None, world: int | None, mfu: float | None, ranks: int
 ) -> dict[str, Plan]:
-    """Return the plan for this machine and, if asked for or needed, the reference GPU; by title.
-
-    `gpu`, `world` and `mfu` are the command line's; `ranks` those that were started.
-    """
+    """Return the plan for this machine and, if asked for or needed, the reference GPU; by title."""
     asked, mfu = gpu is not None or world is not None, DEFAULT_MFU if mfu is None else mfu
     gpu = (gpu or "h100").lower()
     if gpu not in GPUS:

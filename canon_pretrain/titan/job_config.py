@@ -279,10 +279,7 @@ UNSUPPORTED = """
 
 
 def check_job(job: CanonJobConfig) -> None:
-    """Raise UserError for a job that would train something else than its file says.
-
-    No file is opened.
-    """
+    """Raise UserError for a job that would train something else than its file says."""
     defaults = CanonJobConfig()
     for name in UNSUPPORTED:
         given, default = _value(job, name), _value(defaults, name)

@@ -73,10 +73,7 @@ class Comparison:
 def compare(
     job: CanonJobConfig, folder: RunFolder, data: OpenedData, config: dict[str, Any]
 ) -> Comparison:
-    """Compare a launch with the run in `folder`; one with checkpoint.fresh begins a new run.
-
-    Raises UserError for changes that `job` does not allow.
-    """
+    """Compare a launch with the run in `folder`; one with checkpoint.fresh begins a new run."""
     identity, code = run_identity(job, data.training.fingerprint, data.identity), code_hashes()
     is_new = not folder.config_file.exists()
     if is_fresh(job, folder):
@@ -97,11 +94,7 @@ def compare(
 def run_identity(
     job: CanonJobConfig, fingerprint: str, held_out: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return all that a run may not change between its launches unless allowed, by dotted name.
-
-    `fingerprint` is of the data's content and weights; `held_out` has HELD_OUT, unless validation
-    is off.
-    """
+    """Return all that a run may not change between its launches unless allowed, by dotted name."""
     return {
         **{f"model.{name}": value for name, value in asdict(job.model_args).items()},
         **{f"optimizer.{name}": value for name, value in asdict(job.optimizer).items()},
@@ -117,10 +110,7 @@ def run_identity(
 
 
 def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[str]) -> Changes:
-    """Return what this launch changes in the run that `folder` holds; nothing in a new one.
-
-    Raises UserError for a difference that `allowed` does not name, and for a name that no run has.
-    """
+    """Return what this launch changes in the run that `folder` holds; nothing in a new one."""
     names = _names(allowed)
     if unknown := [name for name in names if name not in (*identity, HELD_OUT, CODE)]:
         raise UserError(
@@ -164,10 +154,7 @@ def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Ch
 
 
 def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
-    """Return all that differs between the job in `folder` and this one.
-
-    A key that an earlier version did not have was at its default.
-    """
+    """Return all that differs between the job in `folder` and this one."""
     if not folder.config_file.exists():
         return {}
     old = _flat(CanonJobConfig().to_dict()) | _flat(folder.read_config().get("config", {}))
@@ -314,10 +301,7 @@ def announce(
     metrics: CanonMetrics,
     council: Council,
 ) -> None:
-    """Record and log what this launch is, and that it begins at `step`; collective.
-
-    `record` is rank 0's, None in benches.
-    """
+    """Record and log what this launch is, and that it begins at `step`; collective."""
     if council.rank == 0:
         folder.done_file.unlink(missing_ok=True)
     hosts = [""] * council.world_size

@@ -38,10 +38,7 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 
 
 class CanonMetrics(MetricsProcessor):
-    """torchtitan's processor with the run's log and a console; rank 0 writes, all measure.
-
-    The log waits while `may_write` returns False. `dataloader` knows what was drawn.
-    """
+    """torchtitan's processor with the run's log and a console; rank 0 writes, all measure."""
 
     def __init__(
         self,
@@ -179,10 +176,7 @@ class CanonMetrics(MetricsProcessor):
 
 @contextlib.contextmanager
 def profiling(job: CanonJobConfig, model: nn.Module, *, step: int) -> Iterator[list[Any]]:
-    """Yield what wants its `step()` called after each step: nothing unless the job asks for it.
-
-    `step` is where the launch begins; cycles of `profiling.profile_freq` count from step 0.
-    """
+    """Yield what wants its `step()` called after each step: nothing unless the job asks for it."""
     config, folder = job.profiling, job.job.dump_folder
     with contextlib.ExitStack() as stack:
         tools = []

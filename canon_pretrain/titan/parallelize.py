@@ -1,7 +1,4 @@
-"""From one model to one sharded over all ranks, or those of a replica: compile, FSDP2, weights.
-
-FSDP2 is applied at one rank too: the same numerics and checkpoint at any world size.
-"""
+"""From one model to one sharded over all ranks, or those of a replica: compile, FSDP2, weights."""
 
 from typing import Any
 
@@ -95,10 +92,7 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
-    """Return the mesh to shard over, also for a single rank, for which torchtitan has none.
-
-    With replicas (HSDP) FSDP2 shards over the last dimension and replicates over the first.
-    """
+    """Return the mesh to shard over, also for a single rank, for which torchtitan has none."""
     if parallel_dims.dp_replicate > 1:
         if not parallel_dims._meshes:
             parallel_dims.build_mesh()

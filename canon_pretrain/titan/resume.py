@@ -5,6 +5,7 @@ damaged: into quarantine, loudly, and the next one is tried
 none left: an error; a run that has had checkpoints never restarts from step 1 by itself
 """
 
+import functools
 import logging
 import socket
 import time
@@ -145,22 +146,19 @@ class Resume:
             if asked != -1:
                 fault = f"checkpoint.load_step = {asked}: {path} is damaged: {text}"
                 raise UserError(fault, shared=True)
-            self._council.decide(lambda path=path, text=text: self._set_aside(path, text))
+            self._council.decide(functools.partial(self._set_aside, path, text))
         if initial:
             self._begin_from(Path(initial), initial_model_only)
         return None
 
     def _set_late_ones_aside(self) -> None:
-        """Move checkpoints that a launch committed after another took the run over; rank 0 only.
-
-        A user who put one back names it (checkpoint.load_step).
-        """
+        """Move checkpoints that a launch committed after another took the run over; rank 0 only."""
         newest = newest_launch(self.run)
         if newest is None or not isinstance(begin := newest.get("from_step"), int):
             return
         for step in self.folder.steps():
             path = self.folder.step_path(step)
-            manifest = _or_fault(lambda path=path: Manifest.read(path))
+            manifest = _or_fault(Manifest.read, path)
             launch = None if isinstance(manifest, str) else manifest.launch
             if step > begin and launch is not None and launch < newest["launch"]:
                 text = (
@@ -180,7 +178,7 @@ class Resume:
         if asked != -1:
             return asked
         for step in reversed(steps):
-            manifest = _or_fault(lambda step=step: Manifest.read(self.folder.step_path(step)))
+            manifest = _or_fault(Manifest.read, self.folder.step_path(step))
             if isinstance(manifest, str) or manifest.kind == "full":  # or to be found damaged
                 return step
         saved: list[int] = []  # by the log, which a purge of old files may spare
@@ -211,7 +209,7 @@ class Resume:
         What another rank alone finds wrong is read by rank 0 as well: a good checkpoint is not set
         aside for one node's bad mount.
         """
-        manifest = self._council.decide(lambda: _or_fault(lambda: Manifest.read(path)))
+        manifest = self._council.decide(lambda: _or_fault(Manifest.read, path))
         if isinstance(manifest, str):
             return [manifest]
         faults: list[str] = []
@@ -248,7 +246,7 @@ class Resume:
                     "nodes must see the same run folder: check that node's mount. Nothing was moved"
                 )
             # only now: the pickles of a damaged file are not even opened
-            safe = _or_fault(lambda: check_safe(path, metadata))
+            safe = _or_fault(check_safe, path, metadata)
             return [safe] if isinstance(safe, str) else Verified(manifest, safe)
 
         return self._council.decide(judge)
@@ -303,10 +301,7 @@ def leave_branch(
 
 
 def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool) -> None:
-    """Raise UserError unless a run of `model` can begin from `initial`; reads every file.
-
-    For one process, before anything is moved for that run.
-    """
+    """Raise UserError unless a run of `model` can begin from `initial`; reads every file."""
     path = Path(initial)
     if not path.is_dir():
         raise _refused_initial(path, ["there is no such folder"])
@@ -327,10 +322,10 @@ def _refused_initial(initial: Path, faults: list[str]) -> UserError:
     )
 
 
-def _or_fault(read: Callable[[], T]) -> T | str:
+def _or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
     """Return what `read` returns, or what is wrong with the checkpoint that it reads."""
     try:
-        return read()
+        return read(*arguments)
     except DamagedCheckpoint as error:
         return str(error)
 

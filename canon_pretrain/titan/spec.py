@@ -86,10 +86,7 @@ def cross_entropy_and_objective(
 
 
 def head_loss(config: Loss, compile_backend: str | None = None) -> HeadLoss:
-    """Return the loss that `[loss]` asks for, of a head's input, weight and labels.
-
-    With chunk_tokens = 0, autograd differentiates `cross_entropy_and_objective` of whole logits.
-    """
+    """Return the loss that `[loss]` asks for, of a head's input, weight and labels."""
     terms: dict[str, Any] = {"z_loss": config.z_loss, "squared_loss": config.squared_loss}
     if config.chunk_tokens:
         terms |= {"chunk_tokens": config.chunk_tokens, "compile_backend": compile_backend}

@@ -273,10 +273,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         )
 
     def _validate(self, *, if_missed: bool = False) -> bool:
-        """Score the held-out part, if that is due after this step; returns whether it was.
-
-        With `if_missed`, unless the log has it: a launch may have ended before it could.
-        """
+        """Score the held-out part, if that is due after this step; returns whether it was."""
         if not self.job_config.validation.enable or not self.validator.should_validate(self.step):
             return False
         decide = self.checkpointer.council.decide

@@ -111,10 +111,7 @@ class CanonValidator(BaseValidator):
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> list[tuple[float, int]]:
-        """Return (summed nats, tokens predicted) of each source, over all ranks; collective.
-
-        `model` stays in its mode: there is no dropout, and another mode would be compiled anew.
-        """
+        """Return (summed nats, tokens predicted) of each source, over all ranks; collective."""
         shape = (2, len(self.names))
         sums = torch.zeros(shape, dtype=torch.float64, device=device_type)  # nats, tokens
         for windows_BT, source_B in zip(self._windows, self._sources, strict=True):

@@ -6,8 +6,6 @@ steps that a test chooses.
 
 import os
 import resource
-import shutil
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +13,13 @@ from typing import Any
 
 import pytest
 
-from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, hold
-from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import free_bytes, reserve
+from canon_pretrain.core.files import free_bytes
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.titan import trainer as trainer_module
-from canon_pretrain.titan.checkpoint import CanonCheckpointManager, Staging, check_room
+from canon_pretrain.titan.checkpoint import CanonCheckpointManager, Staging
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.checkpoint_folders import small_disk
 from tests.fault_runs import (
@@ -250,24 +246,6 @@ def test_each_rank_tries_a_file_of_the_size_that_it_will_write(trial: Trial) -> 
     assert_refused(ended)
     assert "rank 1: File too large" in ended.output and events(trial.run, "step") == []
     assert list((trial.run / "checkpoint").iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", ["file", "read-only", "full"])
-def test_a_folder_that_takes_no_checkpoint_is_refused(tmp_path: Path, kind: str) -> None:
-    """Issue 17, item 16."""
-    with small_disk(tmp_path / "disk", "size=4m") as disk:
-        folder = CheckpointFolder(disk / "checkpoint")
-        check_room(folder, 1 << 20)  # it can be made
-        reserve(folder.trial_path / "a", 1 << 20)
-        assert len(folder.recover()) == 1 and list(folder.path.iterdir()) == []
-        if kind == "file":
-            shutil.rmtree(folder.path)
-            folder.path.write_text("")
-        elif kind == "read-only":
-            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        num_bytes = (64 if kind == "full" else 1) << 20
-        with pytest.raises(UserError, match="--checkpoint.folder"):
-            check_room(folder, num_bytes)
 
 
 # ---- slow

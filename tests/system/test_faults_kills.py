@@ -83,9 +83,7 @@ ALL_AT_ONCE = [
 ]
 ONE_RANK = [
     ("the folder is made", (1,)),
-    ("a file is half written", (1,)),
     ("the data is written", (0,)),
-    ("the rename is next", (0,)),
     ("it is renamed", (1,)),
 ]
 LEFT_BEHIND: dict[str, set[str]] = {

@@ -18,7 +18,6 @@ import torch
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import read_log
 from canon_pretrain.train import main
 from tests.fault_runs import wrap
 from tests.ranks import (
@@ -432,29 +431,3 @@ def test_a_kill_before_the_first_checkpoint_does_not_lock_a_changed_run_out(
 
 
 # -- the proof --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_another_world_size_after_each_stop_sees_the_same_data(
-    straight: Path, data_folder: Path, tmp_path: Path
-) -> None:
-    """2 -> 1 -> 3 -> 4 ranks, a line every seventh step: the digests still cover every step."""
-    stops = [9, 17, 30, STEPS]
-    run = tmp_path / "run"
-    argv = job(data_folder, run, "--checkpoint.interval", 1000, "--metrics.log_freq", 7)
-    for ranks, stop in zip((2, 1, 3, 4), stops, strict=True):
-        launch(*argv, "--run.stop_at", stop, output=tmp_path, ranks=ranks)
-    lines = read_log(RunFolder(run).log_file)
-    assert [e["world_size"] for e in lines if e["event"] in ("start", "resume")] == [2, 1, 3, 4]
-    expected = {event["step"]: event for event in events(straight, "step")}
-    digests: list[str] = []
-    for line in events(run, "step"):
-        digests += line["data_digests"]
-        assert len(digests) == line["step"]
-        other = expected[line["step"]]
-        assert line["tokens"] == other["tokens"]
-        assert line["lr"] == other["lr"]
-        for name in ("loss", "grad_norm"):
-            assert line[name] == pytest.approx(other[name], rel=1e-5), (name, line["step"])
-    assert digests == [expected[step]["data_digests"][0] for step in range(1, STEPS + 1)]
-    assert len(set(digests)) == STEPS

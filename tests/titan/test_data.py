@@ -17,7 +17,7 @@ import torch
 
 import canon_pretrain
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.loader import BatchLoader, samples_digest
+from canon_pretrain.data.loader import BatchLoader
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.run.config import Data
@@ -204,22 +204,6 @@ def test_items_are_in_order_at_most_so_many_ahead_and_an_error_is_in_its_place()
     assert ahead.close()
 
 
-@pytest.mark.parametrize("depth", [1, 3, 50])
-def test_batches_states_and_digests_are_those_of_a_loader_without(data: Path, depth: int) -> None:
-    plain, ahead = loader(data, 0), loader(data, depth)
-    ours, theirs = iter(ahead), iter(plain)
-    assert ahead.state_dict() == plain.state_dict()
-    for _ in range(7):
-        assert torch.equal(take(ours), take(theirs))
-        assert ahead.state_dict() == plain.state_dict()
-        assert ahead.source_tokens == plain.source_tokens
-    digests = plain.take_digests()
-    assert ahead.take_digests() == digests and len(digests) == 3
-    samples = batches_of(data, size=6)
-    assert digests[:2] == [samples_digest(samples.next_batch()) for _ in range(2)]
-    ahead.close()
-
-
 def test_a_state_is_gone_on_from_exactly(data: Path) -> None:
     ahead = loader(data, 4)
     batches = iter(ahead)
@@ -253,25 +237,6 @@ def test_a_state_is_gone_on_from_exactly(data: Path) -> None:
     reference.load_state_dict(ahead.state_dict())
     assert torch.equal(take(batches), take(iter(reference)))
     ahead.close()
-
-
-def test_damage_is_reported_when_its_batch_is_due(data: Path) -> None:
-    file = next(data.glob("*.bin"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1  # in the last block
-    file.write_bytes(content)
-    found = []
-    for depth in (0, 6):
-        batches = loader(data, depth)
-        iterator, taken = iter(batches), []
-        with pytest.raises(ShardError, match="damaged: 64-KiB block") as caught:
-            while len(taken) < 500:
-                taken.append(take(iterator))
-        assert not threads()
-        assert taken, "the first batch has the damage: choose another seed"
-        found.append((len(taken), str(caught.value), batches.state_dict()))
-        batches.close()
-    assert found[0] == found[1]
 
 
 def test_a_read_that_hangs_holds_up_neither_the_last_checkpoint_nor_the_end_twice(

@@ -1,14 +1,10 @@
 """The plan of a run: its figures against a real tiny model's, and what it tells a person."""
 
-import dataclasses
 import types
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 import canon_pretrain.train as entry
 from canon_pretrain.core.errors import UserError
@@ -24,12 +20,10 @@ from canon_pretrain.titan.dry_run import (
     check_memory,
     count_memory,
     count_saved,
-    first_notes,
     make_plan,
     make_plans,
     reference,
     saved_bytes,
-    this_machine,
     world_sizes,
 )
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -107,88 +101,6 @@ def test_memory_equals_what_a_real_tiny_model_holds(words: str) -> None:
     assert planned["optimizer (two moments)"] == sum(t.nbytes for t in moments)
 
 
-def test_what_is_not_trained_has_weights_alone() -> None:
-    """cst-Canon at 1.3B: ABCD's 2,039,808 weights get no gradient and no moments."""
-    words = ("--model.canon_trainable", "False")
-    trained, fixed = (plan_of(job_of("nope_canon", *w), "h100", 1, 0.4) for w in ((), words))
-    assert trained.trained == trained.parameters == fixed.parameters == 1_347_463_168
-    assert fixed.trained == 1_347_463_168 - 2_039_808
-    assert fixed.memory["weights"] == trained.memory["weights"]
-    assert trained.memory["gradients"] - fixed.memory["gradients"] == 4 * 2_039_808
-    name = "optimizer (two moments)"
-    assert trained.memory[name] - fixed.memory[name] == 8 * 2_039_808
-    assert trained.checkpoint_bytes - fixed.checkpoint_bytes == 8 * 2_039_808
-
-
-class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of live storages, and their most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.live: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
-        out = func(*args, **(kwargs or {}))
-        tree_map(self._add, out)
-        return out
-
-    def _add(self, value: object) -> None:
-        if not isinstance(value, torch.Tensor):
-            return
-        storage = value.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
-        if address not in self.live:
-            self.live[address] = size
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._drop, address)
-
-    def _drop(self, address: int) -> None:
-        self.now -= self.live.pop(address, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk_tokens", [0, 128])
-@pytest.mark.parametrize("loss", [Loss(), Loss(z_loss=0.1)], ids=str)
-def test_the_peak_of_the_loss_is_the_real_one(
-    dtype: torch.dtype, loss: Loss, chunk_tokens: int
-) -> None:
-    job = job_of("debug", "--model.vocab_size", "32000", "--model.dim", "64")
-    job.training.global_batch_size = job.training.local_batch_size = 4
-    job.training.mixed_precision_param = str(dtype).removeprefix("torch.")  # type: ignore
-    job.loss = loss = dataclasses.replace(loss, chunk_tokens=chunk_tokens)
-    with torch.device("meta"):
-        planned = count_memory(job, Transformer(job.model_args), 1)
-    weight = torch.randn(32_000, 64, dtype=dtype, requires_grad=True)
-    h = torch.randn(4 * job.training.seq_len, 64, dtype=dtype, requires_grad=True)
-    labels = torch.zeros(4 * job.training.seq_len, dtype=torch.int64)
-    with PeakMemory() as memory:
-        memory.live = {tensor.untyped_storage()._cdata: 0 for tensor in (h, weight)}
-        _, objective = head_loss(loss)(h, weight, labels)
-        objective.backward()
-    # the weight's own gradient is not the loss's: it is counted with the gradients
-    expected = planned["logits and loss"]
-    if chunk_tokens and dtype != torch.float32:  # a copy, without a GPU's products of halves
-        expected += 4 * weight.numel()
-    # where there is one chunk, its logits are gone before there is a gradient of the weight
-    most = 1.2 if chunk_tokens else 1.1
-    assert memory.peak / 1.1 < expected < most * memory.peak
-
-
-def test_what_fsdp2_gathers_is_counted_from_the_models_units() -> None:
-    job = job_of("debug", "--training.mixed_precision_param", "bfloat16")
-    model = Transformer(job.model_args)
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    block = sum(n for name, n in sizes.items() if name.startswith("layers.1."))
-    ends = sizes["tok_embeddings.weight"] + sizes["norm.weight"] + sizes["output.weight"]
-    planned = count_memory(job, model, 4)
-    assert planned["gathered by FSDP2"] == 2 * (2 * block + ends) + 4 * block
-    job.parallelism.fsdp_reshard_after_forward = "never"
-    kept = plan_of(job, "h100", 4, 0.4).memory["gathered by FSDP2"]
-    assert kept == 2 * sum(p.numel() for p in Transformer(job.model_args).parameters()) + 4 * block
-
-
 def test_the_data_that_is_there_is_measured_or_refused_as_by_the_run(data_folder: Path) -> None:
     plan = plan_of(job_of("debug", "--data.path", str(data_folder)), "h200", 2, 0.4)
     with TokenShards.open(data_folder / "train") as shards:
@@ -206,24 +118,6 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, name: str, count: int, gib: float
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     memory = types.SimpleNamespace(total_memory=round(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: memory)
-
-
-def test_a_long_run_or_one_on_few_of_the_gpus_says_so_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    big = job_of("nope_canon")
-    assert list(first_notes(big, reference("h100"), 8)) == []  # 3.7 days
-    (note,) = first_notes(big, reference("h200"), 1)
-    assert "about 30 days in all on 1 rank(s)" in note
-    with_gpus(monkeypatch, "NVIDIA H100 80GB HBM3", 8, 79.6)
-    gpus, days = first_notes(big, this_machine(1), 1)
-    assert "1 of the 8 GPUs" in gpus and days == note.replace(
-        "40% MFU", "40% MFU of its 989 TFLOP/s"
-    )
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    big.run = type(big.run)(stop_at=10)
-    assert list(first_notes(big, this_machine(1), 1)) == []
 
 
 def test_this_machine_is_planned_beside_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -60,35 +59,6 @@ def test_after_enough_bad_steps_in_a_row_the_verdict_stays() -> None:
     assert guards.counters[[SKIPPED, IN_A_ROW, HALTED]].tolist() == [5, 3, 1]
     assert guards.before_the_streak()[[SKIPPED, IN_A_ROW, HALTED]].tolist() == [2, 0, 0]
     assert guards.counters[HALTED] == 1, "a copy: it changes nothing"
-
-
-@pytest.mark.parametrize("steps_before", [0, 3])
-def test_the_fused_optimizer_leaves_all_as_it_is(steps_before: int) -> None:
-    """What the verdict is for: weights, moments and their count, bitwise; at a first step too."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.nn.Parameter(torch.randn(7, 5, generator=generator))
-    optimizer: Any = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.1, fused=True)
-    guards = StepGuards(Guards(), CPU)
-
-    def step(loss: float, gradient: float) -> None:
-        weight.grad = torch.full_like(weight, gradient)
-        optimizer.grad_scale = None
-        optimizer.found_inf = guards.judge(torch.tensor(loss), weight.grad.norm())
-        optimizer.step()
-
-    for _ in range(steps_before):
-        step(1.0, 0.5)
-    before = [weight.detach().clone()]
-    before += [value.clone() for value in optimizer.state[weight].values()]
-    for loss, gradient in ((1.0, NAN), (INF, 0.5)):
-        step(loss, gradient)
-    after = [weight.detach(), *optimizer.state[weight].values()]
-    if not steps_before:  # the optimizer makes its state at its first step
-        before += [torch.zeros_like(value) for value in after[1:]]
-    assert all(map(torch.equal, before, after))
-    step(1.0, 0.5)
-    assert optimizer.state[weight]["step"] == steps_before + 1
-    assert not torch.equal(before[0], weight)
 
 
 @settings(max_examples=200, deadline=None)

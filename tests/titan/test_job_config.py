@@ -1,5 +1,6 @@
 """The job: what a file and a command line come to, and what is refused."""
 
+import ast
 import dataclasses
 import re
 import subprocess
@@ -46,33 +47,12 @@ def test_every_model_key_of_the_toml_reaches_the_model() -> None:
     ours = {f.name for f in dataclasses.fields(Model)} & {
         f.name for f in dataclasses.fields(ModelArgs)
     }
-    values = {
-        "vocab_size": 77,
-        "num_layers": 3,
-        "dim": 128,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "ffn_dim": 96,
-        "ffn": "standard",
-        "ffn_activation": "gelu",
-        "norm": "layernorm",
-        "bias": True,
-        "norm_eps": 1e-6,
-        "position": "partial_rope_c",
-        "partial_rope_dim": 6,
-        "rope_theta": 500.0,
-        "canon_set": "BD",
-        "canon_kernel": 3,
-        "canon_residual": False,
-        "canon_activation": True,
-        "canon_trainable": False,
-        "tie_embeddings": True,
-        "document_mask": True,
-        "eos_id": 3,
-        "qk_norm": "per_head",
-        "init": "lingua",
-        "init_seed": 9,
-    }
+    text = "vocab_size=77 num_layers=3 dim=128 num_heads=8 num_kv_heads=4 ffn_dim=96 bias=True "
+    text += "ffn='standard' ffn_activation='gelu' norm='layernorm' norm_eps=1e-6 canon_set='BD' "
+    text += "position='partial_rope_c' partial_rope_dim=6 rope_theta=500.0 canon_kernel=3 eos_id=3 "
+    text += "canon_residual=False canon_activation=True canon_trainable=False init='lingua' "
+    text += "tie_embeddings=True document_mask=True qk_norm='per_head' init_seed=9"
+    values = {k: ast.literal_eval(v) for k, v in (word.split("=") for word in text.split())}
     assert ours == values.keys()
     job = CanonJobConfig(model=Model(flavor="162M", **values))  # type: ignore[arg-type]
     expected = dataclasses.replace(FLAVORS["162M"], max_seq_len=job.training.seq_len, **values)

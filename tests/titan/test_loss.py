@@ -72,19 +72,6 @@ def test_sums_and_gradients_are_those_of_the_definition(config: Loss, chunk_toke
         assert logits.grad[place].item() == pytest.approx((sides[0] - sides[1]) / 2e-5, abs=2e-5)
 
 
-@every_form
-@every_way
-def test_bfloat16_logits_are_summed_in_float32(config: Loss, chunk_tokens: int) -> None:
-    config = dataclasses.replace(config, chunk_tokens=chunk_tokens)
-    logits, labels = logits_and_labels()
-    logits = logits.bfloat16().repeat(400, 1, 1)  # enough terms for bfloat16 sums to stand still
-    labels = labels.repeat(400, 1)
-    sums = of_logits(config, logits, labels)
-    assert all(value.dtype == torch.float32 for value in sums)
-    expected = by_hand(logits.float(), labels, config)
-    assert [value.item() for value in sums] == pytest.approx(expected, rel=1e-5)
-
-
 # torch looks whether what it compiles for has gradients
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @every_way

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import ParallelDims
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Loss
-from canon_pretrain.titan import parallelize as parallelize_module
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.parallelize import compile_blocks, shard
+from canon_pretrain.titan.parallelize import shard
 from tests.flash_packages import flash_attn_package, flash_impl
 from tests.sharded import Steps, assert_equal_steps, on_ranks, sharded_steps, whole_steps
 from tests.variants import variant
@@ -47,24 +47,16 @@ TIED = replace(
 )
 Z_LOSS = Loss(z_loss=0.01, chunk_tokens=20)
 # how torchtitan's options treat the same model
+SELECTIVE: dict[str, object] = {"mode": "selective", "selective_ac_option": "op"}
 PLANS: dict[str, dict[str, dict[str, object]]] = {
     "plain": {},
     "never": {"parallelism": {"fsdp_reshard_after_forward": "never"}},
     "always": {"parallelism": {"fsdp_reshard_after_forward": "always"}},
     "full": {"activation_checkpoint": {"mode": "full"}},
-    "selective": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
-    "every second": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}},
-    "compiled, full": {
-        "compile": {"enable": True, "backend": "aot_eager"},
-        "activation_checkpoint": {"mode": "full"},
-    },
+    "selective": {"activation_checkpoint": SELECTIVE},
     "compiled, selective": {
         "compile": {"enable": True, "backend": "aot_eager"},
-        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
-    },
-    "compiled, memory budget": {  # which the partitioner keeps
-        "compile": {"enable": True, "backend": "aot_eager_decomp_partition"},
-        "activation_checkpoint": {"mode": "memory_budget", "memory_budget": 0.3},
+        "activation_checkpoint": SELECTIVE,
     },
 }
 PLANNED = variant("h_alibi ABCD tied cst documents")
@@ -233,13 +225,12 @@ def test_how_memory_is_saved_changes_no_number(results: Path, plan: str) -> None
 
 def test_activation_checkpointing_computes_again_what_it_says(results: Path) -> None:
     """q, k, v, wo, w1, w3, w2 a block and twice as many for backward; "full" takes each block's
-    once more, "2" every second block's, "op" keeps every second product."""
+    once more, "op" keeps every second product."""
     counts = json.loads((results / "matmuls.json").read_text())
     steps, blocks = 2, PLANNED.num_layers * 7
     plain = steps * 3 * (blocks + 1)  # the last product of a block is no input of its backward
     assert counts["plain"] == counts["never"] == counts["always"] == plain
-    assert plain < counts["every second"] < counts["full"] <= plain + steps * blocks
-    assert plain < counts["selective"] < counts["full"]
+    assert plain < counts["selective"] < counts["full"] <= plain + steps * blocks
 
 
 def test_an_attention_without_a_training_step_is_refused() -> None:
@@ -266,30 +257,7 @@ def test_an_attention_without_a_training_step_is_refused() -> None:
                     check("rope", name, device, dtype)
 
 
-@pytest.mark.parametrize(
-    ("device", "canon", "compiler", "expected"),
-    [
-        ("cuda", "compiled", "inductor", True),
-        ("cuda", "triton", "inductor", False),
-        ("cuda", "compiled", "aot_eager", False),
-        ("cpu", "compiled", "inductor", False),
-    ],
-)
-def test_only_compiled_canon_on_a_gpu_changes_inductors_limits(
-    monkeypatch, device, canon, compiler, expected
-):
-    given = []
-    compile_whole = torch.compile
-
-    def noting(block, **options):
-        given.append(options["options"])
-        return compile_whole(block, **options)  # raises at an option that inductor doesn't know
-
-    monkeypatch.setattr(torch, "compile", noting)
-    monkeypatch.setattr(parallelize_module, "device_type", device)
-    job = CanonJobConfig()
-    job.compile.backend = compiler
-    model = Transformer(UNEVEN)
-    model.canon_backend = canon
-    compile_blocks(model, job)
-    assert [bool(options) for options in given] == [expected] * UNEVEN.num_layers
+def test_only_compiled_canon_on_a_gpu_changes_inductors_limits() -> None:
+    assert compile_options("cuda", "compiled")
+    for where in (("cuda", "triton"), ("cpu", "compiled")):
+        assert not compile_options(*where)

@@ -111,33 +111,6 @@ def test_infinite_lr_of_seed_000() -> None:
     assert rate(50_500) == rate(10**6) == pytest.approx(1e-4)
 
 
-def test_a_run_prolonged_while_its_rate_is_stable_is_the_longer_run() -> None:
-    """WSD and InfiniteLR know nothing of the run's length there; a cosine over the run does."""
-
-    def prolonged(steps: int, taken: int, **schedule: object) -> tuple[list[float], list[float]]:
-        """`taken` steps of a run of 20, then on to `steps`; and the run of `steps` by itself."""
-        optimizers, begun = schedule_of(job_of(**schedule))
-        found = _take(optimizers, begun, taken)
-        long = job_of(**schedule)
-        long.training.steps = steps
-        optimizers, goes_on = schedule_of(long)
-        goes_on.load_state_dict(begun.state_dict())
-        optimizers.optimizers[0].param_groups[0]["lr"] = begun.schedulers[0].get_last_lr()[0]
-        return found + _take(optimizers, goes_on, steps - taken), rates(long, steps)
-
-    for schedule in ({"decay_ratio": 0.25}, {"decay_steps": 8}):
-        joined, straight = prolonged(40, 12, **schedule)
-        assert joined == straight
-    joined, straight = prolonged(40, 12)
-    assert joined != straight
-    # a decay from a stable step: the same run, made shorter
-    joined, straight = prolonged(16, 12, decay_ratio=0.25)
-    assert joined == straight
-    assert straight[12:] == pytest.approx(
-        [1.0, *(FLOOR + (1 - FLOOR) * cosine(k / 4) for k in (1, 2, 3))]
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

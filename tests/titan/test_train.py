@@ -247,19 +247,6 @@ def test_a_byte_flipped_in_a_shard_stops_the_run(
     assert step_events(tmp_path / "run") == []
 
 
-@pytest.mark.slow
-def test_a_world_size_that_does_not_divide_under_torchrun(
-    data_folder: Path, tmp_path: Path
-) -> None:
-    """The message is told once; torchrun adds its own report and makes the exit code 1."""
-    done = train(*debug_run(data_folder, tmp_path / "run"), ranks=5, check=False)
-    assert done.returncode == 1
-    assert done.stderr.count("can't be shared by 5 ranks") == 1
-    assert "World sizes that divide it: 1, 2, 3, 4, 6, 12" in done.stderr
-    assert "exitcode  : 2" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_launch_that_does_not_fit_exits_with_2(
     data_folder: Path,
     tmp_path: Path,

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch._dynamo.testing import CompileCounter
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.held_out import windows
@@ -199,35 +198,6 @@ def test_training_is_bitwise_the_same_whatever_is_validated_and_stopped(
     assert at_the_end["step"] == 12
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_blocks_are_compiled_for_one_shape_and_once_more(
-    data_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once for training and once without gradients; not for a last pass that is not full."""
-    job = debug_job(path=str(data_folder))
-    job.compile.enable, job.training.local_batch_size, job.validation.windows = True, 4, 5
-    model = Transformer(job.model_args)
-    model.init_weights()
-    counter = CompileCounter()
-    torch._dynamo.reset()
-    for name, block in model.layers.named_children():
-        model.layers.register_module(name, torch.compile(block, backend=counter, fullgraph=True))
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    validator = validator_of(job)
-    assert validator.num_passes == 2
-    tokens = torch.zeros((4, 64), dtype=torch.int64)
-    model(tokens).sum().backward()
-    before = counter.frame_count
-    validator.measure(model)
-    after = counter.frame_count
-    assert after <= 2 * before
-    model(tokens).sum().backward()
-    validator.measure(model)
-    assert counter.frame_count == after
-    torch._dynamo.reset()
-
-
 # ---- what can't be
 
 
@@ -332,19 +302,6 @@ def test_another_held_out_text_is_another_run(data_folder: Path, tmp_path: Path)
         assert after == shards.fingerprint != before
     found = {e["step"]: e["held_out_fingerprint"] for e in events(run, "validation")}
     assert found == {4: before, 8: after, 12: after}
-
-
-def test_a_run_without_the_record_is_read_and_noted(data_folder: Path, tmp_path: Path) -> None:
-    """Issue 17, item 17: a run of an earlier version goes on, and records its held-out text."""
-    run = tmp_path / "run"
-    words = debug_run(data_folder, run)
-    launch(*words, "--run.stop_at", 2, ranks=1, output=tmp_path / "out")
-    stored = RunFolder(run).read_config()
-    known = stored["identity"].pop("held_out_fingerprint")
-    RunFolder(run).write_config(stored["config"], stored["identity"])
-    ended = launch(*words, "--run.stop_at", 3, ranks=1, output=tmp_path / "out")
-    assert ended.output.count("held_out_fingerprint: not recorded -> ") == 1
-    assert RunFolder(run).read_config()["identity"]["held_out_fingerprint"] == known
 
 
 def test_a_validation_that_was_undone_is_taken_again(tmp_path: Path) -> None:
