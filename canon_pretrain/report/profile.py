@@ -23,7 +23,8 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import size
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.run.trace import CANON, DATA, STEP, VALIDATION, Event, Trace, read_trace
+from canon_pretrain.run.folder import CANON, DATA, VALIDATION
+from canon_pretrain.run.trace import STEP, Event, Trace, read_trace
 
 TRACES = "profile_traces"
 _NAME = re.compile(r"rank(\d+)_trace\.json(\.gz)?")

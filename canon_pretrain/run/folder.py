@@ -37,6 +37,8 @@ from canon_pretrain.run.log import read_log
 
 CHECKPOINTS = "checkpoint"
 EVALS = "evals"
+CANON, DATA, VALIDATION = "canon", "data_wait", "validation"
+"""Names of the scopes that the trainer marks in a profiler's trace (run/trace.py)."""
 
 
 def config_record(

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, TextIO
 
 from canon_pretrain.core.errors import UserError
 
-CANON, DATA, VALIDATION = "canon", "data_wait", "validation"
-"""Names of the scopes that the trainer marks in a trace."""
 STEP = "ProfilerStep#"
 CHUNK = 1 << 22
 MAX_EVENT = 1 << 26

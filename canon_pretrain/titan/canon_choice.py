@@ -23,7 +23,6 @@ from torchtitan.tools.logging import logger
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_record, write_json
 from canon_pretrain.kernels.backends import OPTIONAL, choose
-from canon_pretrain.model.canon_check import training_problem
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 DEVICE_TYPES = ("cuda",)
@@ -108,8 +107,10 @@ def _checked(
     with contextlib.suppress(UserError, OSError):  # there is none, or it is damaged
         problem = read_record(path, Verdict).problem
         return problem and f"{problem} (known from {path})", f"checked before, {path}", False
+    from canon_pretrain.model import canon_check  # only a GPU needs it
+
     start = time.monotonic()
-    problem = training_problem(job.model_args, backend, shape, dtype, device)
+    problem = canon_check.training_problem(job.model_args, backend, shape, dtype, device)
     is_lost = _is_lost(device)
     if problem is None or is_lost:  # else the cause may be mended: look again
         with contextlib.suppress(OSError):  # the next launch checks again

@@ -25,8 +25,8 @@ from canon_pretrain.core.files import UnreadableFile, read_lines
 from canon_pretrain.data.held_out import HeldOutLoss, allot, count_windows, held_out_loss, windows
 from canon_pretrain.data.mixture import exact_weight, short_names
 from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.run.folder import VALIDATION
 from canon_pretrain.run.log import drop_superseded, json_value, parse_events
-from canon_pretrain.run.trace import VALIDATION
 from canon_pretrain.titan.data import validation_folders
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.spec import head_loss

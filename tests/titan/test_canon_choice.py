@@ -93,7 +93,7 @@ def alone(tmp_path, monkeypatch):
 def checks(monkeypatch):
     """What each check finds, last first; it ends with the list empty."""
     found: list[str | None] = []
-    monkeypatch.setattr(canon_choice, "training_problem", lambda *what: found.pop())
+    monkeypatch.setattr(canon_check, "training_problem", lambda *what: found.pop())
     return found
 
 
@@ -176,7 +176,7 @@ def on_a_gpu(rank: int, problem: str | None, notes: Path) -> None:
         return problem
 
     canon_choice.DEVICE_TYPES = ("cpu",)
-    canon_choice.training_problem = check
+    canon_check.training_problem = check
     decide = canon_choice.choose_canon
     trainer = importlib.import_module("canon_pretrain.titan.trainer")
     transformer = importlib.import_module("canon_pretrain.model.transformer")
