@@ -1,12 +1,9 @@
 """What data preparation and reading cost on this machine, beside what else there is, as ratios.
 
-    python -m data_prep bench [--files FILE_OR_FOLDER ...] [--tokenizer PATH|train:N] [--json FILE]
-
 Encoding and reading are counted in CPU time of one process; they take turns with what they are
-compared with, so that whatever else the machine does meets both. Whole builds are separate
-processes, compared by CPU time with datatrove (where it is installed) and by the clock with
-themselves at two workers. The text is the library and installed packages of the running Python, or
-`--files`.
+compared with. Whole builds are processes, compared by CPU time with datatrove (where it is
+installed) and by the clock with themselves at two workers. The text is the library and the
+installed packages of the running Python.
 """
 
 import argparse
@@ -23,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -53,10 +50,7 @@ from canon_pretrain.data.shards import (
 from canon_pretrain.data.tokenizer import HF_FILE, Tokenizer
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from data_prep.folder import TRAIN, say
-from data_prep.readers import InputReader
-from data_prep.rows import Document
 from data_prep.settle import TokenizerRequest, train_tokenizer
-from data_prep.sources import LOCAL, select
 
 TEXT_FILES = (".py", ".md", ".rst", ".txt")
 ENCODED_BYTES = 12_000_000
@@ -93,23 +87,10 @@ Encode = Callable[[list[str]], Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `bench`."""
+    """Add the options of `bench`."""
     add = parser.add_argument
-    add(
-        "--files",
-        nargs="+",
-        type=Path,
-        default=(),
-        metavar="PATH",
-        help="text to measure on, as --source local takes it (default: this Python's packages)",
-    )
-    add("--text-field", metavar="F", help="the field with the text, in files of rows")
-    add(
-        "--tokenizer",
-        default="train:32000",
-        metavar="train:N|PATH",
-        help="a SentencePiece model, or one trained on the text (default: %(default)s)",
-    )
+    about = "a SentencePiece model, or one trained on the text (default: %(default)s)"
+    add("--tokenizer", default="train:32000", metavar="train:N|PATH", help=about)
     add("--megabytes", type=float, default=96.0, help="text at most (default: %(default)g)")
     add("--repeats", type=int, default=3, help="how often each is measured (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures to this file too")
@@ -123,7 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"--repeats {repeats} --megabytes {megabytes:g}: expected at least 1, and more than 0"
         )
     request = TokenizerRequest.parse(arguments.tokenizer, None)
-    texts = collect(arguments.files, arguments.text_field, int(megabytes * 1e6))
+    texts = collect(int(megabytes * 1e6))
     num_bytes = sum(len(text.encode()) for text in texts)
     sample = texts[:: max(1, round(num_bytes / ENCODED_BYTES))]
     model = request.given or Tokenizer(train_tokenizer(sample, request.vocab_size), request.name)
@@ -149,90 +130,65 @@ def run(arguments: argparse.Namespace) -> None:
         write_json(arguments.json, result)
 
 
-def collect(files: Sequence[Path], field: str | None, limit: int) -> list[str]:
-    """Texts of `limit` bytes in all, or of what there is."""
+def collect(limit: int) -> list[str]:
+    """Return text files of the library, then of the installed packages, up to `limit` bytes."""
     texts: list[str] = []
-    size = 0
-    for text in _texts(files, field):
-        size += len(text.encode())
-        if texts and size > limit:
-            break
-        texts.append(text)
-    if len(texts) < 2:
-        raise UserError(f"--files {files}: {len(texts)} document(s), expected 2 at least")
-    return texts
-
-
-def _texts(files: Sequence[Path], field: str | None) -> Iterator[str]:
-    """Those of `files`, else the text files of the library and then of the installed packages."""
-    if files:
-        chosen = select(LOCAL, files, text_field=field)
-        for known in chosen.inputs:
-            reader = InputReader(chosen.root, known, chosen.text_field, chosen.group_field)
-            yield from (row.text for row in reader.rows() if isinstance(row, Document))
-        return
     for place in ("stdlib", "purelib"):
         for folder, names, found in os.walk(sysconfig.get_path(place)):
             names[:] = sorted(name for name in names if name != "site-packages")
             for name in sorted(name for name in found if name.endswith(TEXT_FILES)):
                 # a package's test may be no UTF-8: any other text serves as well
                 with contextlib.suppress(OSError, UnicodeDecodeError):
-                    if text := Path(folder, name).read_bytes().decode():
-                        yield text
+                    content = Path(folder, name).read_bytes()
+                    limit -= len(content)
+                    if limit < 0 and len(texts) > 1:
+                        return texts
+                    if content:
+                        texts.append(content.decode())
+    return texts
 
 
 # ---- encoding
 
 
 def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> dict[str, Any]:
-    """Tokens per second of CPU time: medians over `repeats`, in which all take turns.
+    """Return tokens per second of CPU time: medians over `repeats`, in which all take turns.
 
     A tokenizer.json has no sp.encode beside it, and a model that cannot be written as one no
     tokenizers.
     """
-    others = _others(model)
-    seconds: dict[str, list[float]] = {}
-    for _ in range(repeats):
-        ours = _one_by_one(Tokenizer(model.model, "bench", eos=model.eos_id).encode)
-        turn: dict[str, Encode] = {"cold": ours, "warm": ours, **others}
-        for name, encode in turn.items():
-            started = time.process_time()
-            encode(texts)
-            seconds.setdefault(name, []).append(time.process_time() - started)
-    tokens = sum(len(model.encode(text)) for text in texts)
-    return {
-        "tokens": tokens,
-        "rates": {name: tokens / statistics.median(taken) for name, taken in seconds.items()},
-        "ratios": {
-            f"{name} / {other}": statistics.median(
-                theirs / ours for ours, theirs in zip(seconds[name], seconds[other], strict=True)
-            )
-            for name in ("cold", "warm")
-            for other in others
-        },
-    }
-
-
-def _one_by_one(encode: Callable[[str], Any]) -> Encode:
-    return lambda texts: [encode(text) for text in texts]
-
-
-def _others(model: Tokenizer) -> dict[str, Encode]:
-    """What ours is compared with."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core
     others: dict[str, Encode] = {}
     if model.file_name != HF_FILE:
         processor = sentencepiece.SentencePieceProcessor(model_proto=model.model)
-        others["sp.encode"] = _one_by_one(processor.encode)
+        others["sp.encode"] = lambda texts: [processor.encode(text) for text in texts]
     if content := as_tokenizer_json(model):
         plain = tokenizers.Tokenizer.from_str(content)
         plain.encode_special_tokens = True
         others["tokenizers"] = lambda b: plain.encode_batch_fast(b, add_special_tokens=False)
-    return others
+    seconds: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        ours = Tokenizer(model.model, "bench", eos=model.eos_id)
+        own: Encode = lambda texts, ours=ours: [ours.encode(text) for text in texts]  # noqa: E731
+        for name, encode in {"cold": own, "warm": own, **others}.items():
+            started = time.process_time()
+            encode(texts)
+            seconds.setdefault(name, []).append(time.process_time() - started)
+    tokens = sum(len(model.encode(text)) for text in texts)
+
+    def ratio(name: str, other: str) -> float:
+        pairs = zip(seconds[name], seconds[other], strict=True)
+        return statistics.median(theirs / ours for ours, theirs in pairs)
+
+    return {
+        "tokens": tokens,
+        "rates": {name: tokens / statistics.median(taken) for name, taken in seconds.items()},
+        "ratios": {f"{n} / {other}": ratio(n, other) for n in ("cold", "warm") for other in others},
+    }
 
 
 def as_tokenizer_json(model: Tokenizer) -> str:
-    """The model as a tokenizer.json with the same ids; "" where there is none."""
+    """Return the model as a tokenizer.json with the same ids; "" if there is none."""
     if model.file_name == HF_FILE:
         return model.model.decode()
     try:
@@ -247,14 +203,17 @@ def as_tokenizer_json(model: Tokenizer) -> str:
 def measure_builds(
     model: Tokenizer, texts: Sequence[str], folder: Path, repeats: int
 ) -> dict[str, Any]:
-    """Builds of the same JSONL files that take turns: seconds by the clock and of CPU, rates.
+    """Build the same JSONL files in turns; return seconds by the clock and of CPU, and rates.
 
-    Rates and ratios include the start of a process, as a user has it. datatrove runs in one task,
-    without its shuffling, and is left out where it is not installed or has no tokenizer.json.
+    The start of a process is included. datatrove runs in one task, without its shuffling, and is
+    left out if it is not installed or has no tokenizer.json.
     """
     files = folder / "files"
     files.mkdir(parents=True)
-    _write_files(files, texts)
+    every = max(1, len(texts) * FILE_BYTES // sum(map(len, texts)))
+    for start in range(0, len(texts), every):
+        rows = (json.dumps({"text": text}) + "\n" for text in texts[start : start + every])
+        (files / f"{start:08d}.jsonl").write_text("".join(rows))
     (folder / model.file_name).write_bytes(model.model)
     build = ["-m", "data_prep", "build", "--source", "local", "--files", str(files), "--holdout"]
     build += ["0", "--tokenizer", str(folder / model.file_name), "--workers"]
@@ -288,18 +247,6 @@ def measure_builds(
         "2 workers / 1": one["clock_s"] / two["clock_s"],
         "ours / datatrove": theirs["cpu_s"] / one["cpu_s"] if theirs else None,
     }
-
-
-def _write_files(folder: Path, texts: Sequence[str]) -> None:
-    lines: list[str] = []
-    count = size = 0
-    for text in (*texts, None):
-        if lines and (text is None or size >= FILE_BYTES):
-            (folder / f"{count:05d}.jsonl").write_text("".join(lines), encoding="utf-8")
-            lines, size, count = [], 0, count + 1
-        if text is not None:
-            lines.append(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-            size += len(lines[-1])
 
 
 def run_python(*words: str) -> str:
@@ -439,16 +386,13 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         rates.add_row(f"encoding: {name}", f"{rate / 1e6:.2f}")
     for name, build in result["builds"]["runs"].items():
         rates.add_row(f"text to shards: {name}", f"{build['tokens_per_cpu_s'] / 1e6:.2f}")
-    console.print(rates)
     ratios = Table("side by side", "", "goal", "held", title=f"{result['cpu']}, {result['time']}")
     for what, value, unit, goal in claims(result):
-        if value is None or goal is None:
-            shown = "not measured" if value is None else f"{value:.3g} {unit}"
-            ratios.add_row(what, shown, "", "")
-            continue
-        at_least = unit in ("x", "Mtok/s")
-        held = value >= goal if at_least else value <= goal
-        sign = "at least" if at_least else "at most"
-        words = "yes" if held else "no"
-        ratios.add_row(what, f"{value:.3g} {unit}", f"{sign} {goal:g} {unit}", words)
-    console.print(ratios)
+        shown = "not measured" if value is None else f"{value:.3g} {unit}"
+        aim = held = ""
+        if value is not None and goal is not None:
+            more = unit in ("x", "Mtok/s")
+            aim = f"at {'least' if more else 'most'} {goal:g} {unit}"
+            held = "yes" if (value >= goal if more else value <= goal) else "no"
+        ratios.add_row(what, shown, aim, held)
+    console.print(rates, ratios)

@@ -27,7 +27,7 @@ import sentencepiece
 import torch
 from lm_eval.api.instance import Instance
 
-from canon_pretrain.bench.tables import make_table, print_lines, ratio_cells
+from canon_pretrain.bench.tables import FACTOR, Columns, print_lines, print_table
 from canon_pretrain.bench.timing import clock_name, paired, synchronize
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.errors import UserError, check_choice, suggestion
@@ -63,17 +63,12 @@ TARGETS = {CHOICE: 1.2, GENERATION: 1.5}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval bench`."""
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument(
-        "--model",
-        metavar="FLAVOR[,FIELD=VALUE...]",
-        help="random weights of this size and variant, with Canon ABCD and no positions unless it "
-        "says otherwise (default: 8L512D on a CPU, 1b3 on a GPU); its answers never end early",
-    )
-    model.add_argument(
-        "--checkpoint", type=Path, metavar="RUN/checkpoint/step-N", help="a trained one instead"
-    )
     add = parser.add_argument
+    model = parser.add_mutually_exclusive_group()
+    about = "random weights of this size and variant (default: Canon ABCD and no positions)"
+    model.add_argument("--model", metavar="FLAVOR[,FIELD=VALUE...]", help=about)
+    about = "a trained one instead"
+    model.add_argument("--checkpoint", type=Path, metavar="RUN/checkpoint/step-N", help=about)
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of both sides")
     add("--repeats", type=int, default=3, help="how often each case is measured (%(default)s)")
     add("--scale", type=float, help="so many times the requests (default: 1 on a CPU, 16 on a GPU)")
@@ -365,7 +360,7 @@ def measure_case(ours: Any, theirs: Any, case: Case, repeats: int) -> dict[str, 
         return clocks
 
     found = paired(partial(block, ours), partial(block, theirs), repeats)
-    ratio = found[clock_name()]
+    ratio = asdict(found[clock_name()])
     weight = ours.model.tok_embeddings.weight
     return {
         "case": case.name,
@@ -373,13 +368,8 @@ def measure_case(ours: Any, theirs: Any, case: Case, repeats: int) -> dict[str, 
         "requests": len(case.requests),
         "tokens": case.tokens,
         "ours": {clock: times.base_s for clock, times in found.items()},
-        "hf": {
-            "batch_size": batch_size,
-            **{clock: times.other_s for clock, times in found.items()},
-        },
-        "ratio": ratio.ratio,
-        "ratio_low": ratio.ratio_low,
-        "ratio_high": ratio.ratio_high,
+        "hf": {"batch_size": batch_size} | {clock: t.other_s for clock, t in found.items()},
+        **{name: ratio[name] for name in ("ratio", "ratio_low", "ratio_high")},
         "target": None if weight.is_cuda else TARGETS.get(case.group),
         "agreement": agreement(case, answers[ours], answers[theirs], weight.dtype),
     }
@@ -417,8 +407,14 @@ def best_batch_size(theirs: Any, case: Case) -> int:
 
 def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype) -> str:
     """Return how the answers are the same; in float32 raises UserError if they are not."""
+
+    def is_same(own: str, other: str) -> bool:
+        # theirs lack the space before the first word, and bytes of a character that was cut off
+        text, was_cut, _ = own.removeprefix(" ").partition("\ufffd")
+        return other.startswith(text) if was_cut else other == text
+
     if case.group == GENERATION:
-        same = [_is_same(own, text) for own, text in zip(ours, theirs, strict=True)]
+        same = [is_same(own, text) for own, text in zip(ours, theirs, strict=True)]
         text, agrees = f"{sum(same)} of {len(same)} texts", all(same)
     else:
         scores = [[a if isinstance(a, float) else a[0] for a in side] for side in (ours, theirs)]
@@ -439,46 +435,36 @@ def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype
     return text
 
 
-def _is_same(ours: str, theirs: str) -> bool:
-    """Return whether two texts are of the same tokens.
-
-    Theirs lack the space before the first word, and bytes of a character that was cut off.
-    """
-    text, cut, _ = ours.removeprefix(" ").partition("\ufffd")
-    return theirs.startswith(text) if cut else theirs == text
-
-
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Print the figures as a table."""
+    clock = result["ratio_of"]
+
+    def goal(found: dict[str, Any]) -> str:
+        if found["target"] is None:
+            return ""
+        return f"{found['target']:g} {'met' if found['ratio'] >= found['target'] else 'MISSED'}"
+
+    columns: Columns = {
+        "case": lambda case: case["case"],
+        "tokens": lambda case: f"{case['tokens']:,}",
+        "ours s": lambda case: f"{case['ours'][clock]:.2f}",
+        "hf s": lambda case: f"{case['hf'][clock]:.2f}",
+        "batch": lambda case: str(case["hf"]["batch_size"]),
+        **FACTOR,
+        "goal": goal,
+        "answers": lambda case: case["agreement"],
+    }
+    print_table(console, result["cases"], columns)
     versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
     print_lines(
         console,
-        f"{result['device']}; {versions}; {result['time']}\n{result['model']}, "
+        *(
+            f"{group['group']}: {group['ratio']:.2f}x, the geometric mean of its cases; goal "
+            f"{goal(group) or 'none'}"
+            for group in result["groups"]
+        ),
+        f"{result['device']}; {versions}; {result['time']}; {result['model']}, "
         f"{result['num_parameters']:,} parameters in {result['dtype']}; ours with batch_tokens "
         f"{result['batch_tokens']:,}, hf with the best batch size; medians of {result['repeats']}, "
-        f"{result['ratio_of']} time",
+        f"{clock} time",
     )
-    table = make_table("case", "tokens", "ours s", "hf s", "batch", "faster", "spread", "goal")
-    for case in result["cases"]:
-        table.add_row(
-            case["case"],
-            f"{case['tokens']:,}",
-            *(f"{case[side][result['ratio_of']]:.2f}" for side in ("ours", "hf")),
-            str(case["hf"]["batch_size"]),
-            *ratio_cells(case),
-            _verdict(case),
-        )
-    console.print(table)
-    for group in result["groups"]:
-        goal = f"; goal {_verdict(group)}" if group["target"] else ""
-        mean = f"{group['ratio']:.2f}x, the geometric mean of its cases"
-        print_lines(console, f"{group['group']}: {mean}{goal}")
-    agreed = ", ".join(f"{case['case']} {case['agreement']}" for case in result["cases"])
-    print_lines(console, f"answers agree: {agreed}")
-
-
-def _verdict(found: dict[str, Any]) -> str:
-    """Return whether a ratio reaches its target; empty if there is none."""
-    if found["target"] is None:
-        return ""
-    return f"{found['target']:g} {'met' if found['ratio'] >= found['target'] else 'MISSED'}"

@@ -222,26 +222,20 @@ def make_step(name: str, way: Way, tensors: list[Tensor], direction: str) -> Cal
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Print the table, and which is the fastest."""
     heads, kv_heads, head_dim = result["heads"]
+    columns: tables.Columns = {
+        "way": lambda row: row["way"],
+        "pass": lambda row: row["direction"],
+        "ms": lambda row: tables.ms(row["other_s"], 3),
+        **tables.FACTOR,
+        "TFLOP/s": lambda row: f"{row['flops_per_second'] / 1e12:,.2f}",
+        "of matmul": lambda row: f"{row['of_matmul']:.0%}",
+        "max error": lambda row: f"{row['max_error']:.0e}",
+    }
+    tables.print_table(console, result["rows"], columns)
     tables.print_lines(
         console,
-        f"{result['micro_batch']} x {result['num_tokens']:,} tokens, {heads} heads (k and v: "
-        f"{kv_heads}) of {head_dim}, {result['dtype']}, causal",
-    )
-    columns = ("way", "pass", "ms", f"over {result['base']}", "spread", "TFLOP/s", "of matmul")
-    table = tables.make_table(*columns, "max error")
-    for row in result["rows"]:
-        table.add_row(
-            row["way"],
-            row["direction"],
-            tables.ms(row["other_s"], 3),
-            *tables.ratio_cells(row),
-            f"{row['flops_per_second'] / 1e12:,.2f}",
-            f"{row['of_matmul']:.0%}",
-            f"{row['max_error']:.0e}",
-        )
-    console.print(table)
-    tables.print_lines(
-        console,
-        f"{tables.peaks_line(result['peaks'])}; FLOPs of the half of the scores that causality "
-        f"leaves, backward 2.5 times forward's. The fastest for both passes: {result['fastest']}",
+        f"{tables.work_line(result)}, {heads} heads (k and v: {kv_heads}) of {head_dim}, causal; "
+        f"factor over {result['base']}; {tables.peaks_line(result['peaks'])}; FLOPs of the half of "
+        "the scores that causality leaves, backward 2.5 times forward's. The fastest for both "
+        f"passes: {result['fastest']}",
     )

@@ -33,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `canon`."""
     variants.add_model_arguments(parser, gpu=(16, 4096), cpu=(4, 1024))
     parser.set_defaults(position="rope")  # B's neighbor is the rotation
-    about = "(default: all that can be had here)"
-    parser.add_argument("--backends", nargs="+", metavar="B", help=about)
+    parser.add_argument("--backends", nargs="+", metavar="B", help="(default: all that can be had)")
     variants.add_timing_arguments(parser, pairs=11, block_s=0.05)
 
 
@@ -44,7 +43,6 @@ def measure(
     """Return the figures as JSON can hold them; seconds, bytes. Raises UserError."""
     work = variants.workload(arguments, machine)
     backends, missing = variants.available(arguments.backends, work.device, work.dtype)
-    peaks = machine.peaks(work.dtype)
     rows: list[dict[str, Any]] = []
     # a backward pass is timed again and again on what one forward pass has kept
     kept = torch._functorch.config.patch(donated_buffer=False)
@@ -57,15 +55,20 @@ def measure(
                 timed = base if backend == REFERENCE else Timed(form, backend, inputs)
                 try:
                     rows += measure_form(base, timed, arguments, machine)
+                except WrongCanon as why:
+                    missing[f"{form.name} by {backend}"] = str(why)
                 except Exception as why:
-                    is_wrong = isinstance(why, WrongCanon)
-                    if backend not in OPTIONAL and not is_wrong:
+                    if backend not in OPTIONAL:
                         raise
-                    reason = str(why) if is_wrong else variants.failure(why)
-                    missing[f"{form.name} by {backend}"] = reason
+                    missing[f"{form.name} by {backend}"] = variants.failure(why)
                 else:
                     say(f"{form.name}, {backend}: {rows[-2]['ratio']:.2f}, {rows[-1]['ratio']:.2f}")
-    return {**work.facts(), "peaks": peaks, "unavailable": missing, "rows": rows}
+    return {
+        **work.facts(),
+        "peaks": machine.peaks(work.dtype),
+        "unavailable": missing,
+        "rows": rows,
+    }
 
 
 class Timed:
@@ -77,7 +80,6 @@ class Timed:
         self.module = make_module(form, backend, x_BTC.dtype, x_BTC.device)
         options = compile_options(x_BTC.device.type, backend)
         self.compiled = torch.compile(self.module, fullgraph=True, dynamic=False, options=options)
-        self.differentiated = (*inputs, *self.module.parameters())
 
     def forward(self) -> Step:
         """Return the pass that keeps what backward needs, as in training."""
@@ -87,7 +89,8 @@ class Timed:
         """Return the gradients of every input and weight, from one forward pass."""
         outputs = self.compiled(*self.inputs)
         grads = [torch.randn_like(y) for y in outputs]
-        return lambda: torch.autograd.grad(outputs, self.differentiated, grads, retain_graph=True)
+        wanted = (*self.inputs, *self.module.parameters())
+        return lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
 
 
 def measure_form(
@@ -98,12 +101,8 @@ def measure_form(
     error = compare(form, timed.module, timed.compiled, timed.inputs)
     rows = []
     for direction, moved in zip(("forward", "backward"), form.moved, strict=True):
-        found = compare_steps(
-            getattr(base, direction)(),
-            getattr(timed, direction)(),
-            pairs=arguments.pairs,
-            block_s=arguments.block_seconds,
-        )
+        steps = (getattr(one, direction)() for one in (base, timed))
+        found = compare_steps(*steps, pairs=arguments.pairs, block_s=arguments.block_seconds)
         least = moved * x_BTC.shape[0] * x_BTC.shape[1] * x_BTC.dtype.itemsize
         rows.append(
             {
@@ -122,28 +121,21 @@ def measure_form(
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Print the table, and what bounds it."""
+    columns: tables.Columns = {
+        "kernel": lambda row: row["form"],
+        "backend": lambda row: row["backend"],
+        "pass": lambda row: row["direction"],
+        "ms": lambda row: tables.ms(row["other_s"], 3),
+        **tables.FACTOR,
+        "MB at least": lambda row: f"{row['least_bytes'] / 1e6:,.2f}",
+        "GB/s": lambda row: f"{row['bandwidth'] / 1e9:,.1f}",
+        "of copy": lambda row: f"{row['of_copy']:.0%}",
+        "max error": lambda row: f"{row['max_error']:.0e}",
+    }
+    tables.print_table(console, result["rows"], columns)
     tables.print_lines(
         console,
-        f"widths of {result['model']}, {result['micro_batch']} x {result['num_tokens']:,} tokens, "
-        f"{result['dtype']}, each compiled",
-    )
-    columns = ("kernel", "backend", "pass", "ms", "over reference", "spread", "MB at least")
-    table = tables.make_table(*columns, "GB/s", "of copy", "max error")
-    for row in result["rows"]:
-        table.add_row(
-            row["form"],
-            row["backend"],
-            row["direction"],
-            tables.ms(row["other_s"], 3),
-            *tables.ratio_cells(row),
-            f"{row['least_bytes'] / 1e6:,.2f}",
-            f"{row['bandwidth'] / 1e9:,.1f}",
-            f"{row['of_copy']:.0%}",
-            f"{row['max_error']:.0e}",
-        )
-    console.print(table)
-    tables.print_lines(
-        console,
+        f"{tables.work_line(result)}, each compiled; factor over the reference; "
         f"{tables.peaks_line(result['peaks'])}; the limit is that every operand is read or written "
         "once, at the copy bandwidth: 100 % of copy",
     )

@@ -23,7 +23,7 @@ from canon_pretrain import kernels
 from canon_pretrain.bench.fake_gpu import ATTENTION, NAME, OpaqueAttend, fake_gpu, lower
 from canon_pretrain.bench.limits import RATES, block_traffic, step_seconds
 from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.tables import make_table, print_lines
+from canon_pretrain.bench.tables import print_lines
 from canon_pretrain.bench.variants import canon_sets_of, with_canon
 from canon_pretrain.core.errors import check_choice
 from canon_pretrain.core.files import write_atomic
@@ -228,12 +228,16 @@ def _bytes_of(nodes: Sequence[Any]) -> int:
     return sum(math.prod(v.shape) * v.itemsize for v in values if isinstance(v, Tensor))
 
 
-def base_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _base_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the row of the same model without Canon."""
     return next(one for one in rows if one["model"] == row["model"] and not one["canon_set"])
 
 
-def total_kib(row: dict[str, Any]) -> float:
+def _both(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return row["forward"], row["backward"]
+
+
+def _total_kib(row: dict[str, Any]) -> float:
     """Return KiB per token of forward and backward, products and attention included."""
     return sum(sum(one["kib"].values()) for one in _both(row))
 
@@ -246,23 +250,22 @@ def computed(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, A
     """
     least = sum(one.total for one in block_traffic(_key(row).args, itemsize=2).values()) / KIB
     counted = sum(one["kib"]["other"] for one in _both(row))
+    flops = flops_per_token(_key(row).args, NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
     steps = {}
     for gpu, rates in RATES.items():
-        seconds, mfu, price = [], [], []
-        for bar in range(3):
-            took, base = (_step_s(one, gpu, bar) for one in (row, base_of(row, rows)))
-            flops = flops_per_token(_key(row).args, NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
-            seconds.append(took)
-            mfu.append(flops / took / rates.peak_flops)
-            price.append(took / base - 1)
-        steps[gpu] = {"seconds": seconds, "mfu": mfu, "over_none": price}
+        took = [_step_s(row, gpu, bar) for bar in range(3)]
+        base = [_step_s(_base_of(row, rows), gpu, bar) for bar in range(3)]
+        steps[gpu] = {
+            "seconds": took,
+            "mfu": [flops / seconds / rates.peak_flops for seconds in took],
+            "over_none": [own / none - 1 for own, none in zip(took, base, strict=True)],
+        }
     return {"least_kib": least, "counted_kib": counted, "ratio": counted / least, "steps": steps}
 
 
 def _step_s(row: dict[str, Any], gpu: str, bar: int) -> float:
-    forward, backward = _both(row)
-    launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in (forward, backward))
-    launches += backward["operators"] + 3  # the second stage of weight gradients; attention
+    launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _both(row))
+    launches += row["backward"]["operators"] + 3  # a second stage of weight gradients; attention
     return step_seconds(
         _key(row).args,
         RATES[gpu],
@@ -270,13 +273,9 @@ def _step_s(row: dict[str, Any], gpu: str, bar: int) -> float:
         num_tokens=MICRO_BATCH * NUM_TOKENS,
         seq_len=NUM_TOKENS,
         world_size=GPUS_OF_A_NODE,
-        layer_bytes=KIB * sum(one["kib"]["other"] for one in (forward, backward)),
+        layer_bytes=KIB * sum(one["kib"]["other"] for one in _both(row)),
         layer_launches=launches,
     )
-
-
-def _both(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return row["forward"], row["backward"]
 
 
 COLUMNS = (
@@ -287,7 +286,7 @@ COLUMNS = (
 
 def cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return a row of the table, in the order of COLUMNS."""
-    base = base_of(row, rows)
+    base = _base_of(row, rows)
     found = computed(row, rows)
     words = [
         row["model"],
@@ -295,8 +294,8 @@ def cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
         row["backend"] if row["canon_set"] else "",
         " + ".join(str(one["launches"]) for one in _both(row)),
         " + ".join(str(one["operators"]) for one in _both(row)),
-        f"{total_kib(row):,.1f}",
-        f"{total_kib(row) - total_kib(base):+,.1f}" if row is not base else "",
+        f"{_total_kib(row):,.1f}",
+        f"{_total_kib(row) - _total_kib(base):+,.1f}" if row is not base else "",
         f"{row['saved_bytes']:,.0f}",
         f"{found['least_kib']:.1f}",
         f"{found['ratio']:.2f}",
@@ -339,9 +338,17 @@ def legend(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def site_rows() -> list[list[str]]:
-    """Return the least KiB of each site with every Canon layer, and what of it is Canon's own."""
-    found = []
+def print_result(result: dict[str, Any], console: Console) -> None:
+    """Print the counts, and the steps computed from them, as the page has them."""
+    rows = [cells(row, result["rows"]) for row in result["rows"]]
+    print_lines(console, *legend(result), *_markdown(COLUMNS, rows))
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return PAGE: the same in Markdown, and the least bytes site by site."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    rows = [cells(row, result["rows"]) for row in result["rows"]]
+    sites = []
     for model in ("nope", "rope"):
         with_all, none = (
             block_traffic(Case(model, canon_set, "").args, itemsize=2) for canon_set in ("ABCD", "")
@@ -349,32 +356,9 @@ def site_rows() -> list[list[str]]:
         for site, traffic in with_all.items():
             words = [model, site]
             for name in ("forward", "backward"):
-                least = getattr(traffic, name) / KIB
-                own = least - getattr(none[site], name) / KIB
-                words += [f"{least:.1f}", f"{own:.1f}"]
-            found.append(words)
-    return found
-
-
-SITE_COLUMNS = ("model", "site", "forward", "Canon's", "backward", "Canon's")
-
-
-def print_result(result: dict[str, Any], console: Console) -> None:
-    """Print the counts, and the steps computed from them."""
-    print_lines(console, *legend(result))
-    counts, steps = make_table(*COLUMNS[:10]), make_table(*COLUMNS[:3], *COLUMNS[10:])
-    for row in result["rows"]:
-        words = cells(row, result["rows"])
-        counts.add_row(*words[:10])
-        steps.add_row(*words[:3], *words[10:])
-    console.print(counts)
-    console.print(steps)
-
-
-def page(result: dict[str, Any]) -> str:
-    """Return PAGE: the same in Markdown, and the least bytes site by site."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    rows = [cells(row, result["rows"]) for row in result["rows"]]
+                least, base = (getattr(one, name) / KIB for one in (traffic, none[site]))
+                words += [f"{least:.1f}", f"{least - base:.1f}"]
+            sites.append(words)
     lines = [
         "# What a block launches and moves on an H100, counted without one",
         "",
@@ -385,7 +369,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         "## The least KiB per token and layer, site by site (`block_traffic` in bench/limits.py)",
         "",
-        *_markdown(SITE_COLUMNS, site_rows()),
+        *_markdown(("model", "site", "forward", "Canon's", "backward", "Canon's"), sites),
     ]
     return "\n".join(lines) + "\n"
 

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,30 +57,27 @@ def measure(
         for batch in arguments.batches
     }
 
-    def make(variant: Variant) -> Callable[[], Subject]:
-        def made() -> Subject:
-            say(f"{variant.name} ...")
-            model = _model(work, variant)
-            facts: dict[str, Any] = {
-                f"operators {batch}": operators_per_token(model, texts, machine)
+    def make(variant: Variant) -> Subject:
+        say(f"{variant.name} ...")
+        model = _model(work, variant)
+        facts: dict[str, Any] = {
+            f"operators {batch}": operators_per_token(model, texts, machine)
+            for batch, texts in prompts.items()
+        }
+
+        def block() -> dict[str, float]:
+            return {
+                f"{part} {batch}": seconds
                 for batch, texts in prompts.items()
+                for part, seconds in generation(model, texts, num_new).items()
             }
 
-            def block() -> dict[str, float]:
-                return {
-                    f"{part} {batch}": seconds
-                    for batch, texts in prompts.items()
-                    for part, seconds in generation(model, texts, num_new).items()
-                }
-
-            block()
-            return Subject(block, facts)
-
-        return made
+        block()
+        return Subject(block, facts)
 
     found = compare_subjects(
-        make(NONE),
-        {variant.name: make(variant) for variant in chosen},
+        partial(make, NONE),
+        {variant.name: partial(make, variant) for variant in chosen},
         pairs=arguments.pairs,
         alone=machine.on_gpu,
         free=machine.free_memory,
@@ -146,49 +144,43 @@ def operators_per_token(
     model: Transformer, prompts: Sequence[Sequence[int]], machine: Machine
 ) -> float:
     """Return operators (on a GPU: kernels) per step of decoding: of 9 tokens less those of 1."""
-    steps = 8
     many, one = (
-        machine.count_operators(lambda n=count: generate(model, prompts, max_new_tokens=n))  # type: ignore[misc]
-        for count in (1 + steps, 1)
+        machine.count_operators(partial(generate, model, prompts, max_new_tokens=count))
+        for count in (9, 1)
     )
-    return (many - one) / steps
+    return (many - one) / 8
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Print the table, and what bounds it."""
+    rows = []
+    for batch in dict.fromkeys(row["batch"] for row in result["rows"]):
+        own = [row for row in result["rows"] if row["batch"] == batch]
+        none = {"batch": batch, "canon_set": "", "operators": own[0]["base_operators"]}
+        for part in (PREFILL, DECODE):
+            none[part] = {"other_s": statistics.median(row[part]["base_s"] for row in own)}
+        rows += [none, *own]
+
+    def goal(row: tables.Row) -> str:
+        return tables.verdict(tables.GENERATION, row["canon_set"], row[DECODE].get("ratio", 1) - 1)
+
+    columns: tables.Columns = {
+        "batch": lambda row: str(row["batch"]),
+        "Canon": lambda row: row["canon_set"] or "none",
+        "prefill ms": lambda row: tables.ms(row[PREFILL]["other_s"]),
+        "over none": lambda row: tables.extra(row[PREFILL]),
+        "decode ms": lambda row: tables.ms(row[DECODE]["other_s"], 3),
+        "decode over none": lambda row: tables.extra(row[DECODE]),
+        "spread": lambda row: tables.spread(row[DECODE]),
+        "target": goal,
+        f"{result['operators_are']} per step": lambda row: f"{row['operators']:.0f}",
+    }
+    tables.print_table(console, rows, columns)
     tables.print_lines(
         console,
         f"{result['model']}, {result['dtype']}, prompts of {result['prompt_tokens']:,} tokens, "
-        f"answers of {result['new_tokens']:,}",
-    )
-    table = tables.make_table(
-        *("batch", "Canon", "prefill ms", "over none", "decode ms", "over none", "spread"),
-        *("target", f"{result['operators_are']} per step"),
-    )
-    for batch in dict.fromkeys(row["batch"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["batch"] == batch]
-        prefill, decode = (
-            statistics.median(row[part]["base_s"] for row in rows) for part in (PREFILL, DECODE)
-        )
-        cells = (tables.ms(prefill), "", tables.ms(decode, 3), "", "", "")
-        table.add_row(str(batch), "none", *cells, f"{rows[0]['base_operators']:.0f}")
-        for row in rows:
-            table.add_row(
-                "",
-                row["canon_set"],
-                tables.ms(row[PREFILL]["other_s"]),
-                tables.extra_cells(row[PREFILL])[0],
-                tables.ms(row[DECODE]["other_s"], 3),
-                *tables.extra_cells(row[DECODE]),
-                tables.verdict(tables.GENERATION, row["canon_set"], row[DECODE]["ratio"] - 1),
-                f"{row['operators']:.0f}",
-            )
-        table.add_section()
-    console.print(table)
-    tables.print_lines(
-        console,
-        f"decode: ms per step, which makes one token in every row; medians of "
-        f"{result['rows'][0][DECODE]['pairs']} pairs of calls. The limit: a step reads the weights "
-        f"once, {1000 * result['weights_read_s']:.3f} ms at the measured copy bandwidth of "
-        f"{result['copy_bandwidth'] / 1e9:,.1f} GB/s; Canon adds well under 1 % to those bytes",
+        f"answers of {result['new_tokens']:,}; decode: ms per step, which makes one token in every "
+        f"row; medians of {result['rows'][0][DECODE]['pairs']} pairs of calls. The limit: a step "
+        f"reads the weights once, {1000 * result['weights_read_s']:.3f} ms at the measured copy "
+        f"bandwidth of {result['copy_bandwidth'] / 1e9:,.1f} GB/s",
     )

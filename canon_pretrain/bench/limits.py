@@ -1,8 +1,4 @@
-"""What bounds a figure: the bytes that a block must move, and the products that a step must make.
-
-Bytes are counted by hand from the formulas: one read or write of every operand, whose neighbors in
-time stay in caches.
-"""
+"""What bounds a figure: bytes that a block must move, and products that a step must make."""
 
 from dataclasses import dataclass, replace
 

@@ -1,20 +1,19 @@
 """The machine that a bench runs on: its name, and the two speeds that bound what is measured.
 
-Bytes move at most at the copy bandwidth and products take at least their FLOPs at the matmul peak,
-which is sustained for a second: a GPU's burst is over its power limit. Both are measured in the
-same run, since two machines of one name differ, and one machine from hour to hour; clocks, power
-and throttle reasons of a GPU are recorded meanwhile.
+Both are measured in the same run, the matmul peak for a second, since a GPU's burst is over its
+power limit; a GPU's clocks, power and throttle reasons are recorded meanwhile.
 """
 
 import contextlib
 import functools
 import gc
+import importlib.util
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ UNCOMPUTED = ("aten::empty", "aten::new_empty", "aten::_local_scalar_dense")
 
 @dataclass
 class Machine:
-    """One device and what it can do at best; a peak is measured when it is first asked for."""
+    """One device and what it can do at best, measured when it is first asked for."""
 
     device: torch.device
     _matmul: dict[torch.dtype, float] = field(default_factory=dict)
@@ -79,14 +78,12 @@ class Machine:
         return query_gpu(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
 
     def free_memory(self) -> None:
-        """Return memory that no object holds to the device."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
 
     @property
     def name(self) -> str:
-        """The GPU's name, or the CPU's and its number of threads."""
         if self.on_gpu:
             return torch.cuda.get_device_name(self.device)
         name = platform.machine()
@@ -97,10 +94,7 @@ class Machine:
         return f"{name}, {torch.get_num_threads()} threads"
 
     def facts(self) -> dict[str, Any]:
-        """Return who and when, for the JSON."""
-        triton = None
-        with contextlib.suppress(PackageNotFoundError):
-            triton = version("triton")
+        triton = version("triton") if importlib.util.find_spec("triton") else None
         return {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": self.name,
@@ -125,10 +119,7 @@ class Machine:
         }
 
     def count_operators(self, work: Callable[[], Any]) -> int:
-        """Count kernels of `work` on a GPU; on a CPU operators but views and allocations.
-
-        A GPU waits for its host if kernels are small: their number is then what a step costs.
-        """
+        """Count kernels of `work` on a GPU; on a CPU operators but views and allocations."""
         if not self.on_gpu:
             with _Operators() as operators:
                 work()

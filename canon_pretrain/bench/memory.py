@@ -13,7 +13,6 @@ import torch
 
 from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.step import fitting_micro_batch
 from canon_pretrain.bench.variants import NONE, Variant, Workload
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import CANON_SITES
@@ -23,7 +22,7 @@ from canon_pretrain.titan.dry_run import GIB, count_saved
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `memory`."""
-    variants.add_model_arguments(parser, gpu=(0, 4096), cpu=(1, 512))
+    variants.add_model_arguments(parser, gpu=(3, 4096), cpu=(1, 512))
     about = "no training steps on a GPU"
     parser.add_argument("--counted-only", action="store_true", help=about)
     variants.add_variant_arguments(parser)
@@ -41,11 +40,8 @@ def measure(
         for variant in [NONE, *variants.variants(arguments.sets, arguments.backends, backends)]:
             saved = saved_per_token(work, variant)
             say(f"{variant.name}: {saved:,.1f} bytes per token")
-            row = {
-                "variant": variant.name,
-                **dataclasses.asdict(variant),
-                "bytes_per_token": saved,
-            }
+            row = {"variant": variant.name, **dataclasses.asdict(variant)}
+            row["bytes_per_token"] = saved
             if rows:
                 extra = saved - rows[0]["bytes_per_token"]
                 own = variants.with_canon(work.args, variant.canon_set)
@@ -67,9 +63,7 @@ def saved_per_token(work: Workload, variant: Variant) -> float:
 
 def measured_peaks(work: Workload, machine: Machine) -> list[dict[str, Any]]:
     """Return the peak of two training steps, without Canon and with ABCD."""
-    num_tokens, dtype = work.args.max_seq_len, work.dtype
-    size = work.micro_batch
-    size = size or fitting_micro_batch(work.args, num_tokens, dtype, torch.cuda.mem_get_info()[0])
+    num_tokens, dtype, size = work.args.max_seq_len, work.dtype, work.micro_batch
     found = []
     with one_rank():
         for canon_set in ("", "ABCD"):
@@ -81,34 +75,36 @@ def measured_peaks(work: Workload, machine: Machine) -> list[dict[str, Any]]:
             for _ in range(2):
                 step()
             torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated()
             row = {"canon_set": canon_set, "micro_batch": size, "num_tokens": num_tokens}
-            found.append({**row, "peak": peak})
+            found.append({**row, "peak": torch.cuda.max_memory_allocated()})
             del step
     return found
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Print what is kept per token, and the measured peaks."""
+
+    def goal(row: tables.Row) -> str:
+        if row["canon_set"] != "ABCD" or result["dtype"] != "bfloat16":
+            return ""
+        return tables.SAVED_BYTES.verdict(round(row["extra_per_channel"], 2))
+
+    columns: tables.Columns = {
+        "Canon": lambda row: row["canon_set"] or "none",
+        "backend": lambda row: row["backend"],
+        "bytes/token": lambda row: f"{row['bytes_per_token']:,.0f}",
+        "Canon's": lambda row: f"{row.get('extra_per_token', 0):+,.0f}",
+        "per channel": lambda row: f"{row.get('extra_per_channel', 0):.3f}",
+        "target": goal,
+    }
+    tables.print_table(console, result["rows"], columns)
     tables.print_lines(
         console,
-        f"kept for backward by one compiled block of {result['model']}, {result['dtype']}, counted "
-        f"on {result['num_tokens']:,} tokens",
-    )
-    table = tables.make_table("Canon", "backend", "bytes/token", "Canon's", "per channel", "target")
-    for row in result["rows"]:
-        cells = [row["canon_set"] or "none", row["backend"], f"{row['bytes_per_token']:,.0f}"]
-        if row["canon_set"]:
-            each = row["extra_per_channel"]
-            cells += [f"{row['extra_per_token']:+,.0f}", f"{each:.3f}"]
-            if row["canon_set"] == "ABCD" and result["dtype"] == "bfloat16":
-                cells.append(tables.SAVED_BYTES.verdict(round(each, 2)))
-        table.add_row(*cells)
-    console.print(table)
-    for peak in result["measured"]:
-        tables.print_lines(
-            console,
+        f"kept for backward by one compiled block: {tables.work_line(result)}",
+        *(
             f"measured: peak {peak['peak'] / GIB:.1f} GiB with Canon "
             f"{peak['canon_set'] or 'none'}, {peak['micro_batch']} x {peak['num_tokens']:,} "
-            f"tokens, one rank",
-        )
+            "tokens, one rank"
+            for peak in result["measured"]
+        ),
+    )

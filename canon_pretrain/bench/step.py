@@ -1,16 +1,14 @@
 """Canon's price in a training step: each set and backend beside the same model without Canon.
 
 `--unit block` is forward and backward of one compiled block. `--unit model` is on a CPU the whole
-step (titan/bare_step.py: forward, loss, backward, clipping, fused AdamW, blocks compiled as the
-trainer does, FSDP2 at one rank), and on a GPU the model's forward and backward, of which MFU is a
-share; what FSDP2 and AdamW take on top is measured apart, of the model without Canon.
+step (titan/bare_step.py), and on a GPU the model's forward and backward, of which MFU is a share;
+what FSDP2 and AdamW take on top is measured apart, of the model without Canon.
 
 On a CPU the two models of a comparison take turns. A GPU holds one at a time, with all of its
 memory, as in a run: each is built, measured and freed, the one without Canon first and last.
 """
 
 import argparse
-import bisect
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
@@ -37,17 +35,11 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import OPTIONAL
 from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token
-from canon_pretrain.model.attend import BACKENDS as ATTENTION
 from canon_pretrain.model.attend import Attend
-from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.bare_step import BareStep, job_of, one_rank
-from canon_pretrain.titan.dry_run import GIB, count_memory
+from canon_pretrain.titan.dry_run import GIB
 
 UNITS = ("block", "model")
-ROOM = 0.92
-"""The share of a GPU's memory that is planned with; fragments and workspaces take the rest."""
-MICRO_BATCH = 6
-"""Of the 1.3B runs (train_configs/base/1b3.toml), in sequences of 4,096 tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,23 +47,17 @@ class Setting(Workload):
     """What all variants of one run have in common."""
 
     unit: str
-    attention: str
     alone: bool
     """One model in memory at a time."""
     pairs: int
     block_s: float
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.micro_batch * self.num_tokens
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `step`."""
     add = parser.add_argument
-    variants.add_model_arguments(parser, gpu=(0, 4096), cpu=(2, 1024))
+    variants.add_model_arguments(parser, gpu=(3, 4096), cpu=(2, 1024))
     add("--unit", choices=UNITS, help="(default: model on a GPU, block on a CPU)")
-    add("--attention", default="auto", choices=ATTENTION, help="(default: %(default)s)")
     variants.add_variant_arguments(parser)
     variants.add_timing_arguments(parser, pairs=15, block_s=0.5)
 
@@ -80,7 +66,13 @@ def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return the figures as JSON can hold them; seconds, bytes, FLOPs. Raises UserError."""
-    setting = _setting(arguments, machine)
+    setting = Setting(
+        **vars(variants.workload(arguments, machine)),
+        unit=arguments.unit or ("model" if machine.on_gpu else "block"),
+        alone=machine.on_gpu,
+        pairs=arguments.pairs,
+        block_s=arguments.block_seconds,
+    )
     backends, missing = variants.available(arguments.backends, machine.device, setting.dtype)
     chosen = variants.variants(arguments.sets, arguments.backends, backends)
     peaks = machine.peaks(setting.dtype)
@@ -98,12 +90,11 @@ def measure(
             alone=setting.alone,
             free=machine.free_memory,
         )
-        if isinstance(found, str):
-            raise UserError(f"{found}: give a smaller --micro-batch, or fewer --layers")
+        if isinstance(found, str) or not found.parts:
+            why = found if isinstance(found, str) else "no variant could be measured"
+            raise UserError(f"{why}: give a smaller --micro-batch, or fewer --layers")
         if setting.alone and setting.unit == "model":
             whole = measure_whole(setting, machine)
-    if not found.parts:
-        raise UserError("no variant could be measured: give a smaller --micro-batch")
     rows = []
     for variant in chosen:
         if variant.name not in found.parts:
@@ -111,7 +102,8 @@ def measure(
         beside = found.parts[variant.name][STEP]
         args = variants.with_canon(setting.args, variant.canon_set)
         layers = args.num_layers if setting.unit == "model" else 1
-        least = least_extra(args, setting.dtype.itemsize) * layers * setting.tokens_per_step
+        tokens = setting.micro_batch * setting.num_tokens
+        least = least_extra(args, setting.dtype.itemsize) * layers * tokens
         rows.append(
             {
                 "variant": variant.name,
@@ -123,57 +115,20 @@ def measure(
             }
         )
     base_s = statistics.median(row["base_s"] for row in rows)
-    base = {"variant": NONE.name, **found.base_facts, "s": base_s, "drift": found.drift}
+    base = {"variant": "no Canon", "canon_set": "", "backend": "", **found.base_facts}
+    base |= {"s": base_s, "drift": found.drift, **speed(setting, NONE, base_s, peaks)}
     return {
         **setting.facts(),
         "unit": setting.unit,
         "timed": "forward and backward" if setting.alone or setting.unit == "block" else "step",
-        "attention": Attend(setting.args, setting.attention).describe(machine.device.type),
+        "attention": Attend(setting.args, "auto").describe(machine.device.type),
         "flops_formula": FLOPS_FORMULA,
         "peaks": peaks,
         "unavailable": missing | found.failed,
-        "base": {**base, **speed(setting, NONE, base_s, peaks)},
+        "base": base,
         "whole": whole,
         "rows": rows,
     }
-
-
-def _setting(arguments: argparse.Namespace, machine: Machine) -> Setting:
-    """Return the options as what they mean on this machine."""
-    work = variants.workload(arguments, machine)
-    if not work.micro_batch:
-        room = torch.cuda.mem_get_info()[0]
-        size = fitting_micro_batch(work.args, work.num_tokens, work.dtype, room)
-        work = dataclasses.replace(work, micro_batch=size)
-    return Setting(
-        **vars(work),
-        unit=arguments.unit or ("model" if machine.on_gpu else "block"),
-        attention=arguments.attention,
-        alone=machine.on_gpu,
-        pairs=arguments.pairs,
-        block_s=arguments.block_seconds,
-    )
-
-
-def fitting_micro_batch(args: ModelArgs, num_tokens: int, dtype: torch.dtype, room: float) -> int:
-    """Return the most sequences that fit in `room` bytes with Canon ABCD, from 1 to MICRO_BATCH.
-
-    States by titan/dry_run.py. A compiled block keeps about 8 D + 3 F values per token: the inputs
-    of its norms, q, k, v, attention and its output, the feed-forward's input, gate, up and product.
-    """
-    args = dataclasses.replace(args, canon_set="ABCD", max_seq_len=num_tokens)
-    saved = dtype.itemsize * (8 * args.dim + 3 * args.ffn_dim)
-    saved += round(tables.SAVED_BYTES.must) * sum(args.canon_channels.values())
-    with torch.device("meta"):
-        model = Transformer(args)
-
-    def overflows(size: int) -> bool:
-        job = job_of(args, num_tokens=num_tokens, micro_batch=size, dtype=dtype)
-        parts = count_memory(job, model, 1)
-        parts["activations"] = args.num_layers * saved * size * num_tokens
-        return sum(parts.values()) > ROOM * room
-
-    return max(1, bisect.bisect_left(range(1, MICRO_BATCH + 1), True, key=overflows))
 
 
 def _subject(setting: Setting, variant: Variant, machine: Machine) -> Subject | str:
@@ -199,7 +154,7 @@ def build(setting: Setting, variant: Variant, device: torch.device) -> Step:
     """Return a step of `variant`, whose first call compiles it."""
     if setting.unit == "model":
         return _whole_step(setting, variant, device, plain=setting.alone)
-    block, compiled = variants.compiled_block(setting, variant, setting.attention)
+    block, compiled = variants.compiled_block(setting, variant)
     shape = (setting.micro_batch, setting.num_tokens, setting.args.dim)
     h_BTD = torch.randn(shape, device=device).to(setting.dtype).requires_grad_()
     grad_BTD = torch.randn_like(h_BTD)
@@ -221,7 +176,6 @@ def _whole_step(
         micro_batch=setting.micro_batch,
         dtype=setting.dtype,
         canon_backend=variant.backend,
-        attention_backend=setting.attention,
     )
     return BareStep(job, device, plain=plain)
 
@@ -242,7 +196,7 @@ def speed(
     setting: Setting, variant: Variant, seconds: float, peaks: Mapping[str, float | None]
 ) -> dict[str, float | None]:
     """Return tokens per second, and the share of both peaks that their FLOPs are."""
-    per_second = setting.tokens_per_step / seconds
+    per_second = setting.micro_batch * setting.num_tokens / seconds
     count = block_flops_per_token if setting.unit == "block" else flops_per_token
     args = variants.with_canon(setting.args, variant.canon_set)
     flops = count(args, setting.num_tokens) * per_second
@@ -258,29 +212,28 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     """Print the table, and below it what bounds the figures."""
     base, rows, unit = result["base"], result["rows"], result["unit"]
     args = ModelArgs(**result["args"])
-    tables.print_lines(
-        console,
-        f"{result['timed']} of the {unit} of {result['model']}, {result['micro_batch']} x "
-        f"{result['num_tokens']:,} tokens, {result['dtype']}; attention by {result['attention']}",
-    )
     targets = {}
     if result["gpu"] and unit == "model" and args.dim == 2048:
         targets = tables.STEP
     elif (unit, result["dtype"], args.dim, args.ffn_dim) == ("block", "float32", 512, 1368):
         targets = tables.CPU_BLOCK
-    columns = ("Canon", "backend", "ms", "tokens/s", "of matmul", "MFU", "over none", "spread")
-    table = tables.make_table(*columns, "least", "target")
-    table.add_row("none", "", *_speed_cells(base, base["s"]))
-    for row in rows:
-        table.add_row(
-            row["canon_set"],
-            row["backend"],
-            *_speed_cells(row, row["other_s"]),
-            *tables.extra_cells(row),
-            f"{row['least']:+.1%}",
-            tables.verdict(targets, row["canon_set"], row["ratio"] - 1),
-        )
-    console.print(table)
+
+    def percent(value: float | None, form: str = ".1%") -> str:
+        return "" if value is None else format(value, form)
+
+    columns: tables.Columns = {
+        "Canon": lambda row: row["canon_set"] or "none",
+        "backend": lambda row: row["backend"],
+        "ms": lambda row: tables.ms(row.get("other_s", base["s"])),
+        "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "of matmul": lambda row: percent(row["mfu_of_measured"]),
+        "MFU": lambda row: percent(row["mfu_of_stated"]),
+        "over none": tables.extra,
+        "spread": tables.spread,
+        "least": lambda row: percent(row.get("least"), "+.1%"),
+        "target": lambda row: tables.verdict(targets, row["canon_set"], row.get("ratio", 1) - 1),
+    }
+    tables.print_table(console, [base, *rows], columns)
     how = f"medians of {rows[0]['pairs']} pairs of neighboring blocks"
     if base["drift"] is not None:
         how = (
@@ -289,7 +242,8 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         )
     products_s = base["mfu_of_measured"] * base["s"]
     lines = [
-        f"{how}; spread: 10th to 90th percentile",
+        f"{result['timed']} of the {unit}: {tables.work_line(result)}; attention by "
+        f"{result['attention']}; {how}; spread: 10th to 90th percentile",
         tables.peaks_line(result["peaks"]),
         f"limits: the products alone take {tables.ms(products_s)} ms of none's "
         f"{tables.ms(base['s'])} at the measured matmul peak ({result['flops_formula']}); "
@@ -311,13 +265,3 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         share = best["mfu_of_stated"]
         lines.append(f"MFU of {best['variant']}: {share:.1%}; target {tables.MFU.verdict(share)}")
     tables.print_lines(console, *lines)
-
-
-def _speed_cells(row: Mapping[str, Any], seconds: float) -> list[str]:
-    stated = row["mfu_of_stated"]
-    return [
-        tables.ms(seconds),
-        f"{row['tokens_per_second']:,.0f}",
-        f"{row['mfu_of_measured']:.1%}",
-        "" if stated is None else f"{stated:.1%}",
-    ]

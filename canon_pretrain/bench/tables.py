@@ -1,6 +1,6 @@
 """How the benches print: narrow tables, lines that no terminal breaks, targets and verdicts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,10 @@ from rich.table import Table
 from canon_pretrain.core.terminal import Console
 
 NO_TERMINAL_WIDTH = 140
+
+Row = Mapping[str, Any]
+Columns = Mapping[str, Callable[[Any], str]]
+"""Title -> the cell of a row."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,14 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=NO_TERMINAL_WIDTH)
 
 
-def make_table(*columns: str) -> Table:
-    """Return a table whose cells stay on one line."""
-    table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        column.no_wrap = True
-    return table
+def print_table(console: Console, rows: Iterable[Any], columns: Columns) -> None:
+    """Print a line per row, whose cells stay on one line."""
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for title in columns:
+        table.add_column(title, no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell(row) for cell in columns.values()))
+    console.print(table)
 
 
 def print_lines(console: Console, *lines: str) -> None:
@@ -77,33 +83,41 @@ def ms(seconds: float, digits: int = 2) -> str:
     return f"{1000 * seconds:.{digits}f}"
 
 
-def extra_cells(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the cells of a comparison: the extra over the base, and its spread."""
-    low, high = row["ratio_low"] - 1, row["ratio_high"] - 1
-    return f"{row['ratio'] - 1:+.1%}", f"{low:+.1%} to {high:+.1%}"
+def extra(row: Row) -> str:
+    """Return the cell of a comparison: the extra over the base; empty for the base."""
+    return f"{row['ratio'] - 1:+.1%}" if "ratio" in row else ""
 
 
-def ratio_cells(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the cells of a comparison as a factor, and its spread."""
-    return f"{row['ratio']:.2f}x", f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
+def spread(row: Row) -> str:
+    """Return the cell of the spread of `extra`."""
+    low, high = row.get("ratio_low", 0) - 1, row.get("ratio_high", 0) - 1
+    return f"{low:+.1%} to {high:+.1%}" if "ratio" in row else ""
 
 
-def heading(result: Mapping[str, Any]) -> list[str]:
+FACTOR: Columns = {
+    "factor": lambda row: f"{row['ratio']:.2f}x",
+    "spread": lambda row: f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}",
+}
+"""A comparison as a factor over the base."""
+
+
+def heading(result: Row) -> list[str]:
     """Return the lines that say where, with what and when a result was measured."""
     with_what = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)
     lines = [f"{result['device']}; {with_what}; {result['time']}; {result['seconds_are']} time"]
     if result["gpu"] is not None:
-        facts = {name: "?" if value is None else value for name, value in result["gpu"].items()}
-        throttled = ", ".join(facts.pop("throttled_by")) or "nothing"
-        told = [
-            f"{name} {value if isinstance(value, str) else f'{value:,.0f}'}"
-            for name, value in facts.items()
-        ]
-        lines.append(f"{', '.join(told)}; throttled by: {throttled}")
+        facts = ", ".join(f"{name} {value}" for name, value in result["gpu"].items())
+        lines.append(facts)
     return lines
 
 
-def peaks_line(peaks: Mapping[str, float | None]) -> str:
+def work_line(result: Row) -> str:
+    """Return what was measured: the model and the micro-batch."""
+    shape = f"{result['micro_batch']} x {result['num_tokens']:,} tokens"
+    return f"{result['model']}, {shape}, {result['dtype']}"
+
+
+def peaks_line(peaks: Row) -> str:
     """Return both speeds of the machine in words."""
     copy, matmul = peaks["copy_bandwidth"] or 0.0, peaks["matmul_flops"] or 0.0
     stated = peaks["stated_flops"]

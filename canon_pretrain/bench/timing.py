@@ -40,24 +40,13 @@ class Comparison:
     """The 90th percentile."""
     pairs: int
 
-    @property
-    def extra(self) -> float:
-        """What the other takes beyond the base, as a share of the base."""
-        return self.ratio - 1
-
 
 def summarise(base_s: Sequence[float], other_s: Sequence[float]) -> Comparison:
     """Compare two lists of seconds whose places are pairs."""
     ratios = sorted(other / base for base, other in zip(base_s, other_s, strict=True))
     outer = len(ratios) // 10
-    return Comparison(
-        base_s=statistics.median(base_s),
-        other_s=statistics.median(other_s),
-        ratio=statistics.median(ratios),
-        ratio_low=ratios[outer],
-        ratio_high=ratios[-1 - outer],
-        pairs=len(ratios),
-    )
+    middles = map(statistics.median, (base_s, other_s, ratios))
+    return Comparison(*middles, ratios[outer], ratios[-1 - outer], len(ratios))
 
 
 def paired(base: Block, other: Block, pairs: int) -> dict[str, Comparison]:
@@ -119,57 +108,50 @@ def compare_subjects(
     Blocks take turns, with the base and one other in memory. `alone` (on a GPU): one subject in
     memory at a time, the base first and last. `free` returns memory that no object holds.
     """
-    if not alone:
-        return _in_turns(base, others, pairs, free)
-    first = _times(base, pairs, free)
-    if isinstance(first, str):
-        return first
-    timed = {name: _times(make, pairs, free) for name, make in others.items()}
-    last = _times(base, pairs, free)
-    failed = {name: found for name, found in timed.items() if isinstance(found, str)}
-    if isinstance(last, str):  # fragmented memory, for example
-        failed["the base, once more"], last = last, first
-    parts: dict[str, dict[str, Comparison]] = {}
-    drift = 1.0
-    for name, found in timed.items():
-        if isinstance(found, str):
-            continue
-        parts[name] = {}
-        for part in found[0][0]:
-            sides = [[t[part] for t in times] for times, _ in (first, found, last)]
-            parts[name][part], drift = around(*sides)
-    facts = {name: found[1] for name, found in timed.items() if not isinstance(found, str)}
-    return Compared(parts, facts, first[1], failed, drift)
 
-
-def _in_turns(
-    base: Make, others: Mapping[str, Make], pairs: int, free: Callable[[], None]
-) -> Compared | str:
-    free()
-    first = base()
-    if isinstance(first, str):
-        return first
-    found = Compared({}, {}, first.facts, {}, None)
-    for name, make in others.items():
+    def times(make: Make) -> tuple[list[Mapping[str, float]], dict[str, Any]] | str:
         free()
-        other = make()
-        if isinstance(other, str):
-            found.failed[name] = other
+        subject = make()
+        if isinstance(subject, str):
+            return subject
+        return [subject.block() for _ in range(pairs)], subject.facts
+
+    found = Compared({}, {}, {}, {}, None)
+    if not alone:
+        free()
+        first = base()
+        if isinstance(first, str):
+            return first
+        for name, make in others.items():
+            free()
+            other = make()
+            if isinstance(other, str):
+                found.failed[name] = other
+            else:
+                found.parts[name] = paired(first.block, other.block, pairs)
+                found.facts[name] = other.facts
+            del other
+        return Compared(found.parts, found.facts, first.facts, found.failed, None)
+    before = times(base)
+    if isinstance(before, str):
+        return before
+    timed = {}
+    for name, make in others.items():
+        taken = times(make)
+        if isinstance(taken, str):
+            found.failed[name] = taken
         else:
-            found.parts[name] = paired(first.block, other.block, pairs)
-            found.facts[name] = other.facts
-        del other
-    return found
-
-
-def _times(
-    make: Make, pairs: int, free: Callable[[], None]
-) -> tuple[list[Mapping[str, float]], dict[str, Any]] | str:
-    free()
-    subject = make()
-    if isinstance(subject, str):
-        return subject
-    return [subject.block() for _ in range(pairs)], subject.facts
+            timed[name], found.facts[name] = taken
+    after = times(base)
+    if isinstance(after, str):
+        return after
+    drift = None
+    for name, blocks in timed.items():
+        found.parts[name] = {}
+        for part in before[0][0]:
+            sides = ([block[part] for block in side] for side in (before[0], blocks, after[0]))
+            found.parts[name][part], drift = around(*sides)
+    return Compared(found.parts, found.facts, before[1], found.failed, drift)
 
 
 def block_of(step: Step, count: int) -> Block:

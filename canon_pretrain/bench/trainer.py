@@ -195,33 +195,28 @@ def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Print the step's two times, the verdict, and the saves."""
-    tables.print_lines(
-        console,
-        f"{result['config']} {' '.join(result['overrides'])}, "
-        f"{result['tokens_per_step']:,} tokens per step",
-    )
-    table = tables.make_table("step", "ms", "tokens/s")
-    for name, key in (("ours", "other_s"), ("bare PyTorch loop", "base_s")):
-        seconds = result[key]
-        table.add_row(name, tables.ms(seconds), f"{result['tokens_per_step'] / seconds:,.0f}")
-    console.print(table)
+    tokens = result["tokens_per_step"]
+    step: tables.Columns = {
+        "step": lambda row: row[0],
+        "ms": lambda row: tables.ms(row[1]),
+        "tokens/s": lambda row: f"{tokens / row[1]:,.0f}",
+    }
+    both = [("ours", result["other_s"]), ("bare PyTorch loop", result["base_s"])]
+    tables.print_table(console, both, step)
     drift = ""
     if result["drift"] is not None:
         drift = f", the bare loop's before and after ours: {result['drift'] - 1:+.1%}"
-    extra, spread = tables.extra_cells(result)
-    verdict = tables.TRAINER.verdict(result["ratio"] - 1)
     tables.print_lines(
         console,
-        f"ours takes {extra} ({spread}, {result['pairs']} pairs of blocks of "
-        f"{result['steps_a_block']} steps{drift}); target {verdict}",
+        f"{result['config']} {' '.join(result['overrides'])}, {tokens:,} tokens per step",
+        f"ours takes {tables.extra(result)} ({tables.spread(result)}, {result['pairs']} pairs of "
+        f"blocks of {result['steps_a_block']} steps{drift}); target "
+        f"{tables.TRAINER.verdict(result['ratio'] - 1)}",
     )
-    table = tables.make_table("save", "bytes", "stall ms", "whole after ms", "GB/s")
-    for number, save in enumerate(result["saves"], 1):
-        table.add_row(
-            str(number),
-            f"{save['bytes']:,}",
-            tables.ms(save["stall_s"], 1),
-            tables.ms(save["whole_s"], 1),
-            f"{save['bytes'] / save['whole_s'] / 1e9:.2f}",
-        )
-    console.print(table)
+    saves: tables.Columns = {
+        "save of bytes": lambda save: f"{save['bytes']:,}",
+        "stall ms": lambda save: tables.ms(save["stall_s"], 1),
+        "whole after ms": lambda save: tables.ms(save["whole_s"], 1),
+        "GB/s": lambda save: f"{save['bytes'] / save['whole_s'] / 1e9:.2f}",
+    }
+    tables.print_table(console, result["saves"], saves)

@@ -26,7 +26,7 @@ MANY_COMPILATIONS = 256
 
 @dataclass(frozen=True)
 class Variant:
-    """A Canon set and what computes it; no set is the model without Canon."""
+    """A Canon set and what computes it; the empty set is the model without Canon."""
 
     canon_set: str
     backend: str
@@ -50,7 +50,6 @@ class Workload:
     num_tokens: int
 
     def facts(self) -> dict[str, Any]:
-        """Return all of it for the JSON."""
         args = self.args
         return {
             "model": f"{args.num_layers}L{args.dim}D, F {args.ffn_dim}, {args.position}",
@@ -72,7 +71,7 @@ def add_model_arguments(
     add("--dtype", choices=tuple(DTYPES), help="(default: bfloat16 on a GPU, float32 on a CPU)")
     if gpu[1]:
         for i, (option, letter) in enumerate((("--micro-batch", "B"), ("--tokens", "T"))):
-            about = f"(default: {gpu[i] or 'what fits'} on a GPU, {cpu[i]} on a CPU)"
+            about = f"(default: {gpu[i]} on a GPU, {cpu[i]} on a CPU)"
             add(option, type=int, metavar=letter, help=about)
     parser.set_defaults(shapes={"cuda": gpu, "cpu": cpu})
 
@@ -115,9 +114,9 @@ def with_canon(args: ModelArgs, canon_set: str) -> ModelArgs:
 def available(
     asked: Sequence[str] | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the backends to measure, of `asked` or of all, and why others can't be.
+    """Return the backends of `asked` (or all) to measure, and why others can't be.
 
-    Raises UserError for an unknown one, or if none is left.
+    Raises UserError.
     """
     for name in asked or ():
         check_choice("--backends", name, MEASURED)
@@ -138,8 +137,7 @@ def backend_problem(backend: str, device: torch.device, dtype: torch.dtype) -> s
 
 def failure(why: Exception) -> str:
     """Return an exception in one line."""
-    first = next(iter(str(why).strip().splitlines()), "")
-    return f"{type(why).__name__}: {first}" if first else type(why).__name__
+    return f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}"
 
 
 def variants(
@@ -147,8 +145,7 @@ def variants(
 ) -> list[Variant]:
     """Return every set by every backend that was `asked` for and is usable.
 
-    If none was asked for: every set by what `auto` takes in a run whose check passes, and the last
-    set by the others. Raises UserError for a set that can't be.
+    If none was asked for: every set by what `auto` is, and the last set by the others.
     """
     sets = canon_sets_of(canon_sets)
     usual = list(usable) if asked else ["triton" if "triton" in usable else "compiled"]
@@ -165,13 +162,11 @@ def canon_sets_of(given: Sequence[str]) -> list[str]:
     return sets
 
 
-def compiled_block(
-    work: Workload, variant: Variant, attention: str = "auto"
-) -> tuple[TransformerBlock, Any]:
+def compiled_block(work: Workload, variant: Variant) -> tuple[TransformerBlock, Any]:
     """Return a block with the variant's Canon, and the same compiled as in training."""
     args = with_canon(work.args, variant.canon_set)
     rope = Rope(args) if args.rope_dim else None
-    block = TransformerBlock(args, rope, Attend(args, attention), variant.backend)
+    block = TransformerBlock(args, rope, Attend(args, "auto"), variant.backend)
     block.to(work.device, work.dtype)
     if rope is not None:
         rope.reset(work.device)

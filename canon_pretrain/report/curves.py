@@ -1,61 +1,26 @@
-"""Curves for a page: declared once, thinned so that half a million steps stay light, seeds joined.
+"""Curves for a page: thinned so that half a million steps stay light, seeds joined. No torch.
 
 Thinning keeps spikes: of each stretch the lowest, the highest and the first value that is not
-finite. JSON values, drawn by templates/. No torch.
+finite.
 """
 
 import functools
 import math
 import os.path
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from canon_pretrain.report.record import Curve, RunRecord
-from canon_pretrain.run.log import json_value
 
-MAX_STRETCHES = 2000
 MAX_KNOTS = 1000
 """Points of the table of a step's tokens and hours; between two it is a straight line."""
 DIGITS = 7
 """Significant digits of a value in a page."""
 
 
-@dataclass(frozen=True)
-class Chart:
-    """How one quantity is shown; `form` is d3's, for a value on hover."""
-
-    id: str
-    title: str
-    unit: str
-    form: str
-    log_scale: bool = False
-    smooth: bool = True
-    restarts: bool = False
-    skips: bool = False
-    same_as: str | None = None
-    """The chart whose lines these are, over hours: the page holds them once."""
-
-
-CHARTS = {
-    chart.id: chart
-    for chart in (
-        Chart("loss", "Loss", "nats per token", ",.4f", skips=True),
-        Chart("hours", "Loss over time", "nats per token", ",.4f", restarts=True, same_as="loss"),
-        Chart("grad_norm", "Gradient norm", "L2", ",.4~g", log_scale=True, skips=True),
-        Chart("tokens_per_second", "Throughput", "tokens per second", ",.0f", restarts=True),
-        Chart("mfu", "MFU", "share of the devices' peak", ".1%", restarts=True),
-        Chart("lr", "Learning rate", "", ".3~e", smooth=False),
-        Chart("validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False),
-    )
-}
-"""By id: a field of `step` events, but for `hours` and `validation`."""
-
-
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What has one color in a page: a run, or several that differ in seeds alone."""
 
     label: str
@@ -72,10 +37,10 @@ def join_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
         alike.setdefault(run.recipe, []).append(k)
     entries: list[Entry] = []
     for members in alike.values():
+        labels = [runs[k].label for k in members]
         if len({runs[k].seeds for k in members}) == 1:
             entries += [Entry(runs[k].label, (k,)) for k in members]
             continue
-        labels = [runs[k].label for k in members]
         head = os.path.commonprefix(labels)
         tail = os.path.commonprefix([label[len(head) :][::-1] for label in labels])[::-1]
         label = f"{head}*{tail}"
@@ -137,63 +102,35 @@ class Summary(NamedTuple):
         )
 
 
-def line(curve: Curve, most: int) -> dict[str, Any]:
-    """Return one run's curve: the points to draw, `means` for smoothing if thinned, and gaps."""
-    bounds = stretches(len(curve.steps), most)
-    kept = thin(curve.values, bounds)
-    drawn: dict[str, Any] = {
-        "logged": len(curve.steps),
-        "steps": curve.steps[kept].tolist(),
-        "values": rounded(curve.values[kept]),
-        "gaps": gaps(curve, bounds),
-    }
-    if len(kept) < len(curve.steps):
-        summary = Summary.of(curve, bounds)
-        shown = np.isfinite(summary.mean)
-        drawn["mean_steps"] = rounded(summary.step[shown])
-        drawn["means"] = rounded(summary.mean[shown])
-    return drawn
+class Band(NamedTuple):
+    """Runs at the steps that all have; float64 [stretches], NaN where one has no finite value.
 
-
-def gaps(curve: Curve, bounds: np.ndarray) -> dict[str, Any] | None:
-    """Return the number of values that are not finite, and marks at the first of each stretch."""
-    bad = np.flatnonzero(~np.isfinite(curve.values))
-    if not len(bad):
-        return None
-    _, first = np.unique(np.searchsorted(bounds, bad, side="right"), return_index=True)
-    shown = bad[first][:MAX_STRETCHES]
-    steps, values = curve.steps[shown].tolist(), json_value(curve.values[shown].tolist())
-    words = [f"<b>{value}</b>, step {step:,}" for step, value in zip(steps, values, strict=True)]
-    return {"count": len(bad), "steps": steps, "words": words}
-
-
-def band(curves: Sequence[Curve | None], most: int) -> dict[str, Any] | None:
-    """Return mean, lowest and highest over runs at the steps that all have; None without two runs.
-
-    A run without this curve does not count. Thinned, lowest and highest are of a whole stretch.
-    `members` are the runs' own means, for smoothing each before they are joined.
+    Thinned, lowest and highest are of a whole stretch. `members`: [runs, stretches], their means.
     """
-    there = [curve for curve in curves if curve is not None]
-    if len(there) < 2:
-        return None
-    common = functools.reduce(np.intersect1d, [curve.steps for curve in there])
-    if not len(common):
-        return None
-    rows = [curve.values[np.searchsorted(curve.steps, common)] for curve in there]
-    bounds = stretches(len(common), most)
-    parts = [Summary.of(Curve(common, row), bounds) for row in rows]
-    _, means, low, high = (np.stack(values) for values in zip(*parts, strict=True))
-    means[:, ~np.isfinite(means).all(axis=0)] = np.nan  # a gap of one is a gap of all
-    steps = np.add.reduceat(common, bounds[:-1]) / np.diff(bounds)
-    return {
-        "n": len(there),
-        "until": int(common[-1]),
-        "steps": rounded(steps),
-        "mean": rounded(means.mean(axis=0)),
-        "low": rounded(low.min(axis=0)),
-        "high": rounded(high.max(axis=0)),
-        "members": [rounded(member) for member in means],
-    }
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    members: np.ndarray
+
+    @classmethod
+    def of(cls, curves: Sequence[Curve | None], most: int) -> "Band | None":
+        """Return the band of the curves that are there; None without two, or common steps."""
+        there = [curve for curve in curves if curve is not None]
+        if len(there) < 2:
+            return None
+        common = functools.reduce(np.intersect1d, [curve.steps for curve in there])
+        if not len(common):
+            return None
+        rows = [curve.values[np.searchsorted(curve.steps, common)] for curve in there]
+        bounds = stretches(len(common), most)
+        parts = [Summary.of(Curve(common, row), bounds) for row in rows]
+        _, means, low, high = (np.stack(values) for values in zip(*parts, strict=True))
+        means[:, ~np.isfinite(means).all(axis=0)] = np.nan  # a gap of one is a gap of all
+        steps = np.add.reduceat(common, bounds[:-1]) / np.diff(bounds)
+        joint = means.mean(axis=0), low.min(axis=0), high.max(axis=0)
+        return cls(steps, *joint, means)
 
 
 def axis(run: RunRecord) -> dict[str, Any]:

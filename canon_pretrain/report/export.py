@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -38,9 +39,8 @@ GROUPS = {
         *("tokens_per_second", "tokens_per_second_per_device", "seconds_per_step", "mfu"),
         *("data_wait", "memory_gib", "checkpoint_seconds", "checkpoint_stall_seconds"),
     ),
-    "validation": ("loss", "bits_per_byte"),
 }
-"""Fields of `step` and `validation` events, under the heading that the tools group them by."""
+"""Fields of `step` events, under the heading that the tools group them by."""
 
 Event = Mapping[str, Any]
 Target = TensorBoardTarget | WandbTarget
@@ -54,25 +54,25 @@ def row_of(event: Event) -> Row | None:
 
     Values that the log does not have are left out; NaN and infinities stay.
     """
-    kind = event["event"]
-    if kind not in ("step", "validation"):
-        return None
     values: dict[str, Any] = {}
-    sources = event.get("source_tokens" if kind == "step" else "sources") or {}
-    if kind == "step":
-        values = {f"{g}/{name}": event.get(name) for g in ("train", "speed") for name in GROUPS[g]}
+    if event["event"] == "step":
+        values = {f"{g}/{name}": event.get(name) for g, names in GROUPS.items() for name in names}
+        sources = event.get("source_tokens") or {}
         if len(sources) > 1:
             values |= {f"data/tokens/{plain(name)}": tokens for name, tokens in sources.items()}
+    elif event["event"] == "validation":
+        sources = event.get("sources") or {}
+        parts = {f"/{plain(name)}": part for name, part in sources.items()}
+        for heading, part in {"": event, **(parts if len(parts) > 1 else {})}.items():
+            names = ("loss", "bits_per_byte")
+            values |= {f"validation{heading}/{name}": part.get(name) for name in names}
     else:
-        named = {f"validation/{plain(name)}": part for name, part in sources.items()}
-        for heading, part in {"validation": event, **(named if len(named) > 1 else {})}.items():
-            values |= {f"{heading}/{name}": part.get(name) for name in GROUPS["validation"]}
+        return None
     try:
         numbers = {name: number(value) for name, value in values.items() if value is not None}
-        tokens = int(event.get("tokens") or 0)
-        return Row(int(event["step"]), tokens, seconds(event.get("time")), numbers)
+        return Row(int(event["step"]), int(event.get("tokens") or 0), seconds(event), numbers)
     except (TypeError, ValueError) as error:
-        raise UserError(f"the log is damaged: {kind} of step {event['step']}: {error}") from None
+        raise UserError(f"the log is damaged at step {event['step']}: {error}") from None
 
 
 def rows_of(events: Iterable[Event]) -> dict[int, Row]:
@@ -107,15 +107,14 @@ def add_evaluations(rows: dict[int, Row], run: RunRecord) -> None:
 
 def plain(name: str) -> str:
     """Return `name` as both tools take it in a chart's name: other characters become `_`."""
-    allowed = "-_."
-    return "".join(c if c.isascii() and c.isalnum() or c in allowed else "_" for c in name)
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
-def seconds(time: Any) -> float:
-    """Return an ISO time of the log in seconds since 1970; 0 if there is none."""
+def seconds(event: Event) -> float:
+    """Return an event's time in seconds since 1970; 0 if it has none."""
     try:
-        return datetime.fromisoformat(time).timestamp()
-    except (TypeError, ValueError):
+        return datetime.fromisoformat(event["time"]).timestamp()
+    except (KeyError, TypeError, ValueError):
         return 0.0
 
 
@@ -140,7 +139,7 @@ def about(run: RunRecord, events: list[dict[str, Any]]) -> About:
         group="-".join((*tags, digest)),
         tags=tags,
         config=run.config | {"identity": run.identity, "launches": len(heads), "launch": newest},
-        began=seconds(first.get("time")),
+        began=seconds(first),
     )
 
 
@@ -199,27 +198,22 @@ def add_parser(subparsers: Any) -> None:
         help="show a run in wandb or TensorBoard",
         description="Make a run's log.jsonl and evaluations into a run of wandb or TensorBoard: "
         "one clean curve over all launches, in the place of what was there before.",
-        epilog="examples:\n"
-        "  python -m canon_pretrain.run export tensorboard RUN && tensorboard --logdir RUN/tb\n"
-        "  python -m canon_pretrain.run export wandb RUN && wandb sync RUN/wandb/offline-run-*\n"
-        "  python -m canon_pretrain.run export wandb RUN --mode online --project canon\n"
-        "  python -m canon_pretrain.run export wandb RUN --mode online --follow",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: python -m canon_pretrain.run export wandb RUN --mode online --follow",
     )
-    parser.add_argument("target", choices=("wandb", "tensorboard"))
-    parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="as DIR/wandb, DIR/tb (RUN)")
-    parser.add_argument("--follow", action="store_true", help="continue while the run does")
-    wandb = parser.add_argument_group("wandb")
-    wandb.add_argument("--mode", choices=MODES, help="default: $WANDB_MODE, or offline")
-    wandb.add_argument("--project", help="default: $WANDB_PROJECT, or canon_pretrain")
-    wandb.add_argument("--entity", help="default: $WANDB_ENTITY, or the account's own")
-    wandb.add_argument("--name", help="default: $WANDB_NAME, or the run folder's name")
-    wandb.add_argument("--tags", nargs="*", default=[], metavar="TAG")
+    add = parser.add_argument
+    add("target", choices=("wandb", "tensorboard"))
+    add("folder", type=Path, metavar="RUN", help="a run folder")
+    add("--out", type=Path, metavar="DIR", help="as DIR/wandb, DIR/tb (default: RUN)")
+    add("--follow", action="store_true", help="continue while the run does")
+    add("--mode", choices=MODES, help="wandb's (default: $WANDB_MODE, or offline)")
+    add("--project", help="wandb's (default: $WANDB_PROJECT, or canon_pretrain)")
+    add("--entity", help="wandb's (default: $WANDB_ENTITY, or the account's own)")
+    add("--name", help="wandb's (default: $WANDB_NAME, or the run folder's name)")
+    add("--tags", nargs="*", default=[], metavar="TAG")
     # metrics.save_tb_folder; and how the trainer starts it: until its end of the pipe closes, and
     # deaf to its signals
-    parser.add_argument("--tb_folder", default="tb", help=argparse.SUPPRESS)
-    parser.add_argument("--beside_trainer", action="store_true", help=argparse.SUPPRESS)
+    add("--tb_folder", default="tb", help=argparse.SUPPRESS)
+    add("--beside_trainer", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -245,11 +239,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(follow(record, opened, _trainer_ended))
     else:
         interrupted = threading.Event()
-        before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
-        try:
-            print(follow(record, opened, interrupted.wait))
-        finally:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+        print(follow(record, opened, interrupted.wait))
     return 0
 
 

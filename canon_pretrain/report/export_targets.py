@@ -43,17 +43,14 @@ class Row:
 
 @dataclass(frozen=True)
 class About:
-    """What a copy holds of the run beside its curves."""
+    """What a copy holds of the run beside its curves; `group` is equal for repeats of a recipe."""
 
     run_id: str
     name: str
     group: str
-    """Equal for runs that differ in their seeds alone."""
     tags: tuple[str, ...]
     config: Mapping[str, Any]
-    """The resolved job and its identity, without secrets."""
     began: float
-    """The log's first time, in seconds since 1970."""
 
 
 class TensorBoardTarget:
@@ -84,7 +81,6 @@ class TensorBoardTarget:
             self.flush()
 
     def write(self, row: Row) -> None:
-        """Write a row; steps come in order, except for those that a `restart` takes back."""
         values = dict(row.values)
         if row.step != self._step:  # a live validation comes in a row of its own
             values["tokens"] = row.tokens
@@ -104,7 +100,7 @@ class TensorBoardTarget:
             self._before.pop().unlink(missing_ok=True)
 
     def finish(self) -> str:
-        """Complete the copy; returns where it is, in words."""
+        """Complete the copy; return where it is, in words."""
         self._writer.flush()
         os.fsync(self._file.fileno())
         os.replace(self._path, self._final)
@@ -120,8 +116,7 @@ class TensorBoardTarget:
 class WandbTarget:
     """Writes rows to a wandb run, over tokens. Raises UserError if wandb does not begin.
 
-    Online, a copy of the whole replaces the run; a live one continues where wandb says it is, which
-    makes up for what a dead network has swallowed.
+    Online, a copy of the whole replaces the run; a live one continues where wandb says it is.
     """
 
     def __init__(
@@ -136,7 +131,6 @@ class WandbTarget:
         tags: Sequence[str],
         live: bool,
     ) -> None:
-        """An empty `entity` or `name` leaves the choice to the account, or to the run."""
         if mode not in MODES:
             raise UserError(f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}")
         if mode != "online":
@@ -201,12 +195,10 @@ class WandbTarget:
         """Do nothing: wandb keeps the first of repeated steps; a whole copy puts that right."""
 
     def flush(self) -> None:
-        """Remove the folders of earlier copies: the new one has what they have."""
         while self._before:
             shutil.rmtree(self._before.pop(), ignore_errors=True)
 
     def finish(self) -> str:
-        """Complete the copy; returns where it is, in words."""
         self._run.finish()
         self.flush()
         if self._mode == "disabled":

@@ -55,21 +55,8 @@ class Curve:
 
 CURVES = (
     Curve("loss", "Loss", "nats a token", "training loss, mean over the global batch", 4),
-    Curve(
-        "grad_norm",
-        "Gradient norm",
-        "L2 norm",
-        "before clipping; a cross on the axis is a step without a finite norm",
-        4,
-        log_scale=True,
-    ),
-    Curve(
-        "tokens_per_second",
-        "Throughput",
-        "tokens a second",
-        "all devices together; a dotted line is a restart",
-        0,
-    ),
+    Curve("grad_norm", "Gradient norm", "L2 norm", "before clipping; a cross: no norm", 4, True),
+    Curve("tokens_per_second", "Throughput", "tokens a second", "a dotted line: a restart", 0),
 )
 
 
@@ -100,22 +87,24 @@ def line(
     A value that is not finite is None in `values`: a gap.
     """
     values = [_finite(event.get(field)) for event in steps]
-    gaps = [event["step"] for event, value in zip(steps, values, strict=True) if value is None]
-    pairs = [(v, e["step"]) for v, e in zip(values, steps, strict=True) if v is not None]
+    numbers = np.array([math.nan if value is None else value for value in values])
+    gaps = np.flatnonzero(np.isnan(numbers)).tolist()
     figures: dict[str, Any] | None = None
-    if pairs:
-        ends = pairs[-1], min(pairs), max(pairs, key=lambda pair: (pair[0], -pair[1]))
-        named = zip(("last", "lowest", "highest"), ends, strict=True)
-        figures = {name: {"value": value, "step": step} for name, (value, step) in named}
-        figures["median"] = statistics.median(value for value, _ in pairs)
+    if len(gaps) < len(values):
+        places = {
+            "last": int(np.flatnonzero(~np.isnan(numbers))[-1]),
+            "lowest": int(np.nanargmin(numbers)),
+            "highest": int(np.nanargmax(numbers)),
+        }
+        figures = {n: {"value": values[k], "step": steps[k]["step"]} for n, k in places.items()}
+        figures["median"] = float(np.nanmedian(numbers))
     kept = list(range(len(values)))
     if len(values) > max_points:
-        numbers = np.array([math.nan if value is None else value for value in values])
         kept = thin(numbers, stretches(len(values), (max_points - 2) // 3)).tolist()
     return {
         "logged": len(values),
         "not_finite": len(gaps),
-        "first_not_finite_step": gaps[0] if gaps else None,
+        "first_not_finite_step": steps[gaps[0]]["step"] if gaps else None,
         "figures": figures,
         "steps": [steps[k]["step"] for k in kept],
         "tokens": [steps[k]["tokens"] for k in kept],
@@ -139,32 +128,29 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str]) -> dict[str, A
     most = max((tokens for found in points.values() for tokens, _ in found), default=0)
     begin = most / 2
     late = {label: [p for p in found if p[0] > begin] for label, found in points.items()}
-    full = max((len(found) for found in late.values()), default=0)
-    count = min(MOST_STRETCHES, full // FEWEST_PER_STRETCH)
+    count = min(MOST_STRETCHES, max(map(len, late.values()), default=0) // FEWEST_PER_STRETCH)
     if count < FEWEST_STRETCHES:
         return None
     width = (most - begin) / count
-
-    def means(found: Sequence[tuple[int, float]]) -> list[float | None]:
+    values: dict[str, list[float | None]] = {}
+    for label, found in late.items():
         parts: list[list[float]] = [[] for _ in range(count)]
         for tokens, value in found:
             parts[min(int((tokens - begin) / width), count - 1)].append(value)
-        return [_mean(values) for values in parts]
-
-    values = {label: means(found) for label, found in late.items()}
+        values[label] = [_mean(part) for part in parts]
     base = [
         _mean([b for b in at if b is not None])
         for at in zip(*(values[label] for label in baseline), strict=True)
     ]
+
+    def less(own: float | None, other: float | None) -> float | None:
+        return None if own is None or other is None else own - other
+
     lines = [
         {
             "run": label,
             "values": own,
-            "differences": [
-                None if v is None or b is None else v - b for v, b in zip(own, base, strict=True)
-            ]
-            if base
-            else [],
+            "differences": [less(v, b) for v, b in zip(own, base, strict=True)] if base else [],
         }
         for label, own in values.items()
     ]
@@ -259,20 +245,20 @@ def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> dict[str
 def _mean_line(
     label: str, members: Sequence[tuple[RunRecord, Mapping[Scored, float]]], text: str
 ) -> dict[str, Any]:
-    by_step = [
+    of_text = [
         (run, {step: loss for (step, of), loss in losses.items() if of == text})
         for run, losses in members
     ]
-    by_step = [(run, losses) for run, losses in by_step if losses]
-    steps = sorted(set.intersection(*(set(losses) for _, losses in by_step))) if by_step else []
-    at = {step: [losses[step] for _, losses in by_step] for step in steps}
-    at = {step: v for step, v in at.items() if all(map(math.isfinite, v))}
-    tokens = [tokens_at(by_step[0][0], step) for step in at]
+    of_text = [(run, losses) for run, losses in of_text if losses]
+    common = set.intersection(*(set(losses) for _, losses in of_text)) if of_text else set()
+    at = {step: [losses[step] for _, losses in of_text] for step in sorted(common)}
+    at = {step: values for step, values in at.items() if all(map(math.isfinite, values))}
+    tokens = [tokens_at(of_text[0][0], step) for step in at]
     return {"label": label, "steps": list(at), "tokens": tokens, **_spread(list(at.values()))}
 
 
 def _spread(at: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
-    """Mean, lowest, highest and number of the values at each place."""
+    """Return mean, lowest, highest and number of the values at each place."""
     return {
         "values": [_mean(v) for v in at],
         "low": [min(v, default=None) for v in at],

@@ -112,25 +112,26 @@ class Records:
         keyed.sort(key=lambda pair: pair[0])
         keys, ordered = tuple(key for key, _ in keyed), [record for _, record in keyed]
         digest = hashlib.sha256("\n".join(keys).encode()).digest()
-        clusters = [source_of_record(record) for record in ordered]
-        sources, codes = np.unique(clusters, return_inverse=True)
+        sources, codes = np.unique([source_of_record(r) for r in ordered], return_inverse=True)
         keys = self._keys.setdefault(digest, keys)
         return Items(keys, sources, codes, _values(ordered), _chance(ordered))
 
 
 def _chance(records: Sequence[dict[str, Any]]) -> float | None:
-    """The score of guessing on multiple-choice items, which have a pair of answers per choice."""
-    choices = [record.get("answers") for record in records]
-    known = [
-        1 / len(each)
-        for each in choices
-        if isinstance(each, list) and len(each) > 1 and all(isinstance(x, list) for x in each)
-    ]
-    return sum(known) / len(known) if len(known) == len(choices) else None
+    """Return the score of guessing on multiple-choice items, with a pair of answers per choice."""
+    shares = []
+    for record in records:
+        choices = record.get("answers")
+        if not isinstance(choices, list) or len(choices) < 2:
+            return None
+        if not all(isinstance(choice, list) for choice in choices):
+            return None
+        shares.append(1 / len(choices))
+    return sum(shares) / len(shares)
 
 
 def _values(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Every metric that all records hold as a number, or as a number and its weight."""
+    """Return every metric that all records hold as a number, or as a number and its weight."""
     found = {}
     for name in records[0]:
         if name not in NOT_METRICS and not name.startswith("answers"):
@@ -141,11 +142,10 @@ def _values(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def _pair(value: Any) -> tuple[float, float] | None:
-    """A value and its weight; a summed log-likelihood with a weight becomes one per unit of it."""
+    """Return a value and its weight; a summed log-likelihood becomes one per unit of weight."""
     if isinstance(value, bool | int | float):
         return float(value), 1.0
-    if isinstance(value, list) and len(value) == 2:
-        total, weight = value
-        if isinstance(total, int | float) and isinstance(weight, int | float) and weight > 0:
+    match value:
+        case [int() | float() as total, int() | float() as weight] if weight > 0:
             return total / weight, float(weight)
     return None

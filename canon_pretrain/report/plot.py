@@ -1,11 +1,12 @@
 """`python -m canon_pretrain.run plot RUN... --out FILE.html`: the curves of runs, on one page.
 
-`page_content` is what the page shows, as one JSON value; templates/plot.* draw it. No torch.
+`page_content` has plotly.py's traces over steps; templates/plot.js places them over tokens or
+hours, smooths them and shows what the reader chooses. No torch.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,28 +17,59 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.text import printable, size
 from canon_pretrain.report.curves import (
-    CHARTS,
-    MAX_STRETCHES,
-    Chart,
+    Band,
     Entry,
+    Summary,
     axis,
-    band,
     join_seeds,
-    line,
+    rounded,
+    stretches,
+    thin,
 )
-from canon_pretrain.report.record import Curve, Launch, RunRecord, differing, in_turn
+from canon_pretrain.report.record import Curve, RunRecord, differing, in_turn
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.names import named_runs
 from canon_pretrain.run.results import Results
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_ENDINGS = (".html", ".htm")
-TOTAL_STRETCHES = 16_000
-"""Shared by the runs of a page, so that one of many runs stays a few MB."""
+MAX_STRETCHES, TOTAL_STRETCHES = 2000, 16_000
+"""Of a run, and shared by the runs of a page, so that one of many runs stays a few MB."""
 MAX_MARKS = 300
+MARKED_POINTS = 60
+"""A line of at most so many points shows each of them."""
 
 Json = dict[str, Any]
-Bands = Callable[[Sequence[Curve | None]], list[Json | None]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """How one quantity is shown; `form` is d3's, for a value on hover."""
+
+    id: str
+    title: str
+    unit: str
+    form: str
+    log_scale: bool = False
+    smooth: bool = True
+    restarts: bool = False
+    skips: bool = False
+    same_as: str | None = None
+    """The chart whose lines these are, over hours: the page holds them once."""
+
+
+CHARTS = (
+    Chart("loss", "Loss", "nats per token", ",.4f", skips=True),
+    Chart("hours", "Loss over time", "nats per token", ",.4f", restarts=True, same_as="loss"),
+    Chart("grad_norm", "Gradient norm", "L2", ",.4~g", log_scale=True, skips=True),
+    Chart("tokens_per_second", "Throughput", "tokens per second", ",.0f", restarts=True),
+    Chart("mfu", "MFU", "share of the devices' peak", ".1%", restarts=True),
+    Chart("lr", "Learning rate", "", ".3~e", smooth=False),
+)
+"""Fields of `step` events by id, but for `hours`."""
+VALIDATION = Chart(
+    "validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False
+)
 
 
 def plot(paths: list[Path], out: Path) -> Json:
@@ -60,14 +92,9 @@ def html_page(content: Json) -> str:
     """Return the self-contained page of `page_content`."""
     from canon_pretrain.core import page  # plotly takes a while to import
 
-    return page.html_page(
-        TEMPLATES,
-        "plot",
-        {name: content[name] for name in ("runs", "entries", "sections")},
-        filters={"figure": figure, "setting": setting},
-        dark=False,
-        content=content,
-    )
+    plotted = {name: content[name] for name in ("runs", "entries", "sections")}
+    filters: dict[str, Callable[..., Any]] = {"figure": figure, "setting": setting}
+    return page.html_page(TEMPLATES, "plot", plotted, filters=filters, dark=False, content=content)
 
 
 def figure(value: object, form: str = ",.4f") -> str:
@@ -90,129 +117,233 @@ def setting(value: object) -> str:
 
 def page_content(runs: Sequence[RunRecord]) -> Json:
     """Return all that the page says and draws of `runs`, JSON values only."""
-    entries = join_seeds(runs)
     most = min(MAX_STRETCHES, TOTAL_STRETCHES // len(runs))
-
-    def bands(curves: Sequence[Curve | None]) -> list[Json | None]:
-        """By entry; None for an entry of one run."""
-        return [
-            band([curves[k] for k in entry.runs], most) if len(entry.runs) > 1 else None
-            for entry in entries
-        ]
-
-    def drawn(chart: Chart, variants: dict[str, list[Curve | None]]) -> list[Json]:
-        """Return the chart in a list; empty if no run has a value. `variants` take turns."""
-        made = [
-            {
-                "name": name,
-                "lines": [None if c is None else line(c, most) for c in curves],
-                "bands": bands(curves),
-            }
-            for name, curves in variants.items()
-            if any(curve is not None for curve in curves)
-        ]
-        return [asdict(chart) | {"variants": made}] if made else []
-
+    drawing = _Drawing(runs, join_seeds(runs), most)
     training: list[Json] = []
-    for field in ("loss", "grad_norm", "tokens_per_second", "mfu", "lr"):
-        training += drawn(CHARTS[field], {"": [run.curve(field) for run in runs]})
-        if field == "loss" and training:
-            training.append(asdict(CHARTS["hours"]) | {"variants": []})
+    for chart in CHARTS:
+        if chart.same_as:
+            training += [asdict(chart) | {"variants": []}] if training else []
+        else:
+            training += drawing.chart(chart, {"": [run.curve(chart.id) for run in runs]})
     names = dict.fromkeys(name for run in runs for name in run.validation)
     by_source = {
         f"source {name}" if name else "all sources": [run.validation.get(name) for run in runs]
         for name in names
     }
-    validation = drawn(CHARTS["validation"], by_source)
+    evaluations = drawing.chart(VALIDATION, by_source) + drawing.evaluations()
     return {
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
-        "runs": [_run_content(run) for run in runs],
-        "entries": [asdict(entry) for entry in entries],
+        "runs": [{"label": run.label, "axis": axis(run)} for run in runs],
+        "entries": [entry._asdict() for entry in drawing.entries],
         "figures": [_figures(run) for run in runs],
         "differing": differing(runs),
         "sections": [
             {"title": "Training", "charts": training},
-            {"title": "Evaluation", "charts": validation + _evaluations(runs, most, bands)},
+            {"title": "Evaluation", "charts": evaluations},
         ],
-        "notes": _notes(runs, entries, most),
+        "notes": _notes(runs, drawing.entries, most),
     }
 
 
-def _evaluations(runs: Sequence[RunRecord], most: int, bands: Bands) -> list[Json]:
-    """Return a chart per suite that a run was evaluated on; its variants are tasks' metrics."""
-    found: dict[str, dict[tuple[str, str], list[list[Results]]]] = {}
-    for k, run in enumerate(runs):
-        for (suite, _), results in run.latest.items():
-            for task, metrics in results.scores.items():
-                for metric in metrics:
-                    measures = found.setdefault(suite, {})
-                    by_run = measures.setdefault((task, metric), [[] for _ in runs])
-                    by_run[k].append(results)
-    unit = "score ± standard error over items"
-    return [
-        asdict(Chart(f"eval_{k}", printable(suite), unit, ",.4f", smooth=False))
-        | {"variants": [_scores(*measure, by_run, most, bands) for measure, by_run in rows.items()]}
-        for k, (suite, rows) in enumerate(sorted(found.items()))
-    ]
+@dataclass(frozen=True)
+class _Drawing:
+    """Makes the traces of charts, over steps. `meta` says what templates/plot.js does with each.
 
+    `entry`, `run`: whose color it has with seeds joined, and as single lines; None: it is not shown
+    then. `runs`: whose tokens and hours place it. `role`: raw, smooth, band, mean, or a mark.
+    """
 
-def _scores(
-    task: str, metric: str, by_run: Sequence[list[Results]], most: int, bands: Bands
-) -> Json:
-    """Return the curves of one metric, with standard errors and the limits of trials."""
+    runs: Sequence[RunRecord]
+    entries: list[Entry]
+    most: int
+    """Stretches of a line."""
 
-    def curve(scored: Iterable[Results]) -> Curve | None:
-        return Curve.of((r.asked["step"], r.scores[task][metric].value) for r in scored)
+    def chart(self, chart: Chart, variants: dict[str, list[Curve | None]]) -> list[Json]:
+        """Return the chart in a list; empty if no run has a value. `variants` take turns."""
+        made = [
+            {"name": name, "traces": self.traces(chart, curves, curves, {})}
+            for name, curves in variants.items()
+            if any(curve is not None for curve in curves)
+        ]
+        return [asdict(chart) | {"variants": made}] if made else []
 
-    lines: list[Json | None] = [None] * len(by_run)
-    for k, scored in enumerate(by_run):
-        if scores := curve(scored):
-            drawn = line(scores, most)
-            by_step = {results.asked["step"]: results for results in scored}
-            shown = [by_step[step] for step in drawn["steps"]]
-            drawn["errors"] = [json_value(r.scores[task][metric].stderr) for r in shown]
-            drawn["limits"] = [results.asked["limit"] for results in shown]
-            drawn["words"] = [
-                ("" if error is None else f" ± {figure(error, '.2g')}")
-                + ("" if limit is None else f"<br>of {limit:,} items only")
-                for error, limit in zip(drawn["errors"], drawn["limits"], strict=True)
+    def evaluations(self) -> list[Json]:
+        """Return a chart per suite that a run was evaluated on; its variants are tasks' metrics."""
+        found: dict[str, dict[tuple[str, str], list[list[Results]]]] = {}
+        for k, run in enumerate(self.runs):
+            for (suite, _), results in run.latest.items():
+                for task, metrics in results.scores.items():
+                    for metric in metrics:
+                        measures = found.setdefault(suite, {})
+                        by_run = measures.setdefault((task, metric), [[] for _ in self.runs])
+                        by_run[k].append(results)
+        unit = "score ± standard error over items"
+        charts = []
+        for number, (suite, rows) in enumerate(sorted(found.items())):
+            chart = Chart(f"eval_{number}", printable(suite), unit, ",.4f", smooth=False)
+            variants = [self._scores(chart, *measure, by_run) for measure, by_run in rows.items()]
+            charts.append(asdict(chart) | {"variants": variants})
+        return charts
+
+    def _scores(
+        self, chart: Chart, task: str, metric: str, by_run: Sequence[list[Results]]
+    ) -> Json:
+        """Return one metric's curves with standard errors; a trial is hollow, and in no mean."""
+        styles: dict[int, Json] = {}
+        for k, scored in enumerate(by_run):
+            kept = [one for _, one in sorted({r.asked["step"]: r for r in scored}.items())]
+            errors = [json_value(r.scores[task][metric].stderr) for r in kept]
+            limits = [r.asked["limit"] for r in kept]
+            styles[k] = {
+                "mode": "lines+markers",
+                "error_y": {"array": [e if isinstance(e, float) else 0 for e in errors]},
+                "marker": {
+                    "size": 7,
+                    "symbol": ["circle" if limit is None else "circle-open" for limit in limits],
+                },
+                "text": [
+                    ("" if error is None else f" ± {figure(error, '.2g')}")
+                    + ("" if limit is None else f"<br>of {limit:,} items only")
+                    for error, limit in zip(errors, limits, strict=True)
+                ],
+            }
+        curves, whole = (
+            [
+                Curve.of(
+                    (r.asked["step"], r.scores[task][metric].value)
+                    for r in scored
+                    if trials or r.asked["limit"] is None
+                )
+                for scored in by_run
             ]
-            lines[k] = drawn
-    # what was cut short is no result, and no part of a mean
-    whole = [curve(r for r in scored if r.asked["limit"] is None) for scored in by_run]
-    return {"name": printable(f"{task}, {metric}"), "lines": lines, "bands": bands(whole)}
+            for trials in (True, False)
+        )
+        traces = self.traces(chart, curves, whole, styles)
+        return {"name": printable(f"{task}, {metric}"), "traces": traces}
+
+    def traces(
+        self,
+        chart: Chart,
+        curves: Sequence[Curve | None],
+        joined: Sequence[Curve | None],
+        styles: dict[int, Json],
+    ) -> list[Json]:
+        """Return a line per run, and a band of `joined` per entry; `styles` of lines, by run."""
+        found: list[Json] = []
+        for number, entry in enumerate(self.entries):
+            band = Band.of([joined[k] for k in entry.runs], self.most)
+            if band is not None:
+                found += self._band(chart, number, band)
+            for k in entry.runs:
+                if (curve := curves[k]) is None:
+                    continue
+                label, bounds = self.runs[k].label, stretches(len(curve.steps), self.most)
+                meta = {"entry": None if band else number, "run": k, "runs": [k], "role": "raw"}
+                kept = thin(curve.values, bounds)
+                drawn = Curve(curve.steps[kept], curve.values[kept])
+                found.append(_line(chart, label, drawn, meta, styles.get(k, {})))
+                if chart.smooth:
+                    summary = Summary.of(curve, bounds)
+                    there = np.isfinite(summary.mean)
+                    means = Curve(summary.step[there], summary.mean[there])
+                    found.append(_line(chart, label, means, meta | {"role": "smooth"}, {}))
+                meta["entry"] = number
+                found += _marks(chart, self.runs[k], curve, bounds, meta)
+        return found
+
+    def _band(self, chart: Chart, number: int, band: Band) -> list[Json]:
+        """Return the area and the mean of joined runs."""
+        entry = self.entries[number]
+        meta = {"entry": number, "run": None, "runs": entry.runs}
+        low, high, *members = (rounded(row) for row in (band.low, band.high, *band.members))
+        mean = Curve(band.steps, band.mean)
+        words = [
+            f"<br>{figure(a, '.4g')} to {figure(b, '.4g')}, n = {len(members)}"
+            for a, b in zip(low, high, strict=True)
+        ]
+        area = {"role": "band", "low": low, "high": high, "members": members}
+        return [
+            _line(chart, entry.label, mean, meta | area, {"fill": "toself", "hoverinfo": "skip"}),
+            _line(chart, entry.label, mean, meta | {"role": "mean"}, {"text": words}),
+        ]
 
 
-def _run_content(run: RunRecord) -> Json:
-    """Return what the page needs to place a run's points, and its marks; words are for plotly."""
-    count = len(run.skips)
-    kept = np.linspace(0, count - 1, min(count, MAX_MARKS)).round().astype(int)
-    skips, launches = [run.skips[k] for k in kept], run.launches[1:]
+def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Json:
+    from plotly.graph_objects import Scatter
 
-    def skip_words(skip: Json) -> str:
-        loss, norm = (figure(json_value(skip.get(name)), ".4g") for name in ("loss", "grad_norm"))
-        reason = escape(str(skip.get("reason", "")), quote=False)
-        return f"<b>skipped</b> step {skip['step']:,}<br>{reason}<br>loss {loss}, norm {norm}"
+    there = np.isfinite(np.concatenate([[np.nan], curve.values, [np.nan]]))
+    alone = there[1:-1] & ~there[:-2] & ~there[2:]  # between two gaps: no line to be seen by
+    style = {"mode": "lines+markers" if len(alone) <= MARKED_POINTS else "lines"} | style
+    if style["mode"] == "lines" and alone.any():
+        style |= {"mode": "lines+markers", "marker": {"size": np.where(alone, 5, 0).tolist()}}
+    words = "%{text}" if "text" in style else ""
+    hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}{words}"
+    made = Scatter(
+        x=rounded(curve.steps),
+        y=rounded(curve.values),
+        name=label,
+        meta=meta,
+        hovertemplate=None if "hoverinfo" in style else f"{hover}<extra></extra>",
+        **style,
+    )
+    found: Json = made.to_plotly_json()
+    return found
 
-    def launch_words(launch: Launch) -> str:
-        where = "" if launch.world_size is None else f"on {launch.world_size} devices, "
-        when = escape((launch.time or "")[:16].replace("T", " "), quote=False)
-        return f"<b>restart</b> from step {launch.from_step:,}<br>{where}{when}"
 
-    return {
-        "label": run.label,
-        "axis": axis(run),
-        "skips": {
-            "steps": [skip["step"] for skip in skips],
-            "words": [skip_words(skip) for skip in skips],
-        },
-        "launches": {
-            "steps": [launch.from_step for launch in launches],
-            "words": [launch_words(launch) for launch in launches],
-            "training_hours": [launch.training_hours for launch in launches],
-            "wall_hours": [launch.wall_hours for launch in launches],
-        },
-    }
+def _marks(
+    chart: Chart, run: RunRecord, curve: Curve, bounds: np.ndarray, meta: Json
+) -> list[Json]:
+    """Return symbols at values that are not finite and at skipped steps, and lines at restarts."""
+    from plotly.graph_objects import Scatter
+
+    hover = "%{fullData.name}: %{text}<extra></extra>"
+    common: Json = {"name": run.label, "yaxis": "y2", "hovertemplate": hover}
+    found: list[Json] = []
+
+    def symbols(role: str, symbol: str, height: float, at: Sequence[tuple[int, str]]) -> None:
+        steps, words = zip(*at, strict=True) if at else ((), ())
+        own = {"mode": "markers", "meta": meta | {"role": role}, **common}
+        made = Scatter(x=steps, y=[height] * len(steps), text=words, **own)
+        made.marker = {"symbol": symbol, "size": 8}
+        if at:
+            found.append(made.to_plotly_json())
+
+    bad = np.flatnonzero(~np.isfinite(curve.values))
+    _, first = np.unique(np.searchsorted(bounds, bad, side="right"), return_index=True)
+    gaps = Curve(curve.steps[bad[first]], curve.values[bad[first]])
+    values = zip(gaps.steps.tolist(), json_value(gaps.values.tolist()), strict=True)
+    symbols("gap", "x", 0.02, [(n, f"<b>{value}</b>, step {n:,}") for n, value in values])
+    if chart.skips:
+        kept = np.linspace(0, len(run.skips) - 1, min(len(run.skips), MAX_MARKS)).round()
+        skips = []
+        for skip in (run.skips[int(k)] for k in kept):
+            told = (figure(json_value(skip.get(name)), ".4g") for name in ("loss", "grad_norm"))
+            reason = escape(str(skip.get("reason", "")), quote=False)
+            words = "<b>skipped</b> step {:,}<br>{}<br>loss {}, norm {}"
+            skips.append((skip["step"], words.format(skip["step"], reason, *told)))
+        symbols("skip", "triangle-up", 0.06, skips)
+    if (chart.restarts or chart.id == "loss") and run.launches[1:]:  # `hours` shows them
+        restarts = [launch for launch in run.launches[1:] for _ in range(3)]
+        words = [
+            f"<b>restart</b> from step {launch.from_step:,}<br>on {launch.world_size or '?'} "
+            f"devices, {escape((launch.time or '')[:16].replace('T', ' '), quote=False)}"
+            for launch in restarts
+        ]
+        at = {
+            name: [getattr(one, name) for one in restarts]
+            for name in ("training_hours", "wall_hours")
+        }
+        made = Scatter(
+            x=[launch.from_step for launch in restarts],
+            y=[0, 1, None] * (len(restarts) // 3),
+            text=words,
+            mode="lines",
+            line={"dash": "dot", "width": 1},
+            meta=meta | {"role": "restart", "at": at},
+            **common,
+        )
+        found.append(made.to_plotly_json())
+    return found
 
 
 def _figures(run: RunRecord) -> Json:
@@ -252,35 +383,28 @@ def _notes(runs: Sequence[RunRecord], entries: Sequence[Entry], most: int) -> li
         "of the run's log and show those gaps.",
         "Smoothing is an exponential moving average over steps, without the bias of its first "
         "values: a value that is N steps old weighs exp(-N / S), S as chosen above. The logged "
-        "values stay behind it, faint.",
-        "A cross at the bottom of a chart is a value that is not finite; the line has a gap there.",
+        "values stay behind it, faint. A cross at the bottom is a value that is not finite.",
     ]
-    joined = [entry for entry in entries if len(entry.runs) > 1]
-    if joined:
-        notes.append(
-            "Runs that differ in their seeds alone are one line, their mean, in a band from the "
-            "lowest to the highest of them, at the steps that all of them have logged; what a "
-            "longer one has after that is a thin line of its own. Smoothed, each run is smoothed "
-            "before they are joined."
-        )
-    for entry in joined:
-        seeds = {runs[k].seeds for k in entry.runs}
-        notes.append(f"{entry.label}: {len(entry.runs)} runs, {len(seeds)} pairs of seeds.")
+    for entry in entries:
+        if len(entry.runs) > 1:
+            seeds = len({runs[k].seeds for k in entry.runs})
+            notes.append(
+                f"{entry.label}: {len(entry.runs)} runs, {seeds} pairs of seeds; their mean in a "
+                "band from the lowest to the highest at the steps that all have logged. Smoothed, "
+                "each run is smoothed before they are joined."
+            )
     for run in runs:
-        said = []
-        lines = len(run.clock.steps) - 1
-        if lines > most:
-            said.append(
-                f"of {lines:,} logged steps {most:,} stretches are drawn, of each the lowest, the "
-                "highest and the first value that is not finite, so that no spike is lost; "
-                "smoothing and bands use each stretch's mean."
+        if (lines := len(run.clock.steps) - 1) > most:
+            notes.append(
+                f"{run.label}: of {lines:,} logged steps {most:,} stretches are drawn, of each the "
+                "lowest, the highest and the first value that is not finite; smoothing and bands "
+                "use each stretch's mean."
             )
         if len(run.skips) > MAX_MARKS:
-            said.append(f"{MAX_MARKS} of {len(run.skips):,} skipped steps are marked.")
+            notes.append(f"{run.label}: {MAX_MARKS} of {len(run.skips):,} skipped steps are marked")
         if run.clock.training_hours is None:
-            said.append("its log's times cannot be read, so it has no place over hours.")
-        said += run.notices
-        notes += [f"{run.label}: {sentence}" for sentence in said]
+            notes.append(f"{run.label}: its log's times cannot be read: no place over hours")
+        notes += [f"{run.label}: {sentence}" for sentence in run.notices]
     return notes
 
 
@@ -292,18 +416,13 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plot",
         help="curves of several runs on one page",
-        description="Overlay the curves of runs on one HTML page that works offline: loss over "
-        "tokens and over time, gradient norm with skipped steps, throughput and MFU with restarts, "
-        "learning rate, validation, evaluations. Runs that differ in their seeds alone are drawn "
-        "as their mean in a band.",
+        description="Overlay the curves of runs on one HTML page that works offline. Runs that "
+        "differ in their seeds alone are drawn as their mean in a band.",
         epilog="example: python -m canon_pretrain.run plot outputs/* --out curves.html",
     )
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE.html", help="the page to write"
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs")
+    add("--out", type=Path, required=True, metavar="FILE.html", help="the page to write")
     parser.set_defaults(run=run)
 
 
@@ -311,5 +430,5 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the page; returns the exit code. Raises UserError."""
     count = len(plot(arguments.runs, arguments.out)["runs"])
     written = size(arguments.out.stat().st_size)
-    print(f"plot: {arguments.out} ({count} run{'s' * (count > 1)}, {written})")
+    print(f"plot: {arguments.out} ({count} runs, {written})")
     return 0

@@ -1,8 +1,7 @@
 """`python -m canon_pretrain.run profile RUN`: where the time of a traced step went.
 
-Reads the newest trace that `--profiling.enable_profiling` left in the run folder, and adds its time
-up by kernel or operator, and by purpose. torch.profiler's own averages are of a running profiler:
-a trace's file is read without torch, wherever the run folder is.
+Reads the newest trace that `--profiling.enable_profiling` left in the run folder, without torch,
+and adds its time up by kernel or operator, and by purpose.
 """
 
 import argparse
@@ -70,7 +69,7 @@ Busy = dict[bool, list[Interval]]
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel or operator by name: its calls and its own time, in us."""
+    """A kernel or operator: its calls and its own time, in us."""
 
     name: str
     purpose: str
@@ -133,12 +132,11 @@ def summarize(trace: Trace) -> Summary:
         return sum(max(0.0, min(e, end) - max(b, begin)) for b, e in merged) / window_us
 
     own_times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    purposes = dict.fromkeys(PURPOSES, 0.0)
     for name, purpose, own in calls:
         own_times[name, purpose].append(own)
+        purposes[purpose] += own / window_us
     rows = [Row(*key, len(times), sum(times)) for key, times in own_times.items()]
-    purposes = dict.fromkeys(PURPOSES, 0.0)
-    for each in rows:
-        purposes[each.purpose] += each.self_us / window_us
     purposes[DATA] = share(host.waits)  # all of it, beside what a device did meanwhile
     both, communication = share(busy[True], busy[False]), share(busy[True])
     overlapped = communication + share(busy[False]) - both
@@ -271,14 +269,13 @@ def add_parser(subparsers: Any) -> None:
         "profile",
         help="top kernels of a traced step, and what its time was for",
         description="Show where the time of a traced step went. --profiling.enable_profiling makes "
-        "traces, of one step of every --profiling.profile_freq; they open in Perfetto "
-        "(ui.perfetto.dev) and chrome://tracing as well.",
-        epilog="example: python -m canon_pretrain.run profile outputs/rope_canon --rank 3 --top 50",
+        "traces, of one step of every --profiling.profile_freq; Perfetto opens them as well.",
     )
-    parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder, or a trace's file")
-    parser.add_argument("--top", type=int, default=20, help="rows of the table (default 20)")
-    parser.add_argument("--rank", type=int, default=0, help="whose trace (default 0)")
-    parser.add_argument("--json", action="store_true", help="one JSON document instead")
+    add = parser.add_argument
+    add("folder", type=Path, metavar="RUN", help="a run folder, or a trace's file")
+    add("--top", type=int, default=20, help="rows of the table (default 20)")
+    add("--rank", type=int, default=0, help="whose trace (default 0)")
+    add("--json", action="store_true", help="one JSON document instead")
     parser.set_defaults(run=main)
 
 
@@ -307,10 +304,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def find_trace(run: Path, rank: int) -> Path:
-    """Return the newest trace of a rank in a run folder; `run` itself if it is a file.
-
-    Raises UserError if there is none.
-    """
+    """Return the newest trace of a rank in a run folder; `run` itself if it is a file."""
     if run.is_file():
         return run
     if not run.is_dir():
@@ -324,10 +318,10 @@ def find_trace(run: Path, rank: int) -> Path:
         if found := _NAME.fullmatch(path.name):
             traces.setdefault(int(found[1]), []).append(path)
     if rank not in traces:
-        there = f"; it has some of rank {', '.join(map(str, sorted(traces)))}" if traces else ""
         raise UserError(
-            f"{folder} holds no trace of rank {rank}{there}. A run makes them with "
-            "--profiling.enable_profiling, one every profiling.profile_freq steps"
+            f"{folder} holds no trace of rank {rank}, of rank {', '.join(map(str, sorted(traces)))}"
+            ". A run makes them with --profiling.enable_profiling, every profiling.profile_freq "
+            "steps"
         )
     return max(traces[rank], key=lambda path: path.stat().st_mtime_ns)
 
@@ -340,10 +334,7 @@ def print_summary(console: Console, summary: Summary, rows: Sequence[Row]) -> No
         f"{steps}: {summary.window_us / 1000:,.1f} ms, {processor} busy {summary.busy_share:.1%}, "
         f"idle {summary.idle_share:.1%}"
     )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("purpose", no_wrap=True)
-    table.add_column("share", no_wrap=True, justify="right")
-    table.add_column("what it is")
+    table = Table("purpose", "share", "what it is", box=None, pad_edge=False)
     communication = (
         f"; {summary.communication_exposed:.1%} exposed, "
         f"{summary.communication_overlapped:.1%} overlapped"
@@ -351,17 +342,15 @@ def print_summary(console: Console, summary: Summary, rows: Sequence[Row]) -> No
     more = {COMMUNICATION: communication, DATA: ", on the host" if summary.is_device else ""}
     for name, explained in PURPOSES.items():
         table.add_row(name, f"{summary.purposes[name]:.1%}", explained + more.get(name, ""))
-    idle = "no kernel runs" if summary.is_device else "no operator runs: Python, waiting for others"
-    table.add_row("idle", f"{summary.idle_share:.1%}", idle)
+    table.add_row("idle", f"{summary.idle_share:.1%}", f"no {work} runs")
     console.print(table)
     if not rows:
         return
     table = Table(box=None, pad_edge=False)
     # the other columns take 47 characters: a kernel's name has what is left
     table.add_column(work, no_wrap=True, max_width=max(20, console.width - 47))
-    table.add_column("purpose", no_wrap=True)
-    for name in ("calls", "self ms", "share"):
-        table.add_column(name, no_wrap=True, justify="right")
+    for name in ("purpose", "calls", "self ms", "share"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "purpose" else "right")
     for row in rows:
         table.add_row(
             Text(row.name, overflow="ellipsis"),

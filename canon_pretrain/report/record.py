@@ -1,7 +1,7 @@
 """RunRecord: what a run folder holds, for every view of finished and running runs.
 
-`run status | plot | diff | export` and `eval report | compare` are views of it. A part is read when
-it is first used, and once; a missing or damaged one raises UserError there. No torch.
+A part is read when it is first used, and once; a missing or damaged one raises UserError there. No
+torch.
 """
 
 import json
@@ -39,7 +39,7 @@ class Curve(NamedTuple):
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> "Curve | None":
-        """Return the curve of (step, value), the last of each step; None without any."""
+        """Return the curve of (step, value) pairs, the last of each step; None without any."""
         rows = sorted(dict(pairs).items())
         steps, values = [step for step, _ in rows], [value for _, value in rows]
         return cls(np.array(steps, np.int64), np.array(values, np.float64)) if rows else None
@@ -74,13 +74,13 @@ class Clock:
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """RUN/launches/NNN; a file that an older version did not write is None."""
+    """RUN/launches/NNN; None for a file that an older version did not write."""
 
     facts: dict[str, Any] | None
     packages: dict[str, str] | None
     environment: dict[str, Any] | None
     patch: str
-    """A short hash of source.patch; empty without changes."""
+    """A short hash of source.patch; empty without one."""
 
     @property
     def code(self) -> tuple[Any, str]:
@@ -88,8 +88,7 @@ class LaunchRecord:
         return ((self.facts or {}).get("git") or {}).get("commit"), self.patch
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """What RUN/evals holds: results with their folders, and what is left out and why."""
 
     results: list[tuple[Results, Path]]
@@ -122,12 +121,10 @@ class RunRecord:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes the run what it is, by dotted names (run/folder.py)."""
         return self._stored["identity"]
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved job, by sections."""
         return self._stored["config"]
 
     @property
@@ -152,7 +149,7 @@ class RunRecord:
 
     @property
     def failure(self) -> tuple[int, str] | None:
-        """The step and the reason of the last launch's failure; None if it did not fail."""
+        """The step and the reason of the last launch's failure, if it failed."""
         try:
             status = self.status
         except UserError:  # a damaged status hides neither log nor results
@@ -165,12 +162,11 @@ class RunRecord:
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """All events without superseded ones: repeated steps are there as they were done last."""
+        """All events but superseded ones: repeated steps are there as they were done last."""
         return self.folder.read_log()
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
-        """The `step` events."""
         found = [event for event in self.events if event["event"] == "step"]
         if any("tokens" not in event for event in found):
             raise UserError(f"{self.folder.log_file} is damaged: it has a step without tokens")

@@ -1,9 +1,7 @@
 """wandb and TensorBoard while a run trains: processes beside global rank 0 that follow its log.
 
-They are `python -m canon_pretrain.run export ... --follow`. Processes of their own, so that neither
-tool ends, slows or hangs a run: the trainer starts them, checks now and then that they still live,
-and in the end waits for them a bounded time. One ends by itself when its pipe from the trainer
-closes, also because the trainer was killed.
+They are `python -m canon_pretrain.run export ... --follow`, so that neither tool ends, slows or
+hangs a run. One ends by itself when its pipe from the trainer closes, also because it was killed.
 """
 
 import contextlib
@@ -57,12 +55,8 @@ class LiveExports:
                 del self._running[target]
                 _close_pipe(process)
                 if process.returncode:  # in a thread: the trainer calls this between two steps
-                    threading.Thread(
-                        target=self._report_end, args=(target, output), daemon=True
-                    ).start()
-
-    def _report_end(self, target: str, output: Path) -> None:
-        self._report(target, f"has ended: {_last_line(output)}")
+                    say = lambda t=target, o=output: self._report(t, f"has ended: {_last_line(o)}")  # noqa: E731
+                    threading.Thread(target=say, daemon=True).start()
 
     def finish(self, wait_s: float = WAIT_S) -> None:
         """Let them copy what is left; kill those that take longer than `wait_s` together."""
@@ -107,14 +101,12 @@ def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str
 
 
 def _close_pipe(process: subprocess.Popen[bytes]) -> None:
-    """Close our end of the pipe, which ends the process."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.close()
 
 
 def _last_line(output: Path) -> str:
-    """Return the last line that a process printed."""
     try:
         lines = output.read_text(errors="replace").strip().splitlines()
     except OSError:

@@ -1,8 +1,12 @@
-"""A profiler's chrome trace, read event by event: traces of hundreds of megabytes need no more
-memory than what is kept of them.
+"""A profiler's chrome trace, read event by event: one of hundreds of megabytes needs little memory.
 
+<<<<<<< HEAD
 `--profiling.enable_profiling` writes them (titan/metrics.py), report/profile.py adds them up. No
 torch here: a trace is looked at wherever the run folder can be read.
+=======
+`--profiling.enable_profiling` writes them (titan/metrics.py), report/profile.py adds them up. No
+torch.
+>>>>>>> a5d6d2e (plot: plotly.py makes the traces, the page's script places and smooths them; benches print tables by columns)
 """
 
 import gzip
@@ -35,8 +39,8 @@ class Event(NamedTuple):
     kind: str
     """cpu_op, user_annotation, or launch."""
     link: int
-    """Of a launch its correlation id; of an operator its sequence number in the autograd graph,
-    which a forward operator shares with its backward. -1: none."""
+    """Of a launch its correlation id; of an operator its autograd sequence number, which a forward
+    operator shares with its backward. -1: none."""
 
 
 class Work(NamedTuple):
@@ -59,39 +63,27 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a chrome trace, plain or .gz.
-
-    Raises UserError for a file that can't be read or is no trace.
-    """
+    """Read a chrome trace, plain or .gz. Raises UserError."""
     trace = Trace()
     try:
-        with _open(path) as file:
-            for event in _events(file, trace):
+        with open(path, "rb") as file:
+            is_packed = file.read(2) == b"\x1f\x8b"
+        opened: Any = gzip.open if is_packed else open
+        # names may hold anything: a byte that is no UTF-8 is shown as such
+        with opened(path, "rt", encoding="utf-8", errors="replace") as text:
+            for event in _events(text, trace):
                 _keep(event, trace)
-    except (gzip.BadGzipFile, zlib.error):
-        raise UserError(f"{path} is no trace: expected JSON, or JSON in gzip") from None
     except EOFError:  # gzip's
         trace.is_whole = False
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except KeyError as error:
         raise UserError(f"{path} is no chrome trace: an event of it has no {error}") from None
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, zlib.error) as error:
         raise UserError(f"{path} is no chrome trace: {error}") from None
     return trace
 
 
-def _open(path: Path) -> TextIO:
-    with open(path, "rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    # names may hold anything: a byte that is no UTF-8 is shown as such
-    if packed:
-        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
-    return open(path, encoding="utf-8", errors="replace")
-
-
 def _events(file: TextIO, trace: Trace) -> Iterator[dict[str, Any]]:
-    """The objects of the trace's list of events, decoded one at a time."""
+    """Yield the objects of the trace's list of events, decoded one at a time."""
     decode = json.JSONDecoder(strict=False).raw_decode
     text, place = _find_list(file)
     while True:
@@ -116,7 +108,7 @@ def _events(file: TextIO, trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _find_list(file: TextIO) -> tuple[str, int]:
-    """A text and the place in it where the events begin; a bare list of them is a trace too."""
+    """Return a text and the place of the first event in it; a bare list of them is a trace too."""
     text = file.read(CHUNK)
     start = text.lstrip()
     if start.startswith("["):
@@ -138,7 +130,6 @@ def _find_list(file: TextIO) -> tuple[str, int]:
 
 
 def _keep(event: dict[str, Any], trace: Trace) -> None:
-    """Add one event to what is kept, where it has a duration and is of a kind that counts."""
     trace.num_events += 1
     kind = event.get("cat")
     if event.get("ph") != "X" or not (kind in HOST or kind in DEVICE_WORK or kind in LAUNCHES):
