@@ -1,12 +1,7 @@
 """A profiler's chrome trace, read event by event: one of hundreds of megabytes needs little memory.
 
-<<<<<<< HEAD
-`--profiling.enable_profiling` writes them (titan/metrics.py), report/profile.py adds them up. No
-torch here: a trace is looked at wherever the run folder can be read.
-=======
 `--profiling.enable_profiling` writes them (titan/metrics.py), report/profile.py adds them up. No
 torch.
->>>>>>> a5d6d2e (plot: plotly.py makes the traces, the page's script places and smooths them; benches print tables by columns)
 """
 
 import gzip
