@@ -251,6 +251,8 @@ def wandb_run(folder: Path) -> tuple[Any, dict[int, dict[str, float]]]:
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             values = {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in items}
+            odd = [v for v in values.values() if isinstance(v, str) or not math.isfinite(v)]
+            assert set(odd) <= {"NaN", "Infinity"}, "JSON has no numbers for them"
             values = {name: number(value) for name, value in values.items()}
             step = int(values.pop("_step"))
             assert step == values.pop("step") and step not in curve

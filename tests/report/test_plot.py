@@ -91,7 +91,9 @@ def test_two_kills_and_another_world_size_give_one_clean_curve(tmp_path: Path) -
     assert figures["hours"] == pytest.approx(0.9) and figures["skipped"] == 1
     raw = drawn(content, "loss", "raw")
     assert raw["x"] == [10, 20, 30, 40, 50, 60] and raw["y"] == [9, 8, 7, None, None, 5]
-    assert drawn(content, "loss", "gap")["x"] == [40, 50]
+    gaps = drawn(content, "loss", "gap")
+    assert gaps["x"] == [40, 50]
+    assert gaps["text"] == ["<b>NaN</b>, step 40", "<b>Infinity</b>, step 50"]
     assert drawn(content, "loss", "skip")["x"] == [35]
     restarts = drawn(content, "loss", "restart")
     assert restarts["x"][::3] == [20, 40]
