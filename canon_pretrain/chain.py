@@ -37,12 +37,11 @@ WAIT_S = 30.0
 """Three heartbeats, and Slurm's default KillWait: a launch that is cancelled has ended by then."""
 
 Asked = Literal["none", "limit", "preempted", "term"]
-"""Who asked the launch to stop: nobody; the job script, since the time limit is near; Slurm, which
-has marked the job as preempted and lets it run for its grace time; SIGTERM, with which Slurm ends a
-job that is cancelled or already back in the queue."""
+"""Who asked the launch to stop: nobody; the job script, near its time limit; Slurm, which lets a
+preempted job run for its grace time; SIGTERM, which ends a job that is cancelled or requeued."""
 Next = Literal["done", "requeue", "stop", "failed", "leave"]
-"""What the job script does: end well; requeue; end, since a user said so; end as failed; nothing:
-it was told to end, and Slurm has put the job back into the queue, or not."""
+"""What the job script does: end well; requeue; end, since a user said so; end as failed; nothing,
+since Slurm has put the job back into the queue or not."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,13 @@ class Link:
 
     job: str
     launches: int
-    """status.json's number of launches at this start."""
+    """status.json's at this start, as is the newest `checkpoint`'s step; 0 without one."""
     checkpoint: int
-    """The newest checkpoint's step at this start; 0 without one."""
     is_restart: bool = False
     futile: int = 0
     """Restarts in a row that failed and left no newer checkpoint than they began with."""
     ended: str | None = None
-    """The outcome, one of `Next`; None while it runs, and for good if it was killed."""
+    """One of `Next`; None while it runs, and for good if it was killed."""
 
     def failed_restarts(self, newest: int) -> int:
         """Return `futile` for the next start if this one failed."""
@@ -75,7 +73,6 @@ def restarts_file(run: RunFolder) -> Path:
 
 
 def config_file(run: RunFolder) -> Path:
-    """Return the path of the newest job's first config, with all that it extends."""
     return run.path / "restarts.toml"
 
 
@@ -257,7 +254,6 @@ def _asked_for(own: Status | None, asked: Asked) -> Decision | None:
 
 
 def _failure(own: Status | None, asked: Asked) -> str:
-    """Return how a launch failed, by the status that it left."""
     if own is None and asked == "limit":
         return (
             "the time limit's signal came before the trainer ran; give a launch more time "

@@ -204,7 +204,6 @@ def _slow_devices(reports: Mapping[str, Report]) -> Iterator[tuple[str, str, boo
 
 
 def _speeds(report: Report) -> dict[str, dict[str, float]]:
-    """Return the speeds of a node's devices, by measure and device."""
     found: dict[str, dict[str, float]] = {}
     for device, speeds in report.speeds.items():
         for name, value in speeds.items():

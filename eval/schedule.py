@@ -22,8 +22,7 @@ from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder, entries
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
 from canon_pretrain.checkpoint.retention import held_steps, hold, release
-from canon_pretrain.cluster.jobs import Slurm
-from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, InFlight, Lease, Leases
+from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, InFlight, Lease, Leases, Slurm
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked

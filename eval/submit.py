@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.cluster.jobs import SCRIPTS, NoQueue, Slurm
+from canon_pretrain.cluster.leases import SCRIPTS, NoQueue, Slurm
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.run.folder import RunFolder
@@ -33,7 +33,6 @@ STYLES = {"done": "green", "running": "cyan", "failed": "red", "damaged": "red",
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of `eval submit`."""
     parser.description = (
         "Evaluate the checkpoints of runs as training saves them. What was asked for is kept in "
         "RUN/evals/schedule.json: later calls need no options. Without --once it looks again and "
@@ -72,7 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Submit, or show; see the module."""
     for name, least in (("max_in_flight", 1), ("retries", 0), ("every", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
@@ -202,7 +200,6 @@ def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
 
 
 def _table(title: str, found: list[Entry]) -> Table:
-    """Return a row per step that training has reached."""
     table = Table(title=Text(title), title_justify="left")
     table.add_column("step", justify="right")
     suites = list(dict.fromkeys(entry.suite for entry in found))

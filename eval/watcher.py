@@ -1,6 +1,6 @@
 """One look at runs' evaluations after another: hold checkpoints, give work out, report at the end.
 
-cluster/leases.py keeps several watchers apart, cluster/jobs.py takes the jobs.
+cluster/leases.py keeps several watchers apart and takes the jobs.
 """
 
 import hashlib
@@ -11,12 +11,19 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from canon_pretrain.cluster.jobs import SCRIPTS, NoAnswer, Slurm
-from canon_pretrain.cluster.leases import BEAT_S, LOCAL, Lease, Leases, new_lease
+from canon_pretrain.cluster.leases import (
+    BEAT_S,
+    LOCAL,
+    SCRIPTS,
+    Lease,
+    Leases,
+    NoAnswer,
+    Slurm,
+    new_lease,
+)
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from eval.schedule import IN_FLIGHT, Entry, Schedule, leases_of, words_for
@@ -48,23 +55,17 @@ class Work:
     flags: list[str]
 
 
+@dataclass
 class Watcher:
     """Gives out the work of several runs; nothing is finished while some are `absent`."""
 
-    def __init__(
-        self,
-        schedules: list[Schedule],
-        queue: Slurm,
-        out: Path,
-        *,
-        max_in_flight: int,
-        local: bool,
-        console: Console,
-        absent: Sequence[Path] = (),
-    ) -> None:
-        self.absent = absent
-        self.schedules, self.queue, self.out = schedules, queue, out
-        self.max_in_flight, self.local, self.console = max_in_flight, local, console
+    schedules: list[Schedule]
+    queue: Slurm
+    out: Path
+    max_in_flight: int
+    local: bool
+    console: Console
+    absent: Sequence[Path] = ()
 
     def say(self, line: str) -> None:
         self.console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True, markup=False)
@@ -87,7 +88,14 @@ class Watcher:
             overview = self.look()
             for schedule, found in overview:
                 schedule.hold(found)
-                self._warn(schedule, found)
+                late = {entry.step for entry in found if entry.state in ("waiting", *IN_FLIGHT)}
+                bound = schedule.kept + schedule.max_held
+                if schedule.kept and len(late) > bound:
+                    self.say(
+                        f"{schedule.run.path}: {len(late)} checkpoints wait, and the trainer keeps "
+                        f"{bound} (checkpoint.keep_latest_k + checkpoint.max_held): raise "
+                        "--max_in_flight or --checkpoint.max_held, or evaluate less often"
+                    )
             looks_again = self._start_next(overview)
         if self._is_evaluated(overview) and self.report_state()[0] == "waiting":
             work = self._report_work()
@@ -100,19 +108,20 @@ class Watcher:
         """Return whether nothing is left to do, the report included."""
         return self._is_evaluated(overview) and self.report_state()[0] in ("done", "failed")
 
+    def report_state(self) -> tuple[str, str]:
+        """Return done, failed, waiting, or the state of its job; and why."""
+        work = self._report_work()
+        if work.is_done():
+            return "done", str(self.out)
+        known = work.leases.all()
+        state, _, ended = work.leases.judge(known[-1] if known else None, self.queue)
+        if state is not None:
+            return state, ended
+        failed = sum(lease.job is not None for lease in known)
+        return "failed" if failed > self.schedules[0].request.retries else "waiting", ended
+
     def _is_evaluated(self, overview: Overview) -> bool:
         return not self.absent and all(s.is_finished(found) for s, found in overview)
-
-    def _warn(self, schedule: Schedule, found: list[Entry]) -> None:
-        """Report training that is so far ahead that retention will not wait."""
-        late = {entry.step for entry in found if entry.state in ("waiting", *IN_FLIGHT)}
-        bound = schedule.kept + schedule.max_held
-        if schedule.kept and len(late) > bound:
-            self.say(
-                f"{schedule.run.path}: {len(late)} checkpoints wait, and the trainer keeps {bound} "
-                "(checkpoint.keep_latest_k + checkpoint.max_held): raise --max_in_flight or "
-                "--checkpoint.max_held, or evaluate less often"
-            )
 
     def _start_next(self, overview: Overview) -> bool:
         """Start as much as may be, oldest first; return whether to look again at once."""
@@ -141,6 +150,22 @@ class Watcher:
             is_done=lambda: schedule.has_results(entry.step, entry.suite),
             log_folder=leases.folder.parent,
             flags=schedule.request.sbatch,
+        )
+
+    def _report_work(self) -> Work:
+        """One report of what there is now: another set of runs or steps is another report."""
+        what = [[str(s.run.path), s.steps, s.request.suites] for s in self.schedules]
+        digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
+        folder = self.out / "leases" / digest
+        runs = [str(schedule.run.path) for schedule in self.schedules]
+        return Work(
+            name=f"eval-report-{self.schedules[0].run.path.name}",
+            leases=Leases(folder),
+            script="eval_report.sh",
+            arguments=lambda _: ["--mark", str(folder / "done"), *runs, "--out", str(self.out)],
+            is_done=(folder / "done").exists,
+            log_folder=folder,
+            flags=self.schedules[0].request.sbatch,
         )
 
     def _start(self, work: Work, before: Lease | None) -> bool:
@@ -182,57 +207,28 @@ class Watcher:
         self.say(f"job {job}: {name}")
         return True
 
-    def _num_in_flight_now(self) -> int:
-        self.queue.look()
-        return _num_in_flight(self.look())
-
     def _run_here(self, work: Work, lease: Lease) -> None:
-        """Do the work as a process of this machine's, and wait for its end."""
         lease = work.leases.record(lease, job=LOCAL)
         self.say(f"here: {work.name}")
         command = ["bash", str(SCRIPTS / work.script), "--local", *work.arguments(lease)]
         environ = os.environ | {"CANON_REPO": str(SCRIPTS.parent)}
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL)
         try:
-            while True:
-                with suppress(subprocess.TimeoutExpired):
-                    code = process.wait(BEAT_S)
-                    break
-                work.leases.beat(lease)
+            while process.poll() is None:
+                try:
+                    process.wait(BEAT_S)
+                except subprocess.TimeoutExpired:
+                    work.leases.beat(lease)
         except BaseException:  # Ctrl-C: the child has got it too
             process.terminate()
             process.wait()
             work.leases.record(lease, job=None, ended="given back: interrupted")
             raise
-        work.leases.record(lease, ended=f"exit code {code}")
+        work.leases.record(lease, ended=f"exit code {process.returncode}")
 
-    def _report_work(self) -> Work:
-        """One report of what there is now: another set of runs or steps is another report."""
-        what = [[str(s.run.path), s.steps, s.request.suites] for s in self.schedules]
-        digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
-        folder = self.out / "leases" / digest
-        runs = [str(schedule.run.path) for schedule in self.schedules]
-        return Work(
-            name=f"eval-report-{self.schedules[0].run.path.name}",
-            leases=Leases(folder),
-            script="eval_report.sh",
-            arguments=lambda _: ["--mark", str(folder / "done"), *runs, "--out", str(self.out)],
-            is_done=(folder / "done").exists,
-            log_folder=folder,
-            flags=self.schedules[0].request.sbatch,
-        )
-
-    def report_state(self) -> tuple[str, str]:
-        """Return done, failed, waiting, or the state of its job; and why."""
-        work = self._report_work()
-        if work.is_done():
-            return "done", str(self.out)
-        known = work.leases.all()
-        state, _, ended = work.leases.judge(known[-1] if known else None, self.queue)
-        if state is not None:
-            return state, ended
-        failed = sum(lease.job is not None for lease in known)
-        return "failed" if failed > self.schedules[0].request.retries else "waiting", ended
+    def _num_in_flight_now(self) -> int:
+        self.queue.look()
+        return _num_in_flight(self.look())
 
 
 def _num_in_flight(overview: Overview) -> int:

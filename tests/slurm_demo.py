@@ -37,7 +37,6 @@ class Story:
     """Runs commands as a user of `cluster` does, and shows them."""
 
     def __init__(self, cluster: SlurmCluster) -> None:
-        self.cluster = cluster
         self.environ = cluster.environ | {
             "CANON_CLUSTER_ENV": str((DEMO / "cluster.env").resolve()),
             "OMP_NUM_THREADS": "1",
@@ -63,28 +62,27 @@ class Story:
             sys.exit(f"that failed with code {done.returncode}\n{'' if shown else done.stdout}")
         return done.stdout
 
+    def restarts(self, job: str) -> int:
+        shown = self.run("scontrol", "show", "job", "-o", job, shown=False)
+        return int(re.findall(r"Restarts=(\d+)", shown)[0])
+
     def until(self, happened: Callable[[], object], what: str, timeout_s: float = 300) -> None:
+        """Wait; a requeued training job starts in seconds, for which Slurm takes two minutes."""
         end = time.monotonic() + timeout_s
         while not happened():
             if time.monotonic() > end:
                 sys.exit(f"waited {timeout_s:.0f} s for {what}")
-            self._hurry()
+            waiting = self.run("squeue", "-h", "-t", "PENDING", "-o", "%A %j %r", shown=False)
+            for job in re.findall(r"^(\d+) canon-pretrain BeginTime$", waiting, re.MULTILINE):
+                if (restarts := self.restarts(job)) > self._hurried.get(job, 0):
+                    self._hurried[job] = restarts
+                    self.run("scontrol", "update", f"JobId={job}", "StartTime=now+4", shown=False)
             time.sleep(0.5)
-
-    def _hurry(self) -> None:
-        """Let a requeued job start in seconds: Slurm would have it wait two minutes."""
-        waiting = self.run("squeue", "-h", "-t", "PENDING", "-o", "%A %r", shown=False)
-        for number in re.findall(r"^(\d+) BeginTime$", waiting, re.MULTILINE):
-            job = self.run("scontrol", "show", "job", "-o", number, shown=False)
-            restarts = int(re.findall(r"Restarts=(\d+)", job)[0])
-            if restarts > self._hurried.get(number, 0) and "canon-pretrain" in job:
-                self._hurried[number] = restarts
-                self.run("scontrol", "update", f"JobId={number}", "StartTime=now+4", shown=False)
 
     def queue(self) -> None:
         self.run("squeue", "--format=%.6i %.24j %.10T %.8M %.6D %R")
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return bool(self.run("squeue", "-h", "-t", "PENDING,RUNNING,COMPLETING", shown=False))
 
 
@@ -98,7 +96,7 @@ def tell(story: Story) -> None:
         "--holdout", "0.03", "--out", DEMO / "data",
     )  # fmt: skip
     story.queue()
-    story.until(lambda: not story.running(), "the shards")
+    story.until(lambda: not story.is_running(), "the shards")
     story.run("tail", "-n", 3, *sorted((DEMO / "data.logs").glob("*-finish.log")))
 
     story.say("a world size that does not divide the batch is refused before it is queued")
@@ -129,15 +127,11 @@ def tell(story: Story) -> None:
     story.say("the time limit comes near: Slurm's signal; the trainer saves, the job is requeued")
     story.run("scancel", "--batch", "--signal=USR1", job)
 
-    def restarts() -> int:
-        job_line = story.run("scontrol", "show", "job", "-o", job, shown=False)
-        return int(re.findall(r"Restarts=(\d+)", job_line)[0])
-
-    story.until(lambda: restarts() == 1, "the requeue")
+    story.until(lambda: story.restarts(job) == 1, "the requeue")
     story.queue()
     story.until(lambda: (RUN / "DONE").exists(), "the end of training")
     story.until(lambda: (RUN / "report/index.html").exists(), "the report")
-    story.until(lambda: not story.running(), "the watch's end")
+    story.until(lambda: not story.is_running(), "the watch's end")
 
     story.say("everything is done, once")
     story.run("python", "-m", "eval", "submit", RUN, "--status")

@@ -38,19 +38,19 @@ PACKAGES = ("torch", "torchtitan", "numpy")
 
 @dataclass(frozen=True)
 class Report:
-    """What a node or a rank found, as a JSON file."""
+    """What a node or a rank found, as a JSON file.
+
+    `disk`: faults of the run folder, which all nodes may share. `versions` all nodes must have
+    alike. `left_alone`: a collective that failed, perhaps by another rank's fault. `clock_s`: after
+    a barrier. `speeds`: FLOP/s and bytes per second, by device and measure.
+    """
 
     faults: list[str] = field(default_factory=list)
     disk: list[str] = field(default_factory=list)
-    """Faults of the run folder, which all nodes may share."""
     versions: dict[str, str] = field(default_factory=dict)
-    """What all nodes must have alike."""
     left_alone: str | None = None
-    """A collective that failed, perhaps by another rank's fault."""
     clock_s: float | None = None
-    """After a barrier."""
     speeds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """FLOP/s and bytes per second, by device and measure."""
 
 
 def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> Report:

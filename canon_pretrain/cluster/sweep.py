@@ -132,7 +132,6 @@ def _seed(word: str) -> int:
 
 
 def _key(word: str) -> str:
-    """Return the section.key that an option sets; of a value, something that is no key."""
     return word.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
@@ -168,7 +167,7 @@ def data_differences(sweep: Sweep) -> list[str]:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Return the plan in `folder`. Raises UserError if it is missing or damaged."""
+    """Raises UserError for a plan that is missing or damaged."""
     try:
         return read_record(folder / PLAN, Sweep)
     except UnreadableFile as error:

@@ -32,74 +32,39 @@ NO_ROTATION = 1e30
 _LEAST_NO_ROTATION = 1e20
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "use_cache": True,
-    "pretraining_tp": 1,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-    "rope_version": HUGGINGFACE,
-    "rope_dim": None,
-    "partial_rotary_factor": None,
-    "qk_norm": False,
-    "canon_set": "",
-    "canon_kernel": 4,
-    "canon_bias": False,
-    "canon_activation": False,
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
+    "max_position_embeddings": 2048, "initializer_range": 0.02, "rms_norm_eps": 1e-6,
+    "use_cache": True, "pretraining_tp": 1, "tie_word_embeddings": False, "rope_theta": 10000.0,
+    "rope_scaling": None, "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False,
+    "rope_version": HUGGINGFACE, "rope_dim": None, "partial_rotary_factor": None, "qk_norm": False,
+    "canon_set": "", "canon_kernel": 4, "canon_bias": False, "canon_activation": False,
     "canon_residual": True,
-}
+}  # fmt: skip
 """What a field that config.json leaves out means, in the released class and in Llama's."""
 _DEFAULTS_OF: dict[str, dict[str, Any]] = {
     "smollm3": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-        "rope_theta": 2e6,
+        "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32768,
+        "tie_word_embeddings": True, "rope_theta": 2e6,
     },
     "qwen3": {
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
+        "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
+        "head_dim": 128, "max_position_embeddings": 32768,
     },
-}
+}  # fmt: skip
 _NOT_LLAMAS = {
     *("pretraining_tp", "rope_scaling", "rope_version", "rope_dim", "partial_rotary_factor"),
     *("qk_norm", "canon_set", "canon_kernel", "canon_bias", "canon_activation", "canon_residual"),
 }
 _SAME = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "dim",
-    "intermediate_size": "ffn_dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "max_position_embeddings": "max_seq_len",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tie_embeddings",
-    "rope_theta": "rope_theta",
-    "canon_set": "canon_set",
-    "canon_kernel": "canon_kernel",
-    "canon_activation": "canon_activation",
-    "canon_residual": "canon_residual",
-}
+    "vocab_size": "vocab_size", "hidden_size": "dim", "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
+    "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings", "rope_theta": "rope_theta",
+    "canon_set": "canon_set", "canon_kernel": "canon_kernel",
+    "canon_activation": "canon_activation", "canon_residual": "canon_residual",
+}  # fmt: skip
 """Fields that are ours under another name."""
 # what only the sub-dictionary can say, by its name in ModelArgs
 _CHANGES_THE_MODEL = ("position", "ffn", "norm", "bias", "qk_norm", "document_mask")
@@ -119,18 +84,13 @@ _READ = {
     "no_rope_layers", "no_rope_layer_interval",
 }  # fmt: skip
 _OR_NULL: dict[str, type] = {
-    "num_key_value_heads": int,
-    "head_dim": int,
-    "rope_dim": int,
+    "num_key_value_heads": int, "head_dim": int, "rope_dim": int, "partial_rotary_factor": float,
+    "rope_scaling": dict, "rope_parameters": dict, "canon_set": str, "qk_norm": bool, OWN: dict,
+}  # fmt: skip
+_ROPE = {
+    "rope_type": str, "type": str, "factor": float, "rope_theta": float,
     "partial_rotary_factor": float,
-    "rope_scaling": dict,
-    "rope_parameters": dict,
-    "canon_set": str,
-    "qk_norm": bool,
-    OWN: dict,
-}
-_ROPE = {"rope_type": str, "type": str, "factor": float, "rope_theta": float}
-_ROPE["partial_rotary_factor"] = float
+}  # fmt: skip
 
 
 # -- names of parameters; what the released class does not have keeps the names of its nearest kin
@@ -278,7 +238,7 @@ def to_args(given: Mapping[str, Any]) -> ModelArgs:
     return ModelArgs(**(known | own))
 
 
-def checked(name: str, value: Any, kind: type) -> Any:
+def checked(name: str, value: Any, kind: Any) -> Any:
     """Return the JSON value as `kind`; raise UserError for another type or a size out of range."""
     if kind is float and type(value) is int and abs(value) < 10**300:
         value = float(value)
@@ -296,7 +256,6 @@ def _refuse(name: str, value: object, why: str) -> NoReturn:
 
 
 def _checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all fields; raise UserError for a value that no model of ours has."""
     found = DEFAULTS | _DEFAULTS_OF.get(str(given.get("model_type")), {}) | dict(given)
     kinds = {n: type(value) for n, value in DEFAULTS.items() if n not in _CHANGES_NOTHING}
     for name, kind in (kinds | _OR_NULL).items():
@@ -323,7 +282,6 @@ def _checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _position(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ModelArgs' position, partial_rope_dim and rope_theta."""
     old, rope = found["rope_scaling"], found["rope_parameters"]  # transformers 4's and 5's
     kinds = [r.get("rope_type") or r.get("type") or "default" for r in (old, rope)]
     if old and rope and (kinds[0], old.get("factor")) != (kinds[1], rope.get("factor")):

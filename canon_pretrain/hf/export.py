@@ -64,8 +64,6 @@ WAY_OUT = "Name it with --tokenizer PATH, or leave it out with --no-tokenizer"
 
 @dataclass(frozen=True)
 class _Files:
-    """What of RECORD a later export reads."""
-
     files: list[str]
 
 
@@ -132,7 +130,6 @@ def export(
 def _tensors(
     checkpoint: Path, args: ModelArgs, like: dict[str, Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight by its name there, in the layout of the class that reads it."""
     orders = {}
     if plain_fields(args) is not None and args.rope_dim:
         orders = {name: order.argsort() for name, order in halves_to_pairs(args).items()}
@@ -172,7 +169,6 @@ def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
 
 
 def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str, Any]) -> None:
-    """Sync all files and rename the folder, or put them in the place of the `old` ones."""
     for path in temporary.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -240,7 +236,6 @@ def _find_tokenizer(
 def _small_files(
     args: ModelArgs, tokenizer: Tokenizer | None, eos_id: int | None, dtype: str
 ) -> dict[str, str]:
-    """Return code, configs and tokenizer by file name."""
     plain = plain_fields(args)
     files = {} if plain else dict(travelling_files(own_version()))
     fields = plain or {

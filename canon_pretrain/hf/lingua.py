@@ -23,28 +23,17 @@ VARIANT = "default"
 """The subfolder in a repository of the hub."""
 
 _FIELDS = {
-    "vocab_size": "vocab_size",
-    "dim": "dim",
-    "n_layers": "num_layers",
-    "n_heads": "num_heads",
-    "n_kv_heads": "num_kv_heads",
-    "hidden_dim": "ffn_dim",
-    "norm_eps": "norm_eps",
-    "rope_theta": "rope_theta",
-    "rope_dim": "partial_rope_dim",
-    "canon_set": "canon_set",
-    "canon_kernel": "canon_kernel",
-    "canon_residual": "canon_residual",
-    "canon_activation": "canon_activation",
-    "weight_tying": "tie_embeddings",
-}
+    "vocab_size": "vocab_size", "dim": "dim", "n_layers": "num_layers", "n_heads": "num_heads",
+    "n_kv_heads": "num_kv_heads", "hidden_dim": "ffn_dim", "norm_eps": "norm_eps",
+    "rope_theta": "rope_theta", "rope_dim": "partial_rope_dim", "canon_set": "canon_set",
+    "canon_kernel": "canon_kernel", "canon_residual": "canon_residual",
+    "canon_activation": "canon_activation", "weight_tying": "tie_embeddings",
+}  # fmt: skip
 """Our name of each key of params.json's `model`; null means the default."""
 _NEEDED = ("vocab_size", "dim", "n_layers", "n_heads")
 _REFUSED = ("canon_bias", "sliding_window")
 _READ = {"qk_norm", "head_dim", "multiple_of", "ffn_dim_multiplier", *_REFUSED, *_FIELDS}
-_CHANGES_NOTHING = {
-    *("seed", "attn_impl", "z_loss", "init_base_std", "init_std_factor", "max_seqlen"),
-}
+_CHANGES_NOTHING = {"seed", "attn_impl", "z_loss", "init_base_std", "init_std_factor", "max_seqlen"}
 
 
 def unknown(params: Mapping[str, Any]) -> list[str]:

@@ -104,7 +104,7 @@ class DecodingCache(HFCache):
 
 
 class _Part(nn.Module):
-    """A place in the tree that only holds others."""
+    pass
 
 
 class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
@@ -168,7 +168,6 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         return loaded
 
     def _hang_up(self) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-        """Put every part of the model into the tree; yield owner and name, both ours and there."""
         core, (first, *last) = self.core, ENDS
         yield from _hang(core, first[0], self, first[1])
         blocks: Any = core.layers.values()
@@ -181,7 +180,6 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             yield from _hang(core, ours, self, theirs)
 
     def _bind(self) -> None:
-        """Compute with what is in the tree by now."""
         if getattr(self, "_is_replica", False):
             raise ValueError(
                 "nn.DataParallel can't copy this model; use one process a GPU (torchrun, "
@@ -230,7 +228,6 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """Make the cache for `generate`; ours is the only one that this model can use."""
         self._check_length(max_cache_length)
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic"):
@@ -371,7 +368,6 @@ def _real_tokens(
 
 
 def _check_positions(position_ids: Tensor | None, is_real_BT: Tensor | None) -> None:
-    """Raise ValueError unless positions count up by one from token to token of a row."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return
     steps_BT = position_ids.diff(dim=-1)

@@ -268,7 +268,6 @@ def model_toml(args: ModelArgs, source: str) -> str:
 
 
 def _training_state(checkpoint: Path, wanted: Mapping[str, torch.Size]) -> dict[str, Any]:
-    """Return all but the weights of a full checkpoint of the model with `wanted` parameters."""
     check_checkpoint(checkpoint)
     if verify(checkpoint, workers=HASH_WORKERS).kind != "full":
         raise UserError(
@@ -294,7 +293,6 @@ def _training_state(checkpoint: Path, wanted: Mapping[str, torch.Size]) -> dict[
 
 
 def _params(source: Path) -> Path | None:
-    """Return lingua's params.json, in `source` or its subfolder; None in any other folder."""
     if any((source / name).is_file() for name in (ONE_FILE, INDEX)):
         return None
     names = (Path(lingua.PARAMS), Path(lingua.VARIANT, lingua.PARAMS))

@@ -58,7 +58,6 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
 
 
 def _from_sentencepiece(model: bytes) -> dict[str, Any]:
-    """Return the tokenizer.json of a SentencePiece model."""
     facts = ModelFacts.read(model)
     refusals = {
         "it is no BPE and no unigram model": facts.model_type not in (_BPE, _UNIGRAM),
@@ -126,7 +125,6 @@ def _decoders(facts: ModelFacts, unknown: str) -> list[dict[str, Any]]:
 
 
 def _is_special(processor: sentencepiece.SentencePieceProcessor, i: int) -> bool:
-    """Return whether no text matches this piece."""
     return processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)
 
 
@@ -169,7 +167,6 @@ def _bpe(processor: sentencepiece.SentencePieceProcessor, pieces: list[str]) -> 
 
 
 def _without_special_tokens(post_processor: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what of a post-processor adds no token: data_prep asks for none either."""
     if post_processor is None:
         return None
     if post_processor["type"] == "Sequence":

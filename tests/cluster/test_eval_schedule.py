@@ -18,8 +18,7 @@ from rich.console import Console
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import FileEntry, Manifest
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.cluster.jobs import NoAnswer, NoQueue, Slurm
-from canon_pretrain.cluster.leases import LOCAL, Leases, new_lease
+from canon_pretrain.cluster.leases import LOCAL, Leases, NoAnswer, NoQueue, Slurm, new_lease
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.data.shards import TokenShards

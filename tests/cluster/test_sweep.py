@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from canon_pretrain.cluster.sweep import make_sweep, read_sweep, run_name
-from canon_pretrain.cluster.sweep_table import look_at_sweep
 from canon_pretrain.core.files import write_json
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.names import PLAN
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import Status
-from canon_pretrain.sweep import main
+from canon_pretrain.sweep import look_at_sweep, main
 from canon_pretrain.titan.command_line import parse_job
 from tests.ranks import assert_same_run, launch, status
 from tests.report_runs import launch as launch_event

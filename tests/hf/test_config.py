@@ -1,6 +1,10 @@
-"""Names of parameters and fields of config.json: those of the released class, and back."""
+"""Names of parameters and fields of config.json, there and back; the files that travel along."""
 
+import ast
+import re
+import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,18 +18,23 @@ from canon_pretrain.hf.config import (
     to_hf,
     to_ours,
 )
+from canon_pretrain.hf.writing import travelling_files
 from canon_pretrain.model.args import ModelArgs, flavor
 from tests.variants import VARIANTS, build, every_variant
 
 # what the released class has fields for, by the variants' words
 EXPRESSIBLE = {"rope", "nope", "partial_rope_c", "A", "AC", "BD", "ABCD", "k2", "k3", "no_res"}
 EXPRESSIBLE |= {"act", "cst", "qk_full", "gqa", "tied", "relu2", "half", "k5"}
+FILES = travelling_files("1.2.3")
 
 
 @every_variant
-def test_fields_give_the_model_back(args: ModelArgs) -> None:
+def test_fields_and_names_give_the_model_back(args: ModelArgs) -> None:
+    """That the names are the released class's own is shown by llama_canon.py, which reads them."""
     assert to_args(to_fields(args)) == args
     assert layout(to_fields(args)) == LINGUA
+    ours = [name for name, _ in build(args).named_parameters()]
+    assert [to_ours(to_hf(name)) for name in ours] == ours
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -41,14 +50,9 @@ def test_the_released_class_sees_its_own_fields_or_refuses(name: str) -> None:
 
 def test_fields_of_the_released_1b_model() -> None:
     args = replace(
-        flavor("1b3_released"),
-        position="partial_rope_c",
-        canon_set="ABCD",
-        qk_norm="full",
-        vocab_size=128256,
-        rope_theta=100000.0,
-        num_kv_heads=8,
-    )
+        flavor("1b3_released"), position="partial_rope_c", canon_set="ABCD", qk_norm="full",
+        vocab_size=128256, rope_theta=100000.0, num_kv_heads=8,
+    )  # fmt: skip
     fields = to_fields(args)
     expected = {
         "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
@@ -62,35 +66,20 @@ def test_fields_of_the_released_1b_model() -> None:
     }  # fmt: skip
     assert expected.items() <= fields.items()
     assert fields.keys().isdisjoint({OWN, "rope_scaling"})
-
-
-def test_no_positions_are_positions_that_hardly_turn() -> None:
-    fields = to_fields(flavor("debug"))
-    assert "rope_scaling" not in fields
     fields = to_fields(replace(flavor("debug"), position="nope"))
     assert fields["rope_scaling"] == {"rope_type": "linear", "factor": 1e30}
     assert "rope_dim" not in fields  # the released class takes no 0
 
 
-def test_what_a_config_leaves_out() -> None:
+def test_what_a_config_leaves_out_and_what_transformers_5_writes() -> None:
     args = to_args({"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96})
     assert (args.norm_eps, args.rope_theta, args.max_seq_len) == (1e-6, 10000.0, 2048)
     assert (args.position, args.kv_heads, args.canon_set) == ("rope", 4, "")
     assert layout({}) == "huggingface"
-
-
-def test_a_config_that_transformers_5_wrote() -> None:
-    nope = {"rope_type": "linear", "factor": 1e30, "rope_theta": 500.0}
-    assert to_args({"rope_parameters": nope}).position == "nope"
-    assert to_args({"rope_parameters": nope}).rope_theta == 500.0
-    assert to_args({"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}).rope_theta == 9
-
-
-@every_variant
-def test_names_of_parameters_there_and_back(args: ModelArgs) -> None:
-    """That they are the released class's own is shown by llama_canon.py, which reads them."""
-    ours = [name for name, _ in build(args).named_parameters()]
-    assert [to_ours(to_hf(name)) for name in ours] == ours
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 9.0}
+    assert to_args({"rope_parameters": rope}).rope_theta == 9
+    args = to_args({"rope_parameters": {"rope_type": "linear", "factor": 1e30, "rope_theta": 500}})
+    assert (args.position, args.rope_theta) == ("nope", 500.0)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +93,25 @@ def test_names_of_parameters_there_and_back(args: ModelArgs) -> None:
 def test_names_of_no_parameter(name: str) -> None:
     with pytest.raises(ValueError, match="no parameter"):
         to_hf(name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_travelling_file_needs_torch_and_transformers_alone(name: str) -> None:
+    first, _, source = FILES[name].partition("\n")
+    assert "canon_pretrain 1.2.3" in first and f"/{name} of" in first
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1 and f"{node.module}.py" in FILES
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            for module in names if isinstance(node, ast.Import) else [str(node.module)]:
+                top = module.split(".")[0]
+                assert top in {"torch", "transformers"} or top in sys.stdlib_module_names, module
+
+
+def test_the_face_names_every_file() -> None:
+    """How transformers 4 finds what to copy."""
+    face = FILES["modeling_canon.py"]
+    named = set(re.findall(r"^\s*from\s+\.(\S+)\s+import", face, flags=re.MULTILINE))
+    assert {f"{name}.py" for name in named} == FILES.keys() - {"modeling_canon.py"}
+    assert {"transformer", "canon", "config", "errors"} <= named

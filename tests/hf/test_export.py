@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -25,7 +24,7 @@ from canon_pretrain.hf.__main__ import main
 from canon_pretrain.hf.config import to_ours
 from canon_pretrain.hf.export import DTYPES, RECORD, export
 from canon_pretrain.hf.reading import import_folder
-from canon_pretrain.hf.writing import INDEX, plan_files
+from canon_pretrain.hf.writing import INDEX, MAX_FILE_BYTES
 from canon_pretrain.model.args import flavor
 from canon_pretrain.run.folder import RunFolder
 from data_prep.settle import train_tokenizer
@@ -64,34 +63,28 @@ def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_of_two_ranks(dtype: str, checkpoint: Path, tmp_path: Path) -> None:
+    """In one file, and in several with an index."""
     assert len(list(checkpoint.glob("*.distcp"))) == 2  # each rank has a part of every tensor
-    export(checkpoint, tmp_path / "out", dtype=dtype, with_tokenizer=False)
     expected = {name: t.to(DTYPES[dtype]) for name, t in weights_of(checkpoint).items()}
-    check_equal(exported(tmp_path / "out"), expected)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
+    limit = 100_000 if dtype == "float32" else MAX_FILE_BYTES
+    out = tmp_path / "out"
+    export(checkpoint, out, dtype=dtype, with_tokenizer=False, max_file_bytes=limit)
+    check_equal(exported(out), expected)
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == dtype
     assert not list(tmp_path.glob(".*"))
-
-
-def test_large_exports_are_several_files(checkpoint: Path, tmp_path: Path) -> None:
-    export(checkpoint, tmp_path / "one", with_tokenizer=False)
-    export(checkpoint, tmp_path / "out", with_tokenizer=False, max_file_bytes=200_000)
-    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
-    assert files[0] == f"model-00001-of-{len(files):05}.safetensors" and len(files) == 4
-    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    if dtype != "float32":
+        assert files == ["model.safetensors"]
+        return
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors" and len(files) > 2
+    index = json.loads((out / INDEX).read_text())
     sizes = []
     for file in files:
-        with safe_open(tmp_path / "out" / file, framework="pt") as opened:
-            assert {n for n, f in index["weight_map"].items() if f == file} == set(opened.keys())
-            assert opened.metadata() == {"format": "pt"}
-            sizes.append(sum(opened.get_tensor(name).nbytes for name in opened.keys()))
-    assert max(sizes) <= 200_000 and sum(sizes) == index["metadata"]["total_size"]
-    check_equal(exported(tmp_path / "out"), exported(tmp_path / "one"))
-
-
-def test_a_tensor_larger_than_a_file_has_one_of_its_own() -> None:
-    shapes = {name: torch.Size((900 if name == "b" else 10,)) for name in "abcd"}
-    plans = plan_files(shapes, torch.bfloat16, max_bytes=40)
-    assert [list(shapes) for shapes in plans.values()] == [["a"], ["b"], ["c", "d"]]
+        tensors = load_file(out / file)
+        assert {n for n, f in index["weight_map"].items() if f == file} == tensors.keys()
+        sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
+        assert sizes[-1] <= limit or len(tensors) == 1
+    assert sum(sizes) == index["metadata"]["total_size"]
 
 
 @pytest.mark.slow
@@ -227,14 +220,8 @@ def test_weights_alone_and_archives_will_do(checkpoint: Path, run: Path, tmp_pat
     assert json.loads((tmp_path / "stripped" / RECORD).read_text())["position"] == {}
     branch = folder.archive_after(6, copy, "a test")  # has no config.json of its own
     assert branch is not None
-    archived = branch / "checkpoint" / f"step-{STEP}"
-    export(archived, tmp_path / "branch", with_tokenizer=False)
+    export(branch / "checkpoint" / f"step-{STEP}", tmp_path / "branch", with_tokenizer=False)
     check_equal(exported(tmp_path / "branch"), expected)
-    shutil.move(archived, folder.step_path(STEP))
-    whole = folder.archive_all(copy, "a test")  # takes config.json along
-    assert whole is not None and not (copy / "config.json").exists()
-    export(whole / "checkpoint" / f"step-{STEP}", tmp_path / "whole", with_tokenizer=False)
-    check_equal(exported(tmp_path / "whole"), expected)
 
 
 def test_a_damaged_checkpoint_is_refused(checkpoint: Path, run: Path, tmp_path: Path) -> None:
@@ -389,8 +376,6 @@ def test_an_error_on_the_way_leaves_nothing(
         raise OSError(28, "No space left on device", str(tmp_path / "out"))
 
     monkeypatch.setattr(export_module, "write_files", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        export(of_texts, tmp_path / "out")
     with pytest.raises(SystemExit) as ended:
         main(["export", str(of_texts), str(tmp_path / "out")])
     assert ended.value.code == 2

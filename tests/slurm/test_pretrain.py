@@ -309,45 +309,11 @@ def test_a_full_disk_on_one_node_of_two_is_that_nodes(
 
 
 def test_nodes_that_do_not_divide_the_batch_are_refused(jobs: Jobs, tmp_path: Path) -> None:
-    """By the job at once, and by slurm/submit.sh before anything is queued."""
-    folder = ("--job.dump_folder", tmp_path / "run")
-    words = "Numbers of nodes that can: 1, 2, 3, 6"
-    began = time.monotonic()
-    jobs.set(RANKS_PER_NODE=8)
-    job = jobs.submit(SCRIPT, *folder, flags=("--nodes=2",), RDZV_TIMEOUT_S=1, CANON_CPU=1)
-    submitted = subprocess.run(
-        ["bash", "slurm/submit.sh", "--nodes", "5", SCRIPT, *map(str, folder)],
-        cwd=ROOT, env=jobs.environ({}), capture_output=True, text=True,
-    )  # fmt: skip
-    assert submitted.returncode == 2 and words in submitted.stderr, submitted
-    assert "5 node(s) of 8 can't share training.global_batch_size = 48" in submitted.stderr
-    # two nodes can: what this job is refused for is the data, which is not there
-    assert job.until_ended() == "FAILED" and job.restarts == 0
-    assert time.monotonic() - began < 120 and "error: " in job.text()
+    """By the job at once; slurm/submit.sh refuses before anything is queued (test_sweep.py)."""
     jobs.set(RANKS_PER_NODE=5)
-    job = jobs.submit(SCRIPT, *folder, flags=("--nodes=2",))
+    job = jobs.submit(SCRIPT, "--job.dump_folder", tmp_path / "run", flags=("--nodes=2",))
     assert job.until_ended() == "FAILED" and job.restarts == 0
     assert "2 node(s) of 5 can't share" in job.text() and not (tmp_path / "run").exists()
-
-
-def test_submit_passes_settings_and_flags_on(jobs: Jobs, data_folder: Path, tmp_path: Path) -> None:
-    jobs.settings.write_text(
-        jobs.settings.read_text()
-        + "export SBATCH_PARTITION=high\nSBATCH_FLAGS=(--hold '--comment=a b; $(c)')\n"
-    )
-    run = tmp_path / "run"
-    command = ["bash", "slurm/submit.sh", "--parsable", "--nodes=2", "-J", "mine", SCRIPT]
-    done = subprocess.run(
-        [*command, *map(str, train(data_folder, run))],
-        cwd=ROOT, env=jobs.environ({}), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done
-    job = Job(jobs.cluster, done.stdout.strip(), tmp_path)
-    assert job.field("Partition") == "high" and job.field("JobName") == "mine"
-    assert job.field("NumNodes").startswith("2") and job.state == "PENDING"
-    shown = jobs.cluster.run("scontrol", "show", "job", job.id).stdout
-    assert "Comment=a b; $(c)" in shown
-    job.cancel()
 
 
 def test_local_is_the_same_without_slurm(

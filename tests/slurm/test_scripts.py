@@ -51,7 +51,6 @@ def bash(programs: Path, *words: object, **variables: object) -> subprocess.Comp
     ("words", "tries", "code"),
     [
         ("slurm_requeue error: Unable to contact slurm controller (connect failure)", 3, 0),
-        ("slurm_requeue error: Socket timed out on send/recv operation", 3, 0),
         ("Requested operation is presently disabled for job 7", 1, 1),
     ],
 )
@@ -115,21 +114,14 @@ def test_a_finish_that_sbatch_refuses_is_an_error(programs: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("flags", "ranks"),
-    [
-        ("--gpus-per-node 4", 4),
-        ("--gpus-per-node=h100:4", 4),
-        ("--gres=gpu:h100:2,nvme:9", 2),
-        ("--gpus=12", 4),
-        ("", 8),
-    ],
+    [("--gpus-per-node=h100:4", 4), ("--gres=gpu:h100:2,nvme:9", 2), ("--gpus=12", 4), ("", 8)],
 )
 def test_the_check_knows_the_gpus_that_sbatch_is_asked_for(
     programs: Path, flags: str, ranks: int
 ) -> None:
     stand_in(programs, "sbatch")
     stand_in(programs, "python", "printf '%s\\0' /run 1")
-    script = ROOT / "slurm/pretrain_1b3.sh"
-    words = (ROOT / "slurm/submit.sh", *flags.split(), "--nodes=3", script)
+    words = (ROOT / "slurm/submit.sh", *flags.split(), "--nodes=3", ROOT / "slurm/pretrain_1b3.sh")
     done = bash(programs, *words, CANON_CPU=0)
     assert done.returncode == 0, done
     (checked,) = calls(programs, "python")
@@ -138,9 +130,7 @@ def test_the_check_knows_the_gpus_that_sbatch_is_asked_for(
 
 WHOLE = ["--exclusive", "--mem=0"]
 SHARES = [
-    ("pretrain_1b3.sh", "", "", ["--gpus-per-node=8", *WHOLE]),
     ("sweep.sh", "GPUS_PER_NODE=4 GPU_FLAG=--gres=gpu:h100:", "", ["--gres=gpu:h100:4", *WHOLE]),
-    ("pretrain_1b3.sh", "GPU_FLAG=", "", WHOLE),
     ("pretrain_1b3.sh", "CANON_CPU=1", "", WHOLE),
     (
         "sweep.sh",
@@ -148,9 +138,7 @@ SHARES = [
         "",
         ["--gpus-per-node=2", "--cpus-per-task=12", "--mem=100G"],
     ),
-    ("pretrain_1b3.sh", "SHARED_NODES=1 CPUS_PER_GPU=", "--gpus-per-node 1", []),
     ("pretrain_1b3.sh", "SBATCH_GRES=gpu:4", "--exclusive=user --mem-per-cpu=4G", []),
-    ("eval.sh", "GPUS_PER_NODE=8", "", ["--gpus-per-node=1", "--cpus-per-task=8"]),
     ("eval.sh", "EVAL_GPUS=2 CPUS_PER_GPU=4", "", ["--gpus-per-node=2", "--cpus-per-task=8"]),
     ("eval.sh", "", "--gpus-per-node=8 -c 64", []),
 ]
@@ -185,11 +173,7 @@ def test_a_part_of_a_node_that_is_no_number_is_refused(programs: Path, name: str
 
 def test_a_job_has_as_many_ranks_as_slurm_gave_it_gpus(programs: Path) -> None:
     show = f'{LIBRARY} set_ranks "$1"; echo "$GPUS $RANKS"'
-    for given, ranks in (
-        ({"SLURM_GPUS_ON_NODE": 1}, 1),
-        ({"SLURM_GPUS_PER_NODE": "a:2"}, 2),
-        ({}, 8),
-    ):
+    for given, ranks in (({"SLURM_GPUS_PER_NODE": "a:2"}, 2), ({}, 8)):
         job = {"CANON_CPU": 0, "SLURM_JOB_ID": 7, **given}
         assert bash(programs, "-c", show, "bash", ROOT, 8, **job).stdout == f"{ranks} {ranks}\n"
 
@@ -251,6 +235,15 @@ def test_modules_and_a_container_stand_before_each_command(programs: Path) -> No
     assert (programs / "words").read_text() == "<--bind></a b><python><-m><m>", "no job, no srun"
 
 
+def test_cluster_envs_flags_come_before_the_users(programs: Path) -> None:
+    (programs / "cluster.env").write_text("SBATCH_FLAGS=(--hold '--comment=a b; $(c)')\n")
+    stand_in(programs, "sbatch", f'printf "<%s>" "$@" >"{programs}/words"')
+    done = bash(programs, ROOT / "slurm/submit.sh", "-J", "mine", ROOT / "slurm/eval_report.sh", 1)
+    assert done.returncode == 0, done
+    words = (programs / "words").read_text()
+    assert words.startswith("<--hold><--comment=a b; $(c)><-J><mine><") and words.endswith("<1>")
+
+
 def test_a_link_runs_the_code_and_config_that_its_chain_has(programs: Path, tmp_path: Path) -> None:
     """And the job script's functions of that code; nothing of it where the code is damaged."""
     snapshot = tmp_path / "a run" / "code" / "001"
@@ -285,6 +278,5 @@ def test_help_is_the_header_and_a_script_is_no_job_without_slurm(programs: Path,
     shown = bash(programs, script, "--help")
     assert shown.returncode == 0 and f"slurm/{name}.sh" in shown.stdout
     assert "#SBATCH" not in shown.stdout and "set -euo" not in shown.stdout
-    for words in ((), (".",)):
-        refused = bash(programs, script, *words)
-        assert refused.returncode == 2 and refused.stderr.startswith("error: "), refused
+    refused = bash(programs, script, ".")
+    assert refused.returncode == 2 and refused.stderr.startswith("error: "), refused

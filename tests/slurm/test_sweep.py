@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.cluster.sweep import read_sweep
-from canon_pretrain.cluster.sweep_table import look_at_sweep
-from canon_pretrain.sweep import main
+from canon_pretrain.sweep import look_at_sweep, main
 from tests.fault_runs import steps
 from tests.ranks import assert_same_run, launch, logged_step, status
 from tests.slurm_cluster import SlurmCluster
@@ -206,12 +205,9 @@ def test_locally_a_run_that_fails_does_not_stop_the_rest(data_folder: Path, tmp_
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "which sweep?"),
         (("submit",), "which sweep?"),
-        (("--local",), "which sweep?"),
         (("submit", "none"), "none: there is no such folder"),
         (("submit", ".", "--throttle", "0"), "--throttle 0: expected a whole number above 0"),
-        (("submit", "."), "is not a sweep"),
         (("--local", "."), "is not a sweep"),
         (("--local", ".", "--training.steps"), "options of its runs belong to its plan"),
         (("."), "or --local SWEEP; this way it is a job script"),
