@@ -81,11 +81,11 @@ def export(
     """Write a checkpoint to the new folder `out`, with weights of `dtype`; return its RECORD.
 
     `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest; all its files are checked first.
-    The tokenizer is that of the run's data folder (of an import its own), or the file or folder
-    `tokenizer`; `eos` names its end of a text if neither the file nor the data says it. `force`
-    replaces the files of an earlier export and nothing else in `out`. Raises UserError, and leaves
-    `out` as it was, for a damaged checkpoint, weights that `dtype` can't hold, a tokenizer that is
-    missing or can't be carried over, and an `out` that may not be replaced.
+    `tokenizer` is a file or folder, else that of the run's data folder (of an import its own);
+    `eos` names its end of a text if neither the file nor the data says it. `force` replaces the
+    files of an earlier export and nothing else in `out`. Raises UserError, and leaves `out` as it
+    was, for a damaged checkpoint, weights that `dtype` can't hold, a tokenizer that is missing or
+    can't be carried over, and an `out` that may not be replaced.
     """
     old = _files_of_export(out, force=force)
     if old is not None:
@@ -144,10 +144,7 @@ def _tensors(
 
 
 def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
-    """Return the names of the files of the export in `out`; None if `out` does not exist.
-
-    Raises UserError if `out` may not be replaced.
-    """
+    """Return the files of the export in `out`, None if there is none; UserError if it must stay."""
     if not os.path.lexists(out):
         return None
     if not force:
@@ -200,10 +197,7 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
 def _find_tokenizer(
     run: RunFolder, args: ModelArgs, asked: Path | None, eos: str | None, *, wanted: bool
 ) -> tuple[Tokenizer | None, int | None]:
-    """Return the training tokenizer, None unless `wanted`, and the id of EOS if it is known.
-
-    Raises UserError if the tokenizer is missing, or is not that of the run's data.
-    """
+    """Return the training tokenizer, None unless `wanted`, and the id of EOS if it is known."""
     data = run.read_config().get("config", {}).get("data", {})
     paths = data.get("paths") or ([data["path"]] if data.get("path") else [])
     folder = Path(paths[0]) if paths else run.path  # an import has its tokenizer with it

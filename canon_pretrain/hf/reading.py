@@ -156,10 +156,7 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
 
 
 def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
-    """Return the weights of the folder, whose model is `args`: float32, by our names and layout.
-
-    Raises UserError naming what is wrong with them.
-    """
+    """Return the weights of the folder, whose model is `args`: float32, by our names and layout."""
     is_lingua = _params(source) is not None
     described = lingua.PARAMS if is_lingua else CONFIG
     wanted = parameter_shapes(args)
@@ -300,10 +297,7 @@ def _params(source: Path) -> Path | None:
 
 
 def _file(source: Path, name: str | Path) -> Path:
-    """Return the path of the file `name` of the folder `source`, which need not exist.
-
-    Raises UserError if a link leads out of the folder, or if it is no regular file.
-    """
+    """Return the path of a file; UserError for a link out of the folder, or no regular file."""
     path = source / name
     try:
         real, root = path.resolve(), source.resolve()
@@ -332,10 +326,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _tensors(
     source: Path,
 ) -> Iterator[tuple[str, str | None, torch.Size, Callable[[], Tensor]]]:
-    """Yield every tensor's name there, ours (None if it has none), shape, and how to read it.
-
-    It may be read until the next one is asked for.
-    """
+    """Yield every tensor's name there, ours (or None), shape, and how to read it until the next."""
     if (params := _params(source)) is not None:
         path = _file(source, params.with_name(lingua.WEIGHTS))
         for name, tensor in lingua.read_tensors(path).items():

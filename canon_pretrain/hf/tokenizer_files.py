@@ -29,7 +29,7 @@ UNKNOWN = " \u2047 "
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
-    """The content of tokenizer.json and tokenizer_config.json, by file name.
+    """Return the content of tokenizer.json and tokenizer_config.json, by file name.
 
     Raises UserError for a tokenizer that can't be carried over with the same ids.
     """

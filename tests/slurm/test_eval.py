@@ -131,24 +131,3 @@ def test_by_hand_and_scancel(jobs: Jobs, run: Path, tmp_path: Path) -> None:
     job.until(lambda: not processes_of(f"{run}/checkpoint/step-6"), "the end of its processes")
     assert time.monotonic() - began < 20, "SIGTERM was not obeyed; KillWait is 25 s"
     assert not [*(run / "evals/step-6").glob("*/*/results.json")]
-
-
-def test_an_evaluation_takes_one_gpu_of_a_node(jobs: Jobs, run: Path) -> None:
-    """By sbatch as by `eval submit`; EVAL_GPUS and flags say another number."""
-    jobs.set(CANON_CPU=0)
-    work = (run / "checkpoint/step-3", "validation")
-
-    def asked(*command: object, **variables: object) -> list[str]:
-        words = [*map(str, command), str(ROOT / SCRIPT), *map(str, work)]
-        submitted = jobs.cluster.run(*words, cwd=ROOT, environ=jobs.environ(variables))
-        job = Job(jobs.cluster, submitted.stdout.strip(), jobs.folder)
-        assert job.field("OverSubscribe") == "OK"
-        found = [job.field("NumCPUs"), job.field("TresPerNode").replace("/", ":")]
-        job.cancel()
-        return found
-
-    sbatch = ("sbatch", "--parsable", "--hold")
-    submit = ("bash", ROOT / "slurm/submit.sh", *sbatch[1:])
-    assert asked(*sbatch) == asked(*submit) == ["8", "gres:gpu:1"]
-    assert asked(*submit, EVAL_GPUS=2, CPUS_PER_GPU=3) == ["6", "gres:gpu:2"]
-    assert asked(*submit, "--gres=gpu:8", CPUS_PER_GPU=1) == ["8", "gres:gpu:8"]

@@ -12,8 +12,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -314,54 +312,6 @@ def test_nodes_that_do_not_divide_the_batch_are_refused(jobs: Jobs, tmp_path: Pa
     job = jobs.submit(SCRIPT, "--job.dump_folder", tmp_path / "run", flags=("--nodes=2",))
     assert job.until_ended() == "FAILED" and job.restarts == 0
     assert "2 node(s) of 5 can't share" in job.text() and not (tmp_path / "run").exists()
-
-
-def test_local_is_the_same_without_slurm(
-    reference: Path, data_folder: Path, tmp_path: Path
-) -> None:
-    """kill -9 of a rank: the script starts again by itself. Ctrl-C: it saves, and stays ended."""
-    run, pace = tmp_path / "a run", tmp_path / "pace"
-    set_pace(pace, **SLOW)
-    environ = os.environ | {
-        "CANON_CPU": "1", "TEST_PACE": str(pace), "PYTHONPATH": str(ROOT / "tests" / "slurm_site"),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }  # fmt: skip
-    command = ["bash", str(ROOT / SCRIPT), "--local", *map(str, train(data_folder, run, *LONG))]
-
-    def start() -> subprocess.Popen[str]:
-        # a shell's background job, as this suite may be, hands an ignored SIGINT on
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            return subprocess.Popen(
-                command, cwd=tmp_path, env=environ, stderr=subprocess.STDOUT,
-                stdout=subprocess.PIPE, text=True, start_new_session=True,
-            )  # fmt: skip
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def wait_for_step(step: int) -> None:
-        end = time.monotonic() + 240
-        while logged_step(run) < step or status(run).phase != "training":
-            assert script.poll() is None and time.monotonic() < end, script.communicate()[0]
-            time.sleep(0.1)
-
-    script = start()
-    wait_for_step(2)
-    first = status(run).pid
-    os.kill(first, signal.SIGKILL)
-    while status(run).pid == first:
-        time.sleep(0.1)
-    wait_for_step(3)
-    os.killpg(script.pid, signal.SIGINT)  # as a terminal does
-    output = script.communicate(timeout=120)[0]
-    assert script.returncode == 0, output
-    assert "requeue: the launch failed: it was killed at step" in output
-    assert status(run).state == "stopped" and not (run / "STOP").exists(), output
-    set_pace(pace)
-    script = start()
-    output = script.communicate(timeout=240)[0]
-    assert script.returncode == 0 and "done: step" in output, output
-    assert_same_run(run, reference, step=STEPS)
 
 
 def preflight_ranks(node: str) -> list[int]:
