@@ -30,7 +30,7 @@ from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model.args import ModelArgs, flavor, flops_per_token
-from canon_pretrain.model.positions import Rope
+from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.transformer import TransformerBlock
 
 KIB = 1024

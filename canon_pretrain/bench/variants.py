@@ -15,7 +15,7 @@ from canon_pretrain.kernels import backends
 from canon_pretrain.kernels.backends import BACKENDS, OPTIONAL, compile_options
 from canon_pretrain.model.args import POSITIONS, ModelArgs, flavor
 from canon_pretrain.model.attend import Attend
-from canon_pretrain.model.positions import Rope
+from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.transformer import TransformerBlock
 
 SETS = ("A", "AC", "ABCD")

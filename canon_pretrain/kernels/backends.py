@@ -1,9 +1,6 @@
-"""Every way to compute Canon, and which one a model takes.
+"""The Canon formula, every backend that computes it, and which one a model takes.
 
-`model/canon.py` calls these with the name in `model.canon_backend`. All ways are the same function
-of the same arguments, `reference.py`'s. The optional ones are reached by their module's name:
-`check_canon_backend` imports it when a model is built, and traced functions only look it up.
-
+Optional backends are imported when a model is built; a traced function only looks them up.
 Shapes: B batch, T tokens, C channels, K taps of the kernel, N = K - 1 + T, F ffn dim.
 """
 
@@ -18,26 +15,67 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.core.errors import UserError, check_choice
-from canon_pretrain.kernels.compiled import canon_compiled, canon_gate_compiled
-from canon_pretrain.kernels.reference import canon_reference
+from canon_pretrain.kernels.compiled import canon_compiled, canon_gate_compiled, sum_dtype
 
 BACKENDS = ("auto", "reference", "compiled", "causal_conv1d", "fla", "triton")
-OPTIONAL = ("causal_conv1d", "fla", "triton")
-"""The backends that need a GPU or a package."""
-_PACKAGES = "canon_pretrain.kernels.packages"
-_TRITON = "canon_pretrain.kernels.triton.fused"
+OPTIONAL = {
+    "causal_conv1d": "canon_pretrain.kernels.packages",
+    "fla": "canon_pretrain.kernels.packages",
+    "triton": "canon_pretrain.kernels.triton.fused",
+}
+"""The modules of the backends that need a GPU or a package."""
 TRITON_TAPS = 4
-"""The most taps that `triton` takes."""
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)
 """The first compute capability with bfloat16 arithmetic."""
 
 
+def canon_reference(
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
+    segments_BN: Tensor | None = None,
+) -> Tensor:
+    """Mix every token with its K - 1 predecessors, each channel by itself; y_BTC in x's dtype.
+
+        y_t = [x_t +] act(sum_{j=0..K-1} W[:, 0, K-1-j] * x_{t-j}),    x_{<0} = 0
+
+    Paper section 4, equation 4.1 (K = 4); act is silu (Figure 10, rows "Act") or nothing. The
+    weight has the layout of a depthwise `nn.Conv1d`. Sums are float32 (float64 for float64).
+    `segments_BN`: the segments of the tokens and of the K - 1 places before them; a token is mixed
+    with its own segment only. None: all in one. Raises ValueError if the shapes do not fit.
+    """
+    if x_BTC.ndim != 3 or weight_C1K.ndim != 3 or weight_C1K.shape[:2] != (x_BTC.shape[2], 1):
+        raise ValueError(
+            f"Canon got x of shape {tuple(x_BTC.shape)} and a weight of shape "
+            f"{tuple(weight_C1K.shape)}; expected [B, T, C] and [C, 1, K] with the same C."
+        )
+    num_tokens, num_taps = x_BTC.shape[1], weight_C1K.shape[2]
+    x = x_BTC.to(sum_dtype(x_BTC))
+    taps_CK = weight_C1K[:, 0].to(x.dtype)
+    # one pad for all taps: a pad per tap saves a copy each for backward, and ran 1.75x slower
+    padded = F.pad(x, (0, 0, num_taps - 1, 0))
+    y = taps_CK[:, -1] * x
+    for j in range(1, num_taps):
+        start = num_taps - 1 - j
+        shifted = padded[:, start : start + num_tokens]
+        if segments_BN is not None:
+            own = segments_BN[:, num_taps - 1 :] == segments_BN[:, start : start + num_tokens]
+            shifted = shifted * own[..., None]
+        y = y + taps_CK[:, start] * shifted
+    if activation:
+        y = F.silu(y)
+    if residual:
+        y = x + y
+    return y.to(x_BTC.dtype)
+
+
 def choose(backend: str, num_taps: int = 0) -> str:
     """Return the backend for a kernel of `num_taps`: `compiled` for `auto`, and for too many taps.
 
-    A run on a GPU takes `triton` if its start-up check passes: titan/canon_choice.py decides before
-    the model is built, and passes on a name that is not `auto`.
+    In a run on a GPU titan/canon_choice.py replaces `auto` before the model is built.
     """
     too_wide = backend == "triton" and num_taps > TRITON_TAPS
     return "compiled" if backend == "auto" or too_wide else backend
@@ -46,9 +84,8 @@ def choose(backend: str, num_taps: int = 0) -> str:
 def compile_options(device_type: str, backend: str) -> dict[str, Any]:
     """Return `options` of torch.compile for a block by inductor, with and without Canon.
 
-    On a GPU inductor stores whatever has more than 8 reads or 30 operations, which the sums of
-    `compiled` have, in float32; with these it computes them where they are used. A block without
-    Canon has the same code (NOTES.md). On a CPU inductor's own limits are kept.
+    On a GPU inductor stores in float32 whatever has more than 8 reads or 30 operations, as the sums
+    of `compiled` have; with these limits it computes them where they are used (NOTES.md).
     """
     if device_type != "cuda" or choose(backend) != "compiled":
         return {}
@@ -59,51 +96,36 @@ def compile_options(device_type: str, backend: str) -> dict[str, Any]:
     }
 
 
-def check_canon_backend_fits(backend: str) -> None:
-    """Raise UserError unless `backend` is known, whatever this machine has."""
-    check_choice("canon_backend", backend, BACKENDS)
-
-
 def check_canon_backend(backend: str, device_type: str | None = None) -> None:
-    """Raise UserError unless `backend` is known and can run on this machine; import its kernels.
+    """Import the kernels of `backend`; raise UserError unless it is known and can run here.
 
-    `device_type`: where it is to run, by default "cuda" if there is one.
+    `device_type`: by default "cuda" if there is one.
     """
-    check_canon_backend_fits(backend)
+    check_choice("canon_backend", backend, BACKENDS)
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if problem := backend_problem(backend, device_type):
         raise UserError(f'canon_backend = "{backend}", but {problem}; or choose "auto"')
     if backend in OPTIONAL:
-        _module(_TRITON if backend == "triton" else _PACKAGES)
+        _module(backend)
 
 
 def backend_problem(
     backend: str, device_type: str, dtype: torch.dtype = torch.float32
 ) -> str | None:
     """Return why `backend` can't run on such tensors here, or None; no kernel is tried."""
-    if backend == "triton":
-        return _triton_problem(device_type, dtype)
-    if backend in OPTIONAL:
-        problem: str | None = _module(_PACKAGES).package_problem(backend)
+    if backend not in OPTIONAL:
+        return None
+    if backend != "triton":
+        problem: str | None = _module(backend).package_problem(backend)
         return problem
-    return None
-
-
-def _triton_problem(device_type: str, dtype: torch.dtype) -> str | None:
-    """Return why the Triton kernels can't run; asked before triton, Linux only, is imported.
-
-    They run on a CUDA (or ROCm) device, and on a CPU in Triton's interpreter, for tests.
-    """
     if dtype not in TRITON_DTYPES:
-        names = ", ".join(str(known).removeprefix("torch.") for known in TRITON_DTYPES)
-        return f"the Triton kernels take {names}, not {str(dtype).removeprefix('torch.')}"
+        return f"the Triton kernels take float32, bfloat16 and float16, not {dtype}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if device_type == "cpu":
-        if _is_interpreted():
-            return None
-        return "on a CPU Triton only interprets (slowly, for tests), if TRITON_INTERPRET=1 is set"
+        hint = "on a CPU Triton only interprets (slowly, for tests), if TRITON_INTERPRET=1 is set"
+        return None if _is_interpreted() else hint
     if device_type != "cuda":
         return f'the Triton kernels run on "cuda", not on "{device_type}"'
     if not torch.cuda.is_available():
@@ -113,22 +135,15 @@ def _triton_problem(device_type: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _is_interpreted() -> bool:
-    # as triton reads it
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-
-
 def triton_kernels(backend: str, x: Tensor) -> Any:
-    """Return the module of the Triton kernels, fused.py, if `backend` is theirs; else None.
+    """Return the module of the Triton kernels if `backend` is theirs and they take `x`, else None.
 
-    None too for a tensor that they don't take: float64, or on a CPU outside the interpreter. This
-    is the one place where a model asks for them, at each of its sites.
+    The one place where a model asks for them, at each of its sites.
     """
     if backend != "triton" or x.dtype not in TRITON_DTYPES:
         return None
-    if x.device.type != "cuda" and not (x.device.type == "cpu" and _is_interpreted()):
-        return None
-    return _module(_TRITON)
+    runs = x.device.type == "cuda" or (x.device.type == "cpu" and _is_interpreted())
+    return _module(backend) if runs else None
 
 
 def canon(
@@ -149,7 +164,7 @@ def canon(
     if fused := triton_kernels(backend, x_BTC):
         y_BTC = fused.canon_triton(x_BTC, weight_C1K, **options)
     elif backend in ("causal_conv1d", "fla"):
-        y_BTC = _module(_PACKAGES).canon_by_package(backend, x_BTC, weight_C1K, **options)
+        y_BTC = _module(backend).canon_by_package(backend, x_BTC, weight_C1K, **options)
     else:
         y_BTC = canon_compiled(x_BTC, weight_C1K, **options)
     return y_BTC
@@ -168,8 +183,7 @@ def canon_gate(
 ) -> Tensor:
     """Compute act(canon(gate)) * canon(up), [B, T, F]: Canon-D and the gate behind it.
 
-    The weight's rows are gate's and then up's. act is silu, or relu squared with `relu2`;
-    `activation` is Canon's own.
+    The weight's rows are gate's, then up's; act is silu, or relu squared with `relu2`.
     """
     options: dict[str, Any] = {"residual": residual, "segments_BN": segments_BN}
     if fused := triton_kernels(backend, gate_BTF):
@@ -190,7 +204,12 @@ def ffn_activation(x: Tensor, relu2: bool) -> Tensor:
     return F.relu(x).square() if relu2 else F.silu(x)
 
 
-def _module(name: str) -> Any:
+def _is_interpreted() -> bool:
+    # as triton reads it
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def _module(backend: str) -> Any:
     # torch.compile can look into sys.modules, and can't import
-    module = sys.modules.get(name)
-    return importlib.import_module(name) if module is None else module
+    module = sys.modules.get(OPTIONAL[backend])
+    return importlib.import_module(OPTIONAL[backend]) if module is None else module

@@ -1,33 +1,31 @@
-"""Canon with a backward pass of its own: forward keeps only its input and its weight.
+"""Canon in plain torch with a backward pass of its own: forward keeps only its input and weight.
 
-Plain torch operations (shifts.py) under autograd functions, so that torch.compile fuses them with
-the norm, the activation and the residual beside them. Canon-D and the gate behind it are one
-function: joining the pieces of two mixed tensors would cut the activation off into passes of its
-own, so only the product is written.
+torch.compile fuses it with the norm, the activation and the residual beside it. Canon-D and the
+gate behind it are one function: joining the pieces of two mixed tensors would cut the activation
+off into passes of its own. The sums over shifted tokens have three forms:
 
-Shapes: B batch, T tokens, C channels, F channels of gate and of up, K taps, N = K - 1 + T.
+- Eager: every operation is a pass over memory, so additions are made in place.
+- torch.compile for a CPU: two pieces, the P tokens at the border and all others, joined at the end.
+  No shift needs a mask or a padded copy, so inductor keeps whole vectors and the partitioner has
+  nothing to save (it saves a padded input rather than pad it again in backward).
+- torch.compile for a GPU: a shift is a pad, which inductor's Triton code loads with a mask; `cat`
+  of two pieces would write both to memory. NOTES.md has the figures.
+
+Shapes: B batch, T tokens, C channels, F channels of gate and of up, K taps of the kernel,
+P = K - 1, N = P + T.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from canon_pretrain.kernels.shifts import (
-    convolve,
-    convolve_back,
-    is_traced_for_cuda,
-    masked,
-    mix,
-    same_shifted,
-    shift,
-    sum_dtype,
-    taps_of,
-    token_sums,
-    weight_sums,
-)
-
+CHUNK = 16
+"""Tokens in the first sums of a weight gradient on a CPU."""
+_CUDA_CHUNKS = (256, 128, 64, 32)
+"""The same on a GPU: the first that divides the sequence."""
 _RECOMPUTED_TAPS = 4
 
 
@@ -39,10 +37,7 @@ def canon_compiled(
     activation: bool,
     segments_BN: Tensor | None = None,
 ) -> Tensor:
-    """Compute `canon_reference` of a whole sequence, up to the order of additions.
-
-    The weight's gradient is the same bits in every run.
-    """
+    """Compute `canon_reference` up to the order of additions; gradients repeat bit by bit."""
     y_BTC: Tensor = _Canon.apply(x_BTC, weight_C1K, segments_BN, (residual, activation))
     return y_BTC
 
@@ -58,8 +53,7 @@ def canon_gate_compiled(
 ) -> Tensor:
     """Compute act(canon(gate)) * canon(up), [B, T, F], with act silu or relu squared.
 
-    The weight is gate's and up's, [2F, 1, K]; Canon has no activation of its own here. Sums are
-    those of `canon_reference`, rounded once, where `canon` and then the activation round twice.
+    The weight is gate's and up's, [2F, 1, K]. Rounded once, where the composition rounds twice.
     """
     kind = (residual, relu2)
     y_BTF: Tensor = _CanonGate.apply(gate_BTF, up_BTF, weight_C1K, segments_BN, kind)
@@ -77,26 +71,26 @@ class _Canon(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_BTC, weight_C1K, segments_BN)
         ctx.residual, ctx.activation = residual, activation = kind
-        pieces = convolve(x_BTC, taps_of(weight_C1K, sum_dtype(x_BTC)), segments_BN)
+        pieces = convolve(x_BTC, _taps_of(weight_C1K, sum_dtype(x_BTC)), segments_BN)
         if activation:
             pieces = [F.silu(piece) for piece in pieces]
-        return _joined(pieces, x_BTC if residual else None, x_BTC.dtype)
+        return _rounded(pieces, x_BTC if residual else None, x_BTC.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BTC, weight_C1K, segments_BN = ctx.saved_tensors
         dtype = sum_dtype(x_BTC)
-        taps_KC = taps_of(weight_C1K, dtype)
+        taps_KC = _taps_of(weight_C1K, dtype)
         inner = grads[0]
         if ctx.activation:
             pieces = convolve(x_BTC, taps_KC, segments_BN, again=True)
             given = inner.to(dtype).split([piece.shape[1] for piece in pieces], dim=1)
             slopes = [_silu_slope(piece, piece.sigmoid()) for piece in pieces]
-            inner = join([dy * slope for dy, slope in zip(given, slopes, strict=True)])
+            inner = _join([dy * slope for dy, slope in zip(given, slopes, strict=True)])
         dx = weight_grad = None
         if ctx.needs_input_grad[0]:
-            pieces = convolve_back(inner, taps_KC, segments_BN)
-            dx = _joined(pieces, grads[0] if ctx.residual else None, x_BTC.dtype)
+            pieces = convolve(inner, taps_KC, segments_BN, back=True)
+            dx = _rounded(pieces, grads[0] if ctx.residual else None, x_BTC.dtype)
         if ctx.needs_input_grad[1]:
             weight_grad = weight_sums(inner, x_BTC, len(taps_KC), segments_BN)
             weight_grad = weight_grad.to(weight_C1K.dtype)
@@ -120,12 +114,12 @@ class _CanonGate(torch.autograd.Function):
         ups = convolve(up_BTF, up_taps, segments_BN)
         act = (lambda g: F.relu(g).square()) if relu2 else F.silu
         pairs = zip(gates, ups, strict=True)
-        return join([(act(gate) * up).to(gate_BTF.dtype) for gate, up in pairs])
+        return _join([(act(gate) * up).to(gate_BTF.dtype) for gate, up in pairs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_BTF, up_BTF, weight_C1K, segments_BN = ctx.saved_tensors
-        if is_traced_for_cuda(gate_BTF):
+        if torch.compiler.is_compiling() and is_cuda(gate_BTF):
             return *_gate_backward_on_gpu(ctx, grads[0]), None, None
         gate_taps, up_taps = _gate_taps(gate_BTF, weight_C1K, ctx.residual)
         gates = convolve(gate_BTF, gate_taps, segments_BN)
@@ -139,13 +133,13 @@ class _CanonGate(torch.autograd.Function):
             # `nothing` is 0 for each channel. Without it inductor would take this for one vector,
             # compute it in a loop apart from the line above, and write act and slope for it
             dups.append((d * act + nothing).to(gate_BTF.dtype))
-        parts = (join(dgates), gate_BTF, gate_taps), (join(dups), up_BTF, up_taps)
+        parts = (_join(dgates), gate_BTF, gate_taps), (_join(dups), up_BTF, up_taps)
         weight_grad = None
         if ctx.needs_input_grad[2]:
             sums = [weight_sums(d, x, len(taps), segments_BN) for d, x, taps in parts]
             weight_grad = torch.cat(sums).to(weight_C1K.dtype)
         inputs = [
-            join([piece.to(gate_BTF.dtype) for piece in convolve_back(d, taps, segments_BN)])
+            _rounded(convolve(d, taps, segments_BN, back=True), None, gate_BTF.dtype)
             for d, _, taps in parts
         ]
         return *inputs, weight_grad, None, None
@@ -164,41 +158,41 @@ def _gate_backward_on_gpu(ctx: Any, dy_BTF: Tensor) -> tuple[Tensor | None, ...]
     js = range(num_taps)
     aheads = num_taps if num_taps <= _RECOMPUTED_TAPS else 1
     shifted = [
-        {j: shift(x, j, again=True) for j in range(1 - aheads, num_taps)}
+        {j: _shift(x, j, again=True) for j in range(1 - aheads, num_taps)}
         for x in (gate_BTF, up_BTF)
     ]
     inner = []  # of gate and of up, for the token i after each
     for i in range(aheads):
-        owns = [same_shifted(segments_BN, num_tokens, j, ahead=i) for j in js]
+        owns = [_same_shifted(segments_BN, num_tokens, j, ahead=i) for j in js]
         gate, up = (
-            mix([x[j - i] for j in js], each, owns) for x, each in zip(shifted, taps, strict=True)
+            _mix([x[j - i] for j in js], each, owns) for x, each in zip(shifted, taps, strict=True)
         )
         act, slope = _act_and_slope(gate, ctx.relu2)
-        d = shift(dy_BTF, -i).to(dtype)  # 0 past the last token
+        d = _shift(dy_BTF, -i).to(dtype)  # 0 past the last token
         inner.append((d * up * slope, d * act))
     rounded = [d.to(gate_BTF.dtype) for d in inner[0]]
-    later = [tuple(shift(d, -i) for d in rounded) for i in range(aheads, num_taps)]
-    owns = [same_shifted(segments_BN, num_tokens, j, ahead=j) for j in js]
+    later = [tuple(_shift(d, -i) for d in rounded) for i in range(aheads, num_taps)]
+    owns = [_same_shifted(segments_BN, num_tokens, j, ahead=j) for j in js]
     inputs = [
-        mix(terms, each, owns).to(gate_BTF.dtype)
+        _mix(terms, each, owns).to(gate_BTF.dtype)
         for terms, each in zip(zip(*inner, *later, strict=True), taps, strict=True)
     ]
     if not ctx.needs_input_grad[2]:
         return *inputs, None
-    owns = [same_shifted(segments_BN, num_tokens, j) for j in js]
+    owns = [_same_shifted(segments_BN, num_tokens, j) for j in js]
     products = [
-        masked(d * x[j].to(dtype), owns[j])
+        _masked(d * x[j].to(dtype), owns[j])
         for d, x in zip(inner[0], shifted, strict=True)
         for j in reversed(js)
     ]
-    weight_grad = torch.cat(token_sums(products).split(num_taps, dim=2))
+    weight_grad = torch.cat(_token_sums(products).split(num_taps, dim=2))
     return *inputs, weight_grad.to(weight_C1K.dtype)
 
 
 def _gate_taps(gate_BTF: Tensor, weight_C1K: Tensor, residual: bool) -> tuple[Tensor, ...]:
     """Return the taps of gate and of up; the residual is 1 more of a token's own."""
     weights = weight_C1K.split(gate_BTF.shape[2])
-    taps = tuple(taps_of(weight, sum_dtype(gate_BTF)) for weight in weights)
+    taps = tuple(_taps_of(weight, sum_dtype(gate_BTF)) for weight in weights)
     if residual:
         taps = tuple(torch.cat((each[:-1], each[-1:] + 1)) for each in taps)
     return taps
@@ -216,17 +210,195 @@ def _silu_slope(y: Tensor, sigmoid: Tensor) -> Tensor:
     return sigmoid * (1 + y * (1 - sigmoid))
 
 
-def join(pieces: list[Tensor]) -> Tensor:
-    """Return the pieces of [B, T, C] along T as one tensor."""
+def _join(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
-def _joined(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the pieces as one, plus `residual`, rounded to `dtype` once."""
+def _rounded(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the pieces along T as one, plus `residual`, rounded to `dtype` once."""
     if residual is not None:
         parts = residual.split([piece.shape[1] for piece in pieces], dim=1)
         if torch.compiler.is_compiling():
             pieces = [part + piece for part, piece in zip(parts, pieces, strict=True)]
         else:  # the piece is ours alone
             pieces = [piece.add_(part) for part, piece in zip(parts, pieces, strict=True)]
-    return join([piece.to(dtype) for piece in pieces])
+    return _join([piece.to(dtype) for piece in pieces])
+
+
+# -- sums over shifted tokens -------------------------------------------------------------------
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums: float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def is_cuda(x: Tensor) -> bool:
+    """Return whether torch.compile gets the form for a GPU."""
+    return x.device.type == "cuda"
+
+
+def _taps_of(weight_C1K: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the taps in order, the current token's last: [K, C] of `dtype`."""
+    if not torch.compiler.is_compiling():
+        return weight_C1K[:, 0].T.to(dtype)
+    # contiguous: a tap is read for every token, and a `cat` is computed once
+    return torch.stack([tap.to(dtype) for tap in weight_C1K[:, 0].unbind(1)])
+
+
+def convolve(
+    x_BTC: Tensor,
+    taps_KC: Tensor,
+    segments_BN: Tensor | None,
+    *,
+    back: bool = False,
+    again: bool = False,
+) -> list[Tensor]:
+    """Return sum_j taps[K-1-j] * x_{t-j} in the dtype of the taps: pieces of [B, T, C] along T.
+
+    `back`: its transpose, of x_{t+j}. `again`: recomputed in backward; see `_shift`.
+    """
+    x = x_BTC.to(taps_KC.dtype)
+    num_tokens, reach = x.shape[1], len(taps_KC) - 1
+    js = range(reach + 1)
+    if not torch.compiler.is_compiling():
+        y = taps_KC[-1] * x
+        for j in range(1, min(reach, num_tokens - 1) + 1):
+            later, earlier = slice(j, None), slice(num_tokens - j)
+            to, source = (earlier, later) if back else (later, earlier)
+            own = _same(segments_BN, reach + j, reach, num_tokens - j)
+            y[:, to].addcmul_(_masked(x[:, source], own), taps_KC[reach - j])
+        return [y]
+    if is_cuda(x):
+        terms = [_shift(x_BTC, -j if back else j, again=again) for j in js]
+        owns = [_same_shifted(segments_BN, num_tokens, j, ahead=j if back else 0) for j in js]
+        return [_mix(terms, taps_KC, owns)]
+    # (tokens, first token of the piece, its length), the padded border first
+    if back:
+        if segments_BN is not None:
+            segments_BN = F.pad(segments_BN, (0, reach))  # of zeros in x, so of any segment
+        cut, starts = max(0, num_tokens - reach), list(js)
+        pieces = [(F.pad(x[:, cut:], (0, 0, 0, reach)), cut, num_tokens - cut), (x, 0, cut)]
+    else:
+        cut, starts = min(reach, num_tokens), [reach - j for j in js]
+        pieces = [(F.pad(x[:, :cut], (0, 0, reach, 0)), 0, cut), (x, reach, num_tokens - reach)]
+    sums = []
+    for tokens, first, length in pieces:
+        if length > 0:
+            place = reach + first
+            others = [place + j if back else place - j for j in js]
+            owns = [_same(segments_BN, place, other, length) for other in others]
+            terms = [tokens[:, start : start + length] for start in starts]
+            sums.append(_mix(terms, taps_KC, owns))
+    return sums[::-1] if back else sums
+
+
+def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Tensor | None) -> Tensor:
+    """Return sum_{b,t} d_{t+j} * x_t, the gradient of tap K-1-j: [C, 1, K], repeatable bit by bit.
+
+    The shifts are on d, which only backward has: shifted copies of x would be saved.
+    """
+    dtype = sum_dtype(x_BTC)
+    d, x = d_BTC.to(dtype), x_BTC.to(dtype)
+    num_tokens, reach = x.shape[1], num_taps - 1
+    if not torch.compiler.is_compiling():
+        sums = [x.new_zeros(x.shape[2])] * num_taps
+        for j in range(min(num_taps, num_tokens)):
+            product = d[:, j:] * x[:, : num_tokens - j]
+            own = _same(segments_BN, reach + j, reach, num_tokens - j)
+            if own is not None:
+                product *= own
+            sums[j] = product.sum((0, 1))
+        return torch.stack(sums[::-1], dim=1)[:, None]
+    if is_cuda(x):
+        products = []
+        for j in reversed(range(num_taps)):
+            own = _same_shifted(segments_BN, num_tokens, j, ahead=j)
+            products.append(_masked(_shift(d_BTC, -j).to(dtype) * x, own))
+        return torch.stack([product.sum((0, 1)) for product in products], dim=1)[:, None]
+    if segments_BN is not None:
+        segments_BN = F.pad(segments_BN, (0, reach))
+
+    def product_of(d: Tensor, x: Tensor, place: int, j: int) -> Tensor:
+        own = _same(segments_BN, place, place + j, x.shape[1])
+        return _masked(d[:, j : j + x.shape[1]] * x, own)
+
+    # inductor's CPU code walks down all tokens for 16 channels at a time: short walks stay in cache
+    chunk = CHUNK if x.device.type == "cpu" else 0
+    whole = max(0, num_tokens - reach) // chunk * chunk if chunk else 0
+    border, rest, js = F.pad(d[:, whole:], (0, 0, 0, reach)), x[:, whole:], range(num_taps)
+    sums_KC = torch.stack([product_of(border, rest, reach + whole, j).sum((0, 1)) for j in js])
+    if whole:
+        shape = (x.shape[0], whole // chunk, chunk, x.shape[2])
+        chunks = [product_of(d, x[:, :whole], reach, j).view(shape).sum(2) for j in js]
+        sums_KC = sums_KC + torch.stack(chunks).sum((1, 2))
+    return sums_KC.flip(0).T[:, None]
+
+
+def _token_sums(products: Sequence[Tensor]) -> Tensor:
+    """Sum each [B, T, C] of `products` over its tokens, [C, 1, products]; the form for a GPU.
+
+    Two launches, where inductor would launch one for the parts of each sum.
+    """
+    num_tokens, channels = products[0].shape[1:]
+    chunks = [chunk for chunk in _CUDA_CHUNKS if num_tokens % chunk == 0]
+    if not chunks:
+        sums = torch.stack([product.sum((0, 1)) for product in products])
+    else:
+        parts = [product.reshape(-1, chunks[0], channels).sum(1) for product in products]
+        sums = torch.stack(parts).sum(1)
+    return sums.T[:, None]
+
+
+def _shift(x_BTC: Tensor, j: int, *, again: bool = False) -> Tensor:
+    """Return x_{t-j}, 0 where there is none; the form for a GPU.
+
+    `again`: in backward, of what forward has shifted. The same operator would make both one value,
+    and torch's partitioner saves a pad instead of recomputing it.
+    """
+    if j == 0:
+        return x_BTC
+    if abs(j) >= x_BTC.shape[1]:
+        return torch.zeros_like(x_BTC)
+    if again and j > 0:
+        return F.pad(x_BTC[:, :-j], (0, 0, j, 0))
+    return F.pad(x_BTC, (0, 0, j, -j))
+
+
+def _mix(terms: Sequence[Tensor], taps_KC: Tensor, owns: Sequence[Tensor | None]) -> Tensor:
+    """Return sum_j taps[K-1-j] * terms[j], without a term where owns[j] is false."""
+    y = taps_KC[-1] * terms[0].to(taps_KC.dtype)
+    for j in range(1, len(terms)):
+        y = y + _masked(taps_KC[-1 - j] * terms[j].to(taps_KC.dtype), owns[j])
+    return y
+
+
+def _masked(x: Tensor, own: Tensor | None) -> Tensor:
+    return x if own is None else x * own
+
+
+def _same(segments_BN: Tensor | None, place: int, other: int, length: int) -> Tensor | None:
+    """Return whether `length` places from `place` and from `other` share a segment, [B, length, 1].
+
+    Any value past the last place. None if all do.
+    """
+    if segments_BN is None or place == other:
+        return None
+    ends = []
+    for start in (place, other):
+        missing = start + length - segments_BN.shape[1]
+        if missing > 0:
+            ends.append(F.pad(segments_BN, (-start, missing)))
+        else:
+            ends.append(segments_BN[:, start : start + length])
+    return (ends[0] == ends[1])[..., None]
+
+
+def _same_shifted(
+    segments_BN: Tensor | None, num_tokens: int, j: int, *, ahead: int = 0
+) -> Tensor | None:
+    """Return `_same` of the tokens t + `ahead` and t + `ahead` - j, [B, T, 1]."""
+    if segments_BN is None:
+        return None
+    place = segments_BN.shape[1] - num_tokens + min(ahead, num_tokens - 1)
+    return _same(segments_BN, place, place - j, num_tokens)

@@ -1,9 +1,8 @@
-"""Canon for a sequence that is read in parts.
+"""Canon for a sequence that is read in parts; `model/cache.py` holds a `CanonMemory` per site.
 
-`model/cache.py` holds one `CanonMemory` per site. It remembers sums, not inputs: what the tokens so
-far add to each of the next P outputs. A single token is read by all sites of a model together
-(`CanonStep`): a site's output is its sum plus its own tap, one `addcmul` per part; what the token
-adds to later ones is computed once for all sites and layers, after all have read it. Starting
+It remembers sums, not inputs: what the tokens so far add to each of the next P outputs. All sites
+of a model read a single token together (`CanonStep`): a site's output is its sum plus its own tap,
+one `addcmul` per part; what the token adds to later ones is computed once for all sites. Starting
 kernels, not their arithmetic, is a token's time (NOTES.md).
 
 Shapes: B rows, T tokens, C channels (in `CanonStep` those of all sites), K taps of the kernel,
@@ -19,34 +18,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.kernels.backends import canon
-from canon_pretrain.kernels.shifts import sum_dtype
+from canon_pretrain.kernels.compiled import sum_dtype
 
 
 class CanonMemory:
     """What the tokens read so far add to the next outputs of one Canon site.
 
-    For the rows, dtype and device of `x_BTC` and the weight as it is now: like keys and values, it
-    belongs to one state of the model. Sums are float32 (float64 for float64). With gradients
-    enabled nothing is written in place, and they reach the tokens of earlier parts.
+    For the rows, dtype and device of `x_BTC` and the weight as it is now. Sums are float32 (float64
+    for float64). With gradients enabled nothing is written in place, and they reach earlier parts.
     """
 
     def __init__(
         self, x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool
     ) -> None:
         self._residual, self._activation = residual, activation
-        self._folds = residual and not activation  # the residual is 1 more of a token's own tap
-        self._taps_K11C = _taps(weight_C1K, x_BTC, one_more=self._folds)
+        self._taps_K11C = self._taps(weight_C1K, x_BTC)
         num_channels, _, num_taps = weight_C1K.shape
         self._reach = num_taps - 1
         shape = (self._reach, x_BTC.shape[0], 1, num_channels)
-        # [i]: what the tokens so far add to the i-th next one
-        self._sums_PB1C = self._taps_K11C.new_zeros(shape)
+        self._sums_PB1C = self._taps_K11C.new_zeros(shape)  # [i]: for the i-th next output
         self._widths: list[int] = []  # of the parts
         self._holds = False  # a token
         self._step: CanonStep | None = None
         self._slot = 0
+        # in `_step`, for each part: what earlier tokens add to its output, and its own tap
         self._own: list[tuple[Tensor, Tensor]] = []
-        """In `_step`: of each part what the earlier tokens add to its output, and its own tap."""
+
+    def _taps(self, weight_C1K: Tensor, x_BTC: Tensor) -> Tensor:
+        """Return the taps as a token needs them, [K, 1, 1, C]: its own first."""
+        taps_KC = weight_C1K[:, 0].T.flip(0).to(sum_dtype(x_BTC))
+        if self._residual and not self._activation:  # the residual is 1 more of the own tap
+            taps_KC = torch.cat((taps_KC[:1] + 1, taps_KC[1:]))
+        return taps_KC[:, None, None].contiguous()
 
     def read(
         self,
@@ -58,8 +61,7 @@ class CanonMemory:
         """Return `canon_reference` over all tokens, for the `parts` of the next ones.
 
         The parts are side by side in the weight's rows. `segments_BN` as there; None if the tokens
-        continue the last one's segment. More than P tokens are read by `backend`, but for the first
-        P, whose predecessors are in the sums.
+        continue the last one's segment. `backend` reads what is more than P tokens.
         """
         if self._step is not None:
             if self._step.is_open and not torch.compiler.is_compiling():
@@ -67,43 +69,24 @@ class CanonMemory:
             self._step.is_stale = True
         self._widths = [part.shape[2] for part in parts]
         if torch.is_grad_enabled():  # of this weight, which may be another tensor than at first
-            self._taps_K11C = _taps(weight_C1K, parts[0], one_more=self._folds)
-        if parts[0].shape[1] == 1:
-            y_B1C = self._one(_joined(parts), _same_as_before(segments_BN, 0, self._reach))
-            return _split(y_B1C, parts)
-        if parts[0].shape[1] <= self._reach:
-            return _split(self._steps(_joined(parts), segments_BN), parts)
-        return self._read_many(parts, weight_C1K, segments_BN, backend)
-
-    def _read_many(
-        self,
-        parts: tuple[Tensor, ...],
-        weight_C1K: Tensor,
-        segments_BN: Tensor | None,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        """`read` of more tokens than P."""
-        reach, last = self._reach, parts[0].shape[1] - self._reach
-        weights = weight_C1K.split([part.shape[2] for part in parts])
+            self._taps_K11C = self._taps(weight_C1K, parts[0])
+        num_tokens, reach = parts[0].shape[1], self._reach
+        if not num_tokens:
+            return parts
+        if num_tokens <= reach:
+            return _split(self._read_few(_joined(parts), segments_BN), parts)
+        weights = weight_C1K.split(self._widths)
         options: dict[str, Any] = {"residual": self._residual, "activation": self._activation}
         options |= {"segments_BN": segments_BN, "backend": backend}
         pairs = zip(parts, weights, strict=True)
         outputs = tuple(canon(part, weight, **options) for part, weight in pairs)
-        if self._holds and reach:
+        if self._holds:
             outputs = self._after_past(parts, outputs, segments_BN)
+        last = num_tokens - reach
         tail_BN = None if segments_BN is None else segments_BN[:, last:]
-        tail_BPC = _joined([part[:, last:] for part in parts])
-        self._sums_PB1C, self._holds = torch.zeros_like(self._sums_PB1C), True
-        apart = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if not apart:  # room for the windows of all of them
-            self._sums_PB1C = self._sums_PB1C.repeat(2, 1, 1, 1)
-        for i in range(reach):
-            x_B1C, same_B11 = tail_BPC[:, i : i + 1], _same_as_before(tail_BN, i, reach)
-            if apart:
-                self._add(x_B1C, same_B11)
-            else:
-                self._add_to(self._sums_PB1C[i : i + reach + 1], x_B1C, same_B11)
-        self._sums_PB1C = self._sums_PB1C[-reach:]
+        self._sums_PB1C = torch.zeros_like(self._sums_PB1C)
+        for i, x_B1C in enumerate(_joined([part[:, last:] for part in parts]).split(1, dim=1)):
+            self._add(x_B1C, _same_as_before(tail_BN, i, reach))
         return outputs
 
     def _after_past(
@@ -121,7 +104,7 @@ class CanonMemory:
             for y_BTC, past in zip(outputs, _split(past_BPC, parts), strict=True):
                 y_BTC[:, :reach].add_(past)
             return outputs
-        first_BPC = self._steps(_joined([part[:, :reach] for part in parts]), segments_BN)
+        first_BPC = self._read_few(_joined([part[:, :reach] for part in parts]), segments_BN)
         firsts = _split(first_BPC, parts)
         if differentiable:
             pairs = zip(firsts, outputs, strict=True)
@@ -136,18 +119,13 @@ class CanonMemory:
         taken._sums_PB1C, taken._step = self._sums_PB1C[:, rows_N], None
         return taken
 
-    def _steps(self, x_BTC: Tensor, segments_BN: Tensor | None) -> Tensor:
-        if not x_BTC.shape[1]:
-            return x_BTC
-        tokens = enumerate(x_BTC.split(1, dim=1))
-        steps = [
-            self._one(x_B1C, _same_as_before(segments_BN, i, self._reach)) for i, x_B1C in tokens
-        ]
-        return torch.cat(steps, dim=1)
-
-    def _one(self, x_B1C: Tensor, same_B11: Tensor | None) -> Tensor:
-        y_B1C = self._add(x_B1C, same_B11)
-        return self._activated(y_B1C, x_B1C) if self._activation else y_B1C.to(x_B1C.dtype)
+    def _read_few(self, x_BTC: Tensor, segments_BN: Tensor | None) -> Tensor:
+        """Return the outputs of at most P tokens, one after the other."""
+        steps = []
+        for i, x_B1C in enumerate(x_BTC.split(1, dim=1)):
+            y_B1C = self._add(x_B1C, _same_as_before(segments_BN, i, self._reach))
+            steps.append(self._activated(y_B1C, x_B1C))
+        return steps[0] if len(steps) == 1 else torch.cat(steps, dim=1)
 
     def _add(self, x_B1C: Tensor, same_B11: Tensor | None) -> Tensor:
         """Add one token and return its own sum, with its residual if there is no activation.
@@ -161,14 +139,11 @@ class CanonMemory:
                 window_KB1C = window_KB1C * same_B11
             window_KB1C = window_KB1C + x_B1C * self._taps_K11C
         else:
-            self._add_to(window_KB1C, x_B1C, same_B11)
+            if same_B11 is not None:
+                window_KB1C.mul_(same_B11)
+            window_KB1C.addcmul_(x_B1C, self._taps_K11C)
         self._sums_PB1C = window_KB1C[1:]
         return window_KB1C[0]
-
-    def _add_to(self, window_KB1C: Tensor, x_B1C: Tensor, same_B11: Tensor | None) -> None:
-        if same_B11 is not None:
-            window_KB1C.mul_(same_B11)
-        window_KB1C.addcmul_(x_B1C, self._taps_K11C)
 
     def _step_parts(self, step: "CanonStep", parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         step.inputs[self._slot] = parts
@@ -182,8 +157,10 @@ class CanonMemory:
         return tuple([torch.addcmul(s, x, tap, out=torch.empty_like(x)) for x, (s, tap) in pairs])
 
     def _activated(self, y_B1C: Tensor, x_B1C: Tensor) -> Tensor:
-        y_B1C = F.silu(y_B1C)
-        return (y_B1C + x_B1C if self._residual else y_B1C).to(x_B1C.dtype)
+        if self._activation:
+            y_B1C = F.silu(y_B1C)
+            y_B1C = y_B1C + x_B1C if self._residual else y_B1C
+        return y_B1C.to(x_B1C.dtype)
 
 
 class CanonStep:
@@ -232,8 +209,7 @@ class CanonStep:
                     memory._add(_joined(given), None)
             return
         sums, taps, x_B1C = self._sums, self._taps, self._x_B1C
-        parts = [part for parts in self.inputs for part in parts or ()]
-        torch.cat(parts, dim=-1, out=x_B1C)
+        torch.cat([part for parts in self.inputs for part in parts or ()], dim=-1, out=x_B1C)
         self.inputs = []
         for i in range(1, len(sums)):
             torch.addcmul(sums[i], x_B1C, taps[i], out=sums[i - 1])
@@ -252,20 +228,9 @@ def steps_of(memories: Sequence[CanonMemory], earlier: list[CanonStep]) -> list[
     return [CanonStep(group) for group in kinds.values()]
 
 
-def _taps(weight_C1K: Tensor, x_BTC: Tensor, *, one_more: bool) -> Tensor:
-    """Return the taps as a token needs them, [K, 1, 1, C]: its own first, then its successor's.
-
-    `one_more` of its own tap is the residual.
-    """
-    taps_KC = weight_C1K[:, 0].T.flip(0).to(sum_dtype(x_BTC))
-    if one_more:
-        taps_KC = torch.cat((taps_KC[:1] + 1, taps_KC[1:]))
-    return taps_KC[:, None, None].contiguous()
-
-
 def _same_as_before(segments_BN: Tensor | None, token: int, reach: int) -> Tensor | None:
     """Return whether `token` is in its predecessor's segment, bool [B, 1, 1]; None if all are."""
-    if segments_BN is None or not reach:
+    if segments_BN is None:
         return None
     place = reach + token
     return (segments_BN[:, place] == segments_BN[:, place - 1])[:, None, None]

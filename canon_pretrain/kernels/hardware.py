@@ -1,6 +1,6 @@
 """The GPUs, memory and speed of this node, asked by training, evaluation, preflight and benches.
 
-Torch is imported by the functions: what must start fast may import this module.
+Functions import torch themselves: what must start fast may import this module.
 """
 
 import glob
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
-CPU_ON_PURPOSE = ("", "-1")
-"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
 GPU_FACTS = {
     "driver": "driver_version",
     "sm_mhz": "clocks.sm",
@@ -28,10 +26,9 @@ GPU_FACTS = {
     "power_w": "power.draw",
     "power_limit_w": "power.limit",
     "celsius": "temperature.gpu",
+    "throttled_by": "clocks_event_reasons.active",
 }
-"""Our names for what nvidia-smi is asked."""
-THROTTLE_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The second is what drivers before 535 call it."""
+"""Our names for the fields of nvidia-smi (driver 535 or later)."""
 THROTTLE_REASONS = {
     0x1: "idle",
     0x2: "application clocks",
@@ -48,21 +45,19 @@ THROTTLE_REASONS = {
 
 def find_gpu() -> str | None:
     """Return what shows that this node has an NVIDIA GPU, usable or not; None if nothing does."""
-    if files := sorted(glob.glob(DEVICE_FILES)):
-        return files[0]
-    lines = _nvidia_smi("-L").splitlines()
-    return next((f"nvidia-smi: {line}" for line in lines if line.startswith("GPU ")), None)
+    lines = [f"nvidia-smi: {x}" for x in _nvidia_smi("-L").splitlines() if x.startswith("GPU ")]
+    return next(iter([*sorted(glob.glob(DEVICE_FILES)), *lines]), None)
 
 
 def check_cuda() -> None:
     """Raise UserError, with torch's reason, if this node has a GPU that torch can't use.
 
-    CUDA_VISIBLE_DEVICES= (empty) or -1 asks for the CPU: nothing is checked then.
+    An empty CUDA_VISIBLE_DEVICES, or -1, asks for the CPU: nothing is checked then.
     """
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if torch.cuda.is_available() or visible is not None and visible.strip() in CPU_ON_PURPOSE:
+    if torch.cuda.is_available() or visible is not None and visible.strip() in ("", "-1"):
         return
     if (evidence := find_gpu()) is None:
         return
@@ -72,9 +67,9 @@ def check_cuda() -> None:
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
         reason = " ".join(str(error).split())
     raise UserError(
-        f"this node has a GPU ({evidence}), but torch {torch.__version__} can't use it: {reason}"
-        f"{'' if visible is None else f' (CUDA_VISIBLE_DEVICES={visible})'}. Repair the driver or "
-        "install a build of torch for it; to use the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
+        f"this node has a GPU ({evidence}; CUDA_VISIBLE_DEVICES={visible}), but torch "
+        f"{torch.__version__} can't use it: {reason}. Repair the driver or install a build of "
+        "torch for it; to use the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
     )
 
 
@@ -88,30 +83,22 @@ def matmul_flops(
 ) -> float:
     """Return the FLOP/s of square products of random numbers, repeated for about `seconds`.
 
-    A GPU that multiplies for a second is as warm, and as far limited in power, as in training; a
-    burst is faster.
+    After a second a GPU is as warm, and as limited in power, as in training; a burst is faster.
     """
     import torch
 
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    rate = _sustained(lambda: torch.mm(a, b, out=out), seconds, clock)
-    return 2 * size**3 * rate
+    return 2 * size**3 * _sustained(lambda: torch.mm(a, b, out=out), seconds, clock)
 
 
-def copy_bandwidth(
-    source: "torch.Tensor",
-    target: "torch.Tensor",
-    *,
-    seconds: float,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
+def copy_bandwidth(source: "torch.Tensor", target: "torch.Tensor", *, seconds: float) -> float:
     """Return the bytes read and written per second by copies, repeated for about `seconds`."""
-    return 2 * source.nbytes * _sustained(lambda: target.copy_(source), seconds, clock)
+    return 2 * source.nbytes * _sustained(lambda: target.copy_(source), seconds, time.perf_counter)
 
 
 def _sustained(step: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
-    """Steps per second; they are queued without a gap."""
+    """Return steps per second, queued without a gap."""
     import torch
 
     def run(count: int) -> float:
@@ -129,39 +116,27 @@ def _sustained(step: Callable[[], Any], seconds: float, clock: Callable[[], floa
 
 
 def query_gpu(gpu: str) -> dict[str, Any] | None:
-    """Return driver, clocks, power, temperature and throttle reasons of a GPU as they are now.
+    """Return the GPU_FACTS of `gpu` (nvidia-smi's index or UUID) as they are now.
 
-    `gpu` is nvidia-smi's index or UUID. None if nvidia-smi does not answer.
+    A figure that it does not have is None; so is the result if nvidia-smi does not answer.
     """
-    for field in THROTTLE_FIELDS:
-        asked = f"--query-gpu={','.join((*GPU_FACTS.values(), field))}"
-        line = _nvidia_smi(f"--id={gpu}", asked, "--format=csv,noheader,nounits").strip()
-        driver, *words = (word.strip() for word in line.split(","))
-        if len(words) != len(GPU_FACTS):
-            continue
-        *numbers, bits = words
-        found: dict[str, Any] = {"driver": driver}
-        found |= zip(tuple(GPU_FACTS)[1:], map(_number, numbers), strict=True)
-        reasons = int(bits, 16) if bits.startswith("0x") else 0
-        found["throttled_by"] = [text for bit, text in THROTTLE_REASONS.items() if reasons & bit]
-        return found
-    return None
-
-
-def _number(word: str) -> float | None:
-    """A figure of nvidia-smi's; None for "[N/A]"."""
-    try:
-        return float(word)
-    except ValueError:
+    query = f"--query-gpu={','.join(GPU_FACTS.values())}"
+    line = _nvidia_smi(f"--id={gpu}", query, "--format=csv,noheader,nounits").strip()
+    words = [word.strip() for word in line.split(",")]
+    if len(words) != len(GPU_FACTS):
         return None
+    driver, *numbers, bits = words
+    reasons = int(bits, 16) if bits.startswith("0x") else 0
+    throttled = [text for bit, text in THROTTLE_REASONS.items() if reasons & bit]
+    figures = [None if word.startswith("[") else float(word) for word in numbers]
+    return dict(zip(GPU_FACTS, [driver, *figures, throttled], strict=True))
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """The output of nvidia-smi; empty if it fails or is not installed."""
+    """Return the output of nvidia-smi; empty if it fails or is not installed."""
+    command = ["nvidia-smi", *arguments]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
@@ -174,32 +149,29 @@ def near_cores(gpu: int, root: Path = Path("/")) -> set[int]:
     place: Any = torch.cuda.get_device_properties(gpu)
     name = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
     node = _read(root / "sys/bus/pci/devices" / name / "numa_node").strip()
-    cores: set[int] = set()
-    if node.isdigit():  # -1: not known, as in many virtual machines
-        for part in _read(root / f"sys/devices/system/node/node{node}/cpulist").split(","):
-            first, _, last = part.strip().partition("-")
-            if first.isdigit():
-                cores.update(range(int(first), int(last or first) + 1))
-    return cores
+    if not node.isdigit():  # -1: not known, as in many virtual machines
+        return set()
+    cpulist = _read(root / f"sys/devices/system/node/node{node}/cpulist")
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", cpulist)
+    return {core for first, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
 def available_memory(root: Path = Path("/")) -> int:
     """Return how many bytes of main memory new work on this node can take.
 
-    What the kernel calls available, and no more than any cgroup of this process may hold; page
-    cache that counts there gives way.
+    What the kernel calls available, and no more than any cgroup of this process may hold.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     if found := re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE):
         limits.append(1024 * int(found[1]))
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        names = controllers.split(",")
-        if names != [""] and "memory" not in names:
+        if not controllers:
+            top, file = "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):  # version 1
+            top, file = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
             continue
-        top, file = ("sys/fs/cgroup", "memory.max")
-        if "memory" in names:  # version 1
-            top, file = ("sys/fs/cgroup/memory", "memory.limit_in_bytes")
         inner = Path(path.lstrip("/"))
         for folder in (inner, *inner.parents):
             text = _read(root / top / folder / file).strip()

@@ -1,16 +1,15 @@
 """The head's matrix product and the cross-entropy after it, a few thousand tokens at a time.
 
 Whole logits of a vocabulary of 32,000 take 128 KB of float32 per token, more than a layer keeps of
-it. Here they exist for one chunk of tokens: if gradients are wanted, a chunk's gradient is computed
-at once and multiplied into those of the head's input and weight, and the logits are freed.
-titan/spec.py binds the terms and passes the function to the model's head (model/transformer.py).
+it. Here they exist for one chunk of tokens: forward computes a chunk's gradient at once and
+multiplies it into those of the head's input and weight.
 
 Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon_pretrain.kernels.shifts import sum_dtype
+from canon_pretrain.kernels.compiled import sum_dtype
 
 IGNORE_INDEX = -100
+Terms = tuple[float, float]
+"""The factors z_loss and squared_loss."""
 
 
 def linear_cross_entropy(
@@ -37,9 +38,8 @@ def linear_cross_entropy(
 
     The cross-entropy l of the logits h W^T is in nats [N], 0 where the label is IGNORE_INDEX. The
     sum is over l + z_loss (logsumexp of the logits)^2 + squared_loss l^2 of the other tokens.
-    Logits have the inputs' dtype, as a linear layer's; all after them is float32 (float64 for
-    float64), and so are the gradients until backward returns them. `compile_backend`: compiles what
-    is between the matrix products of a chunk.
+    Logits have the inputs' dtype; all after them, gradients too, is float32 (float64 for float64)
+    until backward returns. `compile_backend`: compiles what is between a chunk's matrix products.
     """
     terms = (z_loss, squared_loss)
     if torch.is_grad_enabled() and (h_ND.requires_grad or weight_VD.requires_grad):
@@ -51,7 +51,7 @@ def linear_cross_entropy(
         _score(h_CD @ weight_VD.T, labels_C, terms)
         for h_CD, labels_C in _chunks(h_ND, labels_N, chunk_tokens)
     ]
-    nats_N, added_N = (_joined(column) for column in zip(*parts, strict=True))
+    nats_N, added_N = (_joined(list(column)) for column in zip(*parts, strict=True))
     return nats_N, (nats_N + added_N).sum()
 
 
@@ -62,7 +62,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         h_ND: Tensor,
         weight_VD: Tensor,
         labels_N: Tensor,
-        terms: tuple[float, float],
+        terms: Terms,
         chunk_tokens: int,
         compile_backend: str | None,
     ) -> tuple[Tensor, Tensor]:
@@ -107,54 +107,49 @@ def _chunks(h_ND: Tensor, labels_N: Tensor, chunk_tokens: int) -> list[tuple[Ten
     return list(zip(h_ND.split(size), labels_N.split(size), strict=True))
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _score(
-    logits_CV: Tensor, labels_C: Tensor, terms: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
+def _score(logits_CV: Tensor, labels_C: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of each token and what is minimized beside it, [C] each."""
-    z_loss, squared_loss = terms
     values_CV = logits_CV.to(sum_dtype(logits_CV))
     nats_C = F.cross_entropy(values_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
-    added_C = _squared(nats_C, squared_loss)
-    if z_loss:
-        z_C = nats_C + _at(values_CV, labels_C)
-        added_C = z_loss * z_C.square() * (labels_C != IGNORE_INDEX)
-    return nats_C, added_C
+    return nats_C, _added(nats_C, values_CV, labels_C, terms)[0]
+
+
+def _added(
+    nats_C: Tensor, logits_CV: Tensor, labels_C: Tensor, terms: Terms
+) -> tuple[Tensor, Tensor | None]:
+    """Return the terms beside the cross-entropy, [C], and logsumexp if it is one of them."""
+    z_loss, squared_loss = terms
+    if not z_loss:
+        # a factor of 0 must make no NaN of an infinite square
+        squared_C = squared_loss * nats_C.square() if squared_loss else torch.zeros_like(nats_C)
+        return squared_C, None
+    own_C = logits_CV.gather(1, labels_C.clamp(min=0)[:, None])[:, 0]
+    z_C = nats_C + own_C.to(sum_dtype(logits_CV))
+    return z_loss * z_C.square() * (labels_C != IGNORE_INDEX), z_C
 
 
 def _differentiate(
-    logits_CV: Tensor, labels_C: Tensor, terms: tuple[float, float]
+    logits_CV: Tensor, labels_C: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `_score`, and the derivative of its sum by the logits, in their dtype."""
     z_loss, squared_loss = terms
     log_p_CV = F.log_softmax(logits_CV.to(sum_dtype(logits_CV)), dim=-1)
     nats_C = F.nll_loss(log_p_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
+    added_C, z_C = _added(nats_C, logits_CV, labels_C, terms)
     is_real_C = labels_C != IGNORE_INDEX
-    added_C = _squared(nats_C, squared_loss)
     by_nats_C = is_real_C * (1 + 2 * squared_loss * nats_C)  # of the sum, by l
     by_z_C = by_nats_C  # and by logsumexp: l holds it too
-    if z_loss:
-        z_C = nats_C + _at(logits_CV, labels_C)
-        added_C = z_loss * z_C.square() * is_real_C
+    if z_C is not None:
         by_z_C = by_nats_C + 2 * z_loss * z_C * is_real_C
     # softmax times the one, less the other at the label
     label_C1 = labels_C.clamp(min=0)[:, None]
     at_label_C1 = log_p_CV.gather(1, label_C1).exp() * by_z_C[:, None] - by_nats_C[:, None]
     grad_CV = log_p_CV.exp_().mul_(by_z_C[:, None]).to(logits_CV.dtype)
     return nats_C, added_C, grad_CV.scatter_(1, label_C1, at_label_C1.to(grad_CV.dtype))
-
-
-def _squared(nats_C: Tensor, factor: float) -> Tensor:
-    """Return factor nats^2; 0 for a factor of 0, also of an infinite square."""
-    return factor * nats_C.square() if factor else torch.zeros_like(nats_C)
-
-
-def _at(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Return the label's own logit, [C]; any value where there is no label."""
-    return logits_CV.gather(1, labels_C.clamp(min=0)[:, None])[:, 0].to(sum_dtype(logits_CV))
 
 
 def _matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:

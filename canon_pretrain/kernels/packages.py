@@ -1,19 +1,15 @@
 """Canon by the GPU kernels of other packages: causal-conv1d (CUDA) and fla-core (Triton).
 
-`backends.py` imports this module, and this module the packages, at run time only. Their own
-autograd functions are opaque to torch.compile, so one custom operator is around both packages'
-forward functions and one around their backward functions: blocks stay one graph.
+Their autograd functions are opaque to torch.compile, so one custom operator is around both
+packages' forward functions and one around their backward functions: blocks stay one graph.
 
-Shapes: B batch, T tokens, C channels, K taps of the kernel, P = K - 1, N = P + T.
+Shapes: B batch, T tokens, C channels, K taps of the kernel, N = K - 1 + T.
 """
 
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +22,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CONV1D_TAPS = (2, 3, 4)
 
 
-@dataclass(frozen=True)
-class Package:
-    """Where a package's functions are, and how it is installed."""
+class Package(NamedTuple):
+    """Where a package's functions for forward and backward are, and how it is installed."""
 
     name: str
     module: str
     functions: str
-    """The submodule with `needed`, the functions that are called."""
     needed: tuple[str, str]
     first_version: tuple[int, int]
-    why_first: str
     install: str
 
 
@@ -46,8 +39,7 @@ PACKAGES = {
         "causal_conv1d",
         "causal_conv1d.cpp_functions",
         ("causal_conv1d_fwd_function", "causal_conv1d_bwd_function"),
-        (1, 6),
-        "adds up the weight's gradient by atomics, in another order at every run",
+        (1, 6),  # before, the weight's gradient is added up by atomics
         "pip install --no-build-isolation 'causal-conv1d>=1.6,<2'",
     ),
     "fla": Package(
@@ -56,7 +48,6 @@ PACKAGES = {
         "fla.modules.causal_conv1d",
         ("causal_conv1d_fwd", "causal_conv1d_bwd"),
         (0, 6),
-        "is older than 0.6",
         "pip install 'fla-core>=0.6,<0.7'",
     ),
 }
@@ -69,13 +60,13 @@ def package_problem(backend: str) -> str | None:
         return f"the package {package.name} is not installed: {package.install}"
     try:
         version = importlib.import_module(package.module).__version__
-        for function in package.needed:
-            getattr(importlib.import_module(package.functions), function)
+        for index in (0, 1):
+            _function(backend, index)
         is_old = tuple(int(part) for part in version.split(".")[:2]) < package.first_version
     except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
         return f"the package {package.name} can't be imported: {type(error).__name__}: {error}"
     if is_old:
-        return f"{package.name} {version} {package.why_first}: {package.install}"
+        return f"{package.name} {version} is too old: {package.install}"
     by_atomics = os.environ.get("CAUSAL_CONV1D_DETERMINISTIC", "").startswith("0")
     if backend == "causal_conv1d" and by_atomics:
         return "CAUSAL_CONV1D_DETERMINISTIC=0 is set, so weight gradients would differ; unset it"
@@ -93,14 +84,12 @@ def canon_by_package(
     activation: bool,
     segments_BN: Tensor | None = None,
 ) -> Tensor:
-    """Compute `canon_reference` of a whole sequence by the kernels of a package.
+    """Compute `canon_reference` by the kernels of a package, or `canon_compiled` what they refuse.
 
     Sums are float32, and rounded once; with `activation` and `residual` causal-conv1d's y and fla's
-    dx are rounded twice. causal-conv1d's weight gradient is the same at every run; fla picks its
-    blocks by timing, so its may round differently in another process. `canon_compiled` computes
-    what the kernels don't take: a CPU, float64, weights of another device; for causal-conv1d
-    channels that are no multiple of 8 and other widths; for fla documents, whose borders it wants
-    as cumulative lengths, which the host would have to wait for at every site.
+    dx are rounded twice. causal-conv1d's weight gradient is the same in every run; fla picks its
+    blocks by timing, so its may round differently in another process. fla takes documents as
+    cumulative lengths only, which the host would have to wait for at every site.
     """
     fits = x_BTC.device.type in DEVICE_TYPES and weight_C1K.device == x_BTC.device
     fits &= x_BTC.dtype in DTYPES and weight_C1K.dtype in DTYPES and x_BTC.numel() > 0
@@ -131,9 +120,9 @@ def package_forward(
     residual: bool,
     activation: bool,
 ) -> Tensor:
-    """Return [x +] [silu of] the convolution in the dtype of x; `segments_BT` int32, none below 0.
+    """Return [x +] [silu of] the convolution, contiguous, in the dtype of x.
 
-    Results are contiguous, as the fake operator says.
+    `segments_BT`: int32, none below 0.
     """
     run = _function(backend, 0)
     if backend == "fla":
@@ -165,13 +154,19 @@ def package_backward(
             dx_BTC, dtaps_CK, *_ = run(
                 x=x_BTC, dy=dy_BTC, dht=None, weight=taps_CK, activation=_silu(activation)
             )
-    else:
-        dx_BTC = x_BTC.new_empty(x_BTC.shape)
-        segments = None if segments_BT is None else segments_BT.contiguous()
-        given = _channel_last(x_BTC), taps_CK, None, _channel_last(dy_BTC), segments
-        with _repeatable():
-            found = run(*given, None, None, _channel_last(dx_BTC), False, activation)
-        dtaps_CK = found[1]
+        return dx_BTC + dy_BTC if residual else dx_BTC, dtaps_CK
+    dx_BTC = x_BTC.new_empty(x_BTC.shape)
+    segments = None if segments_BT is None else segments_BT.contiguous()
+    given = _channel_last(x_BTC), taps_CK, None, _channel_last(dy_BTC), segments
+    # It adds up in a fixed order only under torch's flag. Set directly:
+    # torch.use_deterministic_algorithms sets inductor's options too
+    wanted = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    try:
+        dtaps_CK = run(*given, None, None, _channel_last(dx_BTC), False, activation)[1]
+    finally:
+        torch._C._set_deterministic_algorithms(wanted, warn_only=warn_only)
     return dx_BTC + dy_BTC if residual else dx_BTC, dtaps_CK
 
 
@@ -209,27 +204,10 @@ def _silu(activation: bool) -> str | None:
 
 
 def _channel_last(x_BTC: Tensor) -> Tensor:
-    """Return [B, C, T], in memory as [B, T, C]: the kernels' layout, strides of size 1 included.
-
-    They read 16 bytes at once, so it begins at a multiple of that.
-    """
+    """Return [B, C, T], in memory as [B, T, C] from a multiple of 16 bytes, as the kernels read."""
     x_BTC = x_BTC.contiguous()
     if x_BTC.data_ptr() % 16:
         x_BTC = x_BTC.clone()
     rows, num_tokens, channels = x_BTC.shape
+    # strides of dims of size 1 included
     return x_BTC.as_strided((rows, channels, num_tokens), (num_tokens * channels, 1, channels))
-
-
-@contextmanager
-def _repeatable() -> Iterator[None]:
-    """Have causal-conv1d add up in a fixed order: it asks for torch's flag, and there is no other.
-
-    The flag itself, not torch.use_deterministic_algorithms, which sets inductor's options too.
-    """
-    wanted = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch._C._set_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch._C._set_deterministic_algorithms(wanted, warn_only=warn_only)

@@ -1,8 +1,6 @@
 """What a model is: its sizes, its variant, and the numbers that follow without building it.
 
-The first stop of `model/`: `titan/job_config.py` fills a `ModelArgs` from TOML, starting from a
-named flavor, and `Transformer` is built from it. A flavor is a size; the variants of the paper are
-set on top.
+A flavor is a size; the variants of the paper are set on top.
 
 Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, V vocabulary, T
 tokens.
@@ -54,10 +52,8 @@ class ModelArgs:
     with it only, is the token that ends one, and belongs to the document that it ends.
     `init`: `paper` N(0, 0.02); `lingua` a normal of std fan_in^-1/2 cut at 3 sigma.
 
-    A field that a later version adds has the default that means what earlier versions did: whoever
-    reads the fields from an older file may leave the missing ones out.
-
-    Raises UserError for any value outside its range or that does not fit the others.
+    A field that is added later has the default that means what earlier versions did. Raises
+    UserError for a value outside its range or that does not fit the others.
     """
 
     vocab_size: int = 32000
@@ -89,32 +85,25 @@ class ModelArgs:
 
     def __post_init__(self) -> None:
         letters = self.canon_set.upper()
-        for letter in letters:
-            if letter not in CANON_SITES or letters.count(letter) > 1:
-                known = letter in CANON_SITES
-                fault = f"{letters.count(letter)} times" if known else "which does not exist"
-                raise UserError(
-                    f'canon_set = "{self.canon_set}" names the Canon site "{letter}" {fault}; '
-                    'write any subset of A, B, C and D, such as "AC" or "ABCD", or "" for no Canon'
-                )
+        if not set(letters) <= set(CANON_SITES) or len(letters) > len(set(letters)):
+            raise UserError(
+                f'canon_set = "{self.canon_set}": expected each of the sites A, B, C and D at most '
+                'once, such as "AC" or "ABCD", or "" for no Canon'
+            )
         # frozen: the one place where fields are rewritten, so that "ca" and "AC" are equal args
         object.__setattr__(self, "canon_set", "".join(sorted(letters)))
         if self.num_kv_heads == self.num_heads:
             object.__setattr__(self, "num_kv_heads", 0)
-        _check_ranges(self)
-        _check_heads(self)
+        _check(self)
         if 4 * self.partial_rope_dim == self.head_dim:
             object.__setattr__(self, "partial_rope_dim", 0)
-        _check_canon_options(self)
 
     @property
     def head_dim(self) -> int:
-        """K, the width of one head."""
         return self.dim // self.num_heads
 
     @property
     def kv_heads(self) -> int:
-        """G, the heads of k and of v; divides H."""
         return self.num_kv_heads or self.num_heads
 
     @property
@@ -158,8 +147,8 @@ class ModelArgs:
         return self.head_dim // divisor if self.position in ROTARY else 0
 
 
-def _check_ranges(args: ModelArgs) -> None:
-    """Raise UserError unless every number and name is in its own range."""
+def _check(args: ModelArgs) -> None:
+    """Raise UserError unless every value is in its range and fits the others."""
     least = dict.fromkeys(("vocab_size", "num_layers", "dim", "num_heads", "ffn_dim"), 1)
     least |= {"max_seq_len": 1, "init_seed": 0, "num_kv_heads": 0, "partial_rope_dim": 0}
     for name, smallest in least.items():
@@ -169,44 +158,44 @@ def _check_ranges(args: ModelArgs) -> None:
         value = getattr(args, name)
         if not (math.isfinite(value) and value > 0):
             raise UserError(f"{name} = {value} is not usable; expected a finite number above 0.")
+    for name, choices in CHOICES.items():
+        check_choice(name, getattr(args, name), choices)
     if args.canon_kernel not in CANON_KERNELS:
-        raise UserError(
-            f"canon_kernel = {args.canon_kernel} is not a width that Canon has; "
-            "expected 2 to 16 (the paper's is 4, and kernels of other packages take no more)."
-        )
+        raise UserError(f"canon_kernel = {args.canon_kernel}: expected 2 to 16 (the paper's is 4).")
     if args.document_mask and not 0 <= args.eos_id < args.vocab_size:
         raise UserError(
             f"eos_id = {args.eos_id} is no token of a vocabulary of {args.vocab_size}; "
             "document_mask needs the id of the token that ends a document."
         )
-    for name, choices in CHOICES.items():
-        check_choice(name, getattr(args, name), choices)
     if args.ffn_activation == "gelu" and args.ffn != "standard":
         raise UserError(
             'ffn_activation = "gelu" is the original GPT2\'s, whose feed-forward is not gated; '
             'set ffn = "standard" with it, or choose silu or relu2.'
         )
+    for whole, part in (("dim", "num_heads"), ("num_heads", "kv_heads")):
+        if getattr(args, whole) % getattr(args, part):
+            raise UserError(
+                f"{whole} = {getattr(args, whole)} is not a multiple of "
+                f"{part.replace('kv_', 'num_kv_')} = {getattr(args, part)}. Change one of the two."
+            )
+    _check_position(args)
+    if args.canon_set:
+        return
+    for name in ("canon_kernel", "canon_residual", "canon_activation", "canon_trainable"):
+        given, default = getattr(args, name), getattr(ModelArgs, name)
+        if given != default:
+            raise UserError(
+                f"{name} = {str(given).lower()} changes nothing in a model without Canon layers "
+                f'(canon_set = ""). Name the sites in canon_set, or leave {name} out.'
+            )
 
 
-def _check_heads(args: ModelArgs) -> None:
-    """Raise UserError unless the heads divide the width and rotated dims come in pairs."""
-    if args.dim % args.num_heads:
-        raise UserError(
-            f"dim = {args.dim} is not a multiple of num_heads = {args.num_heads}; every head needs "
-            "the same whole number of dims. Change one of the two."
-        )
-    if args.num_heads % args.kv_heads:
-        raise UserError(
-            f"num_heads = {args.num_heads} is not a multiple of num_kv_heads = {args.kv_heads}; "
-            "every head of k and v serves the same number of heads of q. Change one of the two."
-        )
+def _check_position(args: ModelArgs) -> None:
+    """Raise UserError unless the position's heads can be shared out and its dims paired."""
     if args.partial_rope_dim:
         given = f"partial_rope_dim = {args.partial_rope_dim}"
         if args.position != "partial_rope_c":
-            raise UserError(
-                f'{given} with position = "{args.position}": only partial_rope_c reads it; '
-                "leave it out"
-            )
+            raise UserError(f'{given} is for partial_rope_c, not "{args.position}"; leave it out')
         if args.partial_rope_dim % 2 or args.partial_rope_dim >= args.head_dim:
             raise UserError(
                 f"{given} of a head dim of {args.head_dim} (dim / num_heads): expected an even "
@@ -222,33 +211,12 @@ def _check_heads(args: ModelArgs) -> None:
     }
     heads_divisor, dims_divisor = divisors.get(args.position, (1, 1))
     name = "num_heads" if args.position == "h_alibi" or not args.num_kv_heads else "num_kv_heads"
-    needs = []
-    if getattr(args, name) % heads_divisor:
-        needs.append(f"{name} to be a multiple of {heads_divisor}, because heads are shared out")
-    if args.head_dim % dims_divisor:
-        needs.append(
-            f"the head dim to be a multiple of {dims_divisor}, because dims rotate in pairs"
-        )
-    if needs:
+    if getattr(args, name) % heads_divisor or args.head_dim % dims_divisor:
         raise UserError(
             f'position = "{args.position}" got {name} = {getattr(args, name)} and a head dim of '
-            f"{args.head_dim} (dim / num_heads); it needs {', and '.join(needs)}. Change dim or "
-            "the heads, or choose another position."
+            f"{args.head_dim} (dim / num_heads): expected a multiple of {heads_divisor} and a "
+            f"multiple of {dims_divisor}. Change dim or the heads, or choose another position."
         )
-
-
-def _check_canon_options(args: ModelArgs) -> None:
-    """Raise UserError for options of Canon layers in a model that has none."""
-    if args.canon_set:
-        return
-    for name in ("canon_kernel", "canon_residual", "canon_activation", "canon_trainable"):
-        given, default = getattr(args, name), getattr(ModelArgs, name)
-        if given != default:
-            raise UserError(
-                f"{name} = {str(given).lower()} changes nothing in a model without Canon layers "
-                f'(canon_set = ""). Name the sites in canon_set, or leave {name} at '
-                f"{str(default).lower()}."
-            )
 
 
 def num_parameters(args: ModelArgs) -> int:
@@ -265,9 +233,8 @@ def num_parameters(args: ModelArgs) -> int:
         layer += q_dim + k_dim + v_dim + args.dim + args.ffn_in_dim + args.dim
     has_norm_bias = args.bias and args.norm == "layernorm"
     layer += 2 * args.dim * has_norm_bias
-    ends = (1 if args.tie_embeddings else 2) * args.vocab_size * args.dim + args.dim * (
-        1 + has_norm_bias
-    )
+    ends = (1 if args.tie_embeddings else 2) * args.vocab_size * args.dim
+    ends += args.dim * (1 + has_norm_bias)
     return ends + args.num_layers * layer
 
 
@@ -277,10 +244,9 @@ FLOPS_FORMULA = "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halve
 def flops_per_token(args: ModelArgs, seq_len: int) -> int:
     """Return the training FLOPs of one token: 6 (N - V D) + 12 L H K T.
 
-    FLOPS_FORMULA: the model FLOPs of PaLM (Chowdhery et al. 2022, appendix B), as torchtitan counts
-    them: the token embedding is a look-up and left out, unless it is the output matrix as well;
-    attention counts all T x T scores, so causality (or a window) does not halve it. Forward plus
-    backward, nothing recomputed. T is `seq_len`.
+    The model FLOPs of PaLM (Chowdhery et al. 2022, appendix B), as torchtitan counts them: without
+    the token embedding, a look-up, unless it is the output matrix as well; attention counts all
+    T x T scores. Forward plus backward, nothing recomputed. T is `seq_len`.
     """
     embedding = 0 if args.tie_embeddings else args.vocab_size * args.dim
     attention = 12 * args.num_layers * args.num_heads * args.head_dim * seq_len

@@ -30,15 +30,16 @@ MAX_FLASH_HEAD_DIM = 256
 
 
 class FlashImpl(NamedTuple):
-    """A package that takes the place of SDPA's flash kernel."""
+    """A package that takes the place of SDPA's flash kernel; `name` is that of torch's registry.
+
+    `majors`: of the compute capabilities that it has training kernels for.
+    """
 
     name: str
-    """In torch's registry."""
     package: str
     module: str
     install: str
     majors: tuple[int, ...]
-    """Of the compute capabilities that it has training kernels for."""
 
 
 FLASH_IMPLS = {
@@ -63,17 +64,11 @@ _SDPA_KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-
-
-def _sdpa_names(backend: str) -> list[str]:
-    """Return SDPA's kernels on a GPU, in the order in which they are tried."""
-    backend = "flash" if backend in FLASH_IMPLS else backend
-    return sorted(_SDPA_KERNELS, key=lambda name: name != backend)  # sorted: the others stay
-
-
-# not in `Attend`: these can't be pickled, and a model shall
+# by backend, in the order in which they are tried; not in `Attend`: these can't be pickled
 _SDPA_ORDERS = {
-    backend: [_SDPA_KERNELS[name] for name in _sdpa_names(backend)] for backend in BACKENDS
+    backend: [_SDPA_KERNELS[first], *(k for name, k in _SDPA_KERNELS.items() if name != first)]
+    for backend in BACKENDS
+    for first in ("flash" if backend in ("flash", *FLASH_IMPLS) else "cudnn",)
 }
 
 
@@ -82,9 +77,8 @@ class Attend(nn.Module):
 
     `auto`: SDPA if a token sees all before it, or without a GPU; flex on a GPU for ALiBi, H-ALiBi
     and segments. `flex` takes it for those on a CPU too, forward only. `cudnn` and `flash` are SDPA
-    with that one of its GPU kernels first (`auto`: cuDNN's; `python -m canon_pretrain.bench
-    attention` finds the fastest on this GPU). `fa3` and `fa4` are `flash` with that package behind
-    it, in the whole process. A sequence that is read in parts (decoding) takes SDPA with a mask
+    with that one of its GPU kernels first (`auto`: cuDNN's). `fa3` and `fa4` are `flash` with that
+    package behind it, in the whole process. A sequence that is read in parts takes SDPA with a mask
     instead of flex. Raises UserError for a backend that can't compute this model.
     """
 
@@ -104,14 +98,10 @@ class Attend(nn.Module):
     def describe(self, device_type: str) -> str:
         """Return the way of a training step, in a few words for a log."""
         way = self.way(device_type, masked=self.args.document_mask)
-        if way != "sdpa":
+        if way != "sdpa" or device_type != "cuda":
             return way
-        notes = []
-        if device_type == "cuda":
-            notes.append(f"the first that fits of {', '.join(_sdpa_names(self.backend))}")
-        if self.backend == "flex":
-            notes.append("flex is for ALiBi, H-ALiBi and documents")
-        return f"sdpa ({'; '.join(notes)})" if notes else way
+        kernels = ", ".join(kernel.name.lower() for kernel in _SDPA_ORDERS[self.backend])
+        return f"sdpa (the first that fits of {kernels})"
 
     def mask(
         self, num_queries: int, segments_BS: Tensor | None, num_keys: int, device: torch.device
@@ -156,40 +146,39 @@ class Attend(nn.Module):
 
     def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
         """Return what each head reads, [B, T, H, K]; `mask` is from `mask()`."""
-        if isinstance(mask, BlockMask):
-            return self._flex(q_BTHK, k_BSGK, v_BSGK, mask)
-        if self.backend == "flash_attn":
-            return self._flash_attn(q_BTHK, k_BSGK, v_BSGK)
-        return self._sdpa(q_BTHK, k_BSGK, v_BSGK, mask)
-
-    def _sdpa(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Tensor | None) -> Tensor:
+        if self.backend == "flash_attn" and not isinstance(mask, BlockMask):
+            slopes_H = None
+            if self.args.position == "alibi":
+                slopes_H = alibi_slopes(self.args.num_heads, q_BTHK.device)
+            return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, causal=True, alibi_slopes=slopes_H)
         q, k, v = (part.transpose(1, 2) for part in (q_BTHK, k_BSGK, v_BSGK))
-        dtype = q.dtype
-        is_causal = mask is None and q.shape[2] > 1
+        read = self._flex if isinstance(mask, BlockMask) else self._sdpa
+        return read(q, k, v, mask).transpose(1, 2)
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        num_heads, dtype, num_queries, num_keys = self.args.num_heads, q.dtype, *_lengths(q, k)
+        is_causal = mask is None and num_queries > 1
         if self.args.position == "alibi":
             # a bias of 8 bits would lose the distance: it is added to float32 scores
             q, k, v = (part.to(torch.promote_types(dtype, torch.float32)) for part in (q, k, v))
-            bias_HTS = alibi_bias(self.args.num_heads, q.shape[2], k.shape[2], q.device, q.dtype)
-            hidden = ~torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(
-                k.shape[2] - q.shape[2]
-            )
-            mask = bias_HTS.masked_fill(hidden if mask is None else ~mask, -torch.inf)
-            is_causal = False
+            keys_S = torch.arange(num_keys, device=q.device)
+            distance_TS = keys_S[num_keys - num_queries :, None] - keys_S
+            bias_HTS = -alibi_slopes(num_heads, q.device)[:, None, None].to(q.dtype) * distance_TS
+            hidden = distance_TS < 0 if mask is None else ~mask
+            mask, is_causal = bias_HTS.masked_fill(hidden, -torch.inf), False
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal}
-        if self.args.kv_heads != self.args.num_heads:
+        if self.args.kv_heads != num_heads:
             options["enable_gqa"] = True
         with _kernels(self.backend, q.device):
-            y = F.scaled_dot_product_attention(q, k, v, **options)
-        return y.to(dtype).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, **options).to(dtype)
 
-    def _flex(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: BlockMask) -> Tensor:
-        q, k, v = (part.transpose(1, 2) for part in (q_BTHK, k_BTGK, v_BTGK))
+    def _flex(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         num_heads = self.args.num_heads
 
         def alibi(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
             return score + torch.exp2(-8.0 * (h + 1) / num_heads) * (s - t)
 
-        y = _flex_attention(q.device)(
+        y: Tensor = _flex_attention(q.device)(
             q,
             k,
             v,
@@ -197,14 +186,7 @@ class Attend(nn.Module):
             block_mask=mask,
             enable_gqa=self.args.kv_heads != num_heads,
         )
-        assert isinstance(y, Tensor)
-        return y.transpose(1, 2)
-
-    def _flash_attn(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
-        slopes_H = None
-        if self.args.position == "alibi":
-            slopes_H = alibi_slopes(self.args.num_heads, q_BTHK.device)
-        return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, causal=True, alibi_slopes=slopes_H)
+        return y
 
 
 def check_backend(args: ModelArgs, backend: str) -> None:
@@ -223,23 +205,19 @@ def check_backend(args: ModelArgs, backend: str) -> None:
 
 
 def check_backend_fits(args: ModelArgs, backend: str) -> None:
-    """`check_backend` without a look at this machine, for a job that is planned for another."""
+    """Check what `check_backend` does, except this machine: for a job planned for another."""
     check_choice("attention_backend", backend, BACKENDS)
     if backend not in _PACKAGES:
         return
-    refused = "document_mask" if args.document_mask else None
+    refused = None
+    if args.head_dim > MAX_FLASH_HEAD_DIM:
+        refused = f"heads of {args.head_dim} dims (dim / num_heads), above {MAX_FLASH_HEAD_DIM}"
+    if args.document_mask:
+        refused = "document_mask"
     if args.position == "h_alibi" or (args.position == "alibi" and backend in FLASH_IMPLS):
         refused = f'position = "{args.position}"'
     if refused:
-        raise UserError(
-            f'attention_backend = "{backend}" has nothing for {refused}; choose "auto", which '
-            "takes flex attention on a GPU"
-        )
-    if args.head_dim > MAX_FLASH_HEAD_DIM:
-        raise UserError(
-            f'attention_backend = "{backend}" takes heads of up to {MAX_FLASH_HEAD_DIM} dims, this '
-            f'model has {args.head_dim} (dim / num_heads); choose "auto"'
-        )
+        raise UserError(f'attention_backend = "{backend}" can\'t do {refused}; choose "auto"')
 
 
 def _flash_attn_problem() -> str | None:
@@ -311,13 +289,8 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     return torch.exp2(-8.0 * heads_H / num_heads)
 
 
-def alibi_bias(
-    num_heads: int, num_queries: int, num_keys: int, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Return -slope * distance from the last `num_queries` tokens to all keys, [H, T, S]."""
-    queries_T = torch.arange(num_keys - num_queries, num_keys, device=device)
-    distance_TS = queries_T[:, None] - torch.arange(num_keys, device=device)
-    return -alibi_slopes(num_heads, device)[:, None, None].to(dtype) * distance_TS
+def _lengths(q: Tensor, k: Tensor) -> tuple[int, int]:
+    return q.shape[2], k.shape[2]
 
 
 @functools.cache
@@ -339,9 +312,7 @@ def _flex_attention(device: torch.device) -> Callable[..., Any]:
 
 
 def _block_mask(device: torch.device) -> Callable[..., BlockMask]:
-    if device.type == "cpu":
-        return create_block_mask
-    return _compiled(create_block_mask)
+    return create_block_mask if device.type == "cpu" else _compiled(create_block_mask)
 
 
 def _flash_attn_func() -> Callable[..., Tensor]:

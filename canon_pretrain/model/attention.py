@@ -1,12 +1,17 @@
 """Causal multi-head attention with optional QK-norm, Canon-B, grouped heads and rotary layouts.
 
-The first half of a `TransformerBlock`, in the paper's order (section 4, Canon-B).
+The first half of a `TransformerBlock`, in the paper's order (section 4, Canon-B). Rotation is of
+interleaved pairs (0,1), (2,3), .. as torchtitan's and lingua's, in real arithmetic: torch.compile
+generates no code for complex numbers.
 
-Shapes: B batch, T tokens, S tokens seen, D hidden, H heads, G key-value heads, K head dim.
+Shapes: B batch, T tokens, S tokens seen, D hidden, H heads, G key-value heads, K head dim, R
+rotated pairs of a head (rope_dim / 2).
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import triton_kernels
@@ -14,15 +19,85 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.cache import LayerCache
 from canon_pretrain.model.canon import CanonOfParts, canon_at, for_readers
-from canon_pretrain.model.positions import Rope
+
+
+def rope_tables(num_tokens: int, rope_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cos_TR and sin_TR of the angle t * theta^(-2i / rope_dim), float32 on the CPU.
+
+    The exponent divides by the rotated dims, not by the head dim, and there is no Llama-3.1
+    frequency scaling (RoFormer, section 3.4; partial layouts: paper, Figure 22).
+    """
+    # float32 throughout, as torchtitan and transformers do: released checkpoints saw these angles
+    pairs_R = torch.arange(0, rope_dim, 2, device="cpu", dtype=torch.float32)
+    frequency_R = 1.0 / (theta ** (pairs_R / rope_dim))
+    angle_TR = torch.outer(torch.arange(num_tokens, device="cpu", dtype=torch.float32), frequency_R)
+    return angle_TR.cos(), angle_TR.sin()
+
+
+def apply_rope(x_BTHK: Tensor, cos_TR: Tensor, sin_TR: Tensor, rope_heads: int) -> Tensor:
+    """Rotate the first 2R dims of the first `rope_heads` heads, in float32; copy the rest.
+
+    Pair i of token t turns by its angle: (a, b) -> (a cos - b sin, a sin + b cos).
+    """
+    rope_dim = 2 * cos_TR.shape[1]
+    heads, still_heads = x_BTHK[:, :, :rope_heads], x_BTHK[:, :, rope_heads:]
+    moving, still_dims = heads[..., :rope_dim], heads[..., rope_dim:]
+    pairs = moving.to(torch.promote_types(x_BTHK.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    first, second = pairs.unbind(-1)
+    cos, sin = cos_TR[:, None], sin_TR[:, None]  # broadcast over the heads
+    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    y = turned.flatten(-2).to(x_BTHK.dtype)
+    if still_dims.shape[3]:
+        y = torch.cat((y, still_dims), dim=3)
+    if still_heads.shape[2]:
+        y = torch.cat((y, still_heads), dim=2)
+    return y
+
+
+class Rope(nn.Module):
+    """The rotation of one model: its tables as non-persistent float32 buffers, and their use.
+
+    A module that the blocks share, not an argument: FSDP2's mixed precision casts floating-point
+    arguments of a block to bfloat16, and 8 bits of a cosine are too few.
+    """
+
+    cos_TR: Tensor
+    sin_TR: Tensor
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        shape = (args.max_seq_len, args.rope_dim // 2)
+        self.register_buffer("cos_TR", torch.empty(shape), persistent=False)
+        self.register_buffer("sin_TR", torch.empty(shape), persistent=False)
+        self.reset(self.cos_TR.device)
+
+    def reset(self, device: torch.device) -> None:
+        """Compute the tables on `device`, as after `to_empty`."""
+        # made on the CPU and copied, so that every machine has the same bits
+        args = self.args
+        tables = rope_tables(args.max_seq_len, args.rope_dim, args.rope_theta)
+        self.cos_TR, self.sin_TR = (table.to(device) for table in tables)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        # model.to(bfloat16), as in an evaluation, must not round the tables
+        if self.cos_TR.dtype != torch.float32:
+            self.reset(self.cos_TR.device)
+        return self
+
+    def forward(self, x_BTHK: Tensor, start: int = 0) -> Tensor:
+        """Return q, or k, with its tokens rotated to the positions start, start + 1, .."""
+        stop = start + x_BTHK.shape[1]
+        rope_heads = x_BTHK.shape[2] // self.args.rope_share
+        return apply_rope(x_BTHK, self.cos_TR[start:stop], self.sin_TR[start:stop], rope_heads)
 
 
 class Attention(nn.Module):
     """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo.
 
-    QK-norm per head is after the split into heads instead (seed 001). `rope` is the model's one
-    `Rope`, or None if positions are not rotary; `attend` its one `Attend`; `canon_backend` as in
-    `kernels/backends.py`.
+    QK-norm per head is after the split into heads instead (seed 001). `rope` (None if positions are
+    not rotary) and `attend` are the model's.
     """
 
     def __init__(
@@ -53,12 +128,12 @@ class Attention(nn.Module):
         """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
         x_q, x_k, x_v = for_readers(x_BTD, 3)
         qkv = self.wq(x_q), self.wk(x_k), self.wv(x_v)
-        q_BTHK, k_BSGK, v_BSGK = self._heads(*qkv, near_BN, cache)
+        q_BTHK, k_BSGK, v_BSGK = self.heads(*qkv, near_BN, cache)
         if cache is not None:
             k_BSGK, v_BSGK = cache.append(k_BSGK, v_BSGK)
         return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, mask).flatten(-2))
 
-    def _heads(
+    def heads(
         self, q: Tensor, k: Tensor, v: Tensor, near_BN: Tensor | None, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q_BTHK, k_BTGK and v_BTGK for attention, from the projections [B, T, ..]."""
@@ -85,7 +160,7 @@ class Attention(nn.Module):
         v: Tensor,
         near_BN: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `_heads` of a whole sequence by one kernel for each of q, k and v."""
+        """Return `heads` of a whole sequence by one kernel for each of q, k and v."""
         options = canon_b.options(near_BN) | {"head_dim": self.head_dim, "qk_norm": self.qk_norm}
         if self.q_norm is not None and self.k_norm is not None:
             options |= {"q_gain": self.q_norm.weight, "k_gain": self.k_norm.weight}

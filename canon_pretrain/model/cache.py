@@ -1,8 +1,7 @@
 """What a model remembers of the tokens that it has read: segments, keys, values, Canon's memory.
 
-`Transformer.forward` takes a `Cache` and adds to it; decode.py drives it. Canon needs its own: what
-the last K - 1 inputs of every site add to the next outputs (kernels/decode_step.py), or a prompt
-read in parts would differ from one read whole.
+Canon needs its own: what the last K - 1 inputs of every site add to the next outputs
+(kernels/decode_step.py), or a prompt read in parts would differ from one read whole.
 
 Every token has the number of its segment: attention and Canon mix it only with earlier tokens of
 the same segment. Segments are the documents of a row if the model masks documents (else a row is
@@ -60,11 +59,22 @@ class LayerCache:
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Add the new keys and values; return all so far, [B, S, G, K] each."""
         stop = self.start + k_BTGK.shape[1]
-        self._keys = _room(self._keys, k_BTGK, stop, self._capacity)
-        self._values = _room(self._values, v_BTGK, stop, self._capacity)
+        self._keys = self._room(self._keys, k_BTGK, stop)
+        self._values = self._room(self._values, v_BTGK, stop)
         self._keys[:, :, self.start : stop] = k_BTGK.transpose(1, 2)
         self._values[:, :, self.start : stop] = v_BTGK.transpose(1, 2)
         return self._keys[:, :, :stop].transpose(1, 2), self._values[:, :, :stop].transpose(1, 2)
+
+    def _room(self, held: Tensor | None, new_BTGK: Tensor, stop: int) -> Tensor:
+        """Return `held` with room for `stop` tokens, doubled if it had too little."""
+        if held is not None and held.shape[2] >= stop:
+            return held
+        capacity = max(stop, self._capacity if held is None else 2 * held.shape[2])
+        num_rows, _, num_heads, head_dim = new_BTGK.shape
+        grown = new_BTGK.new_empty(num_rows, num_heads, capacity, head_dim)
+        if held is not None:
+            grown[:, :, : held.shape[2]] = held
+        return grown
 
     def take(self, rows_N: Tensor) -> None:
         """Keep the rows of these indices, in this order; repeats are allowed."""
@@ -98,8 +108,7 @@ class Cache:
         if segments_BT is None:
             segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
         if self._segments is None:
-            shape = (tokens_BT.shape[0], self.length)
-            self._segments = segments_BT.new_zeros(shape)
+            self._segments = segments_BT.new_zeros((tokens_BT.shape[0], self.length))
         self._segments = torch.cat((self._segments, segments_BT), dim=1)
         return self._segments
 
@@ -112,7 +121,7 @@ class Cache:
         if self._segments is None or self._go_on:
             return None
         near_BN = near_segments(self._segments, num_tokens, reach)
-        is_one = num_tokens == 1 and reach > 0 and not torch.compiler.is_compiling()
+        is_one = num_tokens == 1 and not torch.compiler.is_compiling()
         return None if is_one and torch.equal(near_BN[:, -1], near_BN[:, -2]) else near_BN
 
     def begin(self, num_tokens: int, near_BN: Tensor | None) -> None:
@@ -122,9 +131,8 @@ class Cache:
         """
         if not self._is_whole:
             raise UserError(
-                f"reading on after {self.length} tokens: an error ended the reading of those that "
-                "came next when only some layers had read them; read again from the first token "
-                "into a new cache"
+                f"reading on after {self.length} tokens: an error interrupted the tokens after "
+                "them when only some layers had read them; read all again into a new cache"
             )
         self._is_whole = False
         for layer in self.layers:
@@ -145,10 +153,7 @@ class Cache:
         self._is_whole = True
 
     def branch(self, rows_N: Tensor) -> "Cache":
-        """Return a memory of these rows (int64; repeats allowed) for one of several continuations.
-
-        self is not changed.
-        """
+        """Return a memory of these rows (int64; repeats allowed); self is not changed."""
         other = copy.copy(self)
         other.layers = [copy.copy(layer) for layer in self.layers]
         other.take(rows_N)
@@ -163,18 +168,3 @@ class Cache:
             self._segments = self._segments[rows_N]
         if self.next_document is not None:
             self.next_document = self.next_document[rows_N]
-
-
-def _room(held: Tensor | None, new_BTGK: Tensor, stop: int, capacity: int) -> Tensor:
-    """Return `held` with room for `stop` tokens, doubled if it was too small.
-
-    Without one, a new one like `new_BTGK` for at least `capacity` tokens.
-    """
-    if held is not None and held.shape[2] >= stop:
-        return held
-    capacity = max(stop, 2 * held.shape[2] if held is not None else capacity)
-    num_rows, _, num_heads, head_dim = new_BTGK.shape
-    grown = new_BTGK.new_empty(num_rows, num_heads, capacity, head_dim)
-    if held is not None:
-        grown[:, :, : held.shape[2]] = held
-    return grown

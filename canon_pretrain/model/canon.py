@@ -27,7 +27,7 @@ class Canon(nn.Module):
     """The Canon layer of `site`, a letter of args.canon_set, with the options of `args`.
 
     `weight` is [C, 1, K], the layout of a depthwise `nn.Conv1d`: the last tap is the current
-    token's. It requires no gradient in cst-Canon. `backend`: see `kernels/backends.py`.
+    token's. It requires no gradient in cst-Canon.
     """
 
     def __init__(self, args: ModelArgs, site: str, backend: str = "auto") -> None:
@@ -118,10 +118,7 @@ class CanonOfParts(Canon):
 
 
 class CanonGate(CanonOfParts):
-    """Canon-D of a gated feed-forward together with the gate behind it.
-
-    One module, whose forward is Canon-D for hooks (of a profile, of an offloading library).
-    """
+    """Canon-D of a gated feed-forward together with the gate behind it."""
 
     def __init__(self, args: ModelArgs, site: str = "D", backend: str = "auto") -> None:
         super().__init__(args, site, backend)
@@ -133,10 +130,7 @@ class CanonGate(CanonOfParts):
         near_BN: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Return act(Canon(gate)) * Canon(up), [B, T, F], of the parts (gate, up).
-
-        act is silu, or relu squared. See `Canon.forward`.
-        """
+        """Return act(Canon(gate)) * Canon(up), [B, T, F], of the parts (gate, up)."""
         if cache is not None:
             gate_BTF, up_BTF = self._read(parts, near_BN, cache)
             return ffn_activation(gate_BTF, self.relu2) * up_BTF

@@ -2,16 +2,14 @@
 
 `titan/canon_choice.py` asks before a run takes a kernel; `bench canon` times the same forms. A form
 is Canon at one site with its neighbors, made of the model's own modules: the norm before A and C,
-the rotation after B, the activation after D. A backend with one kernel for both takes it here as in
-a training step.
+the rotation after B, the activation after D.
 
 Shapes: B batch, T tokens, C channels, N = K - 1 + T.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +17,9 @@ from torch import Tensor, nn
 from canon_pretrain.kernels.backends import TRITON_TAPS, backend_problem, check_canon_backend
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
-from canon_pretrain.model.attention import Attention
+from canon_pretrain.model.attention import Attention, Rope
 from canon_pretrain.model.cache import document_numbers, near_segments
 from canon_pretrain.model.canon import Canon, CanonGate, CanonOfParts, for_readers
-from canon_pretrain.model.positions import Rope
 from canon_pretrain.model.transformer import norm_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
@@ -36,23 +33,17 @@ class WrongCanon(Exception):
     """A kernel's results are not the formula's; the message is what differs, and by how much."""
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """A module of activations [B, T, C] of `widths`, and near_BN or None; it returns a tuple.
 
-    `moved`: how many values per token forward and backward must read or write at least.
+    `moved`: how many values per token forward and backward must read or write at least. `build`:
+    the module by a backend.
     """
 
     name: str
     widths: tuple[int, ...]
     moved: tuple[int, int]
     build: Callable[[str], nn.Module]
-    """From a backend's name."""
-
-    def make(self, backend: str, device_type: str | None = None) -> nn.Module:
-        """Return the module by `backend`. Raises UserError if it can't run here."""
-        check_canon_backend(backend, device_type)
-        return self.build(backend)
 
 
 def forms(args: ModelArgs) -> list[Form]:
@@ -78,15 +69,13 @@ def forms_of(args: ModelArgs) -> list[Form]:
 
 def _alone(name: str, site: str, widths: tuple[int, ...], args: ModelArgs) -> Form:
     moved = (2 * sum(widths), 3 * sum(widths))
-    return Form(name, widths, moved, lambda backend: _Parts(args, site, backend))
+    return Form(name, widths, moved, lambda backend: _Parts(CanonOfParts(args, site, backend)))
 
 
 def _norm(name: str, args: ModelArgs, site: str, adds: bool = False, readers: int = 1) -> Form:
     # forward reads both and writes both; backward reads their gradients and h, and writes dh
-    moved = (4 * args.dim, 4 * args.dim)
-    return Form(
-        name, (args.dim,) * 2, moved, lambda backend: _Norm(args, site, backend, adds, readers)
-    )
+    moved, widths = (4 * args.dim, 4 * args.dim), (args.dim, args.dim)
+    return Form(name, widths, moved, lambda backend: _Norm(args, site, backend, adds, readers))
 
 
 def _heads(args: ModelArgs) -> Form:
@@ -96,27 +85,18 @@ def _heads(args: ModelArgs) -> Form:
 
 
 def _gate(args: ModelArgs) -> Form:
-    moved = (3 * args.ffn_dim, 5 * args.ffn_dim)
-    return Form("D + activation", (args.ffn_dim,) * 2, moved, lambda name: _Gate(args, name))
+    moved, widths = (3 * args.ffn_dim, 5 * args.ffn_dim), (args.ffn_dim, args.ffn_dim)
+    return Form("D + activation", widths, moved, lambda name: _Parts(CanonGate(args, "D", name)))
 
 
 class _Parts(nn.Module):
-    def __init__(self, args: ModelArgs, site: str, backend: str) -> None:
+    def __init__(self, canon: CanonOfParts) -> None:
         super().__init__()
-        self.canon: CanonOfParts = CanonOfParts(args, site, backend)
+        self.canon = canon
 
     def forward(self, *parts: Tensor, near_BN: Tensor | None = None) -> tuple[Tensor, ...]:
-        mixed: tuple[Tensor, ...] = self.canon(parts, near_BN)
-        return mixed
-
-
-class _Gate(_Parts):
-    def __init__(self, args: ModelArgs, backend: str) -> None:
-        super().__init__(args, "D", backend)
-        self.canon = CanonGate(args, "D", backend)
-
-    def forward(self, *parts: Tensor, near_BN: Tensor | None = None) -> tuple[Tensor, ...]:
-        return (self.canon(parts, near_BN),)
+        mixed: Tensor | tuple[Tensor, ...] = self.canon(parts, near_BN)
+        return mixed if isinstance(mixed, tuple) else (mixed,)
 
 
 class _Norm(nn.Module):
@@ -146,7 +126,7 @@ class _Heads(Attention):
     def forward(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, near_BN: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        return self._heads(q, k, v, near_BN, None)
+        return self.heads(q, k, v, near_BN, None)
 
 
 def training_problem(
@@ -186,9 +166,10 @@ def training_problem(
 
 
 def make_module(form: Form, backend: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return the form's module with gains that are not 1."""
+    """Return the form's module with gains that are not 1; raise UserError if it can't run here."""
+    check_canon_backend(backend, device.type)
     with device:
-        module = form.make(backend, device.type).to(device, dtype)
+        module = form.build(backend).to(device, dtype)
     for parameter in module.parameters():
         if parameter.ndim == 1:
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -218,18 +199,16 @@ def compare(
     weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
     options: dict[str, Any] = {} if near_BN is None else {"near_BN": near_BN}
     outputs = run(*inputs, **options)
-    grads = []
-    for y in outputs:
-        # small behind a row's first tokens: their border is a share of the weight gradient then
-        grad = torch.randn_like(y) / 16
+    grads = [torch.randn_like(y) / 16 for y in outputs]
+    for grad in grads:
+        # large at a row's first tokens: else their border is no share of the weight gradient
         grad[:, :HEAD_TOKENS] *= 16
-        grads.append(grad)
     wanted = [*inputs, *weights.values()]
     found = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
-    own_grads = dict(zip([*range(len(inputs)), *weights], found, strict=True))
+    names = [f"gradient of input {i}" for i in range(len(inputs))]
 
     with inputs[0].device:
-        exact = form.make("reference").to(inputs[0].device, torch.float64)
+        exact = form.build("reference").to(inputs[0].device, torch.float64)
     exact.load_state_dict(module.state_dict())
     exact_weights = [p for p in exact.parameters() if p.requires_grad]
     sums = [torch.zeros_like(p) for p in exact_weights]
@@ -245,12 +224,12 @@ def compare(
         )
         for j, (y, true) in enumerate(zip(outputs, truth, strict=True)):
             errors.append(_error(f"output {j}", y, true, tolerance, row))
-        for j, true in enumerate(truth_grads[: len(inputs)]):
-            errors.append(_error(f"gradient of input {j}", own_grads[j], true, tolerance, row))
+        for name, own, true in zip(names, found, truth_grads, strict=False):
+            errors.append(_error(name, own, true, tolerance, row))
         for total, true in zip(sums, truth_grads[len(inputs) :], strict=True):
             total += true
-    for name, total in zip(weights, sums, strict=True):
-        errors.append(_error(f"gradient of {name}", own_grads[name], total, tolerance))
+    for name, own, total in zip(weights, found[len(inputs) :], sums, strict=True):
+        errors.append(_error(f"gradient of {name}", own, total, tolerance))
     return max(errors)
 
 

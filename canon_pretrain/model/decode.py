@@ -1,15 +1,12 @@
 """Text generation as tokens: many prompts, read and continued together with a `Cache`.
 
-The tokens are those of a full pass over the whole sequence at every step. Prompts are answered in
-batches. In a batch all rows end at the same place: shorter ones have padding on their left, which
-no token sees. Prompts are read many tokens at a time, answers one at a time, and a row that has
+The tokens are those of a full pass over the whole sequence at every step. In a batch all rows end
+at the same place: shorter ones have padding on their left, which no token sees. A row that has
 ended is removed.
 
-Memory: the cache holds 2 L G K numbers per token (keys and values) and L C K float32 numbers per
-row (Canon's sums, kernels/decode_step.py; C channels of all sites of a block, K taps). For `1b3`
-that is 384 KiB per token in float32, half of it in bfloat16, so 3 GiB at the default
-`batch_tokens`, and 7.8 MiB per row. `batch_tokens` bounds the tokens of a batch's cache, with room
-for its answers, and so the tokens that are read at once.
+The cache holds 2 L G K numbers per token (keys and values) and L C K float32 numbers per row
+(Canon's sums; C channels of all sites of a block, K taps). For `1b3` that is 384 KiB per token in
+float32, half of it in bfloat16, so 3 GiB at the default `batch_tokens`, and 7.8 MiB per row.
 
 Shapes: B rows, T tokens, V vocabulary, N prompts.
 """
@@ -45,21 +42,20 @@ def generate(
 ) -> list[list[int]]:
     """Return the tokens that `model` generates after each prompt, in the order of the prompts.
 
-    An answer ends at `max_new_tokens` (one number, or one per prompt), before `eos_id` (None:
-    never), or with the token for which `stop(i, tokens)` is true: called with the prompt's index
-    and its answer so far after every token. `ended(i)` is called once per prompt, when its answer
-    is whole.
+    An answer ends at `max_new_tokens` (one number, or one per prompt), before `eos_id`, or with the
+    token for which `stop(i, tokens)` is true: called with the prompt's index and its answer so far
+    after every token. `ended(i)` is called once per prompt, when its answer is whole.
 
     `temperature` 0 takes the likeliest token, the lowest id of equals. Above 0 tokens are drawn
     from softmax(logits / temperature), of the `top_k` likeliest only (0: all), and of those only
     the likeliest that together have a probability of `top_p`; numbers are drawn from `generator`,
     one per prompt and place before anything is read, so batches change no answer.
 
-    `batch_tokens` bounds the memory, see above; a longer sequence is a batch of its own, and its
-    prompt is read in parts. `read_tokens` further bounds the tokens that are read at once: a CPU
-    reads faster what fits its caches. The model is not changed; if it is sharded, all ranks must
-    ask for the same. Raises UserError, before anything is computed, for an empty prompt, a token
-    that the model does not have, and more tokens than max_seq_len.
+    `batch_tokens` bounds the tokens of a batch's cache, with room for its answers; a longer
+    sequence is a batch of its own, and its prompt is read in parts. `read_tokens` further bounds
+    the tokens that are read at once: a CPU reads faster what fits its caches. If the model is
+    sharded, all ranks must ask for the same. Raises UserError, before anything is computed, for an
+    empty prompt, a token that the model does not have, and more tokens than max_seq_len.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     _check_prompts(model, prompts, limits)
@@ -180,28 +176,23 @@ def _check_prompts(
     args = model.args
     if len(limits) != len(prompts):
         raise UserError(
-            f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts; give one a "
-            "prompt, or one for all"
+            f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts; give one for "
+            "each, or one for all"
         )
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         if limit < 1:
             raise UserError(f"prompt {i} with {limit} new tokens: expected at least 1")
         if not len(prompt):
-            raise UserError(
-                f"prompt {i} is empty: a model needs a token to continue; begin with EOS, which "
-                "separates documents"
-            )
+            raise UserError(f"prompt {i} is empty: begin with EOS, which separates documents")
         if not 0 <= min(prompt) <= max(prompt) < args.vocab_size:
             raise UserError(
                 f"prompt {i} has ids from {min(prompt)} to {max(prompt)}, the model's are 0 to "
-                f"{args.vocab_size - 1}: encode it with the tokenizer that the model was trained "
-                "with"
+                f"{args.vocab_size - 1}: encode it with the tokenizer of its training"
             )
         if len(prompt) + limit - 1 > args.max_seq_len:  # the last one is not read
             raise UserError(
                 f"prompt {i} of {len(prompt)} tokens with {limit} new ones is longer than "
-                f"max_seq_len = {args.max_seq_len} allows; shorten the prompt, ask for fewer, or "
-                "build the model with a higher max_seq_len"
+                f"max_seq_len = {args.max_seq_len} allows; shorten it, or ask for fewer"
             )
 
 
@@ -215,11 +206,6 @@ def _check_sampling(
             "least 0, and more than 0 up to 1"
         )
     if temperature > 0 and generator is None:
-        raise UserError(
-            f"temperature {temperature} needs a generator: torch.Generator().manual_seed(..)"
-        )
+        raise UserError(f"temperature {temperature} needs a torch.Generator")
     if temperature == 0 and (top_k or top_p < 1 or generator is not None):
-        raise UserError(
-            "top_k, top_p and a generator change nothing at temperature 0; give a temperature, or "
-            "leave them out"
-        )
+        raise UserError("top_k, top_p and a generator need a temperature above 0")

@@ -1,8 +1,8 @@
 """Initial weights as pure functions: the same bits at any world size, in any order, in any split.
 
-`Transformer.init_weights` computes one `InitialValue` per parameter; a single process copies all of
-its rows, a rank of a sharded run only its own. FSDP2's own random initialization writes the same
-shard on every rank on a CPU, and depends on the world size elsewhere.
+A single process copies all rows of each parameter's `InitialValue`, a rank of a sharded run only
+its own. FSDP2's own random initialization writes the same shard on every rank on a CPU, and depends
+on the world size elsewhere.
 """
 
 import hashlib
@@ -48,9 +48,8 @@ class InitialValue:
         return max(1, BLOCK_ELEMENTS // math.prod(self.shape[1:]))
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return the rows [start, stop) of dim 0 as float32 on the CPU.
+        """Return the rows [start, stop) of dim 0 as float32 on the CPU, the same bits in any split.
 
-        The same bits in any split: blocks are always generated whole, then cut.
         Raises ValueError unless 0 <= start <= stop <= shape[0].
         """
         if not 0 <= start <= stop <= self.shape[0]:
@@ -103,18 +102,16 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     """
     name = plain_name(name)
     module = name.split(".")[-2] if "." in name else ""
-
-    def value(kind: str, scale: float) -> InitialValue:
-        return InitialValue(name, torch.Size(shape), args.init_seed, kind, scale)
-
     if name.endswith(".bias"):
-        return value("zeros", 0.0)
-    if module.startswith("canon_"):
-        return value("uniform", args.canon_bound)
-    if module.endswith("norm"):
-        return value("ones", 0.0)
-    if len(shape) != 2:
+        law = "zeros", 0.0
+    elif module.startswith("canon_"):
+        law = "uniform", args.canon_bound
+    elif module.endswith("norm"):
+        law = "ones", 0.0
+    elif len(shape) != 2:
         raise ValueError(f"no initialisation is known for {name} of shape {tuple(shape)}")
-    if args.init == "lingua":
-        return value("truncated_normal", shape[1] ** -0.5)
-    return value("normal", PAPER_STD)
+    elif args.init == "lingua":
+        law = "truncated_normal", shape[1] ** -0.5
+    else:
+        law = "normal", PAPER_STD
+    return InitialValue(name, torch.Size(shape), args.init_seed, *law)

@@ -1,8 +1,5 @@
 """The language model: embedding, blocks, norm, head; and how its weights are initialized.
 
-The top of `model/`. `titan/` builds it on the meta device, shards it, materializes it with
-`to_empty` and calls `init_weights`; `eval/` loads a checkpoint into it.
-
 Shapes: B batch, T tokens, S tokens with those before them, D hidden, F ffn dim, V vocabulary,
 N = T + Canon's reach (in the head N = B T), M chosen places.
 """
@@ -18,7 +15,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.backends import check_canon_backend, ffn_activation
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
-from canon_pretrain.model.attention import Attention
+from canon_pretrain.model.attention import Attention, Rope
 from canon_pretrain.model.cache import (
     PADDING,
     Cache,
@@ -28,7 +25,6 @@ from canon_pretrain.model.cache import (
 )
 from canon_pretrain.model.canon import Canon, CanonGate, canon_at, for_readers
 from canon_pretrain.model.init import InitialValue, initial_value
-from canon_pretrain.model.positions import Rope
 
 Writer = Callable[[nn.Parameter, InitialValue], None]
 HeadLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -38,9 +34,8 @@ HeadLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 class FeedForward(nn.Module):
     """w2(act(gate) * up) with [gate|up] = Canon-D([w1 x | w3 x]), paper section 4.
 
-    The standard MLP ("GPT2(RoPE)", Figure 20) has no up: w2(act(Canon-D(w1 x))). Canon-D is before
-    the non-linearity, with one weight for all channels. act is silu, relu squared (R2) or, in the
-    standard MLP, GPT2's gelu.
+    The standard MLP ("GPT2(RoPE)", Figure 20) has no up: w2(act(Canon-D(w1 x))). act is silu, relu
+    squared (R2) or, in the standard MLP, GPT2's gelu.
     """
 
     def __init__(self, args: ModelArgs, canon_backend: str = "auto") -> None:
@@ -75,10 +70,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """h += Attention(Canon-A(norm(h))), then h += FeedForward(Canon-C(norm(h))).
-
-    The arguments are those of `Attention`.
-    """
+    """h += Attention(Canon-A(norm(h))), then h += FeedForward(Canon-C(norm(h)))."""
 
     def __init__(
         self, args: ModelArgs, rope: Rope | None, attend: Attend, canon_backend: str = "auto"
@@ -138,10 +130,10 @@ def _normed(
 
 
 class Head(nn.Linear):
-    """A linear layer without bias; its parameter is `weight`, [V, D].
+    """A linear layer without bias, which computes the loss inside its forward.
 
-    The loss is computed inside forward: FSDP2 has the head's whole weight there and only there, and
-    a loss that takes the weight itself never needs the whole logits (titan/spec.py).
+    FSDP2 has the head's whole weight there and only there, and a loss that takes the weight itself
+    never needs the whole logits (titan/spec.py).
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
@@ -225,8 +217,6 @@ class Transformer(nn.Module):
                 f"{self.args.max_seq_len}; shorten the sequence or raise max_seq_len."
             )
         segments_BS = self._segments(tokens_BT, is_real_BT, cache)
-        if cache is not None:
-            segments_BS = cache.append_segments(segments_BS, tokens_BT)
         mask = self.attend.mask(num_tokens, segments_BS, start + num_tokens, tokens_BT.device)
         near_BN = None
         if segments_BS is not None and self.args.canon_set:
@@ -256,25 +246,24 @@ class Transformer(nn.Module):
     def _segments(
         self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
     ) -> Tensor | None:
-        """Return the segment of each token (cache.py), int32 [B, T]; None if all are in one."""
-        if not self.args.document_mask:
-            if is_real_BT is None:
-                return None
-            return torch.zeros_like(tokens_BT, dtype=torch.int32).masked_fill(~is_real_BT, PADDING)
-        eos_id = self.args.eos_id
-        if is_real_BT is not None:  # EOS often serves as padding: it ends no document then
-            tokens_BT = tokens_BT.masked_fill(~is_real_BT, eos_id + 1)
-        first_B = None
-        if cache is not None:
-            first_B = cache.next_document
-            if first_B is None:
-                first_B = torch.zeros_like(tokens_BT[:, 0], dtype=torch.int32)
-            ends_B = (tokens_BT == eos_id).sum(dim=1, dtype=torch.int32)
-            cache.next_document = first_B + ends_B
-        segments_BT = document_numbers(tokens_BT, eos_id, first_B)
-        if is_real_BT is not None:
+        """Return the segments of these tokens and of those in `cache`, int32 [B, S].
+
+        None if all are in one. See cache.py.
+        """
+        segments_BT = None
+        if self.args.document_mask:
+            eos_id = self.args.eos_id
+            if is_real_BT is not None:  # EOS often serves as padding: it ends no document then
+                tokens_BT = tokens_BT.masked_fill(~is_real_BT, eos_id + 1)
+            first_B = None if cache is None else cache.next_document
+            segments_BT = document_numbers(tokens_BT, eos_id, first_B)
+            if cache is not None:
+                cache.next_document = segments_BT[:, -1] + (tokens_BT[:, -1] == eos_id).int()
+        elif is_real_BT is not None:
+            segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
+        if segments_BT is not None and is_real_BT is not None:
             segments_BT = segments_BT.masked_fill(~is_real_BT, PADDING)
-        return segments_BT
+        return segments_BT if cache is None else cache.append_segments(segments_BT, tokens_BT)
 
     @torch.no_grad()
     def init_weights(
@@ -287,18 +276,16 @@ class Transformer(nn.Module):
         alone. `buffer_device`: of the tables; by default the parameters'. Raises ValueError
         (default writer) for a parameter that is still on the meta device.
         """
-        write = write or _write_all_rows
         for name, parameter in self.named_parameters():
-            write(parameter, initial_value(self.args, name, parameter.shape))
+            value = initial_value(self.args, name, parameter.shape)
+            if write is not None:
+                write(parameter, value)
+            elif parameter.is_meta:
+                raise ValueError(
+                    f"{value.name} is on the meta device and holds nothing; "
+                    "call model.to_empty(device=...) before init_weights()."
+                )
+            else:
+                parameter.copy_(value.rows(0, value.shape[0]))
         if self.rope is not None:
             self.rope.reset(buffer_device or self.tok_embeddings.weight.device)
-
-
-def _write_all_rows(parameter: nn.Parameter, value: InitialValue) -> None:
-    """Copy the whole value into a plain tensor, cast to its dtype."""
-    if parameter.is_meta:
-        raise ValueError(
-            f"{value.name} is on the meta device and holds nothing; "
-            "call model.to_empty(device=...) before init_weights()."
-        )
-    parameter.copy_(value.rows(0, value.shape[0]))

@@ -37,8 +37,8 @@ from canon_pretrain.model.args import (
     num_parameters,
 )
 from canon_pretrain.model.attend import Attend
+from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import near_segments
-from canon_pretrain.model.positions import Rope
 from canon_pretrain.model.transformer import Head, Transformer, TransformerBlock, norm_of
 from canon_pretrain.run.config import Loss, valid_world_sizes
 from canon_pretrain.titan.data import open_shards

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from torchtitan.config import job_config as titan
 
-from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.data.mixture import check_order, exact_weight
-from canon_pretrain.kernels.backends import check_canon_backend_fits
+from canon_pretrain.kernels.backends import BACKENDS
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.args import flavor as model_flavor
 from canon_pretrain.model.attend import check_backend_fits
@@ -289,7 +289,7 @@ def check_job(job: CanonJobConfig) -> None:
                 f"`data.path`, sharded with FSDP2 over a replica's ranks); leave it at {default!r}"
             )
     check_backend_fits(job.model_args, job.model.attention_backend)  # ModelArgs checks itself
-    check_canon_backend_fits(job.model.canon_backend)
+    check_choice("canon_backend", job.model.canon_backend, BACKENDS)
     for kind, names in LIMITS:
         for name in names.split():
             try:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from canon_pretrain.model.attention import rope_tables
 from canon_pretrain.model.cache import Cache
-from canon_pretrain.model.positions import rope_tables
 from eval.model import load
 from eval.model.lm import CanonLM
 from eval.model.load import FastLinear, is_faster, load_model, use_fast_linear

@@ -1,22 +1,67 @@
-"""Which backend a model takes, what is refused and why, and that all give the same model."""
+"""The formula against independent ones; which backend a model takes, what is refused and why."""
 
 import copy
+import itertools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.backends import (
     BACKENDS,
+    backend_problem,
     canon,
     canon_gate,
+    canon_reference,
     check_canon_backend,
-    check_canon_backend_fits,
     choose,
 )
 from canon_pretrain.model.transformer import Transformer
+from tests.reference_model import canon_by_loops
 from tests.variants import build, random_tokens, variant
+
+
+def _inputs(num_tokens: int, num_taps: int, dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(num_tokens * 10 + num_taps)
+    x = torch.randn(2, num_tokens, 5, generator=generator, dtype=dtype)
+    weight = torch.randn(5, 1, num_taps, generator=generator, dtype=dtype)
+    return x, weight
+
+
+@pytest.mark.parametrize("num_taps", [2, 3, 4])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 9])
+def test_the_formula_equals_explicit_loops_and_conv1d(num_tokens, num_taps):
+    x, weight = _inputs(num_tokens, num_taps)
+    convolved = F.conv1d(F.pad(x.transpose(1, 2), (num_taps - 1, 0)), weight, groups=5)
+    convolved = convolved.transpose(1, 2)
+    for residual, activation in itertools.product((True, False), repeat=2):
+        y = canon_reference(x, weight, residual=residual, activation=activation)
+        cfg = SimpleNamespace(canon_residual=residual, canon_activation=activation)
+        torch.testing.assert_close(y, canon_by_loops(x, weight, cfg), rtol=1e-12, atol=1e-12)
+        expected = (F.silu(convolved) if activation else convolved) + residual * x
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_bfloat16_in_is_bfloat16_out_summed_in_float32(weight_dtype):
+    x, weight = _inputs(9, 4, torch.bfloat16)
+    y = canon_reference(x, weight.to(weight_dtype), residual=True, activation=False)
+    exact = canon_reference(x.float(), weight.float(), residual=True, activation=False)
+    # one rounding at the end: equal to the rounded float32 result, bit for bit
+    assert y.dtype == torch.bfloat16 and torch.equal(y, exact.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "weight_shape"), [((2, 3, 4), (5, 1, 4)), ((3, 4), (4, 1, 4)), ((2, 3, 4), (4, 4))]
+)
+def test_wrong_shapes_are_refused_with_both_shapes(x_shape, weight_shape):
+    x, weight = torch.zeros(x_shape), torch.zeros(weight_shape)
+    with pytest.raises(ValueError, match="expected") as error:
+        canon_reference(x, weight, residual=True, activation=False)
+    assert str(x_shape) in str(error.value) and str(weight_shape) in str(error.value)
 
 
 def test_auto_outside_a_run_is_compiled():
@@ -24,35 +69,52 @@ def test_auto_outside_a_run_is_compiled():
     assert [choose(name) for name in BACKENDS[1:]] == list(BACKENDS[1:])
 
 
-def test_an_unknown_backend_is_refused_with_the_nearest():
-    for check in (check_canon_backend, check_canon_backend_fits):
-        with pytest.raises(UserError, match='canon_backend = "tritan".*Did you mean "triton"'):
-            check("tritan")
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("tritan", 'canon_backend = "tritan".*Did you mean "triton"'),
+        ("triton", 'canon_backend = "triton".*not installed.*"auto"'),
+        ("causal_conv1d", '"causal_conv1d".*not installed: pip install.*"auto"'),
+        ("fla", '"fla".*not installed: pip install.*"auto"'),
+    ],
+)
+def test_what_can_not_be_had_is_refused_with_the_way_out(monkeypatch, backend, message):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=message):
+        Transformer(variant("nope ABCD"), canon_backend=backend)
 
 
-def test_triton_on_a_cpu_is_refused_with_the_reason_but_may_be_planned(monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "dtype", "interpret", "named"),
+    [
+        ("cpu", torch.float32, "0", "TRITON_INTERPRET=1"),
+        ("cpu", torch.float32, "1", None),
+        ("cpu", torch.float64, "1", "float64"),
+        ("mps", torch.float32, "0", '"mps"'),
+    ],
+)
+def test_what_triton_does_not_run_on_is_named(monkeypatch, device, dtype, interpret, named):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    problem = backend_problem("triton", device, dtype)
+    assert problem is None if named is None else named in problem
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA device" in backend_problem("triton", "cuda", torch.bfloat16)
+
+
+def test_triton_on_a_cpu_is_refused_when_a_model_is_built(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    check_canon_backend_fits("triton")
-    with pytest.raises(UserError, match='canon_backend = "triton".*CPU.*TRITON_INTERPRET.*"auto"'):
+    with pytest.raises(UserError, match='canon_backend = "triton".*"auto"'):
         check_canon_backend("triton", "cpu")
 
 
-def test_a_missing_causal_conv1d_is_refused_with_the_command(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_canon_backend_fits("causal_conv1d")
-    with pytest.raises(UserError, match='"causal_conv1d".*not installed: pip install.*"auto"'):
-        Transformer(variant("nope ABCD"), canon_backend="causal_conv1d")
-    with pytest.raises(UserError, match='"fla".*not installed: pip install.*"auto"'):
-        Transformer(variant("nope ABCD"), canon_backend="fla")
-
-
 @pytest.mark.parametrize("backend", ["compiled", "causal_conv1d", "fla", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_a_backend_can_not_take_goes_to_compiled(monkeypatch, backend, dtype):
+def test_what_a_backend_can_not_take_goes_to_compiled(monkeypatch, backend):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     generator = torch.Generator().manual_seed(0)
-    gate, up = (torch.randn(2, 9, 8, generator=generator, dtype=dtype) for _ in range(2))
-    weight = torch.randn(16, 1, 4, generator=generator, dtype=dtype)
+    gate, up, weight = (
+        torch.randn(shape, generator=generator).double() for shape in [(2, 9, 8)] * 2 + [(16, 1, 4)]
+    )
     options = {"residual": True, "activation": False}
     expected = canon(gate, weight[:8], **options, backend="reference")
     torch.testing.assert_close(canon(gate, weight[:8], **options, backend=backend), expected)

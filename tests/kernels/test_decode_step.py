@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from canon_pretrain.kernels.backends import canon_reference
 from canon_pretrain.kernels.decode_step import CanonMemory, steps_of
-from canon_pretrain.kernels.reference import canon_reference
 from canon_pretrain.model.cache import NOWHERE, PADDING
 
 KINDS = [(True, False), (False, False), (True, True), (False, True)]

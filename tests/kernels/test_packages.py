@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.kernels import packages
+from canon_pretrain.kernels.backends import canon_reference
 from canon_pretrain.kernels.packages import (
     DTYPES,
     PACKAGES,
@@ -21,12 +22,12 @@ from canon_pretrain.kernels.packages import (
     package_forward,
     package_problem,
 )
-from canon_pretrain.kernels.reference import canon_reference
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import NOWHERE, PADDING
 
 calls: list[str] = []
+PLAIN = {"residual": True, "activation": False}
 KINDS = [
     {"residual": residual, "activation": activation}
     for residual, activation in itertools.product((True, False), repeat=2)
@@ -151,7 +152,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
     yield modules
 
 
-# -- numbers -----------------------------------------------------------------------------------
+with_stand_ins = pytest.mark.usefixtures("stand_ins")
 
 
 def _given(
@@ -170,7 +171,7 @@ def _given(
 
 def _segments(num_tokens: int, reach: int, device: str = "cpu") -> Tensor:
     """Documents in the first row, padding and a document in the second."""
-    numbers = torch.arange(num_tokens, dtype=torch.int32).div(3, rounding_mode="floor").int()
+    numbers = torch.arange(num_tokens, dtype=torch.int32) // 3
     padded = torch.full((num_tokens,), PADDING, dtype=torch.int32)
     padded[num_tokens // 2 :] = 0
     return F.pad(torch.stack((numbers, padded)), (reach, 0), value=NOWHERE).to(device)
@@ -189,15 +190,13 @@ def _truth(x: Tensor, weight: Tensor, dy: Tensor, **options: Any) -> tuple[Tenso
     return _with_gradients(canon_reference, *leaves, dy.double(), **options)
 
 
-def _found(
-    backend: str, x: Tensor, weight: Tensor, dy: Tensor, **options: Any
-) -> tuple[Tensor, ...]:
+def _found(backend: str, *given: Tensor, **options: Any) -> tuple[Tensor, ...]:
     def run(x: Tensor, weight: Tensor) -> Tensor:
         y = canon_by_package(backend, x, weight, **options)
         assert y.dtype == x.dtype and y.is_contiguous()
         return y
 
-    return _with_gradients(run, x, weight, dy)
+    return _with_gradients(run, *given)
 
 
 def _assert_true(backend: str, *given: Tensor, **options: Any) -> None:
@@ -206,29 +205,26 @@ def _assert_true(backend: str, *given: Tensor, **options: Any) -> None:
         torch.testing.assert_close(found, truth.to(found.dtype), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("stand_ins")
+@with_stand_ins
 @every_kind
 @each_package
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 11])
+@pytest.mark.parametrize("num_tokens", [1, 2, 11])
 def test_outputs_and_gradients_are_the_references(backend, num_tokens, kind):
     for width in (2, 3, 4):
-        _assert_true(backend, *_given(num_tokens, width=width), **kind)
-        assert calls == ["forward", "backward"]
-        calls.clear()
-        if backend == "causal_conv1d":
-            segments = _segments(num_tokens, width - 1)
+        masks = [None, _segments(num_tokens, width - 1)] if backend == "causal_conv1d" else [None]
+        for segments in masks:
+            calls.clear()
             _assert_true(backend, *_given(num_tokens, width=width), segments_BN=segments, **kind)
             assert calls == ["forward", "backward"]
-            calls.clear()
 
 
-@pytest.mark.usefixtures("stand_ins")
+@with_stand_ins
 @every_kind
 @each_package
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(backend, dtype, kind):
     """As near the truth as the reference in that dtype; twice if a residual follows silu."""
-    x, weight, dy = given = _given(64, dtype=dtype)
+    given = _given(64, dtype=dtype)
     truth, reference = _truth(*given, **kind), _with_gradients(canon_reference, *given, **kind)
     allowed = 1.5 if kind["residual"] and kind["activation"] else 1.01
     for found, other, true in zip(_found(backend, *given, **kind), reference, truth, strict=True):
@@ -241,10 +237,6 @@ def _tilted(x: Tensor) -> Tensor:
     return x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
 
 
-def _sliced(x: Tensor) -> Tensor:
-    return F.pad(x.detach(), (3, 5))[..., 3 : 3 + x.shape[2]].requires_grad_()
-
-
 def _off_by_one(x: Tensor) -> Tensor:
     """Contiguous, but not at a multiple of 16 bytes."""
     flat = torch.empty(x.numel() + 1)
@@ -252,110 +244,86 @@ def _off_by_one(x: Tensor) -> Tensor:
     return flat[1:].view(x.shape).requires_grad_()
 
 
-@pytest.mark.usefixtures("stand_ins")
+@with_stand_ins
 @each_package
-@pytest.mark.parametrize("change", [_tilted, _sliced, _off_by_one])
+@pytest.mark.parametrize("change", [_tilted, _off_by_one])
 def test_any_strides_will_do(backend, change):
     x, weight, dy = _given()
     moved = change(x)
     assert not moved.is_contiguous() or moved.data_ptr() % 16
-    for upstream in (dy, _tilted(dy).detach(), dy[:1, :1, :1].expand_as(dy)):
-        _assert_true(backend, moved, weight, upstream, residual=True, activation=False)
-    assert calls == ["forward", "backward"] * 3
+    for upstream in (_tilted(dy).detach(), dy[:1, :1, :1].expand_as(dy)):
+        _assert_true(backend, moved, weight, upstream, **PLAIN)
+    assert calls == ["forward", "backward"] * 2
 
 
-@pytest.mark.usefixtures("stand_ins")
+@with_stand_ins
 @pytest.mark.parametrize(
-    ("backend", "changes"),
+    ("backend", "changes", "segments"),
     [
-        ("causal_conv1d", {"channels": 12}),
-        ("causal_conv1d", {"width": 1}),
-        ("causal_conv1d", {"dtype": torch.float64}),
-        ("fla", {"dtype": torch.float64}),
-        ("fla", {"segments_BN": _segments(11, 3)}),
+        ("causal_conv1d", {"channels": 12}, None),
+        ("causal_conv1d", {"width": 1}, None),
+        ("causal_conv1d", {"dtype": torch.float64}, None),
+        ("fla", {"dtype": torch.float64}, None),
+        ("fla", {}, _segments(11, 3)),
     ],
     ids=str,
 )
-def test_what_the_kernels_do_not_take_goes_to_compiled(backend, changes):
-    segments = changes.pop("segments_BN", None)
-    kind = {"residual": True, "activation": True, "segments_BN": segments}
-    _assert_true(backend, *_given(**changes), **kind)
+def test_what_the_kernels_do_not_take_goes_to_compiled(backend, changes, segments):
+    _assert_true(
+        backend, *_given(**changes), residual=True, activation=True, segments_BN=segments
+    )  # fmt: skip
     assert not calls
 
 
-@each_package
-def test_a_cpu_needs_no_package(monkeypatch, backend):
-    monkeypatch.setitem(sys.modules, PACKAGES[backend].module, None)
-    _assert_true(backend, *_given(), residual=True, activation=False)
-
-
-@pytest.mark.usefixtures("stand_ins")
+@with_stand_ins
 @each_package
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_no_gradient_where_none_is_asked(backend, frozen):
     x, weight, dy = given = _given()
-    kind = {"residual": True, "activation": False}
-    truth = _truth(*given, **kind)[2 - frozen]
+    truth = _truth(*given, **PLAIN)[2 - frozen]
     given[frozen].requires_grad_(False)
-    (canon_by_package(backend, x, weight, **kind) * dy).sum().backward()
+    (canon_by_package(backend, x, weight, **PLAIN) * dy).sum().backward()
     found = given[1 - frozen].grad
     assert given[frozen].grad is None and found is not None
     torch.testing.assert_close(found, truth.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("flag", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("flag", [(False, False), (True, True)])
 def test_torchs_flag_is_as_it_was(stand_ins, flag):
-    given, kind = _given(), {"residual": True, "activation": False}
     torch.use_deterministic_algorithms(flag[0], warn_only=flag[1])
     try:
-        _found("causal_conv1d", *given, **kind)
-        assert torch.are_deterministic_algorithms_enabled() is flag[0]
-        assert torch.is_deterministic_algorithms_warn_only_enabled() is flag[1]
-        y = canon_by_package("causal_conv1d", *given[:2], **kind)
+        _found("causal_conv1d", *_given(), **PLAIN)
+        y = canon_by_package("causal_conv1d", *_given()[:2], **PLAIN)
         stand_ins["causal_conv1d.cpp_functions"].causal_conv1d_bwd_function = None
         with pytest.raises(TypeError):
             y.sum().backward()
         assert torch.are_deterministic_algorithms_enabled() is flag[0]
+        assert torch.is_deterministic_algorithms_warn_only_enabled() is flag[1]
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(
-    ("backend", "documents", "residual", "activation"),
-    [
-        ("causal_conv1d", False, False, True),
-        ("causal_conv1d", True, True, True),
-        ("fla", False, False, False),
-        ("fla", False, True, True),
-    ],
-)
-def test_the_operator_is_what_torch_expects(backend, documents, residual, activation):
+@with_stand_ins
+@pytest.mark.parametrize(("backend", "documents"), [("causal_conv1d", True), ("fla", False)])
+def test_the_operator_is_what_torch_expects(backend, documents):
     x, weight, _ = _given()
     taps = weight.detach()[:, 0].clone().requires_grad_()
     segments = _segments(11, 3)[:, 3:] + 1 if documents else None
-    given = (x, taps, segments, backend, residual, activation)
-    torch.library.opcheck(package_forward, given)
+    torch.library.opcheck(package_forward, (x, taps, segments, backend, True, True))
 
 
-@pytest.mark.usefixtures("stand_ins")
-@every_kind
+@with_stand_ins
 @each_package
-def test_one_graph_with_the_same_numbers(backend, kind):
+def test_one_graph_with_the_same_numbers(backend):
     def block(x: Tensor, weight: Tensor) -> Tensor:
         segments = _segments(11, 3) if backend == "causal_conv1d" else None
-        return F.silu(canon_by_package(backend, x * 2, weight, **kind, segments_BN=segments))
+        return F.silu(canon_by_package(backend, x * 2, weight, **PLAIN, segments_BN=segments))
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    for eager, traced in zip(
-        _with_gradients(block, *_given()), _with_gradients(compiled, *_given()), strict=True
-    ):
-        torch.testing.assert_close(traced, eager, rtol=1e-6, atol=1e-6)
+    eager, traced = (_with_gradients(run, *_given()) for run in (block, compiled))
+    torch.testing.assert_close(traced, eager, rtol=1e-6, atol=1e-6)
     assert calls == ["forward", "backward"] * 2
     torch._dynamo.reset()
-
-
-# -- the machine -------------------------------------------------------------------------------
 
 
 @each_package
@@ -368,14 +336,13 @@ def test_why_it_can_not_be_had(stand_ins, monkeypatch, backend):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert package_problem(backend) is None
     if backend == "causal_conv1d":
-        monkeypatch.setenv("CAUSAL_CONV1D_DETERMINISTIC", "0")
-        assert "unset it" in problem()
-        monkeypatch.setenv("CAUSAL_CONV1D_DETERMINISTIC", "1")
+        with monkeypatch.context() as patch:
+            patch.setenv("CAUSAL_CONV1D_DETERMINISTIC", "0")
+            assert "unset it" in problem()
     major, minor = package.first_version
     for version, is_old in ((f"{major}.{minor - 1}.3.post1", True), (f"{major}.10.0", False)):
         monkeypatch.setattr(stand_ins[package.module], "__version__", version)
-        assert (package_problem(backend) is not None) == is_old
-        assert not is_old or f"{package.name} {version}" in problem()
+        assert (f"{package.name} {version}" in problem()) == is_old
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "CUDA device" in problem()
     monkeypatch.delattr(stand_ins[package.functions], package.needed[1])
@@ -409,7 +376,7 @@ def test_it_passes_the_check_and_a_wrong_package_does_not(stand_ins, monkeypatch
 @every_kind
 @each_package
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", [1, 3, 130, 1000])
+@pytest.mark.parametrize("num_tokens", [1, 130, 1000])
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_packages_kernels(backend, num_tokens, documents, dtype, kind):
     if problem := package_problem(backend):

@@ -177,7 +177,7 @@ def test_block_masks_of_one_shape_are_compiled_once(monkeypatch, name):
 def test_compiled_blocks_give_the_eager_logits_and_gradients(name):
     args = variant(name)
     eager, compiled = build(args), _compile_blocks(build(args), "inductor")
-    tokens = random_tokens(args, rows=2, num_tokens=40)  # more than a chunk of shifts.py
+    tokens = random_tokens(args, rows=2, num_tokens=40)  # more than a chunk of compiled.py
     expected, given = eager(tokens), compiled(tokens)
     weights = torch.randn(given.shape, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)

@@ -8,25 +8,23 @@ Shapes: P programs, S sums (K; one more: see rows.py), C channels, K taps.
 """
 
 import contextlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+STAGES = 3
+"""Rows on their way from memory at a time."""
 
-@dataclass(frozen=True)
-class Blocks:
-    """`block`: elements of a row per program, a power of two; `run`: tokens per program.
 
-    `stages`: rows on their way from memory at a time.
-    """
+class Blocks(NamedTuple):
+    """`block`: elements of a row per program, a power of two; `run`: tokens per program."""
 
     block: int
     run: int
     warps: int
-    stages: int = 3
 
 
 # Kind of kernel -> programs to aim at and elements of a row for a thread. Enough programs for 132
@@ -47,10 +45,7 @@ _MAX_RUN = 8192  # a kernel counts the elements of its run in 32 bits
 
 
 def choose_blocks(kind: str, num_rows: int, num_tokens: int, width: int) -> Blocks:
-    """Return the blocks of a kernel of `kind` (of _PLANS) for x[num_rows, num_tokens, width].
-
-    From the shape alone, so that a sum over tokens has one order everywhere.
-    """
+    """Return the blocks of a kernel of `kind` (of _PLANS) for x[num_rows, num_tokens, width]."""
     programs, per_thread = _PLANS[kind]
     block = max(32, triton.next_power_of_2(width))
     if kind != "whole row":
@@ -59,13 +54,17 @@ def choose_blocks(kind: str, num_rows: int, num_tokens: int, width: int) -> Bloc
     runs = max(1, programs // across)
     run = min(max(_MIN_RUN, triton.cdiv(num_tokens, runs)), _MAX_RUN)
     least = 4 if kind == "whole row" else 1
-    warps = min(16, max(least, block // (32 * per_thread)))
-    return Blocks(block, run, warps)
+    return Blocks(block, run, min(16, max(least, block // (32 * per_thread))))
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Make x's device the current one, on which Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Return `tensor`, contiguous; for None any pointer, which no kernel follows."""
+    return other if tensor is None else tensor.contiguous()
 
 
 _CHANNELS, _PROGRAMS = 32, 32
@@ -89,9 +88,8 @@ def canon_sums_kernel(
         for start in range(0, num_programs, programs):
             program = start + tl.arange(0, programs)
             at = (program.to(tl.int64)[:, None] * num_sums + j) * width + channels[None, :]
-            total += tl.load(
-                sums + at, mask=(program[:, None] < num_programs) & mask[None, :], other=0.0
-            )
+            inside = (program[:, None] < num_programs) & mask[None, :]
+            total += tl.load(sums + at, mask=inside, other=0.0)
         s = tl.sum(total, axis=0)
         if norm:
             if residual:
@@ -117,13 +115,13 @@ def weight_gradient(
     """
     num_programs, num_sums, width = sums_PSC.shape
     dweight = torch.empty_like(weight_C1K)
-    dgain = torch.empty_like(gain_C) if gain_C is not None else weight_C1K.new_empty(0)
-    if not width:
-        return dweight, dgain
-    with on_device(sums_PSC):
-        canon_sums_kernel[(triton.cdiv(width, _CHANNELS),)](
-            sums_PSC, weight_C1K, gain_C if gain_C is not None else weight_C1K, dweight, dgain,
-            num_programs, width, taps=weight_C1K.shape[2], num_sums=num_sums, residual=residual,
-            norm=gain_C is not None, block=_CHANNELS, programs=_PROGRAMS, num_warps=4,
-        )  # fmt: skip
+    gain = weight_C1K if gain_C is None else gain_C
+    dgain = weight_C1K.new_empty(0) if gain_C is None else torch.empty_like(gain_C)
+    if width:
+        with on_device(sums_PSC):
+            canon_sums_kernel[(triton.cdiv(width, _CHANNELS),)](
+                sums_PSC, weight_C1K, gain, dweight, dgain, num_programs, width,
+                taps=weight_C1K.shape[2], num_sums=num_sums, residual=residual,
+                norm=gain_C is not None, block=_CHANNELS, programs=_PROGRAMS, num_warps=4,
+            )  # fmt: skip
     return dweight, dgain

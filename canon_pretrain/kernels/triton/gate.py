@@ -1,9 +1,8 @@
 # mypy: disallow-untyped-defs=False
 """Canon-D and the gated activation in one kernel: act(canon(gate)) * canon(up).
 
-How a program walks its tokens is in `window.py`. Backward keeps gate and up, as a feed-forward
-without Canon does, and recomputes both mixed parts from the window of rows that is read for the
-weight's gradient anyway.
+Backward keeps gate and up, as a feed-forward without Canon does, and recomputes both mixed parts
+from the window of rows (window.py) that is read for the weight's gradient anyway.
 
 Shapes: B batch, T tokens, F channels of gate and of up, K taps, P programs along B and T.
 """
@@ -15,7 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from canon_pretrain.kernels.triton.blocks import choose_blocks, on_device, weight_gradient
+from canon_pretrain.kernels.triton.blocks import (
+    STAGES,
+    choose_blocks,
+    on_device,
+    pointer,
+    weight_gradient,
+)
 from canon_pretrain.kernels.triton.window import (
     REACH,
     add_products,
@@ -164,11 +169,9 @@ def canon_gate(
     grid = (triton.cdiv(width, blocks.block), triton.cdiv(num_tokens, blocks.run), num_rows)
     with on_device(gate):
         canon_gate_forward_kernel[grid](
-            gate, up, weight, segments_BN.contiguous() if segments_BN is not None else gate,
-            inner, num_tokens, width, blocks.run,
-            taps=weight.shape[2], residual=residual, activation=activation,
-            seg=segments_BN is not None, relu2=relu2, block=blocks.block, stages=blocks.stages,
-            num_warps=blocks.warps,
+            gate, up, weight, pointer(segments_BN, gate), inner, num_tokens, width, blocks.run,
+            taps=weight.shape[2], residual=residual, activation=activation, relu2=relu2,
+            seg=segments_BN is not None, block=blocks.block, stages=STAGES, num_warps=blocks.warps,
         )  # fmt: skip
     return inner
 
@@ -203,12 +206,10 @@ def canon_gate_backward(
     if gate.numel():
         with on_device(gate):
             canon_gate_backward_kernel[(triton.cdiv(width, blocks.block), runs, num_rows)](
-                dinner, gate, up, weight,
-                segments_BN.contiguous() if segments_BN is not None else gate,
-                dgate, dup, sums_PKC, num_tokens, width, blocks.run,
-                taps=taps, residual=residual, activation=activation,
-                seg=segments_BN is not None, relu2=relu2, want_sums=want_sums,
-                block=blocks.block, stages=blocks.stages, num_warps=blocks.warps,
+                dinner, gate, up, weight, pointer(segments_BN, gate), dgate, dup, sums_PKC,
+                num_tokens, width, blocks.run, taps=taps, residual=residual, relu2=relu2,
+                activation=activation, seg=segments_BN is not None, want_sums=want_sums,
+                block=blocks.block, stages=STAGES, num_warps=blocks.warps,
             )  # fmt: skip
     if not want_sums:
         return dgate, dup, weight.new_empty(0)

@@ -9,12 +9,11 @@ One forward and one backward body; a site is a choice of loads and epilogues:
     adds        x + added before the norm, written as well: the residual stream at C
     per_head    RMSNorm over each head after Canon; rope: the rotation after that (B)
 
-How a program walks its tokens is in `window.py`. Backward keeps the inputs, and 1 / rms per token
-of the full norm; the norm per head is recomputed from the window.
-
-With n_t the normalized row and g the norm's gain, Canon's input is g n_t: the kernels multiply the
-taps by g once and never make that row. The sums S_j = sum_t n_t d_{t+j} of backward are both
-gradients: dW_j = g S_j and dg = residual S_0 + sum_j W_j S_j, d being the convolution's gradient.
+Backward keeps the inputs, and 1 / rms per token of the full norm; the norm per head is recomputed
+from the window. With n_t the normalized row and g the norm's gain, Canon's input is g n_t: the
+kernels multiply the taps by g once and never make that row. The sums S_j = sum_t n_t d_{t+j} of
+backward are both gradients: dW_j = g S_j and dg = residual S_0 + sum_j W_j S_j, d being the
+convolution's gradient.
 
 Shapes: B batch, T tokens, C channels, K taps, R rotated pairs of a head, P programs along B and T,
 S sums (K; one more for the residual behind an activation, or for the gain per head), N = K - 1 + T.
@@ -28,7 +27,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from canon_pretrain.kernels.triton.blocks import Blocks, choose_blocks, on_device, weight_gradient
+from canon_pretrain.kernels.triton.blocks import (
+    STAGES,
+    Blocks,
+    choose_blocks,
+    on_device,
+    pointer,
+    weight_gradient,
+)
 from canon_pretrain.kernels.triton.window import (
     REACH,
     add_products,
@@ -285,17 +291,17 @@ def canon_rows(
     The second is [0] without the full norm, the last without `added`. `head_dim` is read for
     "per_head" and for a rotation only.
     """
-    x, added = x_BTC.contiguous(), _or(added_BTC, x_BTC)
+    x, added = x_BTC.contiguous(), pointer(added_BTC, x_BTC)
     y, rstd, sum_BTC = _canon_rows_like(x, weight_C1K, gain, None, added_BTC, norm, eps)
     if x.numel():
         blocks, grid, options = _launch("forward", x, weight_C1K, cos_TR, head_dim, norm)
         with on_device(x):
             canon_rows_forward_kernel[grid](
-                x, added, weight_C1K.contiguous(), _or(gain, x), _or(cos_TR, x), _or(sin_TR, x),
-                _or(segments_BN, x), y, rstd, sum_BTC, *x.shape[1:], blocks.run, eps,
-                cos_TR.shape[1] if cos_TR is not None else 0, rope_heads, residual=residual,
-                activation=activation, seg=segments_BN is not None, adds=added_BTC is not None,
-                **options,
+                x, added, weight_C1K.contiguous(), pointer(gain, x), pointer(cos_TR, x),
+                pointer(sin_TR, x), pointer(segments_BN, x), y, rstd, sum_BTC, *x.shape[1:],
+                blocks.run, eps, cos_TR.shape[1] if cos_TR is not None else 0, rope_heads,
+                residual=residual, activation=activation, seg=segments_BN is not None,
+                adds=added_BTC is not None, **options,
             )  # fmt: skip
     return y, rstd, sum_BTC
 
@@ -335,13 +341,12 @@ def canon_rows_backward(
     """
     x, weight = x_BTC.contiguous(), weight_C1K.contiguous()
     blocks, grid, options = _launch("backward", x, weight, cos_TR, head_dim, norm)
-    stages = blocks.stages
-    assert len(dys_BTC) <= MAX_READERS
+    stages = STAGES
     if len(dys_BTC) > 1 and blocks.block > 2048:
-        stages = min(stages, 2)  # five rows per stage must fit in shared memory
+        stages = 2  # five rows per stage must fit in shared memory
         if activation:  # and in registers
             dys_BTC = [sum(dys_BTC[1:], dys_BTC[0])]
-    dys = [*(dy.contiguous() for dy in dys_BTC), x, x][:3]
+    dys = [*(dy.contiguous() for dy in dys_BTC), x, x][:MAX_READERS]
     dx = torch.empty_like(x)
     num_sums = weight.shape[2] + (norm == "per_head" or norm == "full" and activation)
     shape = (grid[1] * grid[2], num_sums, x.shape[2]) if want_sums else (0,)
@@ -349,8 +354,8 @@ def canon_rows_backward(
     if x.numel():
         with on_device(x):
             canon_rows_backward_kernel[grid](
-                *dys, x, weight, _or(gain, x), _or(cos_TR, x), _or(sin_TR, x),
-                _or(segments_BN, x), rstd_BT, _or(more_BTC, x), dx, sums_PSC, *x.shape[1:],
+                *dys, x, weight, pointer(gain, x), pointer(cos_TR, x), pointer(sin_TR, x),
+                pointer(segments_BN, x), rstd_BT, pointer(more_BTC, x), dx, sums_PSC, *x.shape[1:],
                 blocks.run, eps, cos_TR.shape[1] if cos_TR is not None else 0, rope_heads,
                 residual=residual, activation=activation, seg=segments_BN is not None,
                 adds=more_BTC is not None, grads=len(dys_BTC),
@@ -358,7 +363,7 @@ def canon_rows_backward(
             )  # fmt: skip
     if not want_sums:
         return dx, weight.new_empty(0), weight.new_empty(0)
-    full_gain = _or(gain, x) if norm == "full" else None
+    full_gain = pointer(gain, x) if norm == "full" else None
     dweight, dgain = weight_gradient(sums_PSC, weight, full_gain, residual=residual)
     if norm == "per_head" and gain is not None:
         dgain = sums_PSC[:, -1].sum(0).view(-1, head_dim).sum(0).to(gain.dtype)
@@ -383,43 +388,12 @@ def _launch(
     dims = max(2, triton.next_power_of_2(head_dim)) if by_heads else 1
     all_heads = width // head_dim if by_heads else width
     padded = triton.next_power_of_2(all_heads) * dims
-    is_whole = norm == "full"
-    blocks = choose_blocks(
-        "whole row" if is_whole else kind, num_rows, num_tokens, padded if is_whole else width
-    )
+    if norm == "full":
+        blocks = choose_blocks("whole row", num_rows, num_tokens, padded)
+    else:
+        blocks = choose_blocks(kind, num_rows, num_tokens, width)
     block = max(dims, min(blocks.block, padded)) if by_heads else blocks.block
-    grid = (
-        triton.cdiv(all_heads, block // dims),
-        triton.cdiv(num_tokens, blocks.run),
-        num_rows,
-    )
+    grid = triton.cdiv(all_heads, block // dims), triton.cdiv(num_tokens, blocks.run), num_rows
     options = {"taps": weight_C1K.shape[2], "norm": NORMS[norm], "rope": cos_TR is not None}
     options |= {"head_dim": head_dim if by_heads else 1, "dims": dims, "block": block}
     return blocks, grid, options | {"num_warps": blocks.warps}
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return `tensor`, contiguous; for None any pointer, which no kernel follows."""
-    return other if tensor is None else tensor.contiguous()
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, gain, segments, added, cos, sin, *ctx.options = inputs
-    _, rstd, sum_BTC = output
-    ctx.adds = added is not None
-    kept = sum_BTC if ctx.adds else x
-    ctx.save_for_backward(kept, weight, gain, segments, cos, sin, rstd)
-    ctx.mark_non_differentiable(rstd, *(() if ctx.adds else (sum_BTC,)))
-
-
-def _gradients(ctx: Any, dy_BTC: Tensor, _: Tensor, dsum_BTC: Tensor) -> tuple[Tensor | None, ...]:
-    need_x, need_weight, need_gain, _, need_added, *_ = ctx.needs_input_grad
-    more = dsum_BTC if ctx.adds else None
-    dx, dweight, dgain = canon_rows_backward(
-        [dy_BTC], *ctx.saved_tensors, more, *ctx.options, need_weight or need_gain
-    )
-    grads = (dx, need_x), (dweight, need_weight), (dgain, need_gain), (dx, False), (dx, need_added)
-    return *(grad if needed else None for grad, needed in grads), *(None,) * 8
-
-
-canon_rows.register_autograd(_gradients, setup_context=_save)
