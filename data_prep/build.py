@@ -4,8 +4,7 @@
 
 The order of writing is the way back from a kill: plan.json, the tokenizer, then each unit's parts
 (each split's last commit mark commits the unit in it), the manifests last. A second run with the
-same plan skips what is committed, builds the rest, and ends with the same bytes. Several runs share
-a folder: `--shard i/n` builds every n-th unit, and `finish` ends the folder when all are there.
+same plan skips what is committed, builds the rest, and ends with the same bytes.
 """
 
 import argparse
@@ -16,13 +15,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from canon_pretrain.core.cli import available_cores
+import numpy as np
+
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes
 from canon_pretrain.core.text import duration, size
 from canon_pretrain.data.hub import COMMIT
 from canon_pretrain.data.shard_writer import drop_changed_marks, unit_marks
-from canon_pretrain.data.shards import MANIFEST, CommitMark, dtype_for
+from canon_pretrain.data.shards import MANIFEST, dtype_for
 from data_prep import sources
 from data_prep.finish import is_finished, write_manifests
 from data_prep.folder import (
@@ -30,6 +30,7 @@ from data_prep.folder import (
     SPLITS,
     TRAIN,
     add_limits,
+    add_workers,
     disk_errors,
     is_complete,
     limits_of,
@@ -59,7 +60,6 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
-        """Raises UserError for anything but i/n with 1 <= i <= n."""
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise UserError(f"--shard {text!r}: expected i/n with 1 <= i <= n, such as 1/8 to 8/8")
@@ -69,8 +69,10 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def units(self, num_units: int) -> range:
-        """This run's units."""
         return range(self.index - 1, num_units, self.count)
+
+
+ALL_UNITS = Shard(1, 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,15 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.02,
         metavar="FRACTION",
-        help="share of the documents for validation, chosen by their hash (default: 0.02)",
+        help="share of the documents for validation, chosen by hash (default: %(default)s)",
     )
-    add(
-        "--workers",
-        type=int,
-        default=available_cores(),
-        metavar="N",
-        help="processes; the result is the same for any number (default: the cores, %(default)s)",
-    )
+    add_workers(parser, "processes; the result is the same for any number")
     add(
         "--shard",
         metavar="I/N",
@@ -130,18 +126,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Build as the command line says. Raises UserError."""
+    names = ("out", "source", "tokenizer", "workers", "files", "revision", "text_field", "eos")
     build(
-        out=arguments.out,
-        source=arguments.source,
-        tokenizer=arguments.tokenizer,
+        **{name: getattr(arguments, name) for name in names},
         options=Options(
             holdout=arguments.holdout, bos=arguments.bos, max_line_bytes=arguments.max_line_bytes
         ),
-        workers=arguments.workers,
-        files=arguments.files,
-        revision=arguments.revision,
-        text_field=arguments.text_field,
-        eos=arguments.eos,
         limits=limits_of(arguments),
         shard=Shard.parse(arguments.shard) if arguments.shard else None,
     )
@@ -163,17 +153,15 @@ def build(
 ) -> None:
     """Build (or finish building) the folder `out`, saying what happens on stdout.
 
-    `tokenizer` is "train:N" or a path, `files` a mirror on disk. The bytes written do not depend on
-    `workers`, the number of processes, nor on `shard`. `limits` say how much of the plan the
-    manifests list, and units beyond are not built. Raises UserError.
+    `tokenizer` is "train:N" or a path, `files` a mirror on disk. Raises UserError.
     """
     started = time.monotonic()
-    if workers < 1:
-        raise UserError(f"--workers is {workers}, expected at least 1")
     _check_folder(out)
     request = TokenizerRequest.parse(tokenizer, eos)
-    if revision is None and not files:
-        revision = _planned_commit(out, source)
+    if revision is None and not files and source in sources.HUB_SOURCES and (out / PLAN).exists():
+        old = load_plan(out)  # its commit, so that a branch that moved does not change it
+        if old.source == source and COMMIT.fullmatch(old.source_version):
+            revision = old.source_version
     selection = sources.select(source, files, revision=revision, text_field=text_field)
     if files or source not in sources.HUB_SOURCES:  # else files come later, with the hub's hashes
         selection = replace(selection, inputs=hash_small(selection.root, selection.inputs))
@@ -183,10 +171,10 @@ def build(
             plan, loaded = settle_plan(out, selection, request, options)
             if is_finished(out, plan, limits):
                 return
-            needed = _Needed(out, plan, limits)
-            jobs = _jobs(out, selection.root, plan, shard, needed)
+            stream = TrainingStream(out, plan, limits)
+            jobs = _jobs(stream, selection.root, shard or ALL_UNITS)
         say(f"tokenizer: {loaded.vocab_size:,} ids, encoded by {loaded.method}")
-        _encode(out, plan, jobs, workers, shard, needed)
+        _encode(stream, jobs, workers, shard or ALL_UNITS)
         if shard:
             say(
                 f"{out}: shard {shard} is built in {duration(time.monotonic() - started)}; when "
@@ -203,103 +191,93 @@ def _check_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file, expected a folder; give a new one")
     if out.is_dir() and not (out / PLAN).exists():
-        names = sorted(path.name for path in out.iterdir())
         ours = (f"{LOCK}*", f"{PLAN}.*tmp")
-        foreign = [name for name in names if not any(fnmatch(name, known) for known in ours)]
-        if foreign:
-            raise UserError(
-                f"--out {out}: holds other files ({', '.join(foreign[:3])}) and no {PLAN}; "
-                f"give a new or empty folder"
-            )
+        for name in sorted(path.name for path in out.iterdir()):
+            if not any(fnmatch(name, known) for known in ours):
+                raise UserError(
+                    f"--out {out}: holds other files ({name}) and no {PLAN}; give a new or empty "
+                    f"folder"
+                )
 
 
-def _planned_commit(out: Path, source: str) -> str | None:
-    """The commit that the folder's plan has, so that a branch that moved does not change it."""
-    if source not in sources.HUB_SOURCES or not (out / PLAN).exists():
-        return None
-    plan = load_plan(out)
-    is_commit = plan.source == source and COMMIT.fullmatch(plan.source_version)
-    return plan.source_version if is_commit else None
-
-
-class _Needed:
-    """Which units a limited training stream needs, as far as the units built so far tell."""
+class TrainingStream:
+    """Which units of `out` a training stream with these limits needs, as far as is known by now."""
 
     def __init__(self, out: Path, plan: Plan, limits: Limits) -> None:
-        self.limits = limits
-        self._folder = out / TRAIN
-        self._plan_sha256 = plan.sha256
-        self._counts: dict[int, tuple[int, int]] = {}
+        self.out, self.plan, self.limits = out, plan, limits
+        self._counts: dict[int, np.ndarray] = {}
 
-    def __call__(self, unit: int) -> bool:
-        """Whether the units before `unit` may be too few."""
-        return not self.limits.reached(*self.before(unit))
+    def unbuilt(self) -> list[int]:
+        """The units that are not built, up to where the built ones reach a limit."""
+        missing = []
+        counts = np.zeros(2, dtype=np.int64)
+        for unit in range(len(self.plan.units)):
+            if self.limits.reached(*counts):
+                break
+            if not is_complete(self.out, unit, self.plan.sha256):
+                missing.append(unit)
+            elif self.limits != NO_LIMITS:
+                counts += self._count(unit)
+        return missing
 
     def before(self, unit: int) -> tuple[int, int]:
-        """The training documents and tokens of the units before `unit` that are built by now.
-
-        Nothing where there is no limit: it would cost a look at each of them.
-        """
+        """The training documents and tokens of the built units before `unit`; 0 without a limit."""
         if self.limits == NO_LIMITS:
             return 0, 0
-        for earlier in range(unit):
-            if earlier not in self._counts:
-                marks = unit_marks(self._folder, earlier, self._plan_sha256)
-                if marks is not None:
-                    self._counts[earlier] = _count(marks)
-        known = [self._counts[earlier] for earlier in range(unit) if earlier in self._counts]
-        return sum(documents for documents, _ in known), sum(tokens for _, tokens in known)
+        documents, tokens = sum((self._count(earlier) for earlier in range(unit)), np.zeros(2, int))
+        return int(documents), int(tokens)
+
+    def needs(self, unit: int) -> bool:
+        """Whether the units before `unit` that are built by now may be too few."""
+        return not self.limits.reached(*self.before(unit))
+
+    def _count(self, unit: int) -> np.ndarray:
+        if unit not in self._counts:
+            marks = unit_marks(self.out / TRAIN, unit, self.plan.sha256)
+            if marks is None:
+                return np.zeros(2, dtype=np.int64)
+            self._counts[unit] = np.sum([(mark.documents, mark.tokens) for mark in marks], axis=0)
+        return self._counts[unit]
 
 
-def _count(marks: Sequence[CommitMark]) -> tuple[int, int]:
-    return sum(mark.documents for mark in marks), sum(mark.tokens for mark in marks)
-
-
-def _jobs(out: Path, root: Path, plan: Plan, shard: Shard | None, needed: _Needed) -> list[UnitJob]:
-    """The units of this run that are not complete in both splits and may be needed."""
+def _jobs(stream: TrainingStream, root: Path, shard: Shard) -> list[UnitJob]:
+    """This run's units that are not built and may be needed."""
+    out, plan = stream.out, stream.plan
     for split in SPLITS:
         (out / split).mkdir(exist_ok=True)
         drop_changed_marks(out / split)
-    own = shard.units(len(plan.units)) if shard else range(len(plan.units))
-    missing = [unit for unit in own if not is_complete(out, unit, plan.sha256) and needed(unit)]
+    own = shard.units(len(plan.units))
+    missing = [unit for unit in stream.unbuilt() if unit in own]
     # a manifest must never stand above parts that are being replaced
     for split in SPLITS if missing else ():
         (out / split / MANIFEST).unlink(missing_ok=True)
     return [UnitJob.of(out, root, plan, unit) for unit in missing]
 
 
-def _encode(
-    out: Path,
-    plan: Plan,
-    jobs: list[UnitJob],
-    workers: int,
-    shard: Shard | None,
-    needed: _Needed,
-) -> None:
+def _encode(stream: TrainingStream, jobs: list[UnitJob], workers: int, shard: Shard) -> None:
     """Run the jobs, saying how far they are and, once, that the disk will not hold the rest."""
-    num_units = len(shard.units(len(plan.units))) if shard else len(plan.units)
+    out, plan, limits = stream.out, stream.plan, stream.limits
+    num_units = len(shard.units(len(plan.units)))
     say(
         f"{plan.source}: {len(plan.inputs):,} inputs, {size(sum(i.size for i in plan.inputs))}, "
-        f"{len(plan.units):,} units{f', shard {shard}: {num_units:,}' if shard else ''}; "
-        f"{workers} worker(s); plan {plan.sha256[:12]}"
+        f"{num_units:,} of {len(plan.units):,} units (shard {shard}); {workers} worker(s); "
+        f"plan {plan.sha256[:12]}"
     )
     finished = num_units - len(jobs)
     if finished:
         say(f"resuming: {finished:,} of {num_units:,} units are finished or not needed")
     # what the limits still leave for this run's share
-    documents, tokens = needed.before(len(plan.units))
-    shards, limits = shard.count if shard else 1, needed.limits
+    documents, tokens = stream.before(len(plan.units))
     goal = Counts(
-        documents=max(0, (limits.max_documents or 0) - documents) // shards,
-        tokens=max(0, (limits.max_tokens or 0) - tokens) // shards,
+        documents=max(0, (limits.max_documents or 0) - documents) // shard.count,
+        tokens=max(0, (limits.max_tokens or 0) - tokens) // shard.count,
         read=sum(job.size for job in jobs),
     )
     width = dtype_for(plan.tokenizer.vocab_size).itemsize
     warned = False
     with BuildProgress(num_units, finished, goal) as progress:
-        for unit in run_jobs(jobs, workers, progress.update, needed):
-            marks = [m for s in SPLITS for m in unit_marks(out / s, unit, plan.sha256) or []]
-            progress.unit_done(unit, *_count(marks))
+        for _ in run_jobs(jobs, workers, progress.tick, stream.needs):
+            progress.unit_done()
             share = progress.share()
             still = progress.counts.tokens * width * (1 / share - 1) if share else 0
             if not warned and still > (free := free_bytes(out)):

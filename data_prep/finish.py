@@ -2,8 +2,7 @@
 
     python -m data_prep finish DATA [--max-documents N] [--max-tokens N]
 
-The last stage of a build, and a command of its own after sharded ones. What is listed depends on
-the plan and the limits alone: parts beyond the cut may be there or not.
+What is listed depends on the plan and the limits alone: parts beyond the cut may be there or not.
 """
 
 import argparse
@@ -16,17 +15,16 @@ import numpy as np
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import remove_leftovers, write_json
 from canon_pretrain.core.lock import remove_locks
-from canon_pretrain.data.blocks import read_checked
 from canon_pretrain.data.shard_writer import drop_changed_marks, read_marks
 from canon_pretrain.data.shards import (
     MANIFEST,
     WITHOUT_BYTE_ENDS,
-    CommitMark,
     Cut,
     NamedMark,
     ShardError,
     TokenShards,
     make_manifest,
+    read_checked,
     read_manifest,
 )
 from data_prep.folder import (
@@ -51,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Finish as the command line says. Raises UserError."""
+    """`python -m data_prep finish` with parsed arguments. Raises UserError."""
     finish(arguments.folder, limits_of(arguments))
 
 
@@ -67,54 +65,49 @@ def finish(folder: Path, limits: Limits) -> None:
 
 
 def is_finished(out: Path, plan: Plan, limits: Limits) -> bool:
-    """Whether both splits are finished with these limits and whole, as sizes and marks tell.
-
-    Says so, and says what is damaged.
-    """
+    """Whether both splits are finished with these limits and whole; say so, or what is damaged."""
     if not all((out / split / MANIFEST).exists() for split in SPLITS):
         return False
+    tokens = []
     try:
-        with TokenShards.open(out / TRAIN) as train, TokenShards.open(out / VALIDATION) as held_out:
-            for split in SPLITS:
-                manifest = read_manifest(out / split)
-                if (manifest.plan_sha256, manifest.limits) != (plan.sha256, asdict(limits)):
-                    return False
-            say(
-                f"{out}: finished before with this plan ({train.num_tokens:,} training and "
-                f"{held_out.num_tokens:,} validation tokens); nothing to do"
-            )
+        for split in SPLITS:
+            with TokenShards.open(out / split) as shards:
+                tokens.append(shards.num_tokens)
+            manifest = read_manifest(out / split)
+            if (manifest.plan_sha256, manifest.limits) != (plan.sha256, asdict(limits)):
+                return False
     except ShardError as error:
         say(f"damaged since it was finished, rebuilding: {str(error).partition('; ')[0]}")
         return False
+    say(
+        f"{out}: finished before with this plan ({tokens[0]:,} training and {tokens[1]:,} "
+        f"validation tokens); nothing to do"
+    )
     remove_locks(out / UNIT_LOCKS)  # the last run may have been killed before it did
     return True
 
 
 def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
-    """Write both manifests and say what there is now.
-
-    Raises UserError where a unit that is needed is not built.
-    """
+    """Write both manifests. Raises UserError where a unit that is needed is not built."""
     train, units, cut = _training_stream(out, plan, limits)
-    marks = {TRAIN: train, VALIDATION: read_marks(out / VALIDATION, range(units))}
-    # never the one split's new manifest beside the other's old one
+    held_out = read_marks(out / VALIDATION, range(units))
     manifests = {
         split: make_manifest(
-            marks[split],
+            marks,
             vocab_size=plan.tokenizer.vocab_size,
             eos_id=plan.tokenizer.eos_id,
             tokenizer_sha256=plan.tokenizer.sha256,
             plan_sha256=plan.sha256,
             version=plan.version,
             limits=asdict(limits),
-            cut=cut if split == TRAIN else None,
+            cut=own_cut,
         )
-        for split in (VALIDATION, TRAIN)
+        for split, marks, own_cut in ((TRAIN, train, cut), (VALIDATION, held_out, None))
     }
+    # never the one split's new manifest beside the other's old one
     for split in SPLITS:
         (out / split / MANIFEST).unlink(missing_ok=True)
-    for split in SPLITS:
-        manifest = manifests[split]
+    for split, manifest in manifests.items():
         write_json(out / split / MANIFEST, asdict(manifest))
         say(
             f"{split}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, "
@@ -128,7 +121,7 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
             f"{len(plan.units) - units:,} of {len(plan.units):,} units are left out"
         )
     # of whole units: rows without a document are counted in a unit's last mark
-    whole = [*marks[VALIDATION], *read_marks(out / TRAIN, range(units))]
+    whole = [*held_out, *read_marks(out / TRAIN, range(units))]
     for what in ("repaired", "skipped"):
         counts: Counter[str] = Counter()
         for named in whole:
@@ -144,18 +137,18 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
 
 def _training_stream(
     out: Path, plan: Plan, limits: Limits
-) -> tuple[list[NamedMark[CommitMark]], int, Cut | None]:
+) -> tuple[list[NamedMark], int, Cut | None]:
     """The parts of the training stream, how many units they are of, and the last part's cut."""
-    marks: list[NamedMark[CommitMark]] = []
+    marks: list[NamedMark] = []
     units = documents = tokens = 0
     for unit in range(len(plan.units)):
         if not is_complete(out, unit, plan.sha256):
             rest = range(unit, len(plan.units))
             missing = sum(not is_complete(out, later, plan.sha256) for later in rest)
             raise UserError(
-                f"{out}: unit {unit} is not built ({missing:,} of {len(plan.units):,} units are "
-                f"missing); run `python -m data_prep build` again with the options it was built "
-                f"with (every --shard, or without --shard), then finish"
+                f"{out}: unit {unit} is not built ({missing:,} of {len(plan.units):,} are "
+                f"missing); run the same `python -m data_prep build` again (every --shard, or "
+                f"none), then finish"
             )
         for named in read_marks(out / TRAIN, [unit]):
             if limits.reached(documents, tokens):
@@ -166,12 +159,9 @@ def _training_stream(
                 cut = _cut_part(out / TRAIN, named, room_documents, room_tokens)
                 if cut.documents:
                     return [*marks, named], unit + 1, cut
-                if documents:
-                    return marks, units, None
-                raise UserError(
-                    f"--max-tokens {limits.max_tokens}: the first document alone is longer; "
-                    f"give a larger number"
-                )
+                if not documents:
+                    raise UserError(f"--max-tokens {limits.max_tokens}: below the first document")
+                return marks, units, None
             marks.append(named)
             units = unit + 1
             documents += named.mark.documents
@@ -179,15 +169,14 @@ def _training_stream(
     return marks, len(plan.units), None
 
 
-def _cut_part(folder: Path, named: NamedMark[CommitMark], documents: int, tokens: int) -> Cut:
+def _cut_part(folder: Path, named: NamedMark, documents: int, tokens: int) -> Cut:
     """Return what of the part fits into so many documents and tokens. Raises UserError."""
+    path = folder / f"{named.name}.docs"
     if named.mark.version == WITHOUT_BYTE_ENDS:
         raise UserError(
-            f"{folder / named.name}: a limit ends inside this part, whose format (version "
-            f"{WITHOUT_BYTE_ENDS}) does not tell the text bytes of its documents; give no limit, "
-            f"or build with the limit into a new folder"
+            f"{path}: a limit ends inside this part, whose format (version {WITHOUT_BYTE_ENDS}) "
+            f"has no text bytes of documents; give no limit, or build into a new folder"
         )
-    path = folder / f"{named.name}.docs"
     ends = np.frombuffer(read_checked(path, named.mark.files.docs.sha256), dtype="<u8")
     token_ends, byte_ends = np.split(ends, 2)
     kept = min(documents, int(np.searchsorted(token_ends, tokens, side="right")))

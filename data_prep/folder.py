@@ -1,9 +1,6 @@
 """A data folder: its splits, locks, tokenizer and which of its units are there.
 
-    DATA/plan.json  DATA/tokenizer.model (or .json)  DATA/train/  DATA/validation/
-
-Shared by the commands that write one. flock drops a lock when its process ends, so that no kill
-leaves one behind.
+DATA/plan.json  DATA/tokenizer.model (or .json)  DATA/train/  DATA/validation/
 """
 
 import argparse
@@ -12,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes
 from canon_pretrain.core.lock import locked
@@ -38,14 +36,9 @@ def say(line: str) -> None:
 
 def settling(folder: Path) -> AbstractContextManager[None]:
     """The lock under which a folder's plan, tokenizer and manifests are written."""
-    return locked(
-        folder / LOCK,
-        str(folder),
-        patience_s=SETTLE_PATIENCE_S,
-        on_wait=lambda: say(
-            f"waiting: another process settles the plan of {folder} (it holds {folder / LOCK})"
-        ),
-    )
+    path = folder / LOCK
+    note = f"waiting: another process settles the plan of {folder} (it holds {path})"
+    return locked(path, str(folder), patience_s=SETTLE_PATIENCE_S, on_wait=lambda: say(note))
 
 
 def unit_lock(folder: Path, unit: int) -> AbstractContextManager[None]:
@@ -72,40 +65,52 @@ def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
         if ids != record.probe_ids[text]:
             raise UserError(
                 f"{path}: {text!r} gives the ids {ids}, the plan has {record.probe_ids[text]}: "
-                f"this version of the tokenizer's library encodes otherwise than the one that made "
-                f"the plan; install that one, or build into a new folder"
+                f"another version of the tokenizer's library made the plan; install that one, or "
+                f"build into a new folder"
             )
     return tokenizer
 
 
+def positive(text: str) -> int:
+    """The number of an option that is at least 1, for argparse."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}, expected at least 1")
+    return number
+
+
+def add_workers(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --workers."""
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        default=available_cores(),
+        metavar="N",
+        help=f"{what} (default: the cores, %(default)s)",
+    )
+
+
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Add --max-documents and --max-tokens."""
-    parser.add_argument(
-        "--max-documents",
-        type=int,
-        metavar="N",
-        help="end the training stream after N documents (default: all)",
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="end the training stream at the last document that fits into N tokens (default: all)",
-    )
+    for option, where in (
+        ("--max-documents", "after N documents"),
+        ("--max-tokens", "at the last document that fits into N tokens"),
+    ):
+        parser.add_argument(
+            option,
+            type=positive,
+            metavar="N",
+            help=f"end the training stream {where} (default: all)",
+        )
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:
-    """The limits that the command line names. Raises UserError."""
+    """The limits that the command line names."""
     return Limits(arguments.max_documents, arguments.max_tokens)
 
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Raise UserError where the disk of `folder` is full or refuses; other errors pass through.
-
-    A unit that could not be written is left out whole: its commit mark is missing, so the next run
-    builds it.
-    """
+    """Raise UserError where the disk of `folder` is full or refuses; other errors pass through."""
     refused = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
     try:
         yield
@@ -113,13 +118,12 @@ def disk_errors(folder: Path) -> Iterator[None]:
         where = f" ({error.filename})" if error.filename else ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             quota = "the quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
-            raise UserError(
-                f"{folder}: {quota}{where}: {size(free_bytes(folder))} are free; what was finished "
-                f"stays whole. Make room and run the same command again, which continues"
-            ) from error
-        if error.errno in refused:
-            raise UserError(
-                f"{folder}: cannot be written: {error.strerror}{where}; what was finished stays "
-                f"whole. Check the disk and its permissions and run the same command again"
-            ) from error
-        raise
+            fault = f"{quota}{where}, {size(free_bytes(folder))} are free; make room"
+        elif error.errno in refused:
+            fault = f"cannot be written: {error.strerror}{where}; check disk and permissions"
+        else:
+            raise
+        raise UserError(
+            f"{folder}: {fault} and run the same command again, which continues: what was finished "
+            f"stays whole"
+        ) from error

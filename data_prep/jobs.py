@@ -13,32 +13,17 @@ from pathlib import Path
 
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.shard_writer import unit_marks
 from data_prep import build
-from data_prep.folder import TRAIN, is_complete, limits_of
+from data_prep.folder import limits_of, positive
 from data_prep.plan import NO_LIMITS, PLAN, Limits, load_plan
 
 
 def unbuilt_shards(out: Path, shards: int, limits: Limits = NO_LIMITS) -> list[int]:
-    """The numbers i of --shard i/`shards` that still have a unit to build; all without a plan.
-
-    Units behind the end that `limits` set to the training stream are none.
-    """
+    """The numbers i of --shard i/`shards` that still have a unit to build; all without a plan."""
     if not (out / PLAN).exists():
         return list(range(1, shards + 1))
-    plan = load_plan(out)
-    left = set()
-    documents = tokens = 0
-    for unit in range(len(plan.units)):
-        if limits.reached(documents, tokens):
-            break
-        marks = unit_marks(out / TRAIN, unit, plan.sha256)
-        if marks is None or not is_complete(out, unit, plan.sha256):
-            left.add(unit % shards + 1)
-            continue
-        documents += sum(mark.documents for mark in marks)
-        tokens += sum(mark.tokens for mark in marks)
-    return sorted(left)
+    stream = build.TrainingStream(out, load_plan(out), limits)
+    return sorted({unit % shards + 1 for unit in stream.unbuilt()})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,15 +33,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.jobs", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--shards", type=int, required=True)
+    parser.add_argument("--shards", type=positive, required=True)
     shards = parser.parse_args(argv[:place]).shards
     # the build takes shortened options too, so it is the build that must read them
     builder = argparse.ArgumentParser(prog="python -m data_prep build")
     build.add_arguments(builder)
     arguments = builder.parse_args(argv[place + 1 :])
     with command(prints=True):
-        if shards < 1:
-            raise UserError(f"--shards {shards}: expected at least 1")
         if arguments.shard:
             raise UserError(f"--shard {arguments.shard}: each job is given its own; see --shards")
         finish = [str(arguments.out)]

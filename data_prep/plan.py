@@ -1,8 +1,7 @@
 """What a build will do, fixed before it starts: inputs, units, tokenizer, options, one hash.
 
-Between the sources and the build. plan.json makes a part's content depend on the plan alone, never
-on the number of workers or on when a run was killed: a second run on a folder must have the same
-plan, and is otherwise refused with what differs.
+plan.json makes a part's content depend on the plan alone, never on the number of workers or on when
+a run was killed: a second run on a folder must have the same plan, and is refused otherwise.
 """
 
 import hashlib
@@ -30,8 +29,7 @@ MAX_DIFFERENCES = 8
 class Input:
     """One input file: its path below the source's root, its size in bytes and its content.
 
-    `sha256` is "" if it is not known and the inputs are too large to read them twice: they are then
-    hashed while they are read, and the commit marks have what was found.
+    `sha256` is "" if the inputs are too large to read twice: the commit marks have what was read.
     """
 
     path: str
@@ -55,8 +53,8 @@ class TokenizerRecord:
 class Options:
     """What else decides the bytes of the parts.
 
-    A unit is `unit_files` consecutive inputs or, if that is None, inputs of about `unit_bytes`
-    together; both None: the source's own rule. `bos` puts the BOS id before every document.
+    A unit is `unit_files` consecutive inputs, or inputs of about `unit_bytes` together; both None:
+    the source's own rule. `bos` puts the BOS id before every document.
     """
 
     holdout: float
@@ -75,24 +73,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Limits:
-    """Where the training stream ends: after so many documents, or tokens; None: no limit.
-
-    Not part of the plan: they say which of its parts a manifest lists, not what is in them.
-    """
+    """Where the training stream ends: which of the plan's parts the manifest lists."""
 
     max_documents: int | None = None
     max_tokens: int | None = None
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {value}, expected at least 1")
-
     def reached(self, documents: int, tokens: int) -> bool:
         """Whether a stream of so many documents and tokens is long enough to be cut."""
-        return (self.max_documents is not None and documents >= self.max_documents) or (
-            self.max_tokens is not None and tokens >= self.max_tokens
-        )
+        pairs = ((documents, self.max_documents), (tokens, self.max_tokens))
+        return any(limit is not None and count >= limit for count, limit in pairs)
 
 
 NO_LIMITS = Limits()
@@ -102,8 +91,7 @@ NO_LIMITS = Limits()
 class Plan:
     """The inputs in the stream's order, the units as ranges [first, end) of them, and the rest.
 
-    `root`, the folder of the inputs when the plan was made, and `version`, the format of the parts,
-    are not part of the plan's identity: inputs may move, and a folder keeps its format.
+    `root`, where the inputs were, and `version`, the parts' format, are not part of its identity.
     """
 
     source: str
@@ -120,8 +108,7 @@ class Plan:
     @cached_property
     def sha256(self) -> str:
         """The hex SHA-256 of the plan's canonical JSON."""
-        identity = self.record()
-        del identity["root"]
+        identity = {key: value for key, value in self.record().items() if key != "root"}
         canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -134,7 +121,6 @@ class Plan:
         return fields
 
     def unit_inputs(self, unit: int) -> tuple[Input, ...]:
-        """Return the inputs of a unit, in order."""
         first, end = self.units[unit]
         return self.inputs[first:end]
 
@@ -142,28 +128,19 @@ class Plan:
 def hash_small(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
     """Return the inputs with their hashes, if all are small together and on disk.
 
-    So a small input that was changed, at the same size too, is refused before anything is written.
-    Raises UserError for an input that cannot be read or has another size than listed.
+    So an input that was changed is refused before anything is written. Raises UserError.
     """
     if sum(known.size for known in inputs) > HASH_AHEAD_BYTES:
         return tuple(inputs)
-    hashed = []
-    for known in inputs:
-        if not known.sha256:
-            path = root / known.path
-            try:
-                size, sha256 = path.stat().st_size, sha256_file(path)
-            except OSError as error:
-                raise UserError(
-                    f"{path}: cannot be read: {error.strerror}; every input is needed"
-                ) from None
-            if size != known.size:
-                raise UserError(
-                    f"{path}: {size} bytes, {known.size} a moment ago; is it being written?"
-                )
-            known = replace(known, sha256=sha256)
-        hashed.append(known)
-    return tuple(hashed)
+    try:
+        return tuple(
+            replace(known, sha256=known.sha256 or sha256_file(root / known.path))
+            for known in inputs
+        )
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}: cannot be read: {error.strerror}; every input is needed"
+        ) from None
 
 
 def cut_units(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int], ...]:
@@ -185,9 +162,8 @@ def cut_units(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int
 
 
 def save_plan(folder: Path, plan: Plan) -> None:
-    """Write plan.json, with its own hash in front."""
-    content = {"version": plan.version, "sha256": plan.sha256, **plan.record()}
-    write_json(folder / PLAN, content)
+    """Write plan.json."""
+    write_json(folder / PLAN, {"version": plan.version, "sha256": plan.sha256, **plan.record()})
 
 
 @dataclass(frozen=True)
@@ -199,22 +175,21 @@ class _Header:
 def load_plan(folder: Path) -> Plan:
     """Read plan.json. Raises UserError if it is missing, damaged or of another version."""
     path = folder / PLAN
-    restore = "restore this file from a copy, or build into a new folder"
     if not path.exists():
         raise UserError(f"{folder}: no {PLAN}, so not a folder of `python -m data_prep build`")
     try:
         header = read_record(path, _Header, max_bytes=MAX_PLAN_BYTES)
-        is_known = header.version in (WITHOUT_BYTE_ENDS, VERSION)
-        plan = read_record(path, Plan, max_bytes=MAX_PLAN_BYTES) if is_known else None
+        if header.version not in (WITHOUT_BYTE_ENDS, VERSION):
+            raise UserError(
+                f"version {header.version}, this program reads {WITHOUT_BYTE_ENDS} and {VERSION}"
+            )
+        plan = read_record(path, Plan, max_bytes=MAX_PLAN_BYTES)
+        if plan.sha256 != header.sha256:
+            raise UserError("its content does not fit its hash")
     except UserError as error:
-        raise UserError(f"{path}: damaged ({error}); {restore}") from None
-    if plan is None:
         raise UserError(
-            f"{path}: version {header.version}, this program reads {WITHOUT_BYTE_ENDS} and "
-            f"{VERSION}; build into a new folder"
-        )
-    if plan.sha256 != header.sha256:
-        raise UserError(f"{path}: damaged: its content does not fit its hash; {restore}")
+            f"{path}: damaged ({error}); restore this file from a copy, or build into a new folder"
+        ) from None
     return plan
 
 
@@ -237,35 +212,25 @@ def differences(old: Plan, new: Plan) -> list[str]:
     def fields(plan: Plan) -> dict[str, Any]:
         names = ("source", "source_version", "text_field", "group_field")
         tokenizer = {f"tokenizer {key}": value for key, value in asdict(plan.tokenizer).items()}
-        return {name: getattr(plan, name) for name in names} | asdict(plan.options) | tokenizer
+        inputs = {
+            f"input {known.path}": f"{known.size} bytes, sha256 {known.sha256[:12] or 'unknown'}"
+            for known in plan.inputs
+        }
+        named = {name: getattr(plan, name) for name in names}
+        return named | asdict(plan.options) | tokenizer | inputs
 
-    def described(known: Input | None) -> str:
-        if known is None:
-            return "none"
-        return f"{known.size} bytes, sha256 {known.sha256[:12] or 'unknown'}"
-
-    new_fields = fields(new)
+    before, after = fields(old), fields(new)
     lines = [
-        f"{name}: {before} -> {new_fields[name]}"
-        for name, before in fields(old).items()
-        if before != new_fields[name]
-    ]
-    before = {known.path: known for known in old.inputs}
-    after = {known.path: known for known in new.inputs}
-    lines += [
-        f"input {path}: {described(before.get(path))} -> {described(after.get(path))}"
-        for path in dict.fromkeys([*before, *after])
-        if before.get(path) != after.get(path)
+        f"{name}: {before.get(name)} -> {after.get(name)}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
     ]
     if not lines and old != new:
-        lines.append("inputs: the same, in another order or other units")
+        lines.append("inputs: other content, in another order or in other units")
     return lines
 
 
 def is_held_out(utf8: bytes, holdout: float) -> bool:
-    """Whether a document, by its UTF-8 text alone, belongs to the validation split.
-
-    So equal texts fall on the same side, and stay there when documents are added.
-    """
+    """Whether a document, by its text alone, is of validation: equal texts are on one side."""
     digest = hashlib.sha256(b"holdout" + utf8).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < holdout

@@ -1,10 +1,9 @@
 """The rows of one input file, read in bounded memory while its bytes are hashed.
 
-Between the files that `sources.py` lists and the build. A file that is cut short, damaged or not
-the one that the plan knows ends in an error that names it and the row, never in fewer documents;
-that error may come after its last good row, so what was read counts once `rows()` has ended. What
-no reader can see without a known size or hash: whole frames or lines missing at the end, and a
-flipped bit where the format has no checksum.
+A file that is cut short, damaged or not the one that the plan knows ends in an error that names it
+and the row, never in fewer documents; that error may come after its last good row, so what was read
+counts once `rows()` has ended. What no reader can see without a known size or hash: whole frames or
+lines missing at the end, and a flipped bit where the format has no checksum.
 """
 
 import hashlib
@@ -16,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import open_at_once
@@ -36,26 +35,15 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SUFFIXES = (".jsonl.zst", ".jsonl.gz", ".jsonl", ".parquet", ".txt")
 
 Rows = Iterator[Document | Skipped]
-
-
-class _Frame(Protocol):
-    """What decompresses one zstd frame or one gzip member."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /) -> bytes: ...
+_MISSING = object()
+_NEWLINES = re.compile(rb"\n*")
 
 
 class InputReader:
-    """The input `known` below `root`, read once by `rows()`.
+    """The input `known` below `root`, read by `rows()`.
 
-    `bytes_read` moves from 0 to the file's size while rows are made. `sha256` is the hex hash of
-    all its bytes once `rows()` has ended, and "" until all are read. Raises UserError where the
-    file is not the `known` one (its size, and its hash unless that is ""), or is damaged.
+    `bytes_read` moves to the file's size while rows are made, and `sha256` is "" until all bytes
+    are read. Raises UserError where the file is not the `known` one, or is damaged.
     """
 
     def __init__(
@@ -66,18 +54,15 @@ class InputReader:
         group_field: str | None,
         max_line_bytes: int = MAX_LINE_BYTES,
     ) -> None:
-        self.path = root / known.path
-        self.known = known
-        self.text_field = text_field
-        self.group_field = group_field
+        self.path, self.known = root / known.path, known
+        self.text_field, self.group_field = text_field, group_field
         self.max_line_bytes = max_line_bytes
-        self.sha256 = ""
-        self.bytes_read = 0
-        self._row = 0
+        self.sha256, self.bytes_read, self._row = "", 0, 0
 
     def rows(self) -> Rows:
         """The rows in the file's order. Closing the generator closes the file."""
         read, damage = self._format()
+        faults: tuple[type[Exception], ...] = (OSError, *damage)
         self.sha256, self.bytes_read, self._row = "", 0, 0
         self._digest, self._hashed_bytes = hashlib.sha256(), 0
         try:
@@ -86,15 +71,15 @@ class InputReader:
                 if not stat.S_ISREG(status.st_mode):
                     self._fail("not a regular file, such as a FIFO; give a file")
                 self._check_size(status.st_size)
+                if not status.st_size and not self.path.name.endswith((".txt", ".py", ".jsonl")):
+                    raise EOFError("no bytes in it, and this format is never empty")
                 for row in read(file):
                     self._row += 1
                     yield row
-        except OSError as error:
-            # what pyarrow finds wrong in a file has no errno
-            if error.errno is None:
-                self._fail(f"damaged: {error}; fetch the file again")
-            self._fail(f"{error.strerror}; every input is needed: make it readable")
-        except damage as error:
+        except faults as error:
+            # what pyarrow finds wrong in a file may be an OSError without errno
+            if isinstance(error, OSError) and error.errno is not None:
+                self._fail(f"{error.strerror}; every input is needed: make it readable")
             self._fail(f"damaged: {error}; fetch the file again")
 
     def _format(self) -> tuple[Callable[[IO[bytes]], Rows], tuple[type[Exception], ...]]:
@@ -107,7 +92,9 @@ class InputReader:
             unpacker = ZstdDecompressor(max_window_size=1 << 31)
             return partial(self._read_json, new_frame=unpacker.decompressobj), (EOFError, ZstdError)
         if name.endswith(".jsonl.gz"):
-            read = partial(self._read_json, new_frame=_gzip_member, padding=b"\0")
+            # 31: with gzip's header and checksum
+            new_frame = partial(zlib.decompressobj, 31)
+            read = partial(self._read_json, new_frame=new_frame, padding=b"\0")
             return read, (EOFError, zlib.error)
         if name.endswith(".jsonl"):
             return self._read_json, ()
@@ -120,8 +107,6 @@ class InputReader:
             return self._read_whole, ()
         raise UserError(f"{self.path}: unknown format; expected one of: {', '.join(SUFFIXES)}")
 
-    # Whole files
-
     def _read_whole(self, file: IO[bytes]) -> Rows:
         content = b"".join(self._chunks(file, READ_BYTES))
         self._check_end()
@@ -133,15 +118,11 @@ class InputReader:
     # Lines of JSON
 
     def _read_json(
-        self,
-        file: IO[bytes],
-        new_frame: Callable[[], _Frame] | None = None,
-        padding: bytes = b"",
+        self, file: IO[bytes], new_frame: Callable[[], Any] | None = None, padding: bytes = b""
     ) -> Rows:
         if new_frame is None:
             pieces = self._chunks(file, READ_BYTES)
         else:
-            self._refuse_empty()
             pieces = _unpack(self._chunks(file, PACKED_READ_BYTES), new_frame, padding)
         for number, line in enumerate(self._lines(pieces)):
             if number == 0:
@@ -152,10 +133,7 @@ class InputReader:
         self._check_end()
 
     def _lines(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """Lines without their end, and without most blank ones, which may be billions.
-
-        A line over many pieces is joined once: no quadratic cost.
-        """
+        """Lines without their end and without most blank ones, each joined once."""
         pending: list[bytes] = []
         length = 0
         for piece in pieces:
@@ -183,8 +161,7 @@ class InputReader:
         try:
             decoded = line.decode()
         except UnicodeDecodeError:
-            decoded = line.decode(errors="surrogateescape")
-            escaped_bytes = True
+            decoded, escaped_bytes = line.decode(errors="surrogateescape"), True
         try:
             row = json.loads(decoded)
         except (ValueError, RecursionError) as error:
@@ -194,15 +171,11 @@ class InputReader:
         text = _look_up(row, self.text_field)
         if text is _MISSING:
             self._fail_field(list(row))
-        if text is None:
-            return from_text("")
-        if not isinstance(text, str):
-            self._fail(
-                f"the field {self.text_field!r} is a {type(text).__name__}, expected a string"
-            )
+        if not isinstance(text, str | None):
+            self._fail(f"the field {self.text_field!r} is a {type(text).__name__}, no string")
         group = _look_up(row, self.group_field) if self.group_field else ""
         return from_text(
-            text,
+            text or "",
             clean(group) if isinstance(group, str) else "",
             escaped_bytes=escaped_bytes,
         )
@@ -213,10 +186,10 @@ class InputReader:
         """Hashed first, in a pass of its own: the columns wanted are not all of the bytes."""
         import pyarrow.parquet
 
-        self._refuse_empty()
-        for _ in self._hashed(file, READ_BYTES):
+        for _ in self._chunks(file, READ_BYTES):
             pass
         self._check_end()
+        self.bytes_read = 0
         file.seek(0)
         with pyarrow.parquet.ParquetFile(
             file,
@@ -254,18 +227,8 @@ class InputReader:
             columns.append(self.group_field)
         for name in columns:
             kind = schema.field(name).type
-            if types.is_dictionary(kind):
-                kind = kind.value_type
-            if not any(
-                is_kind(kind)
-                for is_kind in (
-                    types.is_string,
-                    types.is_large_string,
-                    types.is_string_view,
-                    types.is_binary,
-                    types.is_large_binary,
-                )
-            ):
+            kind = kind.value_type if types.is_dictionary(kind) else kind
+            if str(kind).removeprefix("large_") not in ("string", "string_view", "binary"):
                 self._fail(f"the column {name!r} holds {kind}, expected strings")
         return columns
 
@@ -273,14 +236,10 @@ class InputReader:
 
     def _chunks(self, file: IO[bytes], size: int) -> Iterator[bytes]:
         """The file's bytes, hashed, and counted as the rows' progress."""
-        for chunk in self._hashed(file, size):
-            self.bytes_read += len(chunk)
-            yield chunk
-
-    def _hashed(self, file: IO[bytes], size: int) -> Iterator[bytes]:
         while chunk := file.read(size):
             self._digest.update(chunk)
             self._hashed_bytes += len(chunk)
+            self.bytes_read += len(chunk)
             yield chunk
 
     def _check_size(self, size: int) -> None:
@@ -302,12 +261,8 @@ class InputReader:
             )
         self.sha256 = sha256
 
-    def _refuse_empty(self) -> None:
-        if not self.known.size:
-            raise EOFError("no bytes in it, and this format is never empty")
-
     def _fail_field(self, fields: list[str]) -> NoReturn:
-        shown = ", ".join(repr(field[:40]) for field in fields[:MAX_FIELDS]) or "no fields"
+        shown = ", ".join(repr(field[:40]) for field in fields[:MAX_FIELDS])
         more = f" and {len(fields) - MAX_FIELDS} more" if len(fields) > MAX_FIELDS else ""
         self._fail(
             f"no field {self.text_field!r} for the text; there are {shown}{more}; the source local "
@@ -318,22 +273,12 @@ class InputReader:
         raise UserError(f"{self.path}, row {self._row + 1:,}: {what}") from None
 
 
-_MISSING = object()
-_NEWLINES = re.compile(rb"\n*")
-
-
-def _gzip_member() -> _Frame:
-    # with gzip's header and checksum
-    return zlib.decompressobj(31)
-
-
 def _unpack(
-    chunks: Iterator[bytes], new_frame: Callable[[], _Frame], padding: bytes
+    chunks: Iterator[bytes], new_frame: Callable[[], Any], padding: bytes
 ) -> Iterator[bytes]:
     """Decompress frame after frame (gzip's members), with `padding` allowed between them.
 
-    zstandard's stream readers end without an error where a frame is cut short; the decompressor of
-    one frame knows whether it is whole. Raises EOFError where the last one is not.
+    Raises EOFError where the last one is cut short, which zstandard's stream readers don't report.
     """
     frame = None
     steps = (c[at : at + STEP_BYTES] for c in chunks for at in range(0, len(c), STEP_BYTES))

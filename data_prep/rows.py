@@ -1,6 +1,5 @@
 """What a source's inputs hold: rows that are documents, and rows that are not.
 
-The smallest piece of data_prep, between the readers that make rows and the build that encodes them.
 A model sees valid Unicode only, and no document is lost for a broken character: bytes that are no
 UTF-8 and lone surrogates become U+FFFD, and the document is counted as repaired, by reason.
 """
@@ -29,10 +28,7 @@ _NO_ESCAPED_BYTES = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 @dataclass(frozen=True)
 class Document:
-    """One text, the same as UTF-8, what it is counted under, and why it was changed.
-
-    `group` is "" where the source has none, `repaired` is "" for a text that is as it was.
-    """
+    """One text, the same as UTF-8, what it is counted under, and why it was changed, if it was."""
 
     text: str
     utf8: bytes
@@ -48,21 +44,16 @@ class Skipped:
 
 
 def from_text(text: str, group: str = "", *, escaped_bytes: bool = False) -> Document | Skipped:
-    """The row of a decoded text: lone surrogates become U+FFFD.
-
-    With `escaped_bytes` the text was decoded with "surrogateescape": what stands for bytes that
-    are no UTF-8 is decoded again, as `from_utf8` does it.
-    """
+    """The row of a decoded text (with `escaped_bytes`: by "surrogateescape"), repaired."""
     if not text:
         return Skipped(EMPTY)
     try:
         return Document(text, text.encode(), group)
     except UnicodeEncodeError:
-        pass
-    if escaped_bytes:
-        raw = _NO_ESCAPED_BYTES.sub(REPLACEMENT, text).encode(errors="surrogateescape")
-        return _repaired(raw.decode(errors="replace"), group, INVALID_UTF8)
-    return _repaired(clean(text), group, LONE_SURROGATE)
+        if not escaped_bytes:
+            return _repaired(clean(text), group, LONE_SURROGATE)
+    raw = _NO_ESCAPED_BYTES.sub(REPLACEMENT, text).encode(errors="surrogateescape")
+    return _repaired(raw.decode(errors="replace"), group, INVALID_UTF8)
 
 
 def from_utf8(utf8: bytes, group: str = "") -> Document | Skipped:
@@ -75,21 +66,19 @@ def from_utf8(utf8: bytes, group: str = "") -> Document | Skipped:
         return _repaired(utf8.decode(errors="replace"), group, INVALID_UTF8)
 
 
+def _repaired(text: str, group: str, reason: str) -> Document:
+    return Document(text, text.encode(), group, reason)
+
+
 def clean(text: str) -> str:
     """The text with U+FFFD for every lone surrogate, so that it can be encoded."""
     return _SURROGATES.sub(REPLACEMENT, text)
 
 
-def _repaired(text: str, group: str, reason: str) -> Document:
-    return Document(text, text.encode(), group, reason)
-
-
 def stdlib_rows(path: str, content: bytes) -> Iterator[Document | Skipped]:
-    """The rows of the source stdlib's input `path`, whose bytes are `content`, in order.
+    """The rows of the source stdlib's input `path`: the sorted help topics, or one file's text.
 
-    The help topics are one row each, in sorted order; any other file is one row, decoded as its
-    PEP 263 line says (UTF-8 without one), line ends kept. A file of another encoding than it says
-    is skipped: nothing tells what its characters are.
+    Decoded as its PEP 263 line says (UTF-8 without one), line ends kept; else skipped.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
@@ -106,6 +95,4 @@ def stdlib_rows(path: str, content: bytes) -> Iterator[Document | Skipped]:
             topics = ast.literal_eval(statement.value)
             yield from (from_text(topics[key]) for key in sorted(topics))
             return
-    raise UserError(
-        f"{TOPICS}: no dict of topics in it; this Python's pydoc_data is not known here"
-    )
+    raise UserError(f"{TOPICS}: no dict of topics in it, as this Python's pydoc_data should have")

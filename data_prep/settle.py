@@ -1,7 +1,7 @@
 """Settle what a build will do: its plan, made or compared with the folder's, and its tokenizer.
 
-The first stage of `build.py`, under the folder's lock. The order of writing is the way back from a
-kill: plan.json, then the tokenizer, which a run that finds it missing makes again.
+The order of writing is the way back from a kill: plan.json, then the tokenizer, which a run that
+finds it missing makes again.
 """
 
 import io
@@ -54,30 +54,24 @@ class TokenizerRequest:
 
     @classmethod
     def parse(cls, text: str, eos: str | None) -> "TokenizerRequest":
-        """Raises UserError for a file that cannot be used, or no number."""
+        """Raise UserError for a file that cannot be used, or no number."""
         if not text.startswith("train:"):
             return cls("file", given=Tokenizer.load(Path(text), eos=eos))
         if eos is not None:
-            raise UserError(
-                f"--eos {eos!r} with --tokenizer {text}: a trained tokenizer has its own; leave "
-                f"--eos out"
-            )
+            raise UserError(f"--eos {eos!r}: a trained tokenizer has its own; leave --eos out")
         try:
             return cls(text, vocab_size=int(text.removeprefix("train:")))
         except ValueError:
             raise UserError(
-                f"--tokenizer {text!r}: expected train:N with a number N, such as train:2048, or "
-                f"the path of a SentencePiece tokenizer.model or an HF tokenizer.json"
+                f"--tokenizer {text!r}: expected train:N such as train:2048, or the path of a "
+                f"SentencePiece tokenizer.model or an HF tokenizer.json"
             ) from None
 
 
 def settle_plan(
     out: Path, selection: sources.Selection, request: TokenizerRequest, options: Options
 ) -> tuple[Plan, Tokenizer]:
-    """The plan of `out`, made or compared with the one there, and its tokenizer, put in place.
-
-    Raises UserError where the folder has another plan.
-    """
+    """The plan of `out`, made or compared with the one there, and its tokenizer, put in place."""
     old = load_plan(out) if (out / PLAN).exists() else None
     tokenizer = request.given
     if old and not tokenizer:
@@ -126,18 +120,17 @@ def settle_plan(
 
 
 def _train(selection: sources.Selection, options: Options, request: TokenizerRequest) -> Tokenizer:
-    say(f"tokenizer: training {request.vocab_size:,} pieces")
     started = time.monotonic()
     model = train_tokenizer(training_texts(selection, options), request.vocab_size)
-    say(f"tokenizer: trained in {duration(time.monotonic() - started)}")
+    took = duration(time.monotonic() - started)
+    say(f"tokenizer: trained {request.vocab_size:,} pieces in {took}")
     return Tokenizer(model, request.name)
 
 
 def training_texts(selection: sources.Selection, options: Options) -> Iterator[str]:
-    """The texts that a tokenizer is trained on: about TRAIN_BYTES of them at most.
+    """About TRAIN_BYTES of texts that a tokenizer is trained on, from all over the source.
 
-    All of a small source; else the beginnings of inputs that are spread evenly over it. Held-out
-    documents are left out: validation must not shape the vocabulary.
+    Held-out documents are left out: validation must not shape the vocabulary.
     """
     inputs = selection.inputs
     if sum(known.size for known in inputs) > TRAIN_BYTES:
@@ -163,11 +156,10 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Train a SentencePiece BPE model with byte fallback, with Llama-2's settings.
+    """Return the .model of a SentencePiece BPE with byte fallback, with Llama-2's settings.
 
-    Returns the content of a .model with `vocab_size` pieces: the same for the same texts. They are
-    trained on as lines (SentencePiece's sentences; a line end itself becomes the byte piece <0x0A>,
-    as in Llama-2). Raises UserError for a vocabulary that these texts cannot give.
+    Trained on lines (a line end itself becomes the byte piece <0x0A>, as in Llama-2); the same for
+    the same texts. Raises UserError for a vocabulary that these texts cannot give.
     """
     asked = f"--tokenizer train:{vocab_size}"
     if vocab_size < MIN_VOCAB_SIZE:

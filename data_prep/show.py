@@ -11,7 +11,7 @@ could act on the terminal become U+FFFD.
 import argparse
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,9 @@ import numpy as np
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.text import printable
 from canon_pretrain.data.sampler import Order, permuted_offset, window_offset
-from canon_pretrain.data.shards import Part, TokenShards
+from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.folder import SPLITS, TRAIN, load_tokenizer
+from data_prep.folder import SPLITS, TRAIN, load_tokenizer, positive
 from data_prep.plan import load_plan
 
 WIDTH = 100
@@ -33,24 +33,18 @@ def show_document(folder: Path, number: int, *, split: str = TRAIN, ids: bool = 
     tokenizer = load_tokenizer(folder, load_plan(folder).tokenizer)
     with TokenShards.open(folder / split) as shards:
         if not 0 <= number < shards.num_documents:
-            there = f"the documents 0 to {shards.num_documents - 1}"
             raise UserError(
-                f"--document {number}: {folder / split} has "
-                f"{there if shards.num_documents else 'no documents'}"
+                f"--document {number}: {folder / split} has {shards.num_documents} documents, "
+                f"numbered from 0"
             )
-        part = next(
-            part
-            for part in shards.parts
-            if number < part.entry.first_document + part.entry.documents
-        )
+        firsts = [part.entry.first_document for part in shards.parts]
+        part = shards.parts[int(np.searchsorted(firsts, number, side="right")) - 1]
         at = number - part.entry.first_document
-        start, end = np.concatenate([[0], part.document_ends()])[at : at + 2].tolist()
+        start, end = np.append(0, part.document_ends())[at : at + 2].tolist()
         first = part.entry.first_token + start
         tokens = shards.read(first, end - start)
-    head = (
-        f"== {split}, document {number}: {len(tokens):,} tokens from {first:,}, in "
-        f"{part.entry.name}"
-    )
+    name = part.entry.name
+    head = f"== {split}, document {number}: {len(tokens):,} tokens from {first:,}, in {name}"
     return "\n".join([head, *_lines(tokenizer, tokens, ids), "== end of the document"])
 
 
@@ -68,14 +62,12 @@ def show_window(
     for name, value in (("--window", sample), ("--seed", seed)):
         if not 0 <= value < 1 << 64:
             raise UserError(f"{name} is {value}, expected 0 to 2**64 - 1")
-    if seq_len < 1:
-        raise UserError(f"--seq-len is {seq_len}, expected at least 1")
     tokenizer = load_tokenizer(folder, load_plan(folder).tokenizer)
     with TokenShards.open(folder / split) as shards:
         place = permuted_offset if order == "permute" else window_offset
         offset = place(seed, sample, shards.num_tokens, seq_len)
         tokens = shards.read(offset, seq_len + 1)
-        documents = list(_documents(shards.parts, offset, seq_len + 1))
+        documents = list(_documents(shards, offset, seq_len + 1))
     lines = [
         f"== {split}, window {sample} of seed {seed}: tokens {offset:,} to "
         f"{offset + seq_len:,} (seq_len {seq_len:,} and the last target)"
@@ -90,22 +82,19 @@ def show_window(
     return "\n".join([*lines, "== end of the window"])
 
 
-def _documents(parts: Sequence[Part], offset: int, count: int) -> Iterator[tuple[int, int, int]]:
+def _documents(shards: TokenShards, offset: int, count: int) -> Iterator[tuple[int, int, int]]:
     """(number, first token, end) of each document in the tokens [offset, offset + count)."""
-    for part in parts:
+    for part in shards.parts:
         first_token = part.entry.first_token
-        if first_token + part.entry.tokens <= offset or offset + count <= first_token:
-            continue
-        ends = part.document_ends() + first_token
-        first = int(np.searchsorted(ends, offset, side="right"))
-        last = int(np.searchsorted(ends, offset + count - 1, side="right"))
-        for at in range(first, min(last + 1, len(ends))):
-            start = int(ends[at - 1]) if at else first_token
-            yield part.entry.first_document + at, start, int(ends[at])
+        if offset - part.entry.tokens < first_token < offset + count:
+            ends = part.document_ends() + first_token
+            first, last = np.searchsorted(ends, [offset, offset + count - 1], side="right")
+            for at in range(first, min(last + 1, len(ends))):
+                start = int(ends[at - 1]) if at else first_token
+                yield part.entry.first_document + at, start, int(ends[at])
 
 
 def _lines(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]:
-    """The lines of a document or a piece of one."""
     text = printable(tokenizer.decode(tokens), keep="\n\t")
     # only \n: splitlines would break a line where the text has none
     yield from (f"│ {line}" for line in text.split("\n"))
@@ -118,49 +107,31 @@ def _lines(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m data_prep show`."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of a build")
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="the --out of a build")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--document", type=int, metavar="K", help="the document number K, from 0")
-    what.add_argument(
-        "--window",
-        type=int,
-        metavar="I",
-        help="sample I of a run: what the model sees (of a mixture: "
-        "one that was drawn from this folder)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="the run's data.data_seed (default: 0)"
-    )
-    parser.add_argument(
+    window = "sample I of a run: what the model sees (of a mixture: one drawn from this folder)"
+    what.add_argument("--window", type=int, metavar="I", help=window)
+    add("--seed", type=int, default=0, metavar="S", help="the run's data.data_seed (default: 0)")
+    add(
         "--seq-len",
-        type=int,
+        type=positive,
         default=DEFAULT_SEQ_LEN,
         metavar="T",
         help="the run's training.seq_len (default: %(default)s)",
     )
-    parser.add_argument(
-        "--order",
-        choices=typing.get_args(Order),
-        default="random",
-        help="the run's data.order (default: %(default)s)",
-    )
-    parser.add_argument("--split", choices=SPLITS, default=TRAIN, help="default: %(default)s")
-    parser.add_argument("--ids", action="store_true", help="print the token ids as well")
+    orders = typing.get_args(Order)
+    add("--order", choices=orders, default="random", help="the run's data.order (default: random)")
+    add("--split", choices=SPLITS, default=TRAIN, help="default: %(default)s")
+    add("--ids", action="store_true", help="print the token ids as well")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """`python -m data_prep show` with parsed arguments. Raises UserError."""
-    folder, split, ids = arguments.folder, arguments.split, arguments.ids
+    options = {name: getattr(arguments, name) for name in ("folder", "split", "ids")}
     if arguments.document is not None:
-        print(show_document(folder, arguments.document, split=split, ids=ids))
-        return
-    text = show_window(
-        folder,
-        arguments.window,
-        arguments.seed,
-        seq_len=arguments.seq_len,
-        order=arguments.order,
-        split=split,
-        ids=ids,
-    )
-    print(text)
+        print(show_document(number=arguments.document, **options))
+    else:
+        more = {name: getattr(arguments, name) for name in ("seed", "seq_len", "order")}
+        print(show_window(sample=arguments.window, **more, **options))

@@ -1,10 +1,8 @@
-"""The texts that shards are made from: which files a source has, and how their rows are read.
+"""The texts that shards are made from: which files a source has, in which order and units.
 
-The first stage of data_prep: the plan lists a source's inputs, the tokenizer's training and the
-build read their documents. A source of the hub is downloaded at a pinned commit, file by file when
-a unit needs it, or read from a copy on disk. Paths of inputs are relative to one root and their
-order is never the disk's, so that a folder may move, and a mirror makes the same plan as a
-download.
+A source of the hub is downloaded at a pinned commit, file by file when a unit needs it, or read
+from a copy on disk. Paths of inputs are relative to one root and their order is never the disk's,
+so that a folder may move, and a mirror makes the same plan as a download.
 
 | source | what it is | a unit |
 |---|---|---|
@@ -21,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from canon_pretrain.core.errors import UserError, suggestion
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.text import size
 from canon_pretrain.data import hub
 from data_prep.folder import say
@@ -38,38 +36,31 @@ WAYS_OUT = hub.WaysOut(
     without_hub="or give a copy of the files with --files FOLDER",
 )
 ON_DISK = "files"
-"""The version of inputs whose commit nothing tells."""
+"""The version of inputs whose commit is not known."""
 EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
 MAX_NAMED = 3
-"""Enough to see what kind of files they are."""
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A dataset of the hub: its pinned commit, its files and its rows.
-
-    `tail` has a pattern for each component of a file's path in the repository.
-    """
+    """A dataset of the hub; `tail` has a pattern for each component of a file's path."""
 
     repo: str
     commit: str
+    folder: str
     tail: tuple[str, ...]
     num_files: int
     group_field: str
     unit_files: int
-
-    @property
-    def folder(self) -> str:
-        """The folder of all files: the components that are no pattern."""
-        return "/".join(self.tail[: self.tail.index(next(p for p in self.tail if "[" in p))])
 
 
 HUB_SOURCES = {
     "fineweb-edu": HubSource(
         repo="HuggingFaceFW/fineweb-edu",
         commit="87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
+        folder="sample/100BT",
         tail=("sample", "100BT", r"[0-9]{3}_[0-9]{5}\.parquet"),
         num_files=140,
         group_field="dump",
@@ -78,6 +69,7 @@ HUB_SOURCES = {
     "slimpajama": HubSource(
         repo="cerebras/SlimPajama-627B",
         commit="2d0accdd58c5d5511943ca1f5ff0e3eb5e293543",
+        folder="train",
         tail=("train", "chunk[0-9]+", r"example_train_[0-9]+\.jsonl\.zst"),
         num_files=59_166,
         group_field="meta.redpajama_set_name",
@@ -91,8 +83,7 @@ SOURCES = (STDLIB, *HUB_SOURCES, LOCAL)
 class Selection:
     """The inputs of a build in the stream's order, and how they are read and cut into units.
 
-    `version` says what they belong to: a commit, a Python, or "files". Paths are relative to
-    `root`; a hub's file need not be there yet (`fetch`).
+    `version` is a commit, a Python, or "files". A hub's file need not be there yet (`fetch`).
     """
 
     source: str
@@ -114,19 +105,11 @@ def select(
 ) -> Selection:
     """Return what `--source`, `--files`, `--revision` and `--text-field` name.
 
-    Without `files` a source of the hub is listed there, at `revision` or its pinned commit. Raises
-    UserError.
+    Without `files` a source of the hub is listed there. Raises UserError.
     """
-    if source not in SOURCES:
-        raise UserError(
-            f"--source {source!r} is unknown; expected one of: {', '.join(SOURCES)}"
-            f"{suggestion(source, SOURCES)}"
-        )
+    check_choice("--source", source, SOURCES)
     if text_field is not None and (source != LOCAL or not text_field):
-        raise UserError(
-            f"--text-field {text_field!r} with --source {source}: it names the text's field for "
-            f"--source {LOCAL} alone"
-        )
+        raise UserError(f"--text-field {text_field!r} with --source {source}: give --source local")
     if revision is not None and source not in HUB_SOURCES:
         raise UserError(
             f"--revision {revision} with --source {source}: only a dataset of the hub has "
@@ -136,20 +119,18 @@ def select(
         return _select_stdlib(files)
     if source == LOCAL:
         return _select_local(files, text_field or TEXT_FIELD)
-    hub_source = HUB_SOURCES[source]
-    if files:
-        version, root, inputs = _list_mirror(source, hub_source, files, revision)
-    else:
-        version, root, inputs = _list_hub(source, hub_source, revision)
-    if len(inputs) != hub_source.num_files:
-        say(f"{source}: {len(inputs):,} files, the whole dataset has {hub_source.num_files:,}")
+    known = HUB_SOURCES[source]
+    list_files = _list_mirror if files else _list_hub
+    version, root, inputs = list_files(source, known, files, revision)
+    if len(inputs) != known.num_files:
+        say(f"{source}: {len(inputs):,} files, the whole dataset has {known.num_files:,}")
     return Selection(
-        source=source,
-        version=version,
-        root=root,
-        inputs=inputs,
-        group_field=hub_source.group_field,
-        unit_files=hub_source.unit_files,
+        source,
+        version,
+        root,
+        inputs,
+        group_field=known.group_field,
+        unit_files=known.unit_files,
     )
 
 
@@ -157,8 +138,8 @@ def _select_stdlib(files: Sequence[Path]) -> Selection:
     """The help topics, then the .py files of the library without its tests."""
     if files:
         raise UserError(
-            f"--files {files[0]} with --source {STDLIB}: it takes none, it is the running Python's "
-            f"own library; give --source {LOCAL} for files"
+            f"--files {files[0]} with --source {STDLIB}: it is the running Python's own library; "
+            f"give --source {LOCAL} for files"
         )
     root = source_root(STDLIB)
     found = {}
@@ -167,10 +148,7 @@ def _select_stdlib(files: Sequence[Path]) -> Selection:
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
             found[path.relative_to(root).as_posix()] = path
     if not found:
-        raise UserError(
-            f"{root}: no .py sources here, so the source stdlib is empty; use a Python that was "
-            f"installed with its standard library as files"
-        )
+        raise UserError(f"{root}: no .py sources here; use a Python that has its library as files")
     inputs = sorted(to_inputs(root, found, {}), key=lambda known: known.path != TOPICS)
     version = f"python {platform.python_version()}"
     return Selection(STDLIB, version, root, tuple(inputs), unit_bytes=UNIT_BYTES)
@@ -180,86 +158,69 @@ def _select_local(files: Sequence[Path], text_field: str) -> Selection:
     if not files:
         raise UserError(f"--source {LOCAL} needs --files FILE_OR_FOLDER ...")
     found, named = find_files(files)
-    readable = [path for path in found if path.name.endswith(SUFFIXES)]
     others = [path for path in found if not path.name.endswith(SUFFIXES)]
-    for path in others:
-        if path in named:
-            raise UserError(
-                f"--files {path}: unknown format; expected one of: {', '.join(SUFFIXES)}"
-            )
-    if not readable:
+    readable = [path for path in found if path.name.endswith(SUFFIXES)]
+    if not readable or named.intersection(others):
         raise UserError(
-            f"--files {name_some(map(str, files))}: no file of a known format "
-            f"({', '.join(SUFFIXES)}) in it"
+            f"--files {name_some(named.intersection(others) or files)}: no file of a known "
+            f"format; expected one of: {', '.join(SUFFIXES)}"
         )
     if others:
-        say(
-            f"{LOCAL}: {len(others):,} files of other formats are left out: "
-            f"{name_some(map(str, others))}"
-        )
+        say(f"{LOCAL}: {len(others):,} files of other formats are left out: {name_some(others)}")
     root = Path(os.path.commonpath([path.parent for path in readable]))
     inputs = to_inputs(root, {path.relative_to(root).as_posix(): path for path in readable}, {})
     return Selection(LOCAL, ON_DISK, root, inputs, text_field, unit_bytes=UNIT_BYTES)
 
 
 def _list_hub(
-    source: str, hub_source: HubSource, revision: str | None
+    source: str, known: HubSource, _: Sequence[Path], revision: str | None
 ) -> tuple[str, Path, tuple[Input, ...]]:
-    repo, commit = hub_source.repo, revision or hub_source.commit
+    commit = revision or known.commit
     if not hub.COMMIT.fullmatch(commit):
-        commit = hub.find_commit(repo, commit, WAYS_OUT)
-    root = hub.snapshot(repo, commit)
-    listed = {
-        known.path: known for known in hub.list_files(repo, commit, hub_source.folder, WAYS_OUT)
-    }
-    # below the root of the repository, as a mirror's files are below theirs
-    matched = match_tails((root / path for path in listed), hub_source.tail)
-    if matched is None or matched[0] != root:
+        commit = hub.find_commit(known.repo, commit, WAYS_OUT)
+    root = hub.snapshot(known.repo, commit)
+    pattern = re.compile("/".join(known.tail))
+    inputs = tuple(
+        Input(file.path, file.size, file.sha256)
+        for file in hub.list_files(known.repo, commit, known.folder, WAYS_OUT)
+        if pattern.fullmatch(file.path)
+    )
+    if not inputs:
         raise UserError(
-            f"{repo}@{commit[:12]}: no files {'/'.join(hub_source.tail)} in it; give the "
+            f"{known.repo}@{commit[:12]}: no files {'/'.join(known.tail)} in it; give the "
             f"--revision of a commit that has them, or leave it out"
         )
-    paths = sorted(matched[1], key=natural_order)
-    inputs = tuple(Input(path, listed[path].size, listed[path].sha256) for path in paths)
     say(
-        f"{source}: {len(inputs):,} files, {size(sum(known.size for known in inputs))} at commit "
+        f"{source}: {len(inputs):,} files, {size(sum(file.size for file in inputs))} at commit "
         f"{commit[:12]}, fetched when they are needed into {root}"
     )
-    return commit, root, inputs
+    return commit, root, tuple(sorted(inputs, key=lambda file: natural_order(file.path)))
 
 
 def _list_mirror(
-    source: str, hub_source: HubSource, files: Sequence[Path], revision: str | None
+    source: str, known: HubSource, files: Sequence[Path], revision: str | None
 ) -> tuple[str, Path, tuple[Input, ...]]:
     if revision is not None and not hub.COMMIT.fullmatch(revision):
         raise UserError(
             f"--revision {revision} with --files: a copy on disk has no branches or tags; give the "
             f"40-digit commit that it was made from, or leave --revision out"
         )
-    tail = "/".join(hub_source.tail)
     found, named = find_files(files)
-    matched = match_tails(found, hub_source.tail)
-    if matched is None:
+    root, paths = match_tails(found, known.tail) or (Path(), {})
+    wrong = named - set(paths.values()) if paths else files
+    if wrong:
         raise UserError(
-            f"--files {name_some(map(str, files))}: no files {tail} of {source} in it; give "
+            f"--files {name_some(wrong)}: no files {'/'.join(known.tail)} of {source}; give "
             f"--source {LOCAL} for other files"
         )
-    root, paths = matched
-    if strangers := named - set(paths.values()):
-        raise UserError(
-            f"--files {name_some(map(str, strangers))}: not named {tail} as the files of {source} "
-            f"are; give --source {LOCAL} for other files"
-        )
-    for literal in hub_source.tail[:-1]:  # a folder named as a sibling of the source's
-        shape = re.sub("[0-9]+", "[0-9]+", literal)
-        if "[" in literal or shape == literal:
-            continue
-        for name in root.parts:
-            if name != literal and re.fullmatch(shape, name):
-                raise UserError(
-                    f"--files {root}: this is {name} by its name, {source} is {literal}; give that "
-                    f"folder, or --source {LOCAL} for other files"
-                )
+    for literal in (name for name in known.tail[:-1] if "[" not in name):
+        shape = re.sub("[0-9]+", "[0-9]+", literal)  # that of the folder's siblings
+        siblings = [name for name in root.parts if re.fullmatch(shape, name) and name != literal]
+        if siblings:
+            raise UserError(
+                f"--files {root}: this is {siblings[0]} by its name, {source} is {literal}; give "
+                f"that folder, or --source {LOCAL} for other files"
+            )
     commit, hashes = hub.known_hashes(root, paths)
     if revision and commit and commit != revision:
         raise UserError(
@@ -278,8 +239,7 @@ def fetch(
 ) -> None:
     """Make sure that the inputs are on disk, downloading what the hub's cache does not hold yet.
 
-    `advance` receives the number of bytes that arrived, repeatedly. Several processes may fetch at
-    once. Raises UserError.
+    `advance` receives the bytes that arrived. Processes may fetch at once. Raises UserError.
     """
     missing = [known for known in inputs if not (root / known.path).exists()]
     if not missing:
@@ -305,22 +265,18 @@ def natural_order(path: str) -> tuple[list[tuple[int, int, str]], str]:
 def find_files(given: Sequence[Path]) -> tuple[list[Path], frozenset[Path]]:
     """Return all files named by, or below, `given` as absolute paths, and those named themselves.
 
-    Hidden files and folders are left out below a folder; symbolic links are followed, since that is
-    what a hub cache is made of, and never resolved, since their targets have no suffix. Raises
-    UserError for a path that is not there, or a file that is reached twice.
+    Hidden ones are left out below a folder. Links are followed, since a hub's cache is made of
+    them, and never resolved, since their targets have no suffix. Raises UserError.
     """
     found: dict[Path, Path] = {}
     named = set()
     for path in given:
         absolute = Path(os.path.abspath(path))
-        if absolute.is_dir():
-            files: Iterable[Path] = _walk(absolute)
-        elif absolute.is_file():
-            files = [absolute]
+        if absolute.is_file():
             named.add(absolute)
-        else:
+        elif not absolute.is_dir():
             raise UserError(f"--files {path}: no file or folder of this name")
-        for file in files:
+        for file in [absolute] if absolute in named else _walk(absolute):
             if file in found:
                 raise UserError(
                     f"--files {path}: {file} is already given by {found[file]}; name it once, or "
@@ -334,13 +290,10 @@ def _walk(root: Path) -> Iterator[Path]:
     seen = set()
 
     def refuse(error: OSError) -> None:
-        raise UserError(
-            f"{error.filename}: cannot be listed: {error.strerror}; every input is needed"
-        )
+        raise UserError(f"{error.filename}: cannot be listed: {error.strerror}")
 
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
-        status = os.stat(folder)
-        identity = (status.st_dev, status.st_ino)
+        identity = os.path.realpath(folder)
         if identity in seen:
             raise UserError(
                 f"--files {root}: {folder} is a link to a folder that was reached before; name the "
@@ -351,28 +304,22 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in names if not name.startswith("."))
 
 
-def match_tails(files: Iterable[Path], tail: Sequence[str]) -> tuple[Path, dict[str, Path]] | None:
-    """Return the files whose last path components match the patterns of `tail`, and their one root.
+def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[str, Path]] | None:
+    """Return the one root of the files that end as `tail` does, and {path below it: file}.
 
-    Shorter tails are tried where no file matches the whole, so the folder that holds the files does
-    as well as the dataset's own. Returns (root, {path below root: file}), None without a match.
-    Raises UserError where the matches have several roots: which of two copies is meant?
+    Shorter tails are tried where no file matches the whole; None without a match. Raises UserError
+    where the matches have several roots: which of two copies is meant?
     """
-    files = list(files)
     for first in range(len(tail)):
-        patterns = [re.compile(pattern) for pattern in tail[first:]]
+        pattern = re.compile("(.*/)" + f"({'/'.join(tail[first:])})")
         matches: dict[Path, dict[str, Path]] = {}
         for file in files:
-            last = file.parts[-len(patterns) :]
-            if len(last) == len(patterns) and all(
-                pattern.fullmatch(part) for pattern, part in zip(patterns, last, strict=True)
-            ):
-                root = file.parents[len(patterns) - 1]
-                matches.setdefault(root, {})["/".join(last)] = file
+            if match := pattern.fullmatch(str(file)):
+                matches.setdefault(Path(match[1]), {})[match[2]] = file
         if len(matches) > 1:
             raise UserError(
-                f"--files: several folders hold {'/'.join(tail[first:])}: "
-                f"{name_some(str(root) for root in matches)}; name the one that is meant"
+                f"--files: several folders hold {'/'.join(tail[first:])}: {name_some(matches)}; "
+                f"name the one that is meant"
             )
         if matches:
             return matches.popitem()
@@ -381,20 +328,19 @@ def match_tails(files: Iterable[Path], tail: Sequence[str]) -> tuple[Path, dict[
 
 def to_inputs(root: Path, files: dict[str, Path], hashes: dict[str, str]) -> tuple[Input, ...]:
     """Return inputs in natural order, with the sizes that the files have. Raises UserError."""
-    inputs = []
-    for path in sorted(files, key=natural_order):
-        try:
-            num_bytes = files[path].stat().st_size
-        except OSError as error:
-            raise UserError(
-                f"{root / path}: cannot be read: {error.strerror}; every input is needed"
-            ) from None
-        inputs.append(Input(path, num_bytes, hashes.get(path, "")))
-    return tuple(inputs)
+    try:
+        return tuple(
+            Input(path, files[path].stat().st_size, hashes.get(path, ""))
+            for path in sorted(files, key=natural_order)
+        )
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}: cannot be read: {error.strerror}; every input is needed"
+        ) from None
 
 
-def name_some(names: Iterable[str]) -> str:
-    """The first few of the names, and how many more there are."""
-    names = sorted(names, key=natural_order)
+def name_some(paths: Iterable[Path]) -> str:
+    """The first few of the paths, and how many more there are."""
+    names = sorted(map(str, paths), key=natural_order)
     more = len(names) - MAX_NAMED
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

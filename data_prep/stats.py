@@ -3,29 +3,28 @@
     python -m data_prep stats DATA [--html FILE] [--workers N]
 
 Every token is read once, its CRC32 checked (`stats_pass.py`). Tables go to the terminal; `--html`
-also writes a page with plots.
+writes a page with the same tables and plots.
 """
 
 import argparse
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import rich.table
 from rich.markup import escape
-from rich.table import Column, Table
 
-from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes, write_atomic
 from canon_pretrain.core.terminal import Console, Progress
 from canon_pretrain.core.text import printable, size
 from canon_pretrain.data.shards import CommitMark, TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.folder import SPLITS, disk_errors, load_tokenizer, say
+from data_prep.folder import SPLITS, add_workers, disk_errors, load_tokenizer, say
 from data_prep.plan import Plan, load_plan
 from data_prep.stats_pass import (
     MAX_COUNTED_LENGTH,
@@ -42,9 +41,8 @@ PLOTTED = ("split", "documents", "tokens", "lengths", "frequencies", "groups")
 TOP_TOKENS = 30
 MAX_GROUPS = 100
 RANKS = 200
-SHOWN_TOKENS = 15
-SHOWN_GROUPS = 20
-BAR_WIDTH = 20
+SHOWN_ROWS = 20
+"""Of a table on the terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,14 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="also write a page with plots, one file"
     )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=available_cores(),
-        metavar="N",
-        help=f"processes (default: the cores, %(default)s); duplicates need {RECORD.itemsize} "
-        f"bytes a document in the folder for temporary files (TMPDIR)",
-    )
+    add_workers(parser, f"processes; each document needs {RECORD.itemsize} bytes of TMPDIR")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -73,15 +64,10 @@ def stats(folder: Path, html: Path | None = None, *, workers: int = 1) -> dict[s
 
     Needs 29 bytes a document in the folder for temporary files (TMPDIR). Raises UserError.
     """
-    if workers < 1:
-        raise UserError(f"--workers is {workers}, expected at least 1")
     if html is not None and (html.is_dir() or not html.parent.is_dir()):
-        raise UserError(
-            f"--html {html}: expected the path of a file in a folder that exists; make "
-            f"{html.parent}, or give another path"
-        )
+        raise UserError(f"--html {html}: expected the path of a file in a folder that exists")
     content = data_content(folder, load_plan(folder), workers)
-    print_tables(content)
+    print_tables(content, Console())
     if html is not None:
         with disk_errors(html.parent):
             write_atomic(html, html_page(content).encode())
@@ -119,6 +105,7 @@ def data_content(folder: Path, plan: Plan, workers: int) -> dict[str, Any]:
             done += part.entry.tokens
             progress.update(done / total, f"stats: {done:,} of {total:,} tokens")
         duplicates = find_duplicates(Path(buckets), bits, len(SPLITS))
+    found = zip(SPLITS, opened, totals, duplicates, strict=True)
     return {
         "folder": printable(str(folder)),
         "source": plan.source,
@@ -127,17 +114,12 @@ def data_content(folder: Path, plan: Plan, workers: int) -> dict[str, Any]:
         "tokenizer": {
             name: getattr(plan.tokenizer, name) for name in ("requested", "sha256", "vocab_size")
         },
-        "splits": [
-            {"split": split, **_split_content(shards, counts, copies, tokenizer)}
-            for split, shards, counts, copies in zip(
-                SPLITS, opened, totals, duplicates, strict=True
-            )
-        ],
+        "splits": [{"split": split, **_split_content(tokenizer, *rest)} for split, *rest in found],
     }
 
 
 def _split_content(
-    shards: TokenShards, counts: Counts, duplicates: Duplicates, tokenizer: Tokenizer
+    tokenizer: Tokenizer, shards: TokenShards, counts: Counts, duplicates: Duplicates
 ) -> dict[str, Any]:
     marks = [part.read_mark() for part in shards.parts]
     sizes = [known.size for part in shards.parts for known in vars(part.files).values()]
@@ -146,6 +128,10 @@ def _split_content(
     ordered = np.sort(counts.tokens[counts.tokens > 0])[::-1]
     ranks = np.unique(np.geomspace(1, max(len(ordered), 1), RANKS).round().astype(np.int64))
     ranks = ranks[ranks <= len(ordered)]
+    reasons: dict[str, Counter[str]] = {"skipped": Counter(), "repaired": Counter()}
+    for mark in marks:
+        for what, total in reasons.items():
+            total.update({printable(why): n for why, n in getattr(mark, what).items()})
     return {
         "fingerprint": shards.fingerprint,
         "parts": len(marks),
@@ -170,8 +156,7 @@ def _split_content(
         **_groups(marks),
         # marks know nothing of the limit that ends the stream inside a part
         "groups_count_more": sum(mark.documents for mark in marks) > shards.num_documents,
-        "skipped": _summed(mark.skipped for mark in marks),
-        "repaired": _summed(mark.repaired for mark in marks),
+        **{what: dict(sorted(total.items())) for what, total in reasons.items()},
     }
 
 
@@ -204,10 +189,8 @@ def _length_content(counts: Counts, documents: int, tokens: int) -> dict[str, An
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """What one id adds to a text, in quotes; a name for the ids that add nothing."""
-    if token == tokenizer.eos_id:
-        return "EOS"
-    if token == tokenizer.bos_id:
-        return "BOS"
+    if token in (tokenizer.eos_id, tokenizer.bos_id):
+        return "EOS" if token == tokenizer.eos_id else "BOS"
     # after itself: at a text's beginning SentencePiece drops a piece's leading space
     twice, once = tokenizer.decode([token, token]), tokenizer.decode([token])
     text = twice[len(once) :] if twice.startswith(once) else once
@@ -229,166 +212,134 @@ def _groups(marks: list[CommitMark]) -> dict[str, Any]:
     return {"groups": rows[:MAX_GROUPS], "num_groups": len(rows)}
 
 
-def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Counts by reason, over all parts."""
-    total: Counter[str] = Counter()
-    for more in counts:
-        total.update(more)
-    return {printable(reason): count for reason, count in sorted(total.items())}
-
-
 # ---- what is shown
 
 
+@dataclass(frozen=True)
+class Table:
+    """Rows of words, for the terminal and the page."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def is_number(self, column: int) -> bool:
+        return self.columns[column] not in ("", "group", "text")
+
+
+def print_tables(content: dict[str, Any], console: Console) -> None:
+    """Print the tables and notes."""
+    for table in tables(content):
+        drawn = rich.table.Table(title=escape(table.title), title_justify="left")
+        for at, column in enumerate(table.columns):
+            drawn.add_column(escape(column), justify="right" if table.is_number(at) else "left")
+        for row in table.rows[:SHOWN_ROWS]:
+            drawn.add_row(*map(escape, row))
+        console.print(drawn)
+    for sentence in notes(content):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
 def html_page(content: dict[str, Any]) -> str:
-    """The page of `data_content`: tables and plots in one self-contained file."""
-    # plotly's script takes a while to import, and only the page needs it
-    from canon_pretrain.core import page
+    """The page with the same tables, and plots."""
+    from canon_pretrain.core.page import html_page as page  # imports plotly
 
-    return page.html_page(
-        TEMPLATES,
-        "stats",
-        [{key: split[key] for key in PLOTTED} for split in content["splits"]],
-        filters={"facts": facts, "notes": notes, "span": span},
-        ratio=ratio,
-        content=content,
-    )
+    plotted = [{name: split[name] for name in PLOTTED} for split in content["splits"]]
+    shown = {"tables": tables(content), "notes": notes(content)}
+    return page(TEMPLATES, "stats", plotted, filters={}, content=content, **shown)
 
 
-def print_tables(content: dict[str, Any], console: Console | None = None) -> None:
-    """Print `data_content`: an overview, then lengths, tokens and groups of the splits."""
-    console = console or Console()
-    splits, tokenizer = content["splits"], content["tokenizer"]
-    title = (
-        f"{content['folder']}: {content['source']} ({content['source_version']}), tokenizer "
-        f"{tokenizer['requested']} {tokenizer['sha256'][:12]}, {tokenizer['vocab_size']:,} ids"
-    )
-    table = _table(title, "", *_numbers(*(split["split"] for split in splits)))
-    for row in zip(*(facts(split) for split in splits), strict=True):
-        table.add_row(row[0][0], *(escape(words) for _, words in row))
-    console.print(table)
+def tables(content: dict[str, Any]) -> list[Table]:
+    """What both show: the splits' figures, lengths, groups and most frequent tokens."""
+    splits = content["splits"]
+    about = f"{content['source']}, {content['source_version']}, plan {content['plan_sha256'][:12]}"
+    names = ("", *(split["split"] for split in splits))
+    figures = [facts(split) for split in splits]
+    rows = [(name, *(each[name] for each in figures)) for name in figures[0]]
+    found = [Table(f"{content['folder']} ({about})", names, rows)]
     for split in splits:
-        if split["documents"]:
-            console.print(_lengths(split))
-            if any(row["group"] for row in split["groups"]):
-                console.print(_group_table(split))
-    table = _table(
-        "train: most frequent tokens", *_numbers("id"), "text", *_numbers("count", "share")
-    )
-    for row in splits[0]["top_tokens"][:SHOWN_TOKENS]:
-        table.add_row(
-            str(row["id"]), escape(row["text"]), f"{row['count']:,}", f"{100 * row['share']:.2f} %"
-        )
-    console.print(table)
-    for split in splits:
-        for sentence in notes(split):
-            console.print(
-                f"{split['split']}: {sentence}", markup=False, highlight=False, soft_wrap=True
+        name, documents, tokens = split["split"], split["documents"], split["tokens"]
+        lengths = [
+            (
+                f"{entry['from']:,} to {entry['to']:,}",
+                *_share(entry["documents"], documents),
+                *_share(entry["tokens"], tokens),
             )
+            for entry in split["lengths"]["bins"]
+        ]
+        columns: tuple[str, ...] = ("tokens", "documents", "share", "tokens in them", "share")
+        found.append(Table(f"{name}: documents by length in tokens", columns, lengths))
+        groups = [
+            (
+                row["group"] or "(none)",
+                f"{row['documents']:,}",
+                f"{row['tokens']:,}",
+                f"{100 * row['share']:.2f} %",
+                _ratio(row["bytes"], row["tokens"]),
+            )
+            for row in split["groups"]
+        ]
+        columns = ("group", "documents", "tokens", "share", "bytes a token")
+        found.append(Table(f"{name}: by group", columns, groups))
+        top = [
+            (str(row["id"]), row["text"], *_share(row["count"], tokens))
+            for row in split["top_tokens"]
+        ]
+        found.append(Table(f"{name}: most frequent tokens", ("id", "text", "count", "share"), top))
+        copied = [
+            (f"{row['count']:,}", f"{row['tokens']:,}", str(row["first"]))
+            for row in split["duplicates"]["most_copied"]
+        ]
+        columns = ("times", "tokens", "first document")
+        found.append(Table(f"{name}: most copied documents", columns, copied))
+    return [table for table in found if table.rows]
 
 
-def _table(title: str, *columns: str | Column) -> Table:
-    return Table(*columns, title=escape(title), title_justify="left")
-
-
-def _numbers(*names: str) -> Iterator[Column]:
-    return (Column(name, justify="right") for name in names)
-
-
-def _lengths(split: dict[str, Any]) -> Table:
-    table = _table(
-        f"{split['split']}: documents by length in tokens",
-        *_numbers("tokens", "documents", "share", "tokens in them"),
-        Column("share of the tokens", min_width=BAR_WIDTH),
-    )
-    for entry in split["lengths"]["bins"]:
-        part = entry["tokens"] / split["tokens"]
-        table.add_row(
-            span(entry),
-            f"{entry['documents']:,}",
-            f"{100 * entry['documents'] / split['documents']:.2f} %",
-            f"{entry['tokens']:,}",
-            "█" * round(BAR_WIDTH * part) or ("▏" if part else ""),
-        )
-    return table
-
-
-def _group_table(split: dict[str, Any]) -> Table:
-    columns = _numbers("documents", "tokens", "share", "bytes a token")
-    table = _table(f"{split['split']}: by group", "group", *columns)
-    for row in split["groups"][:SHOWN_GROUPS]:
-        table.add_row(
-            escape(row["group"] or "(none)"),
-            f"{row['documents']:,}",
-            f"{row['tokens']:,}",
-            f"{100 * row['share']:.2f} %",
-            ratio(row["bytes"], row["tokens"]),
-        )
-    return table
-
-
-def facts(split: dict[str, Any]) -> list[tuple[str, str]]:
-    """The figures of a split: (name, words)."""
+def facts(split: dict[str, Any]) -> dict[str, str]:
+    """The figures of a split by name."""
     lengths, duplicates = split["lengths"], split["duplicates"]
     documents, tokens = split["documents"], split["tokens"]
-    mean = median = longest = "–"
-    if documents:
-        low, middle, high = (
-            f"over {lengths['counted_to']:,}" if length is None else f"{length:,}"
-            for length in (lengths["quantiles"][percent] for percent in ("1", "50", "99"))
-        )
-        mean, median = f"{lengths['mean']:,.1f}", f"{middle} ({low} to {high})"
-        longest = f"{lengths['longest']:,}"
-    return [
-        ("documents", f"{documents:,}"),
-        ("tokens", f"{tokens:,}"),
-        ("text", size(split["bytes"])),
-        ("bytes a token", ratio(split["bytes"], tokens)),
-        ("on disk", size(split["stored_bytes"])),
-        ("text to disk", ratio(split["bytes"], split["stored_bytes"])),
-        ("tokens a document", mean),
-        ("median (1 % to 99 %)", median),
-        ("longest document", longest),
-        ("exact copies", share(duplicates["copies"], documents)),
-        ("tokens in them", share(duplicates["copied_tokens"], tokens)),
-        ("also in the other split", f"{duplicates['elsewhere']:,}"),
-        ("ids never used", f"{split['unused_ids']:,}"),
-        ("fingerprint", split["fingerprint"][:12]),
-    ]
+    low, middle, high = (
+        f"over {lengths['counted_to']:,}" if length is None else f"{length:,}"
+        for length in (lengths["quantiles"][percent] for percent in ("1", "50", "99"))
+    )
+    return {
+        "documents": f"{documents:,}",
+        "tokens": f"{tokens:,}",
+        "text": size(split["bytes"]),
+        "bytes a token": _ratio(split["bytes"], tokens),
+        "on disk": size(split["stored_bytes"]),
+        "text to disk": _ratio(split["bytes"], split["stored_bytes"]),
+        "tokens a document": _ratio(tokens, documents),
+        "median (1 % to 99 %)": f"{middle} ({low} to {high})" if documents else "–",
+        "longest document": f"{lengths['longest']:,}" if documents else "–",
+        "exact copies": " = ".join(_share(duplicates["copies"], documents)),
+        "tokens in them": " = ".join(_share(duplicates["copied_tokens"], tokens)),
+        "also in the other split": f"{duplicates['elsewhere']:,}",
+        "ids never used": f"{split['unused_ids']:,}",
+        "fingerprint": split["fingerprint"][:12],
+    }
 
 
-def notes(split: dict[str, Any]) -> list[str]:
+def notes(content: dict[str, Any]) -> Iterator[str]:
     """Sentences on what is worth knowing beside the figures."""
-    sentences = []
-    for field, words in (("skipped", "rows skipped"), ("repaired", "documents repaired")):
-        if split[field]:
-            counts = ", ".join(f"{count:,} {reason}" for reason, count in split[field].items())
-            sentences.append(f"{words}: {counts}.")
-    for best in split["duplicates"]["most_copied"][:1]:
-        sentences.append(
-            f"the document that is there most often: {best['count']:,} times, "
-            f"{best['tokens']:,} tokens, first as number {best['first']} "
-            f"(show --split {split['split']} --document {best['first']})."
-        )
-    if split["documents"]:
-        sentences.append(f"the longest document is number {split['lengths']['longest_document']}.")
-    if split["groups_count_more"]:
-        sentences.append("groups are counted to the end of the part in which the limit falls.")
-    if split["num_groups"] > len(split["groups"]):
-        sentences.append(f"{split['num_groups']:,} groups; the largest are shown.")
-    return sentences
+    for split in content["splits"]:
+        name = split["split"]
+        for field, words in (("skipped", "rows skipped"), ("repaired", "documents repaired")):
+            if split[field]:
+                counts = ", ".join(f"{count:,} {why}" for why, count in split[field].items())
+                yield f"{name}: {words}: {counts}."
+        if split["documents"]:
+            yield f"{name}: the longest document is number {split['lengths']['longest_document']}."
+        if split["groups_count_more"]:
+            yield f"{name}: groups are counted to the end of the part in which the limit falls."
+        if split["num_groups"] > len(split["groups"]):
+            yield f"{name}: {split['num_groups']:,} groups; the largest are shown."
 
 
-def span(entry: dict[str, Any]) -> str:
-    """The lengths of a bin."""
-    return f"{entry['from']:,} to {entry['to']:,}" if entry["to"] > 1 else "1"
-
-
-def ratio(one: int, other: int) -> str:
-    """A quotient; a dash if there is nothing to divide by."""
+def _ratio(one: int, other: int) -> str:
     return f"{one / other:.3f}" if other else "–"
 
 
-def share(count: int, total: int) -> str:
-    """A count with its percentage."""
-    return f"{count:,} ({100 * count / total:.2f} %)" if total else f"{count:,}"
+def _share(count: int, total: int) -> tuple[str, str]:
+    return f"{count:,}", f"{100 * count / max(total, 1):.2f} %"

@@ -1,8 +1,5 @@
 """One pass over all tokens of a folder: counts of ids, lengths of documents, exact duplicates.
 
-The counting half of `stats.py`. Every block read is compared with its CRC32; memory holds a chunk
-of a part and a few arrays, whatever the folder's size.
-
 A document is known by the 16-byte BLAKE2b digest of its ids. The records (digest, number, length)
 go to files in a temporary folder, by the first bits of the digest, so that all copies of a document
 meet in one bucket; the buckets are then sorted one by one in memory. A corpus of 97 million
@@ -42,9 +39,8 @@ MOST_COPIED = 10
 class Counts:
     """Counts of some of a split's parts, all arrays int64.
 
-    `tokens` [vocab_size] counts each id, `lengths` [MAX_COUNTED_LENGTH + 1] documents by length
-    (the last: all longer ones), `bin_documents` and `bin_tokens` [LENGTH_BINS] documents of a
-    length in [2^k, 2^(k+1)); `longest` is (tokens, minus the document's number).
+    `tokens` counts each id, `lengths` documents by length (the last: all longer ones), bin k
+    documents of a length in [2^k, 2^(k+1)); `longest` is (tokens, minus the document's number).
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -126,10 +122,7 @@ def bucket_bits(num_documents: int) -> int:
 
 
 class DocumentHasher:
-    """Takes a part's tokens chunk by chunk; returns a record for each document that ends.
-
-    A document may be longer than memory is: its digest grows with the chunks.
-    """
+    """Takes a part's tokens chunk by chunk; returns a record for each document that ends."""
 
     def __init__(self, split: int, first_document: int) -> None:
         self._split = split
@@ -175,7 +168,7 @@ def file_records(folder: Path, bits: int, records: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class Copied:
-    """A document with exact copies: their count, its length, the first one's number."""
+    """A document with exact copies: how many, its length, the first one's number."""
 
     count: int
     tokens: int
@@ -184,10 +177,7 @@ class Copied:
 
 @dataclass
 class Duplicates:
-    """Of one split: documents that are exact copies of an earlier one, and what they amount to.
-
-    `elsewhere` counts documents that another split has too.
-    """
+    """Of one split: exact copies of an earlier document; `elsewhere`: those in another split."""
 
     copies: int = 0
     copied_tokens: int = 0
@@ -228,9 +218,9 @@ def _count_bucket(records: np.ndarray, found: Sequence[Duplicates]) -> None:
         best = np.flatnonzero(more)
         lengths = first["tokens"][best].astype(np.int64)
         best = best[np.lexsort((first["document"][best], -lengths, -counts[best]))][:MOST_COPIED]
-        total.most_copied += [
-            Copied(int(counts[i]), int(first["tokens"][i]), int(first["document"][i])) for i in best
-        ]
+        copied = zip(counts[best], first["tokens"][best], first["document"][best], strict=True)
         total.most_copied = heapq.nlargest(
-            MOST_COPIED, total.most_copied, key=lambda c: (c.count, c.tokens, -c.first)
+            MOST_COPIED,
+            [*total.most_copied, *(Copied(*map(int, each)) for each in copied)],
+            key=lambda copied: (copied.count, copied.tokens, -copied.first),
         )

@@ -1,9 +1,8 @@
 """Build units, in this process or in several: read inputs, encode them, write both splits' parts.
 
-The working half of `build.py`. A unit is a range of the plan's inputs, and its parts depend on the
-plan alone, not on who builds it or when. Worker processes are spawned and end with their parent;
-each writes its unit's counts into slots of its own in a shared array, so that no kill can leave a
-lock held.
+A unit is a range of the plan's inputs, and its parts depend on the plan alone, not on who builds it
+or when. Worker processes are spawned and end with their parent; each writes its unit's counts into
+slots of its own in a shared array, so that no kill can leave a lock held.
 """
 
 import multiprocessing
@@ -22,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -32,15 +31,7 @@ from canon_pretrain.core.text import size
 from canon_pretrain.data.shard_writer import UnitWriter, remove_unit
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep import sources
-from data_prep.folder import (
-    SPLITS,
-    TRAIN,
-    VALIDATION,
-    is_complete,
-    load_tokenizer,
-    say,
-    unit_lock,
-)
+from data_prep.folder import SPLITS, TRAIN, VALIDATION, is_complete, load_tokenizer, say, unit_lock
 from data_prep.plan import Plan, is_held_out
 from data_prep.readers import InputReader
 from data_prep.rows import Skipped
@@ -48,8 +39,6 @@ from data_prep.rows import Skipped
 REPORT_DOCUMENTS = 64
 """Progress is reported after so many."""
 TICK_S = 0.5
-FEW_UNITS = 24
-"""Up to so many units in a run, each has a line of its own."""
 
 
 class Counts(NamedTuple):
@@ -77,17 +66,15 @@ class UnitJob:
 
     @classmethod
     def of(cls, folder: Path, root: Path, plan: Plan, unit: int) -> Self:
-        """The job that builds `unit` of `plan` below `folder` from the inputs below `root`."""
+        """The job that builds `unit` below `folder` from the inputs below `root`."""
         own = replace(plan, inputs=plan.unit_inputs(unit), units=())
         return cls(folder, root, unit, own, plan.sha256)
 
     @property
     def size(self) -> int:
-        """Bytes of the inputs."""
         return sum(known.size for known in self.plan.inputs)
 
     def writer(self, split: str) -> UnitWriter:
-        """A writer of the unit's parts in one split."""
         return UnitWriter(
             self.folder / split,
             self.unit,
@@ -106,8 +93,7 @@ _kept_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
 def build_unit(job: UnitJob, report: Report = lambda counts: None) -> None:
     """Write one unit's parts in both splits; if that fails, leave none of them.
 
-    `report` is called now and then with how far it is. Raises UserError, OSError if the disk is
-    full.
+    `report` is called now and then with how far it is. Raises UserError, OSError.
     """
     with unit_lock(job.folder, job.unit):
         # a killed run's worker may have committed it, or may come here after another run did
@@ -180,10 +166,7 @@ def _write_unit(job: UnitJob, tokenizer: Tokenizer, report: Report, downloaded: 
 
 
 def end_with_parent() -> None:
-    """Let this worker process end with its parent, and silently at Ctrl-C.
-
-    Without it the workers of a killed run would wait for work, or continue theirs, for ever.
-    """
+    """Let this worker process end with its parent (else it would go on), silently at Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -211,8 +194,7 @@ def run_jobs(
 ) -> Iterator[int]:
     """Run the jobs in order, here or in `workers` processes; yield each unit once it is committed.
 
-    `tick` is called now and then with how far the run is. `wanted(unit)` is asked right before a
-    job starts; a job that is not wanted is left out.
+    `tick` is called now and then with how far the run is, `wanted(unit)` right before a job starts.
     """
     counts = RawArray(c_longlong, WIDTH * len(jobs))
 
@@ -263,7 +245,6 @@ _shared: "Array[c_longlong] | None" = None
 
 
 def _start_worker(counts: "Array[c_longlong]") -> None:
-    """A killed run's workers must not write beside the run that resumes it."""
     global _shared
     _shared = counts
     end_with_parent()
@@ -286,11 +267,10 @@ def _run(
     build_unit(job, report)
 
 
-class BuildProgress:
+class BuildProgress(Progress):
     """Progress over `num_units` units, of which `num_finished` were there before.
 
-    `goal` is what this run has to do: bytes to read, and documents or tokens if a limit may end
-    it sooner (0: none). Rates count what this run did. `clock` counts seconds.
+    `goal` is what this run has to do: bytes to read, and documents or tokens of a limit (0: none).
     """
 
     def __init__(
@@ -300,44 +280,28 @@ class BuildProgress:
         goal: Counts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._num_units = num_units
-        self._finished = num_finished
-        self._goal = goal
-        self._few = num_units - num_finished <= FEW_UNITS
-        self._clock = clock
-        self._started = clock()
-        self._progress = Progress(clock=clock)
+        super().__init__(clock=clock)
         self.counts = Counts()
+        self._num_units, self._finished, self._goal = num_units, num_finished, goal
 
-    def __enter__(self) -> Self:
-        self._progress.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._progress.__exit__(*error)
-
-    def update(self, counts: Counts) -> None:
+    def tick(self, counts: Counts) -> None:
         """Show how far this run is in all."""
         self.counts = counts
-        self._progress.update(self.share(), self._status())
+        seconds = max(self._clock() - self._started, 1e-9)
+        fetched = f", {size(counts.downloaded)} downloaded" if counts.downloaded else ""
+        self.update(
+            self.share(),
+            f"{self._finished}/{self._num_units} units, {size(counts.read)} of "
+            f"{size(self._goal.read)} read{fetched}; {counts.documents / seconds:,.0f} "
+            f"documents/s, {counts.tokens / seconds:,.0f} tokens/s, "
+            f"{size(counts.read / seconds)}/s",
+        )
 
-    def unit_done(self, unit: int, documents: int, tokens: int) -> None:
-        """Show one more unit, with the documents and tokens it has."""
+    def unit_done(self) -> None:
         self._finished += 1
-        line = f"unit {unit}: {documents:,} documents, {tokens:,} tokens; {self._status()}"
-        self._progress.update(self.share(), line, final=self._few)
+        self.tick(self.counts)
 
     def share(self) -> float:
         """How much of the run is done, in [0, 1]: the limit that ends it first counts."""
         pairs = zip(self.counts[:3], self._goal[:3], strict=True)
         return min(1.0, max((done / goal for done, goal in pairs if goal), default=0.0))
-
-    def _status(self) -> str:
-        seconds = max(self._clock() - self._started, 1e-9)
-        documents, tokens, read, downloaded = self.counts
-        fetched = f", {size(downloaded)} downloaded" if downloaded else ""
-        return (
-            f"{self._finished}/{self._num_units} units, {size(read)} of {size(self._goal.read)} "
-            f"read{fetched}; {documents / seconds:,.0f} documents/s, {tokens / seconds:,.0f} "
-            f"tokens/s, {size(read / seconds)}/s"
-        )

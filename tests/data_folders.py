@@ -13,7 +13,6 @@ from canon_pretrain.core.files import write_json
 from canon_pretrain.data.shard_writer import UnitWriter, write_manifest
 from canon_pretrain.data.shards import (
     MAX_PART_TOKENS,
-    CommitMark,
     make_manifest,
     read_manifest,
     read_mark,
@@ -43,7 +42,7 @@ def forge_manifest(folder: Path, names: Sequence[str], **changes: Any) -> None:
     fields = ("vocab_size", "eos_id", "tokenizer_sha256", "plan_sha256", "version", "limits", "cut")
     stored = read_manifest(folder)
     header = {name: getattr(stored, name) for name in fields} | changes
-    marks = [read_mark(folder, name, CommitMark) for name in names]
+    marks = [read_mark(folder, name) for name in names]
     write_json(folder / "manifest.json", asdict(make_manifest(marks, **header)))
 
 

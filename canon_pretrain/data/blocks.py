@@ -1,7 +1,6 @@
 """The 64-KiB blocks of .bin files, compared with their CRC32s at every read.
 
-The hot path of a training run's data, below `shards.py`: a window of 4,096 tokens costs one preadv
-of one or two blocks, their CRC32s and one conversion to int64.
+The hot path of a run's data: a window of 4,096 tokens costs one preadv of one or two blocks.
 """
 
 import hashlib
@@ -64,7 +63,6 @@ def way_out(name: str) -> str:
 
 @cache
 def _log_slow_crc() -> None:
-    """Log, once per process, that CRC32s are computed at a tenth of their speed."""
     logger.info(
         "token shards are checked by zlib, which takes about half of the time to read them; "
         "`pip install isal` computes the same CRC32 ten times as fast"
@@ -82,10 +80,10 @@ def read_small(path: Path) -> bytes:
     """Return the content of one of a part's small files. Raises ShardError."""
     try:
         return path.read_bytes()
-    except FileNotFoundError:
-        raise ShardError(f"{path}: is missing; {way_out(path.stem)}") from None
     except OSError as error:
-        raise ShardError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ShardError(
+            f"{path}: cannot be read: {error.strerror}; {way_out(path.stem)}"
+        ) from None
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
@@ -101,10 +99,7 @@ def read_checked(path: Path, sha256: str) -> bytes:
 
 
 class BlockReader:
-    """Reads ids, stored as `dtype`, from the .bin files of the parts in `folder`.
-
-    Files are opened when they are first read. Not for use by several threads at once.
-    """
+    """Reads ids, stored as `dtype`, from the .bin files of the parts in `folder`, on first use."""
 
     def __init__(self, folder: Path, dtype: np.dtype) -> None:
         if crc32 is zlib.crc32:
@@ -119,10 +114,12 @@ class BlockReader:
     def read(self, name: str, files: PartFiles, start: int, out: np.ndarray) -> None:
         """Fill `out`, int64 [count], with the ids [start, start + count) of part `name`.
 
-        Every block touched is compared with its CRC32. Raises ShardError for a short read or
-        damage, and `out` is then not to be used.
+        Raises ShardError for a short read or a block that does not have its CRC32.
         """
-        width, size = self._width, files.bin.size
+        path, width, size = self._folder / f"{name}.bin", self._width, files.bin.size
+        if name not in self._crcs:
+            known = read_checked(path.with_suffix(".crc"), files.crc.sha256)
+            self._crcs[name] = np.frombuffer(known, dtype="<u4")
         at, end = start * width, (start + len(out)) * width
         done = 0
         while at < end:
@@ -131,21 +128,28 @@ class BlockReader:
             whole_blocks = -(-end // BLOCK_BYTES) * BLOCK_BYTES
             stop = min(whole_blocks, begin + BUFFER_BYTES, size)
             content = self._buffer[: stop - begin]
-            self._fill(name, content, begin, size)
-            self._check(name, files, content, first_block)
+            self._fill(path, content, begin)
+            for block, place in enumerate(range(0, len(content), BLOCK_BYTES), first_block):
+                found = crc32(content[place : place + BLOCK_BYTES])
+                expected = self._crcs[name][block]
+                if found != expected:
+                    raise ShardError(
+                        f"{path}: damaged: 64-KiB block {block} (byte offset "
+                        f"{block * BLOCK_BYTES}) has CRC32 {found:08x}, expected {expected:08x}; "
+                        f"{way_out(name)}"
+                    )
             ids = self._ids[(at - begin) // width : (min(end, stop) - begin) // width]
             out[done : done + len(ids)] = ids
             done += len(ids)
             at = begin + BUFFER_BYTES
 
     def close(self) -> None:
-        """Close the open files; reading again opens them again."""
+        """Close the files; reading opens them again."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def _fill(self, name: str, buffer: memoryview, offset: int, size: int) -> None:
-        """Fill `buffer` from byte `offset` of the part's .bin file, which has `size` bytes."""
-        path = self._folder / f"{name}.bin"
+    def _fill(self, path: Path, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from byte `offset` of the .bin file `path`."""
         done = 0
         try:
             descriptor = self._open(path)
@@ -154,8 +158,8 @@ class BlockReader:
                 got = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if got == 0:
                     raise ShardError(
-                        f"{path}: short read: the file ends at byte {offset + done}, expected "
-                        f"{size} bytes: it was truncated after it was opened; {way_out(name)}"
+                        f"{path}: short read: the file ends at byte {offset + done}: it was "
+                        f"truncated after it was opened; {way_out(path.stem)}"
                     )
                 done += got
         except OSError as error:
@@ -165,26 +169,10 @@ class BlockReader:
 
     def _open(self, path: Path) -> int:
         """Return a descriptor of a .bin file; the one opened first is closed for one too many."""
-        name = path.name
-        if name not in self._descriptors:
+        if path.name not in self._descriptors:
             if len(self._descriptors) >= MAX_OPEN_FILES:
                 os.close(self._descriptors.pop(next(iter(self._descriptors))))
-            self._descriptors[name] = descriptor = os.open(path, os.O_RDONLY)
+            self._descriptors[path.name] = descriptor = os.open(path, os.O_RDONLY)
             if hasattr(os, "posix_fadvise"):  # windows are drawn at random: what follows is no use
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        return self._descriptors[name]
-
-    def _check(self, name: str, files: PartFiles, content: memoryview, first_block: int) -> None:
-        """Compare the blocks in `content`, from `first_block` on, with their CRC32s."""
-        if name not in self._crcs:
-            known = read_checked(self._folder / f"{name}.crc", files.crc.sha256)
-            self._crcs[name] = np.frombuffer(known, dtype="<u4")
-        crcs = self._crcs[name]
-        for block, at in enumerate(range(0, len(content), BLOCK_BYTES), first_block):
-            found = crc32(content[at : at + BLOCK_BYTES])
-            if found != crcs[block]:
-                raise ShardError(
-                    f"{self._folder / name}.bin: damaged: 64-KiB block {block} (byte offset "
-                    f"{block * BLOCK_BYTES}) has CRC32 {found:08x}, expected {crcs[block]:08x}; "
-                    f"{way_out(name)}"
-                )
+        return self._descriptors[path.name]

@@ -1,8 +1,8 @@
 """The held-out part of the data, cut into windows: what a loss on it is a mean over.
 
-The trainer while it trains (titan/validation.py) and `python -m eval run --suite validation` take
-the same windows, and so the same numbers. Every held-out token but the first is predicted once:
-windows of `seq_len + 1` tokens overlap by one, the last is shorter.
+The trainer and `python -m eval run --suite validation` take the same windows, and so the same
+numbers. Every held-out token but the first is predicted once: windows of `seq_len + 1` tokens
+overlap by one, the last is shorter.
 """
 
 import math
@@ -28,11 +28,7 @@ class HeldOutLoss:
 def held_out_loss(
     nats: Sequence[float], counts: Sequence[int], bytes_per_token: Sequence[float]
 ) -> HeldOutLoss:
-    """Return the loss over all predicted tokens of several sources.
-
-    Per source: the summed negative log-likelihood, the tokens that it is of, and the bytes of text
-    per token.
-    """
+    """Return the loss over several sources' summed log-likelihoods, tokens and bytes per token."""
     total, tokens = math.fsum(nats), sum(counts)
     num_bytes = sum(n * width for n, width in zip(counts, bytes_per_token, strict=True))
     return HeldOutLoss(total / tokens, tokens, total / math.log(2) / num_bytes)
@@ -66,37 +62,24 @@ def allot(total: int, shares: Sequence[Fraction], available: Sequence[int]) -> l
 
 
 def open_held_out(data: str | Path) -> TokenShards | None:
-    """Open the held-out part of a data folder; None if it has no token to predict.
-
-    Raises ShardError if it is unfinished or damaged.
-    """
+    """Open a data folder's held-out part; None if there is no token to predict."""
     folder = Path(data) / FOLDER
     if not folder.exists():
         return None
     shards = TokenShards.open(folder)
-    if shards.num_tokens < 2:
-        shards.close()
-        return None
-    return shards
+    return shards if shards.num_tokens > 1 else None
 
 
 def open_apart(data: str | Path) -> TokenShards:
-    """Open the text of `validation.path`: a folder's held-out part, or all of a build without one.
-
-    Raises ShardError if there is no token to predict.
-    """
+    """Open the text of `validation.path`: a folder's held-out part, or all of a build without."""
     shards = open_held_out(data) or TokenShards.open(Path(data) / "train")
     if shards.num_tokens < 2:
-        shards.close()
         raise ShardError(f"{data}: holds no text to validate on")
     return shards
 
 
 def part_fingerprint(parts: Sequence[TokenShards | None]) -> str | None:
-    """Return the fingerprint that a run records of its held-out text; None if there is none.
-
-    Those of a mixture's folders are joined by "+" ("none" for a folder without a part).
-    """
+    """Return the fingerprints of a mixture's held-out texts, joined by "+"; None without any."""
     if not any(parts):
         return None
     return "+".join(part.fingerprint if part else "none" for part in parts)

@@ -2,16 +2,15 @@
 
 That package matches every registered special token in a text, so that a literal `</s>` becomes
 the end of a document, and obeys a truncation or padding that the file asks for. Here it does
-neither. It also takes 5 GB and a minute for a document of 30 MB, which is therefore encoded in
-slices where those have the ids of the whole. Two kinds of file are known, by their exact settings:
-Llama-2's (one BPE over the whole text, for which the argument in pieces.py holds), and those that
-split a text by a known expression first.
+neither. It takes 5 GB and a minute for a document of 30 MB, which is therefore encoded in slices
+for two known kinds of file: Llama-2's (one BPE over the whole text, for which the argument in
+pieces.py holds), and those that split a text by a known expression first.
 """
 
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -65,18 +64,15 @@ class SplitEncoder:
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, int64 [tokens]."""
-        parts = [np.array(self._encode(part), dtype=np.int64) for part in self._cut(text)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _cut(self, text: str) -> Iterator[str]:
+        ids: list[int] = []
         start = 0
         while len(text) - start > self._slice_characters:
             found = _CUT.search(text, start + self._slice_characters)
             if found is None:
                 break
-            yield text[start : found.end()]
+            ids += self._encode(text[start : found.end()])
             start = found.end()
-        yield text[start:]
+        return np.array(ids + self._encode(text[start:]), dtype=np.int64)
 
 
 class HFTokenizer:
@@ -96,8 +92,15 @@ class HFTokenizer:
             added = {entry["content"]: int(entry["id"]) for entry in content["added_tokens"]}
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"tokenizer {name}: not a tokenizer.json: {error!r}") from None
-        self.eos_id = _eos_id(added, name, eos)
-        self.eos_token = next(token for token, i in added.items() if i == self.eos_id)
+        known = added if eos is not None else EOS_NAMES
+        found = [token for token, i in added.items() if token in known and eos in (None, token, i)]
+        if len(found) != 1:
+            raise UserError(
+                f"tokenizer {name}: {len(found)} of its added tokens ({', '.join(list(added)[:8])})"
+                f" are {'an EOS by name' if eos is None else repr(eos)}, expected one; name it "
+                f"with --eos TOKEN"
+            )
+        self.eos_token, self.eos_id = found[0], added[found[0]]
         self.bos_id = next((added[token] for token in BOS_NAMES if token in added), -1)
         for entry in content["added_tokens"]:
             if entry["id"] in (self.eos_id, self.bos_id):
@@ -106,14 +109,31 @@ class HFTokenizer:
         # ids may have gaps: the count of tokens could be too small
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._special = [i for i in {self.eos_id, self.bos_id} if i >= 0]
-        self._encoder = self._faster(content)
-        how = self._encoder.method if self._encoder else "documents whole"
-        self.method = f"tokenizers, {how}"
-        self._check()
+        self._encoder: PieceEncoder | SplitEncoder | None = None
+        faster: PieceEncoder | SplitEncoder | None = None
+        if (unprefixed := llama_settings(content)) is not None:
+            raw = _load(unprefixed, name)
+            faster = PieceEncoder(partial(_ids, raw), merged_pieces(content), " ")
+        elif is_split_first(content):
+            faster = SplitEncoder(partial(_ids, self._tokenizer))
+        if faster and np.array_equal(faster.encode(CHECK), _ids(self._tokenizer, CHECK)):
+            self._encoder = faster
+        self.method = f"tokenizers, {self._encoder.method if self._encoder else 'documents whole'}"
+        for token in (str(self._tokenizer.id_to_token(i)) for i in self._special):
+            for probe in (token, f"a{token}b", f" {token} "):
+                self.encode(probe)
+        if not len(self.encode(_RARE)):
+            raise UserError(
+                f"tokenizer {name}: drops characters that it does not know ({_RARE!r} gives no "
+                f"id); give one with byte fallback, byte-level pieces or an unknown token"
+            )
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text` without BOS and EOS, int64 [tokens]."""
-        tokens = self._whole(text) if self._encoder is None else self._encoder.encode(text)
+        if self._encoder is None:
+            tokens = np.array(_ids(self._tokenizer, text), dtype=np.int64)
+        else:
+            tokens = self._encoder.encode(text)
         if any((tokens == special).any() for special in self._special):
             raise UserError(
                 f"tokenizer {self._name}: reads its own EOS or BOS (ids {self._special}) out of a "
@@ -125,32 +145,6 @@ class HFTokenizer:
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`; special tokens give nothing."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
-
-    def _whole(self, text: str) -> np.ndarray:
-        return np.array(_ids(self._tokenizer, text), dtype=np.int64)
-
-    def _faster(self, content: dict[str, Any]) -> PieceEncoder | SplitEncoder | None:
-        """An encoder of slices that gives the same ids; None where there is none known."""
-        encoder: PieceEncoder | SplitEncoder
-        if (unprefixed := llama_settings(content)) is not None:
-            raw = _load(unprefixed, self._name)
-            encoder = PieceEncoder(partial(_ids, raw), merged_pieces(content), " ")
-        elif is_split_first(content):
-            encoder = SplitEncoder(partial(_ids, self._tokenizer))
-        else:
-            return None
-        return encoder if np.array_equal(encoder.encode(CHECK), self._whole(CHECK)) else None
-
-    def _check(self) -> None:
-        for token in self._special:
-            text = str(self._tokenizer.id_to_token(token))
-            for probe in (text, f"a{text}b", f" {text} "):
-                self.encode(probe)
-        if not len(self.encode(_RARE)):
-            raise UserError(
-                f"tokenizer {self._name}: drops characters that it does not know ({_RARE!r} gives "
-                f"no id); give one with byte fallback, byte-level pieces or an unknown token"
-            )
 
 
 def _load(content: dict[str, Any], name: str) -> tokenizers.Tokenizer:
@@ -166,22 +160,6 @@ def _load(content: dict[str, Any], name: str) -> tokenizers.Tokenizer:
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def _eos_id(added: dict[str, int], name: str, eos: str | int | None) -> int:
-    """The id of the added token that ends documents: `eos`, or the one with a usual name."""
-    known = added if eos is not None else EOS_NAMES
-    found = [i for token, i in added.items() if token in known and eos in (None, token, i)]
-    if len(found) == 1:
-        return found[0]
-    shown = ", ".join(list(added)[:8]) or "none"
-    if eos is not None:
-        problem = f"EOS {eos!r} is not one of its added tokens"
-    elif found:
-        problem = "several of its added tokens could end a document"
-    else:
-        problem = "none of its added tokens has a usual name for the end of a document"
-    raise UserError(f"tokenizer {name}: {problem} ({shown}); name it with --eos TOKEN")
 
 
 def llama_settings(content: dict[str, Any]) -> dict[str, Any] | None:

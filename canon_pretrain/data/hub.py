@@ -1,8 +1,8 @@
 """Datasets of the Hugging Face hub at one commit: their files, downloads and errors.
 
-Used by data_prep and `eval stage`. huggingface_hub brings login (HF_TOKEN), mirrors (HF_ENDPOINT),
-retries and the cache (HF_HOME): a finished file is never fetched again, an interrupted one
-continues. A listing is kept beside the cache's snapshot, so that other jobs need no network.
+huggingface_hub brings login (HF_TOKEN), mirrors (HF_ENDPOINT), retries and the cache (HF_HOME): a
+finished file is never fetched again, an interrupted one continues. A listing is kept beside the
+cache's snapshot, so that other jobs need no network.
 """
 
 import errno
@@ -51,10 +51,8 @@ def find_commit(repo: str, revision: str | None, ways_out: WaysOut) -> str:
 
     with hub_errors(repo, revision or "main", ways_out):
         found = HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_S).sha
-    if not found or not COMMIT.fullmatch(found):
-        raise UserError(f"{repo}@{revision}: the hub names no commit; {ways_out.revision}")
-    if revision and COMMIT.fullmatch(revision) and found != revision:
-        raise UserError(f"{repo}: asked for commit {revision}, the hub (HF_ENDPOINT) has {found}")
+    if not found or (revision and COMMIT.fullmatch(revision) and found != revision):
+        raise UserError(f"{repo}: asked for {revision}, the hub (HF_ENDPOINT) has {found}")
     return found
 
 
@@ -63,16 +61,12 @@ def snapshot(repo: str, commit: str) -> Path:
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE).expanduser().resolve()
-    return cache.joinpath(*_snapshot_tail(repo, commit))
+    return cache / f"datasets--{repo.replace('/', '--')}" / "snapshots" / commit
 
 
 def is_snapshot(root: Path, repo: str, commit: str) -> bool:
     """Whether `root` is the commit's folder in a cache: this one, or where HF_HOME was before."""
-    return root.parts[-3:] == _snapshot_tail(repo, commit)
-
-
-def _snapshot_tail(repo: str, commit: str) -> tuple[str, str, str]:
-    return f"datasets--{repo.replace('/', '--')}", "snapshots", commit
+    return root.parts[-3:] == snapshot(repo, commit).parts[-3:]
 
 
 @dataclass(frozen=True)
@@ -122,8 +116,7 @@ def fetch(
     for known in files:
         path = root / known.path
         if not path.exists():
-            free = free_bytes(root)
-            if free < known.size:
+            if (free := free_bytes(root)) < known.size:
                 raise HubUnavailable(
                     f"{root}: {size(free)} are free, {known.path} needs {size(known.size)}; make "
                     f"room, or set HF_HOME to a folder on another disk and run the same command "
@@ -131,8 +124,7 @@ def fetch(
                 )
             with hub_errors(repo, commit, ways_out, known.path):
                 _download(repo, commit, root, known, advance or (lambda num_bytes: None))
-        found = path.stat().st_size
-        if found != known.size:
+        if (found := path.stat().st_size) != known.size:
             raise UserError(
                 f"{path}: {found:,} bytes, the hub has {known.size:,}; delete it and its target in "
                 f"blobs/, and run the same command again"
@@ -159,14 +151,8 @@ def _download(
     # its first releases draw a bar of their own
     has_bar = "tqdm_class" in inspect.signature(hf_hub_download).parameters
     bar: dict[str, Any] = {"tqdm_class": Counter} if has_bar else {}
-    hf_hub_download(
-        repo,
-        known.path,
-        repo_type="dataset",
-        revision=commit,
-        cache_dir=root.parents[2],
-        **bar,
-    )
+    cache = root.parents[2]
+    hf_hub_download(repo, known.path, repo_type="dataset", revision=commit, cache_dir=cache, **bar)
     if arrived < known.size:  # what was there already, or was not counted
         advance(known.size - arrived)
 
@@ -210,7 +196,7 @@ def hub_errors(
     HubUnavailable if no other download would succeed either. Exceptions of the types `unexpected`
     mean that the data is not what was expected, unless one of the others caused them.
     """
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors
 
     # the transport changes with the releases (requests, httpx): its root is above their own error
     ours = (Exception, BaseException, object, OSError)
@@ -218,56 +204,51 @@ def hub_errors(
     try:
         yield
     except (transport, OSError, *unexpected) as error:
-        causes = _causes(error)
-
-        def is_any(kind: type[Exception]) -> bool:
-            return any(isinstance(cause, kind) for cause in causes)
-
-        kind: type[UserError] = UserError
-        is_offline = is_any(errors.LocalEntryNotFoundError)
-        # `datasets` checks beforehand and raises a bare OSError
-        if any(
-            getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-            or (isinstance(cause, OSError) and str(cause).startswith("Not enough disk space"))
-            for cause in causes
-        ):
-            kind = HubUnavailable
-            problem = (
-                "the disk is full, here or under huggingface_hub's cache; make room or set "
-                "HF_HOME, and run the same command again"
-            )
-        elif is_any(errors.GatedRepoError):
-            problem = f"accept its terms on the hub and log in (HF_TOKEN), {ways_out.without_hub}"
-        elif is_any(errors.RevisionNotFoundError):
-            problem = f"no such revision; {ways_out.revision}"
-        elif is_any(errors.RepositoryNotFoundError):
-            problem = f"no such dataset, or log in to see it (HF_TOKEN), {ways_out.without_hub}"
-        elif is_any(errors.EntryNotFoundError) and not is_offline:
-            problem = f"not in this revision; {ways_out.revision}"
-        elif isinstance(error, unexpected) and not is_offline:
-            problem = f"not the expected data; {ways_out.revision}"
-        elif isinstance(error, errors.HfHubHTTPError) and error.response is not None:
-            status = error.response.status_code
-            problem = f"the hub answered {status}; run the same command again later"
-        elif isinstance(error, OSError) and error.filename:
-            problem = f"{error.filename}: {error.strerror}; set HF_HOME to a folder of yours"
-        else:
-            kind = HubUnavailable
-            why = (
-                ": HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
-                if constants.HF_HUB_OFFLINE
-                else ""
-            )
-            problem = f"the hub cannot be reached{why}; {ways_out.without_hub}"
+        kind, problem = _problem(error, ways_out, unexpected)
         what = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
         detail = f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         raise kind(f"{what}: {problem} {detail}") from None
 
 
-def _causes(error: BaseException | None) -> list[BaseException]:
-    """Return the error and what it was raised from: `datasets` wraps what happens to it."""
+def _problem(
+    error: Exception, ways_out: WaysOut, unexpected: tuple[type[Exception], ...]
+) -> tuple[type[UserError], str]:
+    """What went wrong and the way out of it; `datasets` wraps what happens to it."""
+    from huggingface_hub import constants, errors
+
     causes: list[BaseException] = []
-    while error is not None and error not in causes:
-        causes.append(error)
-        error = error.__cause__ or error.__context__
-    return causes
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    # `datasets` checks the room beforehand and raises a bare OSError
+    if any(
+        getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        or str(cause).startswith("Not enough disk space")
+        for cause in causes
+    ):
+        return HubUnavailable, (
+            "the disk is full, here or under huggingface_hub's cache; make room or set HF_HOME, "
+            "and run the same command again"
+        )
+    is_offline = any(isinstance(cause, errors.LocalEntryNotFoundError) for cause in causes)
+    for kind, problem in (
+        (errors.GatedRepoError, f"accept its terms and log in (HF_TOKEN), {ways_out.without_hub}"),
+        (errors.RevisionNotFoundError, f"no such revision; {ways_out.revision}"),
+        (
+            errors.RepositoryNotFoundError,
+            f"no such dataset, or log in to see it (HF_TOKEN), {ways_out.without_hub}",
+        ),
+        (errors.EntryNotFoundError, f"not in this revision; {ways_out.revision}"),
+        (unexpected, f"not the expected data; {ways_out.revision}"),
+    ):
+        found = causes if kind is not unexpected else [error]
+        if not is_offline and any(isinstance(cause, kind) for cause in found):
+            return UserError, problem
+    if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
+        status = error.response.status_code
+        return UserError, f"the hub answered {status}; run the same command again later"
+    if isinstance(error, OSError) and error.filename:
+        return UserError, f"{error.filename}: {error.strerror}; set HF_HOME to a folder of yours"
+    why = " (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+    return HubUnavailable, f"the hub cannot be reached{why}; {ways_out.without_hub}"

@@ -1,8 +1,7 @@
 """Batches of windows in numpy, identical in order on any number of ranks.
 
-Between the shards and the trainer's data loader (titan/data.py makes tensors of them). Sample i of
-the run is a window that (data_seed, i) alone decides (`sampler.py`, and `mixture.py` for its
-source); with b = local_batch_size and dp ranks,
+Sample i of the run is a window that (data_seed, i) alone decides (`sampler.py`, and `mixture.py`
+for its source); with b = local_batch_size and dp ranks,
 
     i = step * global_batch + microbatch * (dp * b) + rank * b + j
 
@@ -41,10 +40,9 @@ _WAYS_OUT = {
 
 
 def samples_digest(windows: np.ndarray) -> int:
-    """A digest of a set of samples, int64 [samples, tokens], as an unsigned 64-bit number.
+    """The sum of the BLAKE2b digests of samples, int64 [samples, tokens], modulo 2^64.
 
-    The sum of the samples' own BLAKE2b digests modulo 2^64: it does not depend on their order, so
-    the digests of the ranks' shares add up to that of the global batch, at any world size.
+    It does not depend on their order: the ranks' digests add up to that of the global batch.
     """
     total = 0
     for window in np.ascontiguousarray(windows, dtype="<i8"):
@@ -57,10 +55,8 @@ class BatchLoader:
     """This rank's micro-batches of a run, endless; `data` is one split or several by weight.
 
     `next_sample` is the global index of the first sample of the next round of micro-batches, and
-    `source_tokens` how many tokens each source of the mixture has given to all ranks together
-    (since the run began, or was told to change its data): both are the same on every rank.
-    Raises UserError for sizes that do not fit each other or the data, and for order "permute" of
-    several sources.
+    `source_tokens` how many tokens each source has given to all ranks together (since the run was
+    told to change its data). Raises UserError for sizes that do not fit each other or the data.
     """
 
     def __init__(
@@ -75,16 +71,14 @@ class BatchLoader:
         dp_rank: int = 0,
         dp_world_size: int = 1,
     ) -> None:
+        assert 0 <= dp_rank < dp_world_size, (dp_rank, dp_world_size)
         for name, value in (
             ("seq_len", seq_len),
             ("global_batch_size", global_batch_size),
             ("local_batch_size", local_batch_size),
-            ("dp_world_size", dp_world_size),
         ):
             if value < 1:
                 raise UserError(f"{name} is {value}, expected at least 1")
-        if not 0 <= dp_rank < dp_world_size:
-            raise UserError(f"dp_rank is {dp_rank}, expected 0 to {dp_world_size - 1}")
         if not 0 <= data_seed < 1 << 64:
             raise UserError(f"data_seed is {data_seed}, expected 0 to 2**64 - 1")
         self._round = dp_world_size * local_batch_size
@@ -98,13 +92,9 @@ class BatchLoader:
         check_order(order, len(mixture.sources))
         for source in mixture.sources:
             check_length(source.num_tokens, seq_len, str(source.folder))
-        self._mixture = mixture
-        self._order = order
-        self._seed = data_seed
-        self._seq_len = seq_len
-        self._global_batch = global_batch_size
-        self._local_batch = local_batch_size
-        self._rank = dp_rank
+        self._mixture, self._order = mixture, order
+        self._seed, self._seq_len, self._rank = data_seed, seq_len, dp_rank
+        self._global_batch, self._local_batch = global_batch_size, local_batch_size
         self.next_sample = 0
         self.source_tokens = [0] * len(mixture.sources)
         self._origin = 0
@@ -134,19 +124,16 @@ class BatchLoader:
         return batch
 
     def _draw(self) -> tuple[list[tuple[TokenShards, int]], list[int]]:
-        """Where this rank's windows of the round begin, and how many of all ranks' windows each
-        source gives."""
+        """Where this rank's windows begin; how many windows each source gives to all ranks."""
         mixture, seed, seq_len = self._mixture, self._seed, self._seq_len
         begin, count = self._rank * self._local_batch, self._local_batch
         first = self.next_sample + begin
-        drawn = [self._round]
+        source = mixture.sources[0]
         if self._order == "permute":
-            (source,) = mixture.sources
-            offsets = [
-                permuted_offset(seed, i, source.num_tokens, seq_len)
-                for i in range(first, first + count)
-            ]
-            return [(source, offset) for offset in offsets], drawn
+            samples = range(first, first + count)
+            offsets = [permuted_offset(seed, i, source.num_tokens, seq_len) for i in samples]
+            return [(source, offset) for offset in offsets], [self._round]
+        drawn = [self._round]
         if len(mixture.sources) == 1:
             blocks = philox_blocks(seed, first, count)
         else:
@@ -178,13 +165,10 @@ class BatchLoader:
         """Continue at `state`, of any world size; the loader is unchanged when it is refused.
 
         Fields named in `allow` may differ: the order then changes from this sample on, and `origin`
-        (the sample that steps are counted from) moves here. Raises UserError naming the field,
-        where anything else but the world size differs, and where next_sample is not at a boundary
-        of this world's rounds (it always is between steps).
+        moves here. Raises UserError naming the field that differs otherwise.
         """
         current = self.state_dict()
-        missing = [field for field in current if field not in state]
-        if missing:
+        if missing := [field for field in current if field not in state]:
             raise UserError(
                 f"the checkpoint's data-loader state has no {missing[0]!r} (it has "
                 f"{sorted(state)}): it is not from this loader; start a new run"
@@ -199,25 +183,14 @@ class BatchLoader:
                 )
         next_sample = state["next_sample"]
         origin = next_sample if changed else state["origin"]
-        whole = isinstance(next_sample, int) and isinstance(origin, int)
-        if not whole or not 0 <= origin <= next_sample or (next_sample - origin) % self._round:
+        if (next_sample - origin) % self._round:
             raise UserError(
-                f"the checkpoint's next_sample is {next_sample!r} (counted from {origin!r}), "
-                f"expected a multiple of dp_world_size * local_batch_size = {self._round}: the "
-                f"checkpoint was written between two steps' micro-batches; resume at the world "
-                f"size that wrote it"
+                f"the checkpoint's next_sample is {next_sample} (counted from {origin}), expected "
+                f"a multiple of dp_world_size * local_batch_size = {self._round}: it was written "
+                f"between two steps' micro-batches; resume at the world size that wrote it"
             )
-        source_tokens = state["source_tokens"]
         if "fingerprint" in changed:
-            source_tokens = [0] * len(self.source_tokens)
-        are_counts = isinstance(source_tokens, list) and all(
-            isinstance(count, int) and count >= 0 for count in source_tokens
-        )
-        if not are_counts or len(source_tokens) != len(self.source_tokens):
-            raise UserError(
-                f"the checkpoint's source_tokens is {source_tokens!r}, expected a count for each "
-                f"of the data's {len(self.source_tokens)} source(s): it is not from this loader; "
-                f"start a new run"
-            )
+            self.source_tokens = [0] * len(self.source_tokens)
+        else:
+            self.source_tokens = list(state["source_tokens"])
         self.next_sample, self._origin = next_sample, origin
-        self.source_tokens = list(source_tokens)

@@ -1,7 +1,7 @@
 """The training data of a run: one folder's stream, or several, drawn from by weight.
 
-Between the shards and the loader. Which source sample i comes from is decided by word 1 of its
-Philox block, which offset within that source by word 0, so both are pure functions of (seed, i).
+Which source sample i comes from is decided by word 1 of its Philox block, which offset within that
+source by word 0, so both are pure functions of (seed, i).
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from typing import Self
 
 import numpy as np
 
-from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.data.sampler import Order
 from canon_pretrain.data.shards import TokenShards
 
@@ -36,11 +36,10 @@ def exact_weight(weight: float) -> Fraction:
 
 
 def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
-    """The words at which the next source begins, uint64 [len(shares) - 1].
+    """The 64-bit words at which the next source begins, uint64 [len(shares) - 1].
 
-    A word is of source k where it is below threshold k and of no earlier one: source k is drawn
-    with probability share k, to within 2**-64. Shares are positive and add up to 1. Raises
-    UserError for one below 2**-64.
+    Source k is drawn with probability share k, to within 2**-64. Shares are positive and add up to
+    1. Raises UserError for one below 2**-64.
     """
     if min(shares) * (1 << 64) < 1:
         raise UserError(
@@ -52,24 +51,21 @@ def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
 
 
 def check_order(order: str, num_sources: int) -> None:
-    """Raises UserError for an order that there is none of, or that so many sources cannot have."""
-    if order not in typing.get_args(Order):
-        raise UserError(f"data.order is {order!r}, expected 'random' or 'permute'")
+    """Raise UserError for an unknown order, or one that so many sources cannot have."""
+    check_choice("data.order", order, typing.get_args(Order))
     if order == "permute" and num_sources > 1:
         raise UserError(
-            "data.order = 'permute' takes one folder, not a weighted mixture: which window of "
-            "its source sample i is would depend on how often that source was drawn before, "
-            "which nothing but counting from the first sample can tell; use data.order = "
-            "'random', or one folder"
+            "data.order = 'permute' takes one folder, not a weighted mixture: which window of its "
+            "source a sample is would depend on all samples before; use data.order = 'random', or "
+            "one folder"
         )
 
 
 class Mixture:
-    """Training splits and their shares; what a loader reads windows from.
+    """Training splits and their relative shares; what a loader reads windows from.
 
-    One split by itself is a mixture with the fingerprint of that split. `num_tokens` is the sum
-    over the sources. Weights are relative: [7, 3] is the mixture that [0.7, 0.3] is. Raises
-    UserError for weights that do not fit, and for splits that were not tokenized alike.
+    One split by itself is a mixture with that split's fingerprint. Raises UserError for weights
+    that do not fit, and for splits that were not tokenized alike.
     """
 
     def __init__(
@@ -78,43 +74,32 @@ class Mixture:
         weights: Sequence[float] = (1.0,),
         names: Sequence[str] | None = None,
     ) -> None:
-        if not sources:
-            raise UserError("a mixture of no data: name at least one folder")
-        if len(weights) != len(sources):
+        if not sources or len(weights) != len(sources):
             raise UserError(
-                f"data.weights has {len(weights)} numbers for {len(sources)} folders; give one "
-                f"for each, in the order of data.paths"
+                f"data.weights has {len(weights)} numbers for {len(sources)} folders; give at "
+                f"least one folder, and a weight for each, in the order of data.paths"
             )
         exact = [exact_weight(weight) for weight in weights]
         self.sources = tuple(sources)
         self.shares = tuple(weight / sum(exact) for weight in exact)
         self.names = tuple(names or short_names([str(source.folder) for source in sources]))
         self._thresholds = thresholds(self.shares)
-        self._check_alike()
+        _check_alike(sources)
         first = self.sources[0]
         self.vocab_size, self.eos_id = first.vocab_size, first.eos_id
         self.tokenizer_sha256 = first.tokenizer_sha256
         self.num_tokens = sum(source.num_tokens for source in self.sources)
         self.fingerprint = first.fingerprint
         if len(sources) > 1:  # of each source's fingerprint and share, in order
-            parts = [
-                [source.fingerprint, str(share)]
-                for source, share in zip(self.sources, self.shares, strict=True)
-            ]
+            pairs = zip(self.sources, self.shares, strict=True)
+            parts = [[source.fingerprint, str(share)] for source, share in pairs]
             self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @classmethod
     def open(cls, folders: Sequence[str | Path], weights: Sequence[float] = (1.0,)) -> Self:
         """Open the training splits of `folders`, which data_prep wrote. Raises UserError."""
-        sources: list[TokenShards] = []
-        try:
-            for folder in folders:
-                sources.append(TokenShards.open(Path(folder) / "train"))
-            return cls(sources, weights, short_names([str(folder) for folder in folders]))
-        except UserError:
-            for source in sources:
-                source.close()
-            raise
+        sources = [TokenShards.open(Path(folder) / "train") for folder in folders]
+        return cls(sources, weights, short_names([str(folder) for folder in folders]))
 
     def draw(self, words: np.ndarray) -> np.ndarray:
         """The indices of the sources that `words`, uint64 [n], stand for; int64 [n]."""
@@ -131,25 +116,23 @@ class Mixture:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _check_alike(self) -> None:
-        first = self.sources[0]
-        for source in self.sources[1:]:
-            for field in ("tokenizer_sha256", "vocab_size", "eos_id"):
-                mine, other = getattr(first, field), getattr(source, field)
-                if mine != other:
-                    raise UserError(
-                        f"the folders of a mixture must be tokenized alike: {field} is {mine!r} "
-                        f"in {first.folder}, {other!r} in {source.folder}; build both with one "
-                        f"tokenizer"
-                    )
-        seen: dict[str, TokenShards] = {}
-        for source in self.sources:
-            twin = seen.setdefault(source.fingerprint, source)
-            if twin is not source:
+
+def _check_alike(sources: Sequence[TokenShards]) -> None:
+    first = sources[0]
+    for source in sources[1:]:
+        for field in ("tokenizer_sha256", "vocab_size", "eos_id"):
+            mine, other = getattr(first, field), getattr(source, field)
+            if mine != other:
                 raise UserError(
-                    f"{twin.folder} and {source.folder} hold the same stream; name it once, with "
-                    f"the sum of the weights"
+                    f"the folders of a mixture must be tokenized alike: {field} is {mine!r} in "
+                    f"{first.folder}, {other!r} in {source.folder}; build both with one tokenizer"
                 )
+    for one, other in itertools.combinations(sources, 2):
+        if one.fingerprint == other.fingerprint:
+            raise UserError(
+                f"{one.folder} and {other.folder} hold the same stream; name it once, with the sum "
+                f"of the weights"
+            )
 
 
 def short_names(folders: Sequence[str]) -> list[str]:

@@ -65,19 +65,18 @@ class ModelFacts:
         """
         facts = cls()
         for number, value in _fields(model):
+            found = dict(_fields(value)) if number in (1, 2, 3) else {}
             if number == 1:
-                facts._add_piece(dict(_fields(value)))
+                facts._add_piece(found)
             elif number == 2:
-                trainer = dict(_fields(value))
-                facts.model_type = trainer.get(3, facts.model_type)
-                facts.space_is_suffix = bool(trainer.get(24, facts.space_is_suffix))
-                facts.byte_fallback = bool(trainer.get(35, facts.byte_fallback))
+                facts.model_type = found.get(3, facts.model_type)
+                facts.space_is_suffix = bool(found.get(24, facts.space_is_suffix))
+                facts.byte_fallback = bool(found.get(35, facts.byte_fallback))
             elif number == 3:
-                normalizer = dict(_fields(value))
-                facts.normalizes = facts.normalizes or bool(normalizer.get(2))
-                facts.dummy_prefix = bool(normalizer.get(3, facts.dummy_prefix))
-                facts.drops_spaces = bool(normalizer.get(4, facts.drops_spaces))
-                facts.escapes_spaces = bool(normalizer.get(5, facts.escapes_spaces))
+                facts.normalizes = facts.normalizes or bool(found.get(2))
+                facts.dummy_prefix = bool(found.get(3, facts.dummy_prefix))
+                facts.drops_spaces = bool(found.get(4, facts.drops_spaces))
+                facts.escapes_spaces = bool(found.get(5, facts.escapes_spaces))
         return facts
 
     def _add_piece(self, piece: dict[int, Any]) -> None:
@@ -92,18 +91,16 @@ class ModelFacts:
 
     def refusal(self) -> str:
         """Return why a text must be encoded whole; empty where the argument above holds."""
-        for refused, reason in (
-            (self.model_type != _BPE, "it is no BPE model"),
-            (not self.byte_fallback or self.num_bytes != 256, "it has no byte fallback"),
-            (self.normalizes, "it normalises characters"),
-            (self.drops_spaces, "it drops repeated spaces"),
-            (not self.escapes_spaces, "it does not escape spaces"),
-            (self.space_is_suffix, "its spaces end words"),
-            (bool(self.odd_pieces), f"it has user-defined or unused pieces {self.odd_pieces[:1]}"),
-        ):
-            if refused:
-                return reason
-        return ""
+        reasons = {
+            "it is no BPE model": self.model_type != _BPE,
+            "it has no byte fallback": not self.byte_fallback or self.num_bytes != 256,
+            "it normalises characters": self.normalizes,
+            "it drops repeated spaces": self.drops_spaces,
+            "it does not escape spaces": not self.escapes_spaces,
+            "its spaces end words": self.space_is_suffix,
+            f"it has user-defined or unused pieces {self.odd_pieces[:1]}": bool(self.odd_pieces),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
@@ -116,10 +113,9 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
             value, at = _varint(message, at)
             yield tag >> 3, value
             continue
+        size = {1: 8, 5: 4}.get(kind, 0)
         if kind == 2:
             size, at = _varint(message, at)
-        else:
-            size = {1: 8, 5: 4}[kind]
         yield tag >> 3, message[at : at + size]
         at += size
 
@@ -174,7 +170,9 @@ class PieceEncoder:
     """`encode` of a text, in slices and through a word cache where `pieces` allow one.
 
     `encode` returns the ids of a text, nothing added, in a model for which the argument above
-    holds; `pieces` are all that it can match; `prefix` goes before each text.
+    holds; `pieces` are all that it can match; `prefix` goes before each text. A word of the cache
+    keeps the spaces before it, and a run of newlines is a word. A new word is put together from its
+    runs of letters and of other characters, where no piece crosses those either.
     """
 
     def __init__(
@@ -186,59 +184,31 @@ class PieceEncoder:
         slice_characters: int = SLICE_CHARACTERS,
         capacity: int = CAPACITY,
     ) -> None:
+        def encode_bytes(text: str) -> bytes:
+            return np.array(encode(text), dtype=_STORED).tobytes()
+
+        def encode_runs(word: str) -> bytes:
+            return b"".join(map(runs.__getitem__, _RUNS(word)))
+
+        def encode_words(text: str) -> bytes:
+            return b"".join(map(words.__getitem__, split(text)))
+
         self._prefix = prefix
         self._bounds = PieceBounds(pieces)
         self._slice_characters = slice_characters
-        self._encode = encode
-        self._cache: _WordCache | None = None
-        self.method = "giant documents in slices"
+        runs = _Remembered(encode_bytes, capacity)
+        words = _Remembered(encode_runs if self._bounds.around_letters else encode_bytes, capacity)
+        split = _WORDS_AND_NEWLINES if self._bounds.around_newlines else _WORDS
+        self._encode_slice, self.method = encode_bytes, "giant documents in slices"
         if self._bounds.before_spaces:
-            self._cache = _WordCache(encode, self._bounds, capacity)
-            self.method = "word cache"
+            self._encode_slice, self.method = encode_words, "word cache"
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of `text`, int64 [tokens]."""
         if not text:
             return np.empty(0, dtype=np.int64)
         text = self._prefix + text.replace(SPACE, " ")
-        if len(text) <= self._slice_characters:
-            return self._encode_slice(text)
-        slices = self._bounds.cut(text, self._slice_characters)
-        return np.concatenate([self._encode_slice(part) for part in slices])
-
-    def _encode_slice(self, text: str) -> np.ndarray:
-        if self._cache is not None:
-            return self._cache.encode(text)
-        return np.array(self._encode(text), dtype=np.int64)
-
-
-class _WordCache:
-    """An exact, bounded cache of words over `encode`, for bounds that allow cuts before spaces.
-
-    A text's ids are those of its words, one after the other. A word keeps the spaces before it; a
-    run of newlines is a word. A new word is put together from its runs of letters and of other
-    characters, where no piece crosses those either.
-    """
-
-    def __init__(
-        self, encode: Callable[[str], list[int]], bounds: PieceBounds, capacity: int
-    ) -> None:
-        def encode_bytes(word: str) -> bytes:
-            return np.array(encode(word), dtype=_STORED).tobytes()
-
-        of_new = encode_bytes
-        if bounds.around_letters:
-            runs = _Remembered(encode_bytes, capacity)
-
-            def of_new(word: str) -> bytes:
-                return b"".join(map(runs.__getitem__, _RUNS(word)))
-
-        self._words = _Remembered(of_new, capacity)
-        self._split = _WORDS_AND_NEWLINES if bounds.around_newlines else _WORDS
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids of `text`, int64 [tokens]; U+2581 must have been made a space."""
-        ids = b"".join(map(self._words.__getitem__, self._split(text)))
+        ids = b"".join(map(self._encode_slice, self._bounds.cut(text, self._slice_characters)))
         return np.frombuffer(ids, dtype=_STORED).astype(np.int64)
 
 

@@ -1,9 +1,8 @@
 """Writing a split of token shards, part by part: the other half of `shards.py`.
 
-data_prep writes each unit of its plan with a `UnitWriter` and ends with `write_manifest`; tests
-and small tools use `write_shards`. A part is committed by its mark: .bin, .docs and .crc are
-written under temporary names, synced and renamed, and only then the mark. What is written depends
-on the documents and options alone, never on time, process or machine.
+A part is committed by its mark: .bin, .docs and .crc are written under temporary names, synced and
+renamed, and only then the mark. What is written depends on the documents and options alone, never
+on time, process or machine.
 """
 
 import hashlib
@@ -18,13 +17,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from canon_pretrain.core.files import (
-    create_file,
-    publish,
-    sha256_file,
-    write_atomic,
-    write_json,
-)
+from canon_pretrain.core.files import create_file, publish, sha256_file, write_atomic, write_json
 from canon_pretrain.data.blocks import BLOCK_BYTES, FileFacts, PartFiles, ShardError, block_crcs
 from canon_pretrain.data.shards import (
     FORMAT,
@@ -37,6 +30,7 @@ from canon_pretrain.data.shards import (
     dtype_for,
     make_manifest,
     part_name,
+    part_sizes,
     read_manifest,
     read_mark,
 )
@@ -47,17 +41,13 @@ class _PartFile:
 
     def __init__(self, path: Path, first_row: int) -> None:
         self.path = path
-        self.first_row = first_row
-        self.last_row = first_row
-        self.size = 0
-        self.tokens = 0
-        self.text_bytes = 0
-        self.max_id = 0
+        self.first_row = self.last_row = first_row
+        self.size = self.tokens = self.text_bytes = self.max_id = 0
         self.ends = array("Q")
         self.byte_ends = array("Q")
-        self.groups: dict[str, list[int]] = {}
+        self.groups: dict[str, tuple[int, int, int]] = {}
         self.repaired: Counter[str] = Counter()
-        self._crcs: list[np.ndarray] = []
+        self._crcs: list[np.ndarray] = [np.empty(0, dtype="<u4")]
         self._pending = bytearray()
         self._digest = hashlib.sha256()
         self._temporary = path.with_name(f"{path.name}.bin.tmp")
@@ -78,16 +68,15 @@ class _PartFile:
             self.size += count
 
     def publish(self, version: int) -> PartFiles:
-        """Give the three files their names; return each one's size and sha256."""
         self._flush(len(self._pending))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         publish(self._temporary, self.path.with_name(f"{self.path.name}.bin"))
         ends = self.ends if version == WITHOUT_BYTE_ENDS else self.ends + self.byte_ends
-        crcs = np.concatenate([np.empty(0, dtype="<u4"), *self._crcs])
         files = {"bin": FileFacts(self.size, self._digest.hexdigest())}
-        for suffix, values in (("docs", np.array(ends, dtype="<u8")), ("crc", crcs)):
+        small = {"docs": np.array(ends, dtype="<u8"), "crc": np.concatenate(self._crcs)}
+        for suffix, values in small.items():
             content = values.tobytes()
             write_atomic(self.path.with_name(f"{self.path.name}.{suffix}"), content)
             files[suffix] = FileFacts(len(content), hashlib.sha256(content).hexdigest())
@@ -102,9 +91,8 @@ class _PartFile:
 class UnitWriter:
     """Writes the documents of one unit as parts of at most `max_part_tokens` tokens.
 
-    A unit has at least one part, if an empty one; its last part's mark says so and thereby commits
-    the unit (`unit_marks`). Leaving the `with` block by an exception drops the part in progress.
-    `version` is that of the folder's other parts.
+    A unit has at least one part; its last part's mark says so and thereby commits the unit. Leaving
+    the `with` block by an exception drops the part in progress.
     """
 
     def __init__(
@@ -120,10 +108,8 @@ class UnitWriter:
     ) -> None:
         if not 0 <= eos_id < vocab_size:
             raise ShardError(f"eos id {eos_id} is outside the vocabulary of {vocab_size}")
-        self._folder = folder
-        self._unit = unit
-        self._vocab_size = vocab_size
-        self._dtype = dtype_for(vocab_size)
+        self._folder, self._unit = folder, unit
+        self._vocab_size, self._dtype = vocab_size, dtype_for(vocab_size)
         self._plan_sha256 = plan_sha256
         self._max_part_tokens = max_part_tokens
         self._version = version
@@ -135,19 +121,16 @@ class UnitWriter:
     ) -> None:
         """Append one document, stored as it is: the caller has put the EOS id at its end.
 
-        `ids` int [at least 1]; `num_bytes` the UTF-8 size of its text; `row` its number in the
-        unit; `group` the part of the source it counts for; `repaired` why its text is not the
-        input's ("" where it is). Raises ShardError for an id outside the vocabulary or a document
-        longer than a part.
+        `num_bytes` is the UTF-8 size of its text, `row` its number in the unit, `group` what it
+        counts for, `repaired` why its text is not the input's. Raises ShardError for an id outside
+        the vocabulary or a document longer than a part.
         """
         count = len(ids)
         where = f"row {row} of unit {self._unit}"
-        if count == 0:
-            raise ShardError(f"{where}: a document without tokens")
-        if count > self._max_part_tokens:
+        if not 0 < count <= self._max_part_tokens:
             raise ShardError(
-                f"{where}: a document of {count} tokens, a part holds at most "
-                f"{self._max_part_tokens}; split or drop this document in the source"
+                f"{where}: a document of {count} tokens, expected 1 to the {self._max_part_tokens} "
+                f"of a part; split or drop this document in the source"
             )
         low, high = int(ids.min()), int(ids.max())
         # before the cast: numpy would store 70000 as uint16 4464 without a word
@@ -157,7 +140,7 @@ class UnitWriter:
                 f"{self._vocab_size}; the tokenizer is not the plan's"
             )
         if self._part and self._part.tokens + count > self._max_part_tokens:
-            self._commit({}, {}, last=False)
+            self._commit(self._part, {}, {}, last=False)
         part = self._part = self._part or self._new_part(row)
         part.add(ids.astype(self._dtype).tobytes())
         part.tokens += count
@@ -166,24 +149,17 @@ class UnitWriter:
         part.byte_ends.append(part.text_bytes)
         part.max_id = max(part.max_id, high)
         part.last_row = row + 1
-        counts = part.groups.setdefault(group, [0, 0, 0])
-        for index, more in enumerate((1, count, num_bytes)):
-            counts[index] += more
+        documents, tokens, size = part.groups.get(group, (0, 0, 0))
+        part.groups[group] = (documents + 1, tokens + count, size + num_bytes)
         if repaired:
             part.repaired[repaired] += 1
 
     def finish(
-        self,
-        skipped: Mapping[str, int] | None = None,
-        inputs: Mapping[str, str] | None = None,
+        self, skipped: Mapping[str, int] | None = None, inputs: Mapping[str, str] | None = None
     ) -> None:
-        """Commit the last part, and with it the unit.
-
-        `skipped` counts skipped rows by reason; `inputs` are the unit's inputs and the sha256 that
-        each had while it was read.
-        """
-        self._part = self._part or self._new_part(0)
-        self._commit(skipped or {}, inputs or {}, last=True)
+        """Commit the unit; `skipped` counts rows by reason, `inputs` maps paths to sha256."""
+        part = self._part = self._part or self._new_part(0)
+        self._commit(part, skipped or {}, inputs or {}, last=True)
 
     def __enter__(self) -> Self:
         return self
@@ -196,28 +172,28 @@ class UnitWriter:
     def _new_part(self, row: int) -> _PartFile:
         return _PartFile(self._folder / part_name(self._unit, self._num_parts), row)
 
-    def _commit(self, skipped: Mapping[str, int], inputs: Mapping[str, str], *, last: bool) -> None:
-        part = self._part
-        assert part is not None
-        mark = {
-            "format": FORMAT,
-            "version": self._version,
-            "unit": self._unit,
-            "part": self._num_parts,
-            "last_in_unit": last,
-            "tokens": part.tokens,
-            "documents": len(part.ends),
-            "text_bytes": part.text_bytes,
-            "rows": [part.first_row, part.last_row],
-            "max_id": part.max_id,
-            "groups": dict(sorted(part.groups.items())),
-            "repaired": dict(sorted(part.repaired.items())),
-            "skipped": dict(sorted(skipped.items())),
-            "inputs": dict(inputs),
-            "plan_sha256": self._plan_sha256,
-            "files": asdict(part.publish(self._version)),
-        }
-        write_json(self._folder / f"{part.path.name}.json", mark)
+    def _commit(
+        self, part: _PartFile, skipped: Mapping[str, int], inputs: Mapping[str, str], *, last: bool
+    ) -> None:
+        mark = CommitMark(
+            format=FORMAT,
+            version=3 if self._version == VERSION else 2,
+            unit=self._unit,
+            part=self._num_parts,
+            last_in_unit=last,
+            tokens=part.tokens,
+            documents=len(part.ends),
+            text_bytes=part.text_bytes,
+            rows=(part.first_row, part.last_row),
+            max_id=part.max_id,
+            groups=dict(sorted(part.groups.items())),
+            repaired=dict(sorted(part.repaired.items())),
+            skipped=dict(sorted(skipped.items())),
+            inputs=dict(inputs),
+            plan_sha256=self._plan_sha256,
+            files=part.publish(self._version),
+        )
+        write_json(self._folder / f"{part.path.name}.json", asdict(mark))
         self._part = None
         self._num_parts += 1
 
@@ -225,33 +201,25 @@ class UnitWriter:
 def unit_marks(folder: Path, unit: int, plan_sha256: str) -> list[CommitMark] | None:
     """Return the commit marks of a unit's parts in order; None if the unit is not complete.
 
-    Complete: an unbroken row of marks of this plan up to the last one of the unit, and files of
-    the sizes that the marks name (contents are verify's work).
+    Complete: marks of this plan up to the unit's last one, and files of the sizes that they name.
     """
     try:
-        marks = [named.mark for named in read_marks(folder, [unit])]
-        for part, mark in enumerate(marks):
-            if mark.plan_sha256 != plan_sha256:
-                return None
-            for suffix, known in vars(mark.files).items():
-                path = folder / f"{part_name(unit, part)}.{suffix}"
-                if path.stat().st_size != known.size:
-                    return None
-    except (ShardError, FileNotFoundError):
+        found = read_marks(folder, [unit])
+        sizes = [size for named in found for size in part_sizes(folder, named)]
+    except ShardError:
         return None
-    return marks
+    marks = [named.mark for named in found]
+    is_ours = all(mark.plan_sha256 == plan_sha256 for mark in marks)
+    return marks if is_ours and all(known == size for _, known, size in sizes) else None
 
 
-def read_marks(folder: Path, units: Iterable[int]) -> list[NamedMark[CommitMark]]:
-    """Return the commit marks of every part of these units, in order.
-
-    Raises ShardError for a unit whose marks do not reach its last part.
-    """
-    marks: list[NamedMark[CommitMark]] = []
+def read_marks(folder: Path, units: Iterable[int]) -> list[NamedMark]:
+    """Return the marks of every part of these units. Raises ShardError for an incomplete unit."""
+    marks: list[NamedMark] = []
     for unit in units:
         part = 0
         while part == 0 or not marks[-1].mark.last_in_unit:
-            marks.append(read_mark(folder, part_name(unit, part), CommitMark))
+            marks.append(read_mark(folder, part_name(unit, part)))
             part += 1
     return marks
 
@@ -261,14 +229,11 @@ def drop_changed_marks(folder: Path) -> None:
 
     Otherwise writing the manifest again would take a damaged mark for the truth.
     """
-    try:
-        entries = read_manifest(folder).parts
-    except ShardError:
-        return
-    for entry in entries:
-        path = folder / f"{entry.name}.json"
-        if path.exists() and sha256_file(path) != entry.mark_sha256:
-            path.unlink()
+    with suppress(ShardError):
+        for entry in read_manifest(folder).parts:
+            path = folder / f"{entry.name}.json"
+            if path.exists() and sha256_file(path) != entry.mark_sha256:
+                path.unlink()
 
 
 def remove_unit(folder: Path, unit: int) -> None:
@@ -279,10 +244,7 @@ def remove_unit(folder: Path, unit: int) -> None:
 
 
 def write_manifest(folder: Path, num_units: int, **header: Any) -> None:
-    """Finish the split: write the manifest over all its parts (see make_manifest).
-
-    Raises ShardError.
-    """
+    """Finish the split: write the manifest over all its parts (see make_manifest)."""
     manifest = make_manifest(read_marks(folder, range(num_units)), **header)
     write_json(folder / MANIFEST, asdict(manifest))
 
@@ -299,8 +261,7 @@ def write_shards(
 ) -> None:
     """Write `documents` (int arrays, each ending with its EOS id) as a finished split of one unit.
 
-    `num_bytes` are the UTF-8 sizes of their texts, 0 each where not given. `folder` is made.
-    Raises ShardError, as UnitWriter.add does, and where `folder` already holds a split.
+    `num_bytes` are the UTF-8 sizes of their texts, 0 each where not given. Raises ShardError.
     """
     if (folder / MANIFEST).exists():
         raise ShardError(f"{folder}: holds a split already; give a new folder")
@@ -313,6 +274,5 @@ def write_shards(
         for row, (ids, size) in enumerate(zip(documents, sizes, strict=True)):
             writer.add(np.asarray(ids), num_bytes=size, row=row)
         writer.finish()
-    write_manifest(
-        folder, 1, vocab_size=vocab_size, eos_id=eos_id, tokenizer_sha256=tokenizer_sha256
-    )
+    known = {"vocab_size": vocab_size, "eos_id": eos_id, "tokenizer_sha256": tokenizer_sha256}
+    write_manifest(folder, 1, **known)

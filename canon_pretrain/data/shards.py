@@ -1,7 +1,6 @@
 """The token stream on disk, and how to read it: checked at every read.
 
-Between data_prep, which writes a split (`shard_writer.py`), and the loader, which reads windows
-from it. A split is a folder of parts and a manifest:
+A split is a folder of parts and a manifest:
 
     part-UUUUU-K.bin   token ids, little-endian uint16 (uint32 where the vocabulary is > 65,535)
     part-UUUUU-K.docs  uint64 document ends in this part, exclusive: in tokens, then in text bytes
@@ -20,16 +19,14 @@ and no traceback, a short read is an error with a name.
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Final, Generic, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
-from canon_pretrain.core.files import UnreadableFile, parse_json, parse_record, parsing, read_bytes
+from canon_pretrain.core.files import UnreadableFile, parse_record, read_record
 from canon_pretrain.data.blocks import BLOCK_BYTES as BLOCK_BYTES
 from canon_pretrain.data.blocks import (
     BUILD_AGAIN,
@@ -52,24 +49,17 @@ MAX_UINT16_VOCAB = 65_535
 
 
 @dataclass(frozen=True)
-class PartFacts:
-    """What opening a split needs of a part's commit mark."""
-
-    version: Literal[2, 3]
-    tokens: Count
-    documents: Count
-    text_bytes: Count
-    files: PartFiles
-
-
-@dataclass(frozen=True)
-class CommitMark(PartFacts):
+class CommitMark:
     """A part's commit mark; `rows` is its range in the unit, `groups` documents, tokens, bytes."""
 
     format: Literal["canon-shards"]
+    version: Literal[2, 3]
     unit: Count
     part: Count
     last_in_unit: bool
+    tokens: Count
+    documents: Count
+    text_bytes: Count
     rows: tuple[Count, Count]
     max_id: Count
     groups: dict[str, tuple[Count, Count, Count]]
@@ -77,18 +67,16 @@ class CommitMark(PartFacts):
     skipped: dict[str, Count]
     inputs: dict[str, str]
     plan_sha256: str
-
-
-Mark = TypeVar("Mark", bound=PartFacts, covariant=True)
+    files: PartFiles
 
 
 @dataclass(frozen=True)
-class NamedMark(Generic[Mark]):
+class NamedMark:
     """A commit mark with its part's name and its file's SHA-256."""
 
     name: str
     sha256: str
-    mark: Mark
+    mark: CommitMark
 
 
 @dataclass(frozen=True)
@@ -115,10 +103,10 @@ class PartEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a split consists of; `fingerprint` is the SHA-256 of the stream's identity."""
+    """What a split consists of."""
 
-    format: str
-    version: int
+    format: Literal["canon-shards"]
+    version: Literal[2, 3]
     dtype: str
     vocab_size: Count
     eos_id: Count
@@ -132,12 +120,11 @@ class Manifest:
     num_bytes: Count
     parts: tuple[PartEntry, ...]
 
-    def fits(self, marks: Sequence[NamedMark[PartFacts]]) -> bool:
+    def fits(self, marks: Sequence[NamedMark]) -> bool:
         """Whether it is the manifest of the parts with these commit marks."""
-        names = ("vocab_size", "eos_id", "tokenizer_sha256", "plan_sha256", "version", "limits")
+        names = "vocab_size eos_id tokenizer_sha256 plan_sha256 version limits cut".split()
         try:
-            header = {name: getattr(self, name) for name in names}
-            return make_manifest(marks, **header, cut=self.cut) == self
+            return make_manifest(marks, **{name: getattr(self, name) for name in names}) == self
         except ValueError:
             return False
 
@@ -153,7 +140,7 @@ def part_name(unit: int, part: int) -> str:
 
 
 def make_manifest(
-    marks: Sequence[NamedMark[PartFacts]],
+    marks: Sequence[NamedMark],
     *,
     vocab_size: int,
     eos_id: int,
@@ -165,9 +152,8 @@ def make_manifest(
 ) -> Manifest:
     """Return the manifest of the parts with these commit marks, in order.
 
-    A pure function: writer, reader and verify compare its value. The fingerprint is that of header,
-    cut and marks, and since each mark has the hashes of its files, it names the stream's content.
-    Raises ValueError for a mark of another version, or a cut that its part does not have.
+    The fingerprint is that of header, cut and marks; since each mark has the hashes of its files,
+    it names the stream's content. Raises ValueError for a mark or cut that does not fit.
     """
     parts: list[PartEntry] = []
     tokens = documents = text_bytes = 0
@@ -218,47 +204,35 @@ class Part:
     entry: PartEntry
     files: PartFiles
 
-    @property
-    def stem(self) -> Path:
-        """The path of its files without a suffix."""
-        return self.folder / self.entry.name
-
     def read_mark(self) -> CommitMark:
-        """Return its commit mark. Raises ShardError."""
-        return read_mark(self.folder, self.entry.name, CommitMark, self.entry.mark_sha256).mark
+        return read_mark(self.folder, self.entry.name, self.entry.mark_sha256).mark
 
     def document_ends(self) -> np.ndarray:
-        """Return the exclusive ends of its documents in the stream, from its first token, int64.
-
-        The .docs file is compared with its hash. Raises ShardError.
-        """
-        name, documents = self.entry.name, self.entry.documents
-        content = read_checked(self.folder / f"{name}.docs", self.files.docs.sha256)
-        ends = np.frombuffer(content, dtype="<u8")[:documents].astype(np.int64)
-        if documents and ends[-1] != self.entry.tokens:
+        """Return its documents' exclusive ends, counted from its first token, int64; checked."""
+        path = self.folder / f"{self.entry.name}.docs"
+        content = read_checked(path, self.files.docs.sha256)
+        ends = np.frombuffer(content, dtype="<u8")[: self.entry.documents].astype(np.int64)
+        if ends.max(initial=0) != self.entry.tokens:
             raise ShardError(
-                f"{self.stem}.docs: document {documents} ends at token {ends[-1]}, expected "
-                f"{self.entry.tokens} by {MANIFEST}; {way_out(name)}"
+                f"{path}: its last document ends at token {ends.max(initial=0)}, expected "
+                f"{self.entry.tokens} by {MANIFEST}; {way_out(path.stem)}"
             )
         return ends
 
 
 class TokenShards:
-    """A finished split, opened for reading.
+    """A finished split, opened for reading by one thread.
 
-    Not for use by several threads at once. `num_bytes` is the UTF-8 size of the documents' text,
-    `fingerprint` a hex SHA-256 that two folders share when they hold the same stream.
+    `num_bytes` is the UTF-8 size of the documents' text, `fingerprint` a hex SHA-256 that two
+    folders share when they hold the same stream.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, parts: tuple[Part, ...]) -> None:
         self.folder = folder
         self.parts = parts
-        self.num_tokens = manifest.num_tokens
-        self.num_documents = manifest.num_documents
-        self.num_bytes = manifest.num_bytes
-        self.vocab_size = manifest.vocab_size
-        self.eos_id = manifest.eos_id
-        self.fingerprint = manifest.fingerprint
+        self.num_tokens, self.num_documents = manifest.num_tokens, manifest.num_documents
+        self.num_bytes, self.fingerprint = manifest.num_bytes, manifest.fingerprint
+        self.vocab_size, self.eos_id = manifest.vocab_size, manifest.eos_id
         self.tokenizer_sha256 = manifest.tokenizer_sha256
         self.plan_sha256 = manifest.plan_sha256
         self._manifest = manifest
@@ -267,16 +241,13 @@ class TokenShards:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Open the split in `folder` (DATA/train or DATA/validation).
+        """Open DATA/train or DATA/validation; every mark is hashed, other files only measured.
 
-        Costs O(parts): every commit mark is read and hashed, the other files only measured.
         Raises ShardError.
         """
         folder = Path(folder)
         manifest = read_manifest(folder)
-        marks = [
-            read_mark(folder, entry.name, PartFacts, entry.mark_sha256) for entry in manifest.parts
-        ]
+        marks = [read_mark(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
         if not manifest.fits(marks):
             raise ShardError(
                 f"{folder / MANIFEST}: does not fit its own fingerprint and the parts' commit "
@@ -284,30 +255,36 @@ class TokenShards:
             )
         parts = []
         for entry, named in zip(manifest.parts, marks, strict=True):
-            for suffix, known in vars(named.mark.files).items():
-                _check_size(folder / f"{entry.name}.{suffix}", known.size)
+            for path, known, found in part_sizes(folder, named):
+                if found != known:
+                    raise ShardError(
+                        f"{path}: {'is missing' if found is None else f'{found} bytes'}, expected "
+                        f"{known} bytes; {way_out(entry.name)}"
+                    )
             parts.append(Part(folder, entry, named.mark.files))
         return cls(folder, manifest, tuple(parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For another process on a machine with the same folder: no commit mark is read there."""
+        """For another process with the same folder: no commit mark is read there."""
         return type(self), (self.folder, self._manifest, self.parts)
 
     def read(self, offset: int, count: int) -> np.ndarray:
         """Return the tokens [offset, offset + count) of the stream, int64 [count].
 
-        Every 64-KiB block touched is compared with its CRC32. Raises ValueError for a range
-        outside the stream, ShardError for a short read or damage.
+        Raises ValueError for a range outside the stream, ShardError for a short read or damage.
         """
-        self._check_range(offset, count)
         tokens = np.empty(count, dtype=np.int64)
         self.read_into(tokens, offset)
         return tokens
 
     def read_into(self, tokens: np.ndarray, offset: int) -> None:
-        """`read`, into an int64 [count] of the caller's; undefined where an error is raised."""
+        """`read` into an int64 [count]; its content is undefined after an error."""
         count, done = len(tokens), 0
-        self._check_range(offset, count)
+        if offset < 0 or offset + count > self.num_tokens:
+            raise ValueError(
+                f"tokens [{offset}, {offset + count}) of {self.folder}, which has "
+                f"{self.num_tokens} tokens"
+            )
         index = bisect_right(self._starts, offset) - 1
         while done < count:
             part = self.parts[index]
@@ -317,18 +294,8 @@ class TokenShards:
             done += take
             index += 1
 
-    def _check_range(self, offset: int, count: int) -> None:
-        if offset < 0 or count < 0 or offset + count > self.num_tokens:
-            raise ValueError(
-                f"tokens [{offset}, {offset + count}) of {self.folder}, which has "
-                f"{self.num_tokens} tokens"
-            )
-
     def document_ends(self) -> np.ndarray:
-        """Return the exclusive end of every document in the whole stream, int64 [num_documents].
-
-        Each part's .docs file is compared with its hash. Raises ShardError.
-        """
+        """Return the exclusive end of every document in the whole stream, int64 [num_documents]."""
         ends = [part.document_ends() + part.entry.first_token for part in self.parts]
         return np.concatenate([np.empty(0, dtype=np.int64), *ends])
 
@@ -344,39 +311,23 @@ class TokenShards:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the split's manifest, if it is of a known format and version. Raises ShardError."""
-    build = "`python -m data_prep build --source ... --tokenizer ... --out DATA` makes one"
-    if not folder.is_dir():
-        raise ShardError(f"{folder}: no such folder of token shards; {build}")
+    """Return the split's manifest. Raises ShardError."""
     path = folder / MANIFEST
-    if not path.exists():
-        if any(folder.glob("part-*")):
-            raise ShardError(f"{folder}: the build is unfinished (no {MANIFEST}); {BUILD_AGAIN}")
-        raise ShardError(f"{folder}: no {MANIFEST}, so not a folder of token shards; {build}")
     try:
-        content = read_bytes(path)
-        with parsing(path):
-            stored = parse_json(content)
-            if not isinstance(stored, dict):
-                raise ValueError("it holds no JSON object")
-        if stored.get("format") != FORMAT:
-            raise ShardError(f"{path}: not a manifest of the format {FORMAT!r}; {build}")
-        if stored.get("version") not in (WITHOUT_BYTE_ENDS, VERSION):
-            raise ShardError(
-                f"{path}: format version {stored.get('version')!r}, this program reads "
-                f"{WITHOUT_BYTE_ENDS} and {VERSION}; build the data again"
-            )
-        with parsing(path):
-            return parse_record(content, Manifest)
+        return read_record(path, Manifest)
     except UnreadableFile as error:
-        raise ShardError(f"{error}; delete it and {BUILD_AGAIN}") from None
+        if not error.is_missing:
+            raise ShardError(f"{error}; delete it and {BUILD_AGAIN}") from None
+    if any(folder.glob("part-*")):
+        raise ShardError(f"{folder}: the build is unfinished (no {MANIFEST}); {BUILD_AGAIN}")
+    raise ShardError(
+        f"{folder}: no {MANIFEST}, so not a folder of token shards; `python -m data_prep build "
+        f"--source ... --tokenizer ... --out DATA` makes one"
+    )
 
 
-def read_mark(folder: Path, name: str, kind: type[Mark], sha256: str = "") -> NamedMark[Mark]:
-    """Return part `name`'s commit mark as `kind`, compared with `sha256` unless that is "".
-
-    Raises ShardError.
-    """
+def read_mark(folder: Path, name: str, sha256: str = "") -> NamedMark:
+    """Return part `name`'s mark, compared with `sha256` unless that is "". Raises ShardError."""
     path = folder / f"{name}.json"
     content = read_small(path)
     found = hashlib.sha256(content).hexdigest()
@@ -386,25 +337,15 @@ def read_mark(folder: Path, name: str, kind: type[Mark], sha256: str = "") -> Na
             f"two was changed; {way_out(name)}"
         )
     try:
-        try:  # parse_record reads JSON twice, which opening 433 parts would feel
-            mark = _adapter(kind).validate_json(content, strict=True)
-        except ValidationError:
-            mark = parse_record(content, kind)
+        return NamedMark(name, found, parse_record(content, CommitMark))
     except ValueError as error:
-        problem = f"no commit mark of this format ({error})"
-        raise ShardError(f"{path}: {problem}; {way_out(name)}") from None
-    return NamedMark(name, found, mark)
+        raise ShardError(
+            f"{path}: no commit mark of this format ({error}); {way_out(name)}"
+        ) from None
 
 
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
-
-
-def _check_size(path: Path, expected: int) -> None:
-    try:
-        found = path.stat().st_size
-    except FileNotFoundError:
-        raise ShardError(f"{path}: is missing; {way_out(path.stem)}") from None
-    except OSError as error:
-        raise ShardError(f"{path}: cannot be read: {error.strerror}") from error
-    if found != expected:
-        raise ShardError(f"{path}: {found} bytes, expected {expected}; {way_out(path.stem)}")
+def part_sizes(folder: Path, named: NamedMark) -> Iterator[tuple[Path, int, int | None]]:
+    """Yield each file of a part, its size by the commit mark and on disk; None if missing."""
+    for suffix, known in vars(named.mark.files).items():
+        path = folder / f"{named.name}.{suffix}"
+        yield path, known.size, path.stat().st_size if path.exists() else None

@@ -1,14 +1,13 @@
 """Text to token ids and back, with a SentencePiece model (Llama-2's) or an HF tokenizer.json.
 
-Used by data_prep to write shards and by eval to ask questions in text. BOS and EOS are the
-caller's, `encode` adds neither. The ids of a SentencePiece model are always those of
-`SentencePieceProcessor.encode(text)`; where it allows it (`pieces.py`), they are found faster. What
-reads a tokenizer.json is in `hf_tokenizer.py`.
+BOS and EOS are the caller's, `encode` adds neither. The ids of a SentencePiece model are always
+those of `SentencePieceProcessor.encode(text)`; where it allows it (`pieces.py`), they are found
+faster. What reads a tokenizer.json is in `hf_tokenizer.py`.
 """
 
 import hashlib
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import sentencepiece
@@ -23,21 +22,6 @@ FILE_NAMES = (SENTENCEPIECE_FILE, HF_FILE)
 
 # Mistral-v1 and Llama-2 share vocabulary size, bos and eos, and differ in the first of these.
 PROBES = ("Hello world.", "    return x[10:]\n", "</s>", "Zürich 2024 \U0001f642")
-
-
-class _Reader(Protocol):
-    """What knows one file format. `method` says in a few words how it encodes."""
-
-    vocab_size: int
-    bos_id: int
-    eos_id: int
-    eos_token: str
-    method: str
-
-    def encode(self, text: str) -> np.ndarray: ...
-
-    def decode(self, ids: list[int]) -> str: ...
-
 
 # normalizer_spec.add_dummy_prefix = false, which protobuf merges into the message before it.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
@@ -62,42 +46,34 @@ class SentencePieceModel:
         self.bos_id: int = self._processor.bos_id()
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
-            raise UserError(
-                f"tokenizer {name}: the model has no EOS piece, and documents are separated by "
-                f"it; give a model trained with an eos_id"
-            )
+            raise UserError(f"tokenizer {name}: no EOS piece; give a model trained with an eos_id")
         self.eos_token: str = self._processor.id_to_piece(self.eos_id)
         if eos not in (None, self.eos_id, self.eos_token):
             raise UserError(
                 f"tokenizer {name}: EOS {eos!r} was asked for, the model's own is "
                 f"{self.eos_token} (id {self.eos_id}); leave it out"
             )
-        found = self._faster(model)
-        self._encoder = found if isinstance(found, PieceEncoder) else None
-        how = found.method if isinstance(found, PieceEncoder) else f"documents whole: {found}"
+        facts = ModelFacts.read(model)
+        self._encoder, refusal = None, facts.refusal()
+        if not refusal:
+            raw = sentencepiece.SentencePieceProcessor(model_proto=model + _NO_DUMMY_PREFIX)
+            encoder = PieceEncoder(raw.encode, facts.pieces, " " if facts.dummy_prefix else "")
+            if np.array_equal(encoder.encode(CHECK), self.encode(CHECK)):
+                self._encoder = encoder
+            else:
+                refusal = "this version of sentencepiece encodes a text otherwise than its slices"
+        how = self._encoder.method if self._encoder else f"documents whole: {refusal}"
         self.method = f"sentencepiece, {how}"
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text` without BOS and EOS, int64 [tokens]."""
-        return self._whole(text) if self._encoder is None else self._encoder.encode(text)
+        if self._encoder is not None:
+            return self._encoder.encode(text)
+        return np.array(self._processor.encode(text), dtype=np.int64)
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`; control ids give nothing."""
         return str(self._processor.decode(ids))
-
-    def _whole(self, text: str) -> np.ndarray:
-        return np.array(self._processor.encode(text), dtype=np.int64)
-
-    def _faster(self, model: bytes) -> PieceEncoder | str:
-        """An encoder of slices and words, or why it would not be exact."""
-        facts = ModelFacts.read(model)
-        if reason := facts.refusal():
-            return reason
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model + _NO_DUMMY_PREFIX)
-        encoder = PieceEncoder(processor.encode, facts.pieces, " " if facts.dummy_prefix else "")
-        if not np.array_equal(encoder.encode(CHECK), self._whole(CHECK)):
-            return "this version of sentencepiece encodes a text otherwise than its slices"
-        return encoder
 
 
 class Tokenizer:
@@ -121,7 +97,7 @@ class Tokenizer:
         # no SentencePiece model begins so: its first byte is 10, the tag of its first piece
         is_json = model[:1] == b"{"
         self.file_name = HF_FILE if is_json else SENTENCEPIECE_FILE
-        self._reader: _Reader = (HFTokenizer if is_json else SentencePieceModel)(model, name, eos)
+        self._reader = (HFTokenizer if is_json else SentencePieceModel)(model, name, eos)
         self.model = model
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.vocab_size = self._reader.vocab_size
@@ -149,15 +125,11 @@ class Tokenizer:
         The folder's shards know their EOS: `eos=shards.eos_id` is right where they are at hand.
         """
         there = [path for name in FILE_NAMES if (path := Path(folder) / name).is_file()]
-        if not there:
+        if len(there) != 1:
             raise UserError(
-                f"{Path(folder) / SENTENCEPIECE_FILE} is missing, and so is {HF_FILE}: `python -m "
-                f"data_prep build` puts one of them beside the shards"
-            )
-        if len(there) > 1:
-            raise UserError(
-                f"{folder}: holds both {' and '.join(FILE_NAMES)}, a build writes one of them; "
-                f"remove the one that does not belong there"
+                f"{folder}: holds {' and '.join(path.name for path in there) or 'no tokenizer'}, "
+                f"expected one of {' and '.join(FILE_NAMES)}, which `python -m data_prep build` "
+                f"puts beside the shards"
             )
         return cls.load(there[0], eos=eos)
 

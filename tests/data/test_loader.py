@@ -90,17 +90,6 @@ def test_resume_at_other_world_sizes(folder: Path, expected: np.ndarray) -> None
     np.testing.assert_array_equal(np.stack(batches), expected)
 
 
-def test_resume_between_micro_batches(folder: Path, expected: np.ndarray) -> None:
-    (loader,) = loaders(folder, 1, 4)
-    loader.next_batch()
-    (again,) = loaders(folder, 1, 2)
-    again.load_state_dict(loader.state_dict())
-    np.testing.assert_array_equal(again.next_batch(), expected[0, 4:6])
-    three = loaders(folder, 3, 1)[0]
-    with pytest.raises(UserError, match="next_sample is 4 .*, expected a multiple of .* = 3"):
-        three.load_state_dict(loader.state_dict())
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -110,12 +99,6 @@ def test_resume_between_micro_batches(folder: Path, expected: np.ndarray) -> Non
         ("mode", "permute"),
         ("seq_len", 32),
         ("global_batch", 24),
-        ("next_sample", -12),
-        ("next_sample", "12"),
-        ("source_tokens", [12, 0]),
-        ("source_tokens", [-1]),
-        ("source_tokens", ["12"]),
-        ("source_tokens", 12),
     ],
 )
 def test_a_state_that_differs_is_refused(folder: Path, field: str, value: object) -> None:
@@ -124,17 +107,8 @@ def test_a_state_that_differs_is_refused(folder: Path, field: str, value: object
     state = loader.state_dict()
     with pytest.raises(UserError, match=re.escape(f"{field} is {value!r}")) as caught:
         loader.load_state_dict({**state, field: value})
-    if field not in ("next_sample", "source_tokens"):
-        assert f"{state[field]!r} now; " in str(caught.value)
+    assert f"{state[field]!r} now; " in str(caught.value)
     assert loader.state_dict() == state
-
-
-def test_a_state_without_a_field_is_refused(folder: Path) -> None:
-    (loader,) = loaders(folder, 1, 12)
-    for field in loader.state_dict():
-        state = {key: value for key, value in loader.state_dict().items() if key != field}
-        with pytest.raises(UserError, match=f"has no '{field}'"):
-            loader.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +119,8 @@ def test_a_state_without_a_field_is_refused(folder: Path) -> None:
         ({"seq_len": 0}, "seq_len is 0"),
         ({"seq_len": 5000}, "needs at least 5001"),
         ({"data_seed": -1}, "data_seed is -1"),
-        ({"dp_rank": 2}, "dp_rank is 2, expected 0 to 1"),
         ({"local_batch_size": 0}, "local_batch_size is 0"),
-        ({"order": "shuffle"}, "data.order is 'shuffle', expected 'random' or 'permute'"),
+        ({"order": "shuffle"}, 'data.order = "shuffle" is not known'),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(folder: Path, changed: dict, message: str) -> None:
@@ -292,25 +265,6 @@ def test_a_state_of_another_mixture_is_refused(folders: list[Path], change: str)
     # told to, it goes on there and counts the new sources from there
     after.load_state_dict(before.state_dict(), allow={"fingerprint"})
     assert after.next_sample == GLOBAL_BATCH and after.source_tokens == [0] * len(chosen)
-
-
-def test_one_folder_is_a_mixture_of_one(folder: Path, expected: np.ndarray) -> None:
-    (alone,) = loaders(folder, 1, 12)
-    (mixed,) = loaders(lambda: Mixture([TokenShards.open(folder)]), 1, 12)
-    np.testing.assert_array_equal(step([mixed]), expected[0])
-    alone.load_state_dict(mixed.state_dict())
-    assert alone.state_dict() == mixed.state_dict()
-    assert alone.source_tokens == [GLOBAL_BATCH * SEQ_LEN]
-
-
-def test_permute_of_a_mixture_is_refused_and_says_why(folders: list[Path]) -> None:
-    with pytest.raises(UserError, match="not a weighted mixture: which window of its source"):
-        loaders(lambda: Mixture.open(folders, WEIGHTS), 1, 12, order="permute")
-
-
-def test_a_source_that_is_too_short_is_named(folders: list[Path]) -> None:
-    with pytest.raises(UserError, match="source2/train has 400 tokens, .* at least 401"):
-        loaders(lambda: Mixture.open(folders, WEIGHTS), 1, 12, seq_len=400)
 
 
 def test_damage_in_a_mixture_leaves_position_and_counts(tmp_path: Path) -> None:

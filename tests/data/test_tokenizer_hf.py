@@ -167,13 +167,6 @@ def test_the_way_that_is_chosen() -> None:
         assert Tokenizer(changed(**changes), "x").method == "tokenizers, documents whole"
 
 
-def test_slices_of_an_unknown_split_would_be_wrong() -> None:
-    """What the list of known expressions is for."""
-    text = "the cat sat on the mat"
-    whole = package("other").encode(text, add_special_tokens=False).ids
-    assert sliced("other").encode(text).tolist() != whole
-
-
 @pytest.mark.parametrize("name", ["gpt-2", "llama-2"])
 def test_special_tokens_in_a_text_are_text(name: str) -> None:
     text = "a</s><s><unk> </s>"
@@ -182,13 +175,6 @@ def test_special_tokens_in_a_text_are_text(name: str) -> None:
     assert ours(name).decode(ids) == text
     plain = tokenizers.Tokenizer.from_str(content(name)).encode(text, add_special_tokens=False).ids
     assert ours(name).eos_id in plain  # what the package does when it is not told otherwise
-
-
-@pytest.mark.parametrize("name", ["gpt-2", "llama-2"])
-def test_round_trip(name: str) -> None:
-    for text in ("", " ", "  two\n\n", "a\x00b \u6f22\U0001f642", *LINES):
-        ids = [*ours(name).encode(text), ours(name).eos_id]
-        assert ours(name).decode(ids) == text
 
 
 def test_truncation_padding_and_templates_of_the_file_are_not_obeyed() -> None:
@@ -216,12 +202,12 @@ def test_eos_by_its_usual_name_or_as_named() -> None:
     for eos in ("<|im_end|>", 341):
         assert Tokenizer(added, "x", eos=eos).eos_id == 341
     both = changed(added_tokens=[token(1, "</s>", special=True), *ends])
-    with pytest.raises(UserError, match="several of its added tokens.*endoftext.*--eos TOKEN"):
+    with pytest.raises(UserError, match="2 of its added tokens.*endoftext.*--eos TOKEN"):
         Tokenizer(both, "x")
     assert Tokenizer(both, "x", eos="</s>").eos_id == 1
-    with pytest.raises(UserError, match="none of its added tokens has a usual.*--eos TOKEN"):
+    with pytest.raises(UserError, match="0 of its added tokens.*--eos TOKEN"):
         Tokenizer(changed(added_tokens=[token(341, "<|im_end|>")]), "x")
-    with pytest.raises(UserError, match="EOS '<end>' is not one of its added tokens"):
+    with pytest.raises(UserError, match="0 of its added tokens.* are '<end>'"):
         Tokenizer(added, "x", eos="<end>")
 
 
@@ -260,7 +246,7 @@ def test_files_that_are_no_tokenizer_are_refused(file: bytes, message: str) -> N
 
 
 def test_a_data_folder_s_tokenizer_is_found(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="tokenizer.model is missing, and so is tokenizer.json"):
+    with pytest.raises(UserError, match="holds no tokenizer, expected one of"):
         Tokenizer.find(tmp_path)
     for name, model in zip(FILE_NAMES, (sentencepiece_model(), changed()), strict=True):
         (tmp_path / name).write_bytes(model)
@@ -270,12 +256,5 @@ def test_a_data_folder_s_tokenizer_is_found(tmp_path: Path) -> None:
         if name == FILE_NAMES[0]:
             (tmp_path / name).unlink()
     (tmp_path / FILE_NAMES[0]).write_bytes(sentencepiece_model())
-    with pytest.raises(UserError, match="holds both tokenizer.model and tokenizer.json"):
+    with pytest.raises(UserError, match="holds tokenizer.model and tokenizer.json"):
         Tokenizer.find(tmp_path)
-
-
-def test_a_sentencepiece_model_has_an_eos_of_its_own() -> None:
-    for eos in (None, 2, "</s>"):
-        assert Tokenizer(sentencepiece_model(), "x", eos=eos).eos_id == 2
-    with pytest.raises(UserError, match="EOS 'the' was asked for, the model's own is </s>"):
-        Tokenizer(sentencepiece_model(), "x", eos="the")

@@ -15,7 +15,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         main([name, "--help"])
     printed = " ".join(capsys.readouterr().out.split())
     assert f"usage: python -m data_prep {name}" in printed
-    assert COMMANDS[name][1].split(". ")[0] in printed
+    assert COMMANDS[name][1:40] in printed
 
 
 def test_an_unknown_command_is_refused() -> None:

@@ -4,7 +4,7 @@ import pytest
 import sentencepiece
 
 from canon_pretrain.core.errors import UserError
-from data_prep.settle import MAX_LINE_BYTES, train_tokenizer
+from data_prep.settle import train_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 2024\n", "the cat sat on the mat, then the end\n" * 5]
 
@@ -33,10 +33,3 @@ def test_settings_and_determinism(capfd: pytest.CaptureFixture[str]) -> None:
 def test_impossible_vocabularies(texts: list[str], vocab_size: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         train_tokenizer(texts, vocab_size)
-
-
-def test_a_line_that_sentencepiece_would_skip_for_its_length_is_learnt_from() -> None:
-    line = "".join(f"wordy {number} " for number in range(10_000))
-    assert len(line) > MAX_LINE_BYTES
-    processor = sentencepiece.SentencePieceProcessor(model_proto=train_tokenizer([line], 290))
-    assert processor.encode("wordy", out_type=str) == ["▁wordy"]

@@ -13,7 +13,6 @@ from canon_pretrain.core.text import printable
 from canon_pretrain.data.loader import BatchLoader
 from canon_pretrain.data.sampler import Order
 from canon_pretrain.data.shards import TokenShards
-from data_prep.__main__ import main
 from data_prep.show import show_document, show_window
 from tests.data_folders import plant_data, sentence, tokenizer
 
@@ -53,14 +52,6 @@ def test_documents_are_those_that_were_written(data: Path) -> None:
     assert text_of(shown) == sentence(50, 10)
 
 
-def test_a_documents_own_lines_are_not_ours(data: Path) -> None:
-    shown = show_document(data, 2)
-    assert text_of(shown) == LINES
-    assert [line for line in shown.splitlines() if line == "== end of the document"] == [
-        shown.splitlines()[-1]
-    ]
-
-
 def test_nothing_acts_on_the_terminal(data: Path) -> None:
     shown = show_document(data, 1)
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e]", shown)
@@ -95,40 +86,18 @@ def test_windows_are_those_of_a_run(data: Path, order: Order) -> None:
             assert shown.count("-- EOS (2)") == expected.tolist().count(2)
 
 
-def test_a_window_says_where_it_cuts_a_document(data: Path) -> None:
-    whole = [len(tokenizer().encode(text)) + 1 for unit in UNITS for text in unit]
-    total = sum(whole)
-    shown = show_window(data, 0, 0, seq_len=total - 1)
-    assert f"== document 0: {whole[0]} of {whole[0]} tokens\n" in shown
-    shown = show_window(data, 3, 1, seq_len=20)
-    assert re.search(r"== document \d+: \d+ of \d+ tokens, \d+ of its tokens lie before", shown)
-
-
 def test_bad_arguments(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--document 14: .* has the documents 0 to 13"):
+    with pytest.raises(UserError, match="--document 14: .* has 14 documents"):
         show_document(data, 14)
-    with pytest.raises(UserError, match="--document -1"):
-        show_document(data, -1)
     with pytest.raises(UserError, match="--seed is -1"):
         show_window(data, 0, -1)
     with pytest.raises(UserError, match="use more data or a shorter seq_len"):
         show_window(data, 0, 0)
-    with pytest.raises(UserError, match="--seq-len is 0"):
-        show_window(data, 0, 0, seq_len=0)
     plant_data(tmp_path / "empty", [[]])
-    with pytest.raises(UserError, match="has no documents"):
+    with pytest.raises(UserError, match="has 0 documents"):
         show_document(tmp_path / "empty", 0)
     with pytest.raises(UserError, match="plan.json"):
         show_document(tmp_path, 0)
-
-
-def test_the_command(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["show", str(data), "--document", "2"])
-    assert text_of(capsys.readouterr().out) == LINES
-    main(["show", str(data), "--window", "4", "--seed", "9", "--seq-len", "30", "--ids"])
-    assert capsys.readouterr().out == show_window(data, 4, 9, seq_len=30, ids=True) + "\n"
-    with pytest.raises(SystemExit, match="2"):
-        main(["show", str(data)])
 
 
 def test_a_reader_that_goes_away_is_no_error(data: Path) -> None:

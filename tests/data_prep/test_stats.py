@@ -1,6 +1,5 @@
 """stats: every figure against a count by hand, at any number of pieces, buckets and workers."""
 
-import io
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -9,10 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.text import printable
 from canon_pretrain.data.shards import ShardError
 from data_prep import stats, stats_pass
 from data_prep.stats_pass import DocumentHasher, bucket_bits, file_records, find_duplicates
@@ -86,18 +82,6 @@ def test_every_figure_is_the_one_counted_by_hand(
     assert validation["duplicates"]["copies"] == 0
 
 
-def test_groups_are_the_marks(data: Path) -> None:
-    train = stats.stats(data)["splits"][0]
-    units = texts()
-    by_group: dict[str, Counter[str]] = {}
-    for unit in units:
-        for row, text in enumerate(unit):
-            group = printable(("RedPajamaBook", EVIL, "arXiv")[row % 3])
-            counts = by_group.setdefault(group, Counter())
-            counts.update(documents=1, tokens=len(tokens_of(text)), bytes=len(text.encode()))
-    assert {row.pop("group"): row for row in train["groups"] if row.pop("share")} == by_group
-
-
 def test_workers_and_buckets_change_nothing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = stats.stats(data)
     monkeypatch.setattr(stats_pass, "BUCKET_BYTES", 500)
@@ -150,37 +134,6 @@ def test_empty_splits_have_figures_too(tmp_path: Path) -> None:
     content = stats.stats(tmp_path / "data", tmp_path / "page.html")
     assert content["splits"][0]["documents"] == 0
     assert content["splits"][0]["lengths"]["bins"] == []
-
-
-def test_bad_arguments(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for html in (tmp_path / "none" / "page.html", tmp_path):
-        with pytest.raises(UserError, match="expected the path of a file"):
-            stats.stats(data, html)
-    with monkeypatch.context() as patch:
-        patch.setattr(stats, "free_bytes", lambda folder: 100)
-        with pytest.raises(UserError, match="name another folder with TMPDIR"):
-            stats.stats(data)
-    with pytest.raises(UserError, match="--workers is 0"):
-        stats.stats(data, workers=0)
-
-
-def test_nothing_in_the_data_acts_on_the_terminal(data: Path) -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=200)
-    stats.print_tables(stats.data_content(data, stats.load_plan(data), 1), console)
-    printed = out.getvalue()
-    assert "[red]" in printed and "\ufffd]0;gone\ufffd" in printed
-    assert "\x1b]" not in printed and "\x07" not in printed
-
-
-def test_token_text() -> None:
-    known = tokenizer()
-    (piece,) = [i for i in range(known.vocab_size) if known.decode([5, i]).endswith(" the")]
-    assert stats.token_text(known, piece) == '" the"'
-    assert stats.token_text(known, known.eos_id) == "EOS"
-    assert stats.token_text(known, known.bos_id) == "BOS"
-    newline = known.encode("\n")[-1]
-    assert stats.token_text(known, int(newline)) == '"\ufffd"'
 
 
 def test_the_page_asks_for_nothing_and_escapes(data: Path, tmp_path: Path) -> None:
