@@ -68,10 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
-    """Return the run folder and the checkpoint folder for `path`, one of the two.
-
-    Raises UserError for anything else.
-    """
+    """Return the run folder and the checkpoint folder for `path`, one of the two."""
     run, folder = RunFolder(path), CheckpointFolder(path)
     if run.config_file.exists():
         return path, CheckpointFolder.of_run(run)

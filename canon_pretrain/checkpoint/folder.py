@@ -182,10 +182,7 @@ class CheckpointFolder:
         return [p for p in entries(self.path / QUARANTINE) if not _IS_REASON.search(p.name)]
 
     def _quarantined_saves(self) -> list[Path]:
-        """Interrupted saves in quarantine, the oldest first, by their files' times.
-
-        Numbers go back after a roll-back, and a folder's own time is that of a deletion in it.
-        """
+        """Interrupted saves in quarantine, the oldest first, by their files' times."""
 
         def last_write_ns(folder: Path) -> int:
             files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
@@ -354,10 +351,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def tree_bytes(path: Path) -> int:
-    """Return the sizes of the files at and below `path`; links are not followed.
-
-    What vanishes meanwhile counts nothing: a launch may be deleting it.
-    """
+    """Return the sizes of the files at and below `path`; links are not followed."""
     files = [path]
     if path.is_dir() and not path.is_symlink():
         files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]

@@ -69,18 +69,13 @@ class Manifest:
     kind: Kind
     """`full` can be resumed; `weights` holds the model alone, kept for an evaluation."""
     world_size: int
-    torch: str
-    """The version that wrote it."""
-    files: dict[Annotated[str, AfterValidator(_check_inside)], FileEntry]
-    """By path relative to the folder: all of it except the manifest."""
-    saved: str
-    """UTC, ISO 8601."""
+    torch: str  # the version that wrote it
+    files: dict[Annotated[str, AfterValidator(_check_inside)], FileEntry]  # all but the manifest
+    saved: str  # UTC, ISO 8601
     run_id: str | None = None
-    launch: int | None = None
-    """Number of the launch that saved it, within the run."""
+    launch: int | None = None  # its number within the run
     version: Annotated[int, AfterValidator(_check_version)] = VERSION
-    weights_of: str | None = None
-    """The `content` of the full checkpoint whose weights these are; None for a full one."""
+    weights_of: str | None = None  # `content` of the full checkpoint whose weights these are
 
     @staticmethod
     def now() -> str:
@@ -149,10 +144,7 @@ def find_faults(
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """Return the content of a file that `manifest` names.
-
-    Raises DamagedCheckpoint if it is not what was saved, OSError if this process cannot tell.
-    """
+    """Return the content of a file that `manifest` names."""
     content = b""
 
     def sha256(path: Path) -> str:
@@ -187,9 +179,9 @@ def _file_fault(
 
 
 def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
-    """Return the manifest of a checkpoint in step-N, its step, that holds what was saved.
+    """Return the manifest of a whole checkpoint in step-N; else raises DamagedCheckpoint.
 
-    Raises DamagedCheckpoint for any other, OSError if this process cannot tell.
+    Raises OSError if this process cannot tell.
     """
     manifest = Manifest.read(folder)
     faults = find_faults(folder, manifest, hashes=hashes, workers=workers)

@@ -33,19 +33,13 @@ _Signature = dict[str, tuple[int, ...]]
 class Outcome:
     """What retention did, or would do; each list ascending."""
 
-    kept: list[int] = field(default_factory=list)
-    """Full steps that are verified and stay; fewer than asked for mean that nothing is deleted."""
+    kept: list[int] = field(default_factory=list)  # verified full steps; too few: none is deleted
     deleted: list[int] = field(default_factory=list)
-    stripped: list[int] = field(default_factory=list)
-    """Full steps of which the weights alone stay, for an evaluation."""
-    weights_only: list[int] = field(default_factory=list)
-    """Steps that stay as weights alone; of a plan, those that are so already."""
-    over_bound: list[int] = field(default_factory=list)
-    """Those in `deleted` that an evaluation waits for: too many wait."""
-    bad: dict[int, str] = field(default_factory=dict)
-    """Damaged steps and how; they go to quarantine."""
-    errors: list[str] = field(default_factory=list)
-    """What can't be read or done: such a step neither counts nor changes."""
+    stripped: list[int] = field(default_factory=list)  # now weights alone, for an evaluation
+    weights_only: list[int] = field(default_factory=list)  # of a plan: those that are so already
+    over_bound: list[int] = field(default_factory=list)  # deleted though an evaluation waits
+    bad: dict[int, str] = field(default_factory=dict)  # damaged steps and how: to quarantine
+    errors: list[str] = field(default_factory=list)  # such a step neither counts nor changes
     bytes_freed: int = 0
 
 
@@ -147,11 +141,7 @@ class Retention:
         return None
 
     def apply(self) -> Outcome:
-        """Set aside damaged steps, delete old ones and strip held ones.
-
-        What fails at one step is in `errors` and stops neither the others nor the caller, who may
-        save newer steps meanwhile.
-        """
+        """Set aside damaged steps, delete old ones and strip held ones."""
         with self._lock:
             try:
                 plan = self.plan()

@@ -182,10 +182,7 @@ def _load_entry(name: str, value: io.BytesIO) -> Any:
 
 
 def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
-    """Return the metadata of a checkpoint in which no pickle does more than make plain values.
-
-    Reads all entries that are no tensors. Raises DamagedCheckpoint naming the first that does more.
-    """
+    """Return the metadata of a checkpoint in which no pickle does more than make plain values."""
     metadata = read_metadata(checkpoint, content)
     nothing = torch.Size(())
     items = [

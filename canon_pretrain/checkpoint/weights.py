@@ -79,10 +79,7 @@ def read_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tens
 def stream_weights(
     checkpoint: Path, like: Mapping[str, Tensor], dtype: torch.dtype, group_bytes: int = 1 << 26
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight of a checked checkpoint in the order of `like`, as CPU tensors of `dtype`.
-
-    About `group_bytes`, one tensor at least, are held at a time.
-    """
+    """Yield each weight of a checked checkpoint in the order of `like`, on the CPU, as `dtype`."""
     group: dict[str, Tensor] = {}
     for k, (name, tensor) in enumerate(like.items(), 1):
         group[name] = torch.empty(tensor.shape, dtype=dtype)
@@ -147,10 +144,7 @@ def _stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
-    """Fill `state` in place from a checkpoint, in a process without ranks, whatever its manifest.
-
-    Raises DamagedCheckpoint if an entry is missing or can't be read.
-    """
+    """Fill `state` in place, in a process without ranks; raises DamagedCheckpoint."""
     try:
         with warnings.catch_warnings():
             # torch says that it assumes what no_dist states

@@ -222,11 +222,7 @@ def save_alone(
     launch: int | None = None,
     in_place: bool = False,
 ) -> None:
-    """Save `state` as a whole checkpoint folder, in a process without ranks.
-
-    With `in_place` it has its name from the start. Raises FileExistsError if it exists, and the
-    OSError of a failed write; then nothing is left.
-    """
+    """Save `state` as a whole checkpoint folder, in a process without ranks."""
     temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")
     writer = VerifiedWriter(
         *(checkpoint, temporary),

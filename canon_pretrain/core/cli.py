@@ -121,10 +121,7 @@ def check_encoding() -> None:
 
 @contextlib.contextmanager
 def command(*, prints: bool = False, interrupted: str = "") -> Iterator[None]:
-    """Run a command: bad input and faults of the disk are one message and exit code 2.
-
-    With `prints`, losing what is printed is an error too. `interrupted` is said after Ctrl-C.
-    """
+    """Run a command: bad input and faults of the disk are one message and exit code 2."""
     with words():
         try:
             check_encoding()

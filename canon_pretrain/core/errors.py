@@ -9,10 +9,7 @@ EXIT_CODE = 2
 
 
 class UserError(Exception):
-    """Bad input: the message names what was given, what was expected and the way out.
-
-    With `shared` it is raised on all ranks alike, and rank 0 alone prints it.
-    """
+    """Bad input: the message names what was given, what was expected and the way out."""
 
     def __init__(self, message: str, *, shared: bool = False) -> None:
         super().__init__(message)

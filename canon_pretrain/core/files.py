@@ -216,10 +216,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
-    """Write the new folder `target`, for this user alone, as a whole or not at all.
-
-    `contents` are its files by relative path.
-    """
+    """Write the new folder `target`, for this user alone, as a whole or not at all."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary.mkdir(mode=0o700)
@@ -240,11 +237,7 @@ def remove_leftovers(folder: Path, name: str = "*") -> None:
 
 
 def reserve(path: Path, num_bytes: int) -> None:
-    """Create `path` with `num_bytes` of disk space, of which little is written.
-
-    Raises OSError where such a file can't be: no room, a quota, a limit on its size. A file system
-    that can't reserve space is asked for the size alone.
-    """
+    """Create `path` with `num_bytes` of disk space, of which little is written."""
     with create_file(path) as file:
         libc = ctypes.CDLL(None, use_errno=True)
         # not os.posix_fallocate: it writes to every block of a file system that can't reserve

@@ -79,10 +79,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def boot_of(pid: int) -> str | None:
-    """Return kernel's boot id/pid namespace/start time of `pid`; None if /proc hides them.
-
-    Unlike a pid it is unique over machines, containers and time.
-    """
+    """Return kernel's boot id/pid namespace/start time of `pid`; None if /proc hides them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{_stat(pid)[19]}"
@@ -130,10 +127,7 @@ def parse(content: bytes) -> Holder | None:
 
 
 def read(path: Path) -> tuple[Holder, int] | None:
-    """Return the holder in one file and the file's mtime_ns; None if there is no such file.
-
-    Of anything but a lock, such as a FIFO, the holder's id begins with DAMAGED.
-    """
+    """Return the holder in one file and the file's mtime_ns; None if there is no such file."""
     for attempt in range(3):
         try:
             with open(path, "rb", opener=open_at_once) as file:

@@ -145,11 +145,7 @@ class LinkLock:
     def acquire(
         cls, path: Path, *, way_out: str = "choose another folder", **options: Any
     ) -> "LinkLock":
-        """Take the lock at `path`; its folder is made if need be.
-
-        Raises UserError naming the holder, and what a user can do (`way_out`), when it shows any
-        sign of life before its expiry.
-        """
+        """Take the lock at `path`; its folder is made if need be."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = cls(path, **options)
@@ -261,11 +257,7 @@ class LinkLock:
     # -- holding it
 
     def still_ours(self) -> bool:
-        """Look now, before a write that must not hit another's run.
-
-        The lock is lost for good if another has it, or it is missing and another had the time to
-        take it; a file that is damaged or can't be read proves nothing.
-        """
+        """Look now, before a write that must not hit another's run."""
         began = _clock()
         try:
             sight = look(self.path)

@@ -45,10 +45,7 @@ def html_page(
     scripts: Sequence[str] = (),
     **values: Any,
 ) -> str:
-    """Return the page `name`: `values` fill its template, its script draws `plotted` (JSON values).
-
-    With `dark` it follows the reader's choice of colors. `scripts` are run before the page's own.
-    """
+    """Return the page `name`: `values` fill its template, its script draws `plotted` (JSON)."""
     # autoescape covers every value; only files of ours and plotly's are marked as safe
     looks = ["page.css", *(["dark.css"] if dark else [])]
     sheets = [*(COMMON / look for look in looks), templates / f"{name}.css"]

@@ -190,11 +190,7 @@ def _text(value: Any) -> str:
 
 
 def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = "") -> T:
-    """Return an instance of dataclass `cls` from TOML `values`, every key and type checked.
-
-    `source` names the file in messages, `prefix` the section so far. Raises UserError for an
-    unknown key (with the nearest known one) or a value of the wrong type.
-    """
+    """Return an instance of dataclass `cls` from TOML `values`, every key and type checked."""
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     arguments = {}

@@ -73,10 +73,7 @@ class RunFacts:
 
 
 class RunLog:
-    """An append-only writer of events; for several threads. Lines wait while not `may_write`.
-
-    The run's id and the number of the launch, its segment, come from the run.json beside it.
-    """
+    """An append-only writer of events; for several threads. Lines wait while not `may_write`."""
 
     def __init__(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = path
@@ -107,11 +104,7 @@ class RunLog:
             os.write(self._descriptor, b"\n")  # else ours would be glued to it and lost as well
 
     def write(self, event: str, **fields: Any) -> None:
-        """Have one event appended with its UTC time; non-finite floats become strings.
-
-        What the disk does not take waits, up to MAX_WAITING_BYTES; lines beyond are counted by an
-        event in their place.
-        """
+        """Have one event appended with its UTC time; non-finite floats become strings."""
         line = self._line(event, fields)
         with self._memory:
             if self._is_closed:
@@ -195,10 +188,7 @@ def number(value: Any) -> float:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return all events in order, without superseded ones; lines that are none are skipped.
-
-    Raises UnreadableFile.
-    """
+    """Return all events in order, without superseded ones; lines that are none are skipped."""
     events, num_faults = [], 0
     was_collecting = gc.isenabled()
     gc.disable()  # collections would walk through all that was read again and again: half the time
@@ -304,10 +294,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 class LogFollower:
-    """A reader of a log that is being written: each `poll` returns the whole lines that are new.
-
-    Superseded events are not dropped. A file that was replaced or cut is read from its beginning.
-    """
+    """A reader of a log that is being written: each `poll` returns the whole lines that are new."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

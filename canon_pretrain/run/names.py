@@ -17,10 +17,7 @@ DEPTH = 4
 
 
 def named_runs(given: Iterable[Path], *, planned: bool = False) -> list[Path]:
-    """Return the runs that a command's paths name: each a run, or a folder of runs (a sweep).
-
-    With `planned` also those that have not begun; else UserError for a path that holds no run.
-    """
+    """Return the runs that a command's paths name: each a run, or a folder of runs (a sweep)."""
     runs: list[Path] = []
     for path in given:
         found = list(runs_below(path, planned=planned)) or ([path] if planned else [])
@@ -68,10 +65,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def unique_labels(paths: Sequence[Path]) -> list[str]:
-    """Return the folders' names, with as many of their parents as it takes to differ.
-
-    Raises UserError if one folder is given twice.
-    """
+    """Return the folders' names, with as many of their parents as it takes to differ."""
     resolved = [path.resolve() for path in paths]
     for k, path in enumerate(resolved):
         if path in resolved[:k]:

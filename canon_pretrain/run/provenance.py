@@ -59,10 +59,7 @@ def allowed_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
-    """Return 16 hexadecimal digits that are equal for equal configurations.
-
-    `without` are dotted names of settings that do not count.
-    """
+    """Return 16 hexadecimal digits that are equal for equal configurations."""
     kept = {
         section: {key: v for key, v in keys.items() if f"{section}.{key}" not in without}
         if isinstance(keys, Mapping)
@@ -97,10 +94,7 @@ def own_version() -> str | None:
 
 
 class LaunchRecord:
-    """One launch's record: made early, it gathers in a thread; `write` writes it to the folder.
-
-    `arguments` are those of canon_pretrain.train; `folders` and `fingerprint` identify the data.
-    """
+    """One launch's record: made early, it gathers in a thread; `write` writes it to the folder."""
 
     def __init__(
         self,

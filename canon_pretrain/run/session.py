@@ -22,11 +22,7 @@ from canon_pretrain.run.stop import LOST_LOCK, StopRequests
 
 
 class Session:
-    """A context manager; an exception within it makes the state `failed`.
-
-    `checkpoints`, a folder outside the run folder, is locked as well. Raises UserError on entry if
-    another live launch holds one of the two.
-    """
+    """A context manager; an exception within it makes the state `failed`."""
 
     def __init__(
         self,

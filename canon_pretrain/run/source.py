@@ -48,10 +48,7 @@ TRAINING_CODE = ("train.py", *(f"{pattern}.py" for pattern in (*_TRAINING, "tita
 
 
 def code_hashes(package: Path = Path(canon_pretrain.__file__).parent) -> dict[str, str]:
-    """Return the first 16 digits of the SHA-256 of each file of TRAINING_CODE, by its path.
-
-    Equal for an installed package and a clone. A file that can't be read is left out.
-    """
+    """Return the first 16 digits of the SHA-256 of each file of TRAINING_CODE, by its path."""
     hashes = {}
     for path in sorted({path for pattern in TRAINING_CODE for path in package.glob(pattern)}):
         with contextlib.suppress(OSError):
@@ -66,22 +63,14 @@ def code_hashes(package: Path = Path(canon_pretrain.__file__).parent) -> dict[st
 class SourceTree:
     """What git says of the folder that the program runs from; None is unknown, see `problem`."""
 
-    folder: str | None = None
-    """The root of its working tree."""
+    folder: str | None = None  # the root of its working tree
     commit: str | None = None
-    """HEAD; None before the first commit."""
     branch: str | None = None
-    """None if HEAD is detached."""
-    origin: str | None = None
-    """Its URL without user and password."""
+    origin: str | None = None  # its URL without user and password
     dirty: bool | None = None
-    """Whether tracked files differ from `commit`."""
-    untracked: list[str] = field(default_factory=list)
-    """Files of UNTRACKED_KINDS that git neither tracks nor ignores, MAX_NAMES at most."""
-    left_out: list[str] = field(default_factory=list)
-    """Changed files that the patch does not show, MAX_NAMES at most."""
-    patch: bytes = b""
-    """`git diff HEAD` of the project's own *.py files, its first PATCH_BYTES."""
+    untracked: list[str] = field(default_factory=list)  # of UNTRACKED_KINDS, MAX_NAMES at most
+    left_out: list[str] = field(default_factory=list)  # changed files that are not in the patch
+    patch: bytes = b""  # `git diff HEAD` of the project's own *.py files, its first PATCH_BYTES
     patch_cut: bool = False
     problem: str | None = None
 
@@ -93,10 +82,7 @@ class _GitFailed(Exception):
 def look_at_source(
     inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = 20
 ) -> SourceTree:
-    """Return the source tree that the file `inside` is tracked in; git has `timeout_s` in all.
-
-    For a file of a snapshot, what was found when the snapshot was taken.
-    """
+    """Return the source tree that the file `inside` is tracked in; git has `timeout_s` in all."""
     if (kept := inside.parent.parent / KEPT).is_file():
         tree = read_json(kept)
         return SourceTree(**tree | {"patch": tree["patch"].encode(errors="surrogateescape")})
@@ -167,10 +153,7 @@ def _without_user(url: str | None) -> str | None:
 
 
 def _git(folder: Path, deadline: float, *arguments: str) -> str:
-    """Return what git prints, run in `folder` until a `deadline` of time.monotonic().
-
-    It prompts for nothing and locks nothing. Raises _GitFailed.
-    """
+    """Return what git prints, run in `folder` until a `deadline` of time.monotonic()."""
     options = ("-c", "core.fsmonitor=false", "-c", "core.quotepath=off")
     # without what points git elsewhere (GIT_DIR, in a hook)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -210,10 +193,7 @@ def newest_snapshot(run: RunFolder) -> Path | None:
 
 
 def take_snapshot(run: RunFolder) -> Path:
-    """Copy this program's source to the next RUN/code/NNN, unless the newest one is the same.
-
-    Raises UserError if it can't be written.
-    """
+    """Copy this program's source to the next RUN/code/NNN, unless the newest one is the same."""
     sources, newest = _program(), newest_snapshot(run)
     hashes = {name: sha256_file(path) for name, path in sources.items()}
     if newest is not None and not _faults(newest) and _recorded(newest) == hashes:
@@ -262,10 +242,7 @@ def _recorded(snapshot: Path) -> dict[str, str]:
 
 
 def _faults(snapshot: Path) -> list[str]:
-    """Return what in `snapshot` differs from its manifest, compiled files aside.
-
-    Python reads of these only the ones that are newer than their modules.
-    """
+    """Return what in `snapshot` differs from its manifest, compiled files aside."""
     try:
         info = os.lstat(snapshot)
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():

@@ -21,13 +21,11 @@ from canon_pretrain.core.holder import Holder, utc_now
 States = Literal["running", "stopped", "done", "failed"]
 Phases = Literal["starting", "loading", "training", "validating", "saving", "ended"]
 
-DEAD_AFTER_S = 60.0
-"""Six heartbeats: if `written` is older, the process is gone."""
+DEAD_AFTER_S = 60.0  # six heartbeats
 HUNG_AFTER_S = 60.0
 HUNG_AFTER_STEPS = 10
 SLOW_AFTER_STEPS = 3
-PATIENCE_S = 1800.0
-"""What a phase without steps may take: data, a checkpoint or a first compilation."""
+PATIENCE_S = 1800.0  # for a phase without steps: data, a checkpoint, a first compilation
 
 
 def _check_time(text: str) -> str:
@@ -50,11 +48,9 @@ class Status:
     state: States
     step: int
     steps: int
-    heartbeat: Time
-    """The trainer's last sign of progress: a step, or a change of phase."""
+    heartbeat: Time  # the trainer's last step or change of phase
     written: Time
-    reason: str = ""
-    """Why it is in this state; empty while it runs."""
+    reason: str = ""  # why it is in this state; empty while it runs
     phase: Phases = "starting"
     seconds_per_step: float | None = None
     world_size: int = 1
@@ -63,24 +59,16 @@ class Status:
     job_id: str | None = None
     restart_count: int = 0
     nodes: str | None = None
-    """Slurm's list of them."""
-    launches: int = 1
-    """How often the run was started, this time included."""
-    checkpoint_step: int | None = None
-    """The newest verified checkpoint; None until this launch has found or saved one."""
+    launches: int = 1  # this time included
+    checkpoint_step: int | None = None  # the newest verified one
     checkpoint_saved: str | None = None
-    checkpoint_failures: int = 0
-    """Failed saves in a row."""
-    weights_only: list[int] = field(default_factory=list)
-    """Steps kept for evaluations, without optimizer state."""
+    checkpoint_failures: int = 0  # in a row
+    weights_only: list[int] = field(default_factory=list)  # steps kept for evaluations
     skipped_steps: int = 0
 
 
 class StatusWriter:
-    """A launch's status in memory, written on request; for several threads.
-
-    Made under the run's lock: the file of the launch before is read, for the number of launches.
-    """
+    """A launch's status in memory, written on request; for several threads."""
 
     def __init__(
         self,
@@ -143,10 +131,7 @@ class StatusWriter:
 
 
 def read_status(path: Path) -> Status | None:
-    """Return the content of status.json, None if it is missing. Raises UserError if it is damaged.
-
-    Unknown keys are ignored, missing ones have their defaults.
-    """
+    """Return the content of status.json, None if it is missing; UserError if it is damaged."""
     try:
         return read_record(path, Status)
     except UnreadableFile as error:

@@ -21,10 +21,7 @@ REASONS = (*(number.name for number in SIGNALS), STOP_FILE, LOST_LOCK)
 
 
 class StopRequests:
-    """The requests that this process knows of. Used as a context manager, it catches signals.
-
-    `stop_file` and `lost` are global rank 0's.
-    """
+    """The requests that this process knows of. Used as a context manager, it catches signals."""
 
     def __init__(
         self, stop_file: Path | None = None, lost: Callable[[], bool] = lambda: False
