@@ -45,9 +45,8 @@ from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import printable
 from canon_pretrain.report.status import summarize_run
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.folder import PLAN, RunFolder, is_run
 from canon_pretrain.run.log import number, read_tail
-from canon_pretrain.run.names import PLAN, is_run
 from canon_pretrain.run.results import RESULTS, read_results
 
 _OPTION = re.compile(r"--[A-Za-z_][\w-]*\.[\w.-]+(=.*)?", re.DOTALL)

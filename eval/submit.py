@@ -20,8 +20,7 @@ from rich.text import Text
 from canon_pretrain.cluster.leases import SCRIPTS, NoQueue, Slurm
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.names import named_runs
+from canon_pretrain.run.folder import RunFolder, named_runs
 from eval.run_command import add_how
 from eval.schedule import RETRIES, Entry, Schedule, read_request, settle, to_words
 from eval.suite_names import ALL, TASKS, is_task_file, split_suites, suite_name

@@ -13,6 +13,7 @@ what is called step-N was once whole. `recover` finishes what a kill interrupted
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import re
@@ -133,18 +134,11 @@ class CheckpointFolder:
         self._check_may_change()
         folder = self.path / QUARANTINE
         _make_folder(folder)
-        number = 1
-        while True:
-            target = folder / f"{path.name}.{number}"
-            if not (os.path.lexists(target) or os.path.lexists(_reason_file(target))):
-                try:
-                    _move(path, target)
-                    break
-                except OSError as error:
-                    # another thread took the number since
-                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                        raise
-            number += 1
+        names = (folder / f"{path.name}.{number}" for number in itertools.count(1))
+        target = next(
+            p for p in names if not (os.path.lexists(p) or os.path.lexists(_reason_file(p)))
+        )
+        _move(path, target)
         _write_note(_reason_file(target), f"{_now()}\n{reason}\n")
         return target
 

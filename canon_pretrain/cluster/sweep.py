@@ -21,7 +21,7 @@ from pydantic import Field
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.run.config import Data, read_experiment
-from canon_pretrain.run.names import PLAN
+from canon_pretrain.run.folder import PLAN
 
 MAX_SEED = (1 << 63) - 1
 """Of torch's generators and TOML's integers."""

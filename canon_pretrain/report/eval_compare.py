@@ -28,7 +28,7 @@ from canon_pretrain.report.evaluations import read_runs, suite_order
 from canon_pretrain.report.measure import Measure, Side
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.verdicts import UNINFORMATIVE, family, held_out_words, verdicts
-from canon_pretrain.run.names import named_runs
+from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.results import VALIDATION
 
 ROOMY, WIDE = 60, 80

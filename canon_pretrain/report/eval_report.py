@@ -28,7 +28,7 @@ from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.measure import Options
 from canon_pretrain.report.sections import Content, entries, report_blocks
 from canon_pretrain.report.words import failures, number, other_step, score, state_words, tally
-from canon_pretrain.run.names import named_runs
+from canon_pretrain.run.folder import named_runs
 
 PAGE = "index.html"
 TEMPLATES = Path(__file__).parent / "templates"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.report.record import HELD_OUT, RunRecord
+from canon_pretrain.run.folder import unique_labels
 from canon_pretrain.run.log import number
-from canon_pretrain.run.names import unique_labels
 from canon_pretrain.run.results import (
     OWN_TO_A_CHECKPOINT,
     SUITES,

@@ -27,8 +27,8 @@ from canon_pretrain.report.curves import (
     thin,
 )
 from canon_pretrain.report.record import Curve, RunRecord, differing, in_turn
+from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
-from canon_pretrain.run.names import named_runs
 from canon_pretrain.run.results import Results
 
 TEMPLATES = Path(__file__).parent / "templates"

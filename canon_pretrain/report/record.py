@@ -20,10 +20,9 @@ from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, parsing, read_bytes, read_json, sha256_file
 from canon_pretrain.core.text import printable
-from canon_pretrain.run.folder import EVALS, RunFolder
+from canon_pretrain.run.folder import EVALS, RunFolder, unique_labels
 from canon_pretrain.run.launches import launch_numbers, read_run
 from canon_pretrain.run.log import number
-from canon_pretrain.run.names import unique_labels
 from canon_pretrain.run.results import RESULTS, Results, read_results
 from canon_pretrain.run.status import Status, read_status
 

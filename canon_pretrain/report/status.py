@@ -34,10 +34,9 @@ from canon_pretrain.core.link_lock import EXPIRY_BEATS, HEARTBEAT_S, read_holder
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import duration, printable
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.run.folder import CHECKPOINTS, EVALS
+from canon_pretrain.run.folder import CHECKPOINTS, EVALS, natural, runs_below
 from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.log import read_tail
-from canon_pretrain.run.names import natural, runs_below
 from canon_pretrain.run.results import RESULTS
 from canon_pretrain.run.status import Status, health
 

@@ -15,8 +15,7 @@ from scipy import stats
 
 from canon_pretrain.cluster.sweep import make_sweep, read_sweep, run_name
 from canon_pretrain.core.files import write_json
-from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.names import PLAN
+from canon_pretrain.run.folder import PLAN, RunFolder
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import Status
 from canon_pretrain.sweep import look_at_sweep, main

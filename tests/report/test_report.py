@@ -18,8 +18,7 @@ from canon_pretrain.core.files import write_json
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.report.eval_report import escape_markdown, report
 from canon_pretrain.report.evaluations import read_runs
-from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.names import unique_labels
+from canon_pretrain.run.folder import RunFolder, unique_labels
 from canon_pretrain.run.results import Score, read_results
 from canon_pretrain.run.status import StatusWriter
 from eval.__main__ import main
