@@ -1,10 +1,11 @@
 """Run folders as the trainer and eval leave them, with planted numbers, for tests of the report."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Results, Score, results_folder, write_results
@@ -104,40 +105,109 @@ def plant_results(
     return folder / "results.json"
 
 
-def plant_items(
+# -- with a record per item -----------------------------------------------------------------------
+
+EVENTS = [launch("start"), step(10, 7.25), step(20, 6.125)]
+ACC = {"primary": ["acc"], "higher_is_better": {"acc": True}, "chance": 0.5}
+"""What a task declares of itself."""
+NOT_METRICS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "answers", "source")
+
+
+def planted_run(folder: Path, seed: int = 0, **identity: Any) -> RunFolder:
+    """A run with seeds of its own; `identity` as in `plant_run`."""
+    return plant_run(folder, EVENTS, model__init_seed=seed, data__data_seed=seed, **identity)
+
+
+def validations(losses: Mapping[int, Any]) -> list[dict[str, Any]]:
+    """A run's log with a held-out loss by step."""
+    return [*EVENTS, *({"event": "validation", "step": at, "loss": losses[at]} for at in losses)]
+
+
+def records(
+    values: Mapping[str, Sequence[Any]],
+    *,
+    names: Sequence[str] | None = None,
+    sources: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:
+    """Item records as `eval run` writes them: `values` by metric; `names` tell documents apart."""
+    count = len(next(iter(values.values())))
+    known = names or [f"document {k}" for k in range(count)]
+    return [
+        {
+            "doc_id": k,
+            "filter": "none",
+            "doc_hash": f"doc {known[k]}",
+            "prompt_hash": f"prompt {known[k]}",
+            "target": "x",
+            "answers": ["x"],
+            **({} if sources is None else {"source": sources[k]}),
+            **{metric: each[k] for metric, each in values.items()},
+        }
+        for k in range(count)
+    ]
+
+
+def plant_answers(
     run: RunFolder,
     at: int,
     suite: str,
-    values: Mapping[str, Mapping[str, Sequence[float]]],
+    tasks: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    scores: Mapping[str, Mapping[str, float]] | None = None,
+    described: Mapping[str, Mapping[str, Any]] | None = None,
     **asked: Any,
 ) -> Path:
-    """Results with item records, `values[task][metric]` one value an item; scores are means.
+    """Results with samples, where `eval run` leaves them; returns results.json.
 
-    A value of a metric with "perplexity" in its name is an item's log-likelihood.
+    `tasks`: records by task. Scores are the means over the items, a perplexity's of pairs or of
+    log-likelihoods, unless `scores` says otherwise; `described` is asked["tasks"].
     """
-    scores: dict[str, dict[str, Score]] = {}
-    samples = {}
-    for task, metrics in values.items():
-        scores[task] = {name: _score(name, found) for name, found in metrics.items()}
-        count = len(next(iter(metrics.values())))
-        samples[task] = [
-            {
-                "doc_id": k,
-                "filter": "none",
-                "doc_hash": f"{task}-{k}",
-                "prompt_hash": f"prompt-{k}",
-                "target": "",
-                "answers": [],
-                **{name: found[k] for name, found in metrics.items()},
-            }
-            for k in range(count)
-        ]
-    count = max((len(records) for records in samples.values()), default=0)
-    return plant_results(run, at, suite, scores, items=count, samples=samples, **asked)
+    found: dict[str, dict[str, Score]] = {}
+    for name, items in tasks.items():
+        metrics = [metric for metric in (items[0] if items else ()) if metric not in NOT_METRICS]
+        found[name] = {x: _score(x, [item[x] for item in items]) for x in metrics}
+        found[name] |= {x: Score(value) for x, value in (scores or {}).get(name, {}).items()}
+    question = {
+        "max_length": 256,
+        "tasks": {name: {"version": 1.0, **(described or {}).get(name, {})} for name in tasks},
+        **asked,
+    }
+    count = max(map(len, tasks.values()))
+    return plant_results(run, at, suite, found, items=count, samples=tasks, **question)
 
 
-def _score(metric: str, values: Sequence[float]) -> Score:
-    mean = math.fsum(values) / len(values)
+def _score(metric: str, values: Sequence[Any]) -> Score:
+    if isinstance(values[0], list):
+        total, weight = (sum(value[k] for value in values) for k in (0, 1))
+        nats = -total / weight
+        scores = {"bits": nats / np.log(2), "nats": -nats}
+        return Score(float(scores.get(metric[:4], np.exp(nats))))
+    mean = float(np.mean(values))
     if "perplexity" in metric:
-        return Score(math.exp(-mean))
-    return Score(mean, math.sqrt(mean * (1 - mean) / (len(values) - 1)))
+        return Score(float(np.exp(-mean)))
+    return Score(mean, float(np.sqrt(mean * (1 - mean) / len(values))) if 0 < mean < 1 else None)
+
+
+def right_or_wrong(count: int, share: float, generator: np.random.Generator) -> list[float]:
+    """Answers 0 or 1 to `count` items, exactly that share of them right."""
+    answers = np.zeros(count)
+    answers[: round(count * share)] = 1
+    return [float(x) for x in generator.permutation(answers)]
+
+
+def evaluated(
+    folder: Path, canon: str, loss: float, seed: int = 0, count: int = 400, at: int = 20
+) -> Path:
+    """A run with that held-out loss and a record per document; documents are alike in all runs."""
+    run = planted_run(folder, seed, model__canon_set=canon)
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(10, 2000, count)
+    own = np.random.default_rng([seed, len(canon)]).normal(0, 0.1, count)
+    nats = tokens * (rng.gamma(20, 1 / 20, count) - 1 + own)
+    nats += tokens * (loss - nats.sum() / tokens.sum())
+    pairs = [[float(x), int(n)] for x, n in zip(nats, tokens, strict=True)]
+    tasks = {"validation": records({"nats_per_token": pairs}), "unigram": []}
+    scores = {"validation": {"nats_per_token": loss}, "unigram": {"nats_per_token": 7.0}}
+    described = {"validation": {"primary": ["nats_per_token"]}}
+    plant_answers(run, at, "validation", tasks, scores=scores, described=described)
+    return folder

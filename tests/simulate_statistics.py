@@ -23,13 +23,16 @@ from scipy import stats
 
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.report.decide import ALPHA, detectable, holm, two_sided_p
-from canon_pretrain.report.noise import Answers, Paired, mean_variance, paired
-from canon_pretrain.report.seeds import (
+from canon_pretrain.report.noise import (
     OTHER_DISCRIMINATIVE,
     OTHER_GENERATIVE,
     PUBLISHED_SPREADS,
     RANGE_OF_8,
+    Answers,
+    Paired,
     expected_maximum,
+    mean_variance,
+    paired,
     seed_noise,
 )
 

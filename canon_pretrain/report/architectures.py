@@ -48,16 +48,12 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Choice:
-    """The recipe that counts, or None and why; `losses` of all recipes at `step`."""
+    """The recipe that counts, or None, and why; `losses` of all recipes at `step`."""
 
     recipe: Recipe | None
     words: str
     losses: list[float | None]
     step: int | None = None
-
-    @property
-    def loss(self) -> float | None:
-        return min((x for x in self.losses if x is not None), default=None)
 
 
 @cache
@@ -112,8 +108,7 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
         model = runs[0].config.get("model")
         flavor = model.get("flavor") if isinstance(model, dict) else None
         return [printable(str(flavor or runs[0].label))]
-    order = [name for name in TELLING if name in differing]
-    order += [name for name in differing if name not in TELLING]
+    order = sorted(differing, key=lambda x: TELLING.index(x) if x in TELLING else len(TELLING))
     chosen: list[str] = []
     labels = [""] * len(runs)
     for name in order:
@@ -121,8 +116,6 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
         words = [printable(", ".join(_word(x, _setting(run, x)) for x in names)) for run in runs]
         if len(set(words)) > len(set(labels)) or not chosen:
             chosen, labels = names, words
-        if len(set(labels)) == len(runs):
-            break
     # values that differ in more characters than a word shows
     return [
         label if labels.count(label) == 1 else f"{label} ({run.label})"
@@ -151,32 +144,30 @@ def choose(architecture: Architecture) -> Choice:
     found = []
     for words, losses_of in (
         ("the suite `validation`", suite_losses),
-        ("the loss that training logs on held-out text", logged_losses),
+        ("the training log", logged_losses),
     ):
         by_run = [[losses_of(run) for run in recipe.runs] for recipe in recipes]
         scored = set.intersection(*(set(losses) for group in by_run for losses in group))
         if scored:
             at = max(scored, key=lambda each: (each[0], each[1] in own, each[1]))
             found.append((at, words, by_run))
-    if not found:
-        nothing: list[float | None] = [None] * len(recipes)
-        if len(recipes) == 1:
-            return Choice(recipes[0], "its only learning rate", nothing)
-        return Choice(
-            None,
-            f"{len(recipes)} learning rates and no held-out loss at a step and of a text that they "
-            "share: evaluate them on the suite `validation` (--held_out names a text), or name the "
-            "runs of one learning rate only",
-            nothing,
-        )
-    at, words, by_run = max(found, key=lambda each: each[0][0])  # the suite, of equal steps
-    step = at[0]
-    means = [math.fsum(losses[at] for losses in group) / len(group) for group in by_run]
-    losses = [x if math.isfinite(x) else None for x in means]
+    losses: list[float | None] = [None] * len(recipes)
+    step, source = None, ""
+    if found:
+        at, source, by_run = max(found, key=lambda each: each[0][0])  # the suite, of equal steps
+        means = [math.fsum(losses[at] for losses in group) / len(group) for group in by_run]
+        losses, step = [x if math.isfinite(x) else None for x in means], at[0]
     if len(recipes) == 1:
         return Choice(recipes[0], "its only learning rate", losses, step)
-    finite = [math.inf if x is None else x for x in losses]
-    if min(finite) == math.inf:
-        return Choice(None, f"no learning rate has a finite loss at step {step}", losses, step)
-    best = recipes[finite.index(min(finite))]
-    return Choice(best, f"lowest loss at step {step} by {words}", losses, step)
+    best = min((x for x in losses if x is not None), default=None)
+    if best is not None:
+        words = f"lowest loss at step {step} by {source}"
+        return Choice(recipes[losses.index(best)], words, losses, step)
+    return Choice(
+        None,
+        f"{len(recipes)} learning rates without a finite held-out loss at a step and of a text that"
+        " they share: evaluate them on the suite `validation` (--held_out names a text), or name "
+        "the runs of one learning rate only",
+        losses,
+        step,
+    )

@@ -1,32 +1,58 @@
-"""What a set of runs says about architectures, as one JSON value. No torch.
+"""What a set of runs says about architectures, as one JSON value: verdicts and scores. No torch.
 
-architectures.py groups the runs, verdicts.py judges the pairs, score_tables.py lists the scores.
-`eval report` shows all of it, `eval compare` a part.
+architectures.py groups the runs, verdicts.py judges the pairs. `eval report` shows all of it,
+`eval compare` a part.
 """
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.report.architectures import Architecture, Choice, architectures, choose
 from canon_pretrain.report.decide import ALPHA, POWER
-from canon_pretrain.report.evaluations import evaluations_of, steps_shown, suites_of
-from canon_pretrain.report.measure import Measure, Options, Side
-from canon_pretrain.report.record import RunRecord
-from canon_pretrain.report.score_tables import (
-    BEST_OF_WORDS,
-    best_of,
-    chosen,
-    differing_steps,
-    every_run,
-    suite_step,
+from canon_pretrain.report.evaluations import (
+    Evaluation,
+    Question,
+    answers,
+    evaluations_of,
+    is_loss,
+    questions,
+    steps_shown,
+    suites_of,
 )
-from canon_pretrain.report.verdicts import family, held_out_words, verdicts
+from canon_pretrain.report.items import Scale
+from canon_pretrain.report.noise import SeedNoise, expected_maximum
+from canon_pretrain.report.record import RunRecord
+from canon_pretrain.report.verdicts import Measure, Options, Row, Side, held_out_words, verdicts
+from canon_pretrain.run.results import VALIDATION
 
-VERSION = 1
 DEFAULT = Options()
+
+SOURCE = (
+    "Published: Gated DeltaNet paper, models of 1.3B parameters trained on 100B tokens of "
+    "FineWeb-Edu. Another tokenizer, another order of the data: for orientation, part of no "
+    "verdict."
+)
+MODELS = ("Transformer++", "Mamba2", "Gated DeltaNet")
+PUBLISHED = {
+    ("wikitext", "word_perplexity"): (18.53, 16.56, 16.42),
+    ("lambada_openai", "perplexity"): (18.32, 12.56, 12.17),
+    ("lambada_openai", "acc"): (42.60, 45.66, 46.65),
+    ("piqa", "acc"): (70.02, 71.87, 72.25),
+    ("hellaswag", "acc_norm"): (50.23, 55.67, 55.76),
+    ("winogrande", "acc"): (53.51, 55.24, 57.45),
+    ("arc_easy", "acc"): (68.83, 72.47, 71.21),
+    ("arc_challenge", "acc_norm"): (35.10, 37.88, 38.39),
+    ("social_iqa", "acc"): (40.66, 40.20, 40.63),
+    ("boolq", "acc"): (57.09, 60.13, 60.24),
+}
+"""(task, metric): the scores of MODELS; accuracies in percent, as published."""
+
+Steps = Mapping[str, Mapping[str, int]]
+"""suite -> label of an architecture -> the step that is shown (`evaluations.steps_shown`)."""
 
 
 def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,15 +83,25 @@ def _sigma(given: str) -> tuple[str, float]:
     raise UserError(f"--seed_sigma {given}: expected TASK=SIGMA, such as boolq=0.011")
 
 
-def noise_options(arguments: argparse.Namespace) -> Options:
-    """Return what `add_noise_arguments` took."""
-    return Options(dict(arguments.seed_sigma), arguments.own_noise_only)
+def check_seed_sigma(runs: Sequence[RunRecord], options: Options) -> None:
+    """Raise UserError for a seed noise of what no run was asked, or that is not above 0."""
+    scores = [each.results.scores for run in runs for each in evaluations_of(run)]
+    tasks = {name for found in scores for name in found}
+    tasks |= {f"{task}:{m}" for found in scores for task, metrics in found.items() for m in metrics}
+    for name, sigma in options.seed_sigma.items():
+        if name not in tasks:
+            raise UserError(
+                f"--seed_sigma {name}={sigma:g}: no run has such a task or TASK:METRIC."
+                f"{suggestion(name, tasks)}"
+            )
+        if not (math.isfinite(sigma) and sigma > 0):
+            raise UserError(f"--seed_sigma {name}={sigma:g}: expected a number above 0")
 
 
 def comparison_content(
     runs: Sequence[RunRecord], baseline: str | None = None, options: Options = DEFAULT
-) -> dict[str, Any]:
-    """Return architectures, verdicts of each against the baseline, and tables; JSON values only.
+) -> Row:
+    """Return architectures, verdicts of each against the baseline, and scores; JSON values only.
 
     `baseline`: the label of an architecture or of one of its runs; default: the first run's. Raises
     UserError for a baseline or a task of `seed_sigma` that is not there; what cannot be compared is
@@ -75,44 +111,37 @@ def comparison_content(
     found = architectures(runs)
     choices = {each.label: choose(each) for each in found}
     measure = Measure([recipe for each in found for recipe in each.recipes], options)
-    base = _baseline(found, baseline)
-    label = base.label if base else None
+    label = _baseline(found, baseline)
     sides = {x: Side(x, choice.recipe.runs) for x, choice in choices.items() if choice.recipe}
     pairs = [(side, sides[label]) for x, side in sides.items() if label in sides and x != label]
     rows, refused, notes = verdicts(measure, pairs)
-    shown = {
-        each.label: recipe.runs if (recipe := choices[each.label].recipe) else each.runs
-        for each in found
-    }
+    shown = {each.label: each.runs for each in found} | {x: side.runs for x, side in sides.items()}
     steps = {
         suite: steps_shown(shown, label, suite, options.step)
         for suite in suites_of(runs, options.suites)
     }
     for row in rows:
         row["suite_step"] = suite_step(steps[row["suite"]])
-    content = {
-        "version": VERSION,
-        "alpha": ALPHA,
-        "power": POWER,
-        "baseline": label,
-        "architectures": [_architecture(each, choices[each.label]) for each in found],
-        "selection": [row for each in found for row in _selection(each, choices[each.label])],
-        "selection_words": _selection_words(found, choices),
-        "held_out": [
-            held_out_words(rows, refused, pair, (pair[0].label, f" than {pair[1].label}"))
-            for pair in pairs
-        ],
-        "family": family(rows),
-        "pairs": rows,
-        "refused": refused,
-        "steps": steps,
-        "every_run": every_run(found, measure, steps),
-        "best_of": best_of(found, measure, steps),
-        "best_of_words": BEST_OF_WORDS,
-        "chosen": chosen(choices, measure, steps),
-        "notes": [*_notes(runs, found, base), *differing_steps(found, measure, steps), *notes],
-    }
-    return finite(content)
+    return finite(
+        {
+            "alpha": ALPHA,
+            "power": POWER,
+            "baseline": label,
+            "architectures": [_architecture(each, choices[each.label]) for each in found],
+            "held_out": [held_out_words(rows, refused, pair) for pair in pairs],
+            "family": family(rows),
+            "pairs": rows,
+            "refused": refused,
+            "steps": steps,
+            "scores": _scores(found, choices, measure, steps),
+            "notes": [*_notes(runs, found, choices, label, steps), *notes],
+        }
+    )
+
+
+def family(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the number of tests by suite: those of one share its error rate (Holm)."""
+    return dict(Counter(row["suite"] for row in rows if row["p"] is not None))
 
 
 def finite(value: Any) -> Any:
@@ -124,97 +153,166 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_seed_sigma(runs: Sequence[RunRecord], options: Options) -> None:
-    """Raise UserError for a seed noise of what no run was asked, or that is not above 0."""
-    tasks: dict[str, None] = {}
-    for run in runs:
-        for each in evaluations_of(run):
-            for task, metrics in each.results.scores.items():
-                tasks |= dict.fromkeys([task, *(f"{task}:{metric}" for metric in metrics)])
-    for name, sigma in options.seed_sigma.items():
-        if name not in tasks:
-            raise UserError(
-                f"--seed_sigma {name}={sigma:g}: no run has such a task or TASK:METRIC."
-                f"{suggestion(name, tasks)}"
-            )
-        if not (math.isfinite(sigma) and sigma > 0):
-            raise UserError(f"--seed_sigma {name}={sigma:g}: expected a number above 0")
+def suite_step(shown: Mapping[str, int]) -> int:
+    """Return the step of a suite's tables: the baseline's. Cells of another one are marked."""
+    return next(iter(shown.values()))
 
 
-def _baseline(found: Sequence[Architecture], wanted: str | None) -> Architecture | None:
+def anchors(shown: Iterable[tuple[str, str]]) -> Row | None:
+    """Return what is published of the (task, metric) pairs that are shown; None without any.
+
+    Accuracies are fractions, as ours are.
+    """
+    rows = [
+        {
+            "task": task,
+            "metric": metric,
+            "values": [
+                round(value / (100 if metric.startswith("acc") else 1), 6)
+                for value in PUBLISHED[task, metric]
+            ],
+        }
+        for task, metric in dict.fromkeys(shown)
+        if (task, metric) in PUBLISHED
+    ]
+    return {"source": SOURCE, "models": list(MODELS), "rows": rows} if rows else None
+
+
+def _baseline(found: Sequence[Architecture], wanted: str | None) -> str | None:
     if wanted is None:
-        return found[0] if found else None
+        return found[0].label if found else None
     for each in found:
         if wanted == each.label or wanted in [run.label for run in each.runs]:
-            return each
+            return each.label
     labels = ", ".join(repr(each.label) for each in found)
     raise UserError(f"baseline {wanted!r} is no architecture and no run here; there are {labels}")
 
 
-def _architecture(each: Architecture, choice: Choice) -> dict[str, Any]:
-    recipe = choice.recipe
+def _architecture(each: Architecture, choice: Choice) -> Row:
     return {
         "label": each.label,
         "settings": each.settings,
         "runs": [run.label for run in each.runs],
-        "learning_rates": [other.learning_rate for other in each.recipes],
-        "chosen": {
-            "learning_rate": recipe.learning_rate,
-            "runs": [run.label for run in recipe.runs],
-            "loss": choice.loss,
-            "step": choice.step,
-            "by": choice.words,
-        }
-        if recipe
-        else None,
-        "why_not": None if recipe else choice.words,
+        "choice": choice.words,
+        "step": choice.step,
+        "recipes": [
+            {
+                "learning_rate": recipe.learning_rate,
+                "runs": [run.label for run in recipe.runs],
+                "loss": loss,
+                "chosen": recipe is choice.recipe,
+            }
+            for recipe, loss in zip(each.recipes, choice.losses, strict=True)
+        ],
     }
 
 
-def _selection(each: Architecture, choice: Choice) -> list[dict[str, Any]]:
-    return [
-        {
-            "architecture": each.label,
-            "learning_rate": recipe.learning_rate,
-            "runs": [run.label for run in recipe.runs],
-            "loss": loss,
-            "step": choice.step,
-            "chosen": recipe is choice.recipe,
+def _scores(
+    found: Sequence[Architecture], choices: Mapping[str, Choice], measure: Measure, steps: Steps
+) -> list[Row]:
+    """A row per question with each architecture's best run and its chosen learning rate's mean."""
+    rows = []
+    for suite in steps:
+        if suite == VALIDATION:
+            continue
+        at = {
+            each.label: [
+                there[step]
+                for run in each.runs
+                if (step := steps[suite].get(each.label))
+                in (there := answers(run, suite, measure.options.step))
+            ]
+            for each in found
         }
-        for recipe, loss in zip(each.recipes, choice.losses, strict=True)
-    ]
+        for question in questions([e for side in at.values() for e in side], suite):
+            scores = {
+                label: [(e, x) for e in side if (x := e.score(question)) is not None]
+                for label, side in at.items()
+            }
+            known = [x for side in scores.values() for _, x in side]
+            bounded = not is_loss(question.metric) and all(0 <= x <= 1 for x in known)
+            noise = measure.noise([question], bounded=bounded)
+            cells = []
+            for label, side in scores.items():
+                if ours := [(e, x) for e, x in side if math.isfinite(x)]:
+                    recipe = choices[label].recipe
+                    names = [run.label for run in recipe.runs] if recipe else []
+                    chosen = [(e, x) for e, x in ours if e.run in names]
+                    cell = {"architecture": label, "step": ours[0][0].step}
+                    cell["best"] = _best(question, ours, noise)
+                    cell["chosen"] = _mean(question, chosen, noise, measure) if chosen else None
+                    cells.append(cell)
+            shown = suite_step(steps[suite])
+            rows.append({**question._asdict(), "suite_step": shown, "cells": cells})
+    return rows
 
 
-def _selection_words(found: Sequence[Architecture], choices: Mapping[str, Choice]) -> str:
-    several = [each.label for each in found if len(each.recipes) > 1]
-    if not several:
-        return "Every architecture has one learning rate: nothing was chosen."
-    each_words = "; ".join(f"{label}: {choices[label].words}" for label in several)
-    words = f"One learning rate each, never chosen by the scores compared. {each_words}."
-    tried = sorted({len(each.recipes) for each in found})
-    if len(tried) > 1:
-        words += (
-            f" Architectures were tried at {tried[0]} to {tried[-1]} learning rates: the best of "
-            "more of them is better by luck alone if lucky seeds have lower losses too."
-        )
-    return words
+def _best(
+    question: Question, ours: Sequence[tuple[Evaluation, float]], noise: SeedNoise | None
+) -> Row:
+    """The best run, and by how much its choice flatters it."""
+    pick = max if ours[0][0].higher_is_better(question) else min
+    best, value = pick(ours, key=lambda pair: pair[1])
+    bias = None
+    if noise is not None:
+        bias = expected_maximum(len(ours)) * noise.sigma
+        bias *= value if Scale.of(question.metric).is_log else 1
+    return {"value": value, "run": best.run, "num_runs": len(ours), "bias": bias}
+
+
+def _mean(
+    question: Question,
+    ours: Sequence[tuple[Evaluation, float]],
+    noise: SeedNoise | None,
+    measure: Measure,
+) -> Row:
+    """The mean over seeds; `stderr` of seeds and items, None if one of the two is not known."""
+    scale = Scale.of(question.metric)
+    value = scale.score(math.fsum(scale.mean(score) for _, score in ours) / len(ours))
+    stderr = measure.stderr(question, [each for each, _ in ours], noise) if noise else None
+    if stderr is not None and scale.is_log:
+        stderr *= value
+    return {"value": value, "num_runs": len(ours), "stderr": stderr}
 
 
 def _notes(
-    runs: Sequence[RunRecord], found: Sequence[Architecture], base: Architecture | None
+    runs: Sequence[RunRecord],
+    found: Sequence[Architecture],
+    choices: Mapping[str, Choice],
+    baseline: str | None,
+    steps: Steps,
 ) -> list[str]:
+    """Sentences on what has no verdict or is left out, and why."""
     notes = []
     if len(found) == 1:
         notes.append("One architecture only: there is nothing to compare it with.")
-    repeats = [run.label for each in found for recipe in each.recipes for run in recipe.repeats]
-    if repeats:
-        notes.append(
-            f"{', '.join(repeats)}: the seeds of another run here, so no further seed; not used."
-        )
-    limits = {run.label: [each.limit for each in evaluations_of(run)] for run in runs}
-    trials = [label for label, cut in limits.items() if cut and None not in cut]
-    if trials:
-        notes.append(f"{', '.join(trials)}: only results with --limit, which are not results.")
-    if base and choose(base).recipe is None and len(found) > 1:
-        notes.append(f"The baseline {base.label} has no chosen learning rate: no verdicts.")
+    if tried := {len(each.recipes) for each in found} - {1}:
+        notes.append("One learning rate each, never chosen by the scores compared.")
+        if len({len(each.recipes) for each in found}) > 1:
+            notes.append(
+                f"Not all architectures were tried at {max(tried)} learning rates: the best of "
+                "more of them is better by luck alone if lucky seeds have lower losses too."
+            )
+    for each in found:
+        for recipe in each.recipes:
+            for run in recipe.repeats:
+                notes.append(f"{run.label}: the seeds of another run here; not used.")
+    for run in runs:
+        limits = [each.limit for each in evaluations_of(run)]
+        if limits and None not in limits:
+            notes.append(f"{run.label}: only results with --limit, which are not results.")
+    if baseline and choices[baseline].recipe is None and len(found) > 1:
+        notes.append(f"The baseline {baseline} has no chosen learning rate: no verdicts.")
+    for suite, shown in steps.items():
+        for each in found if suite != VALIDATION else ():
+            at, first = shown.get(each.label), suite_step(shown)
+            if at not in (None, first):
+                notes.append(f"{suite}: {each.label} is shown at step {at:,}, not {first:,}.")
+            for run in each.runs:
+                there = answers(run, suite)
+                if there and at not in there:
+                    notes.append(
+                        f"{suite}: {run.label}, evaluated at step {max(there):,}, is left out of "
+                        "the scores by architecture."
+                    )
     return notes

@@ -1,10 +1,11 @@
 """`eval report RUN... [--baseline LABEL] [--out DIR]`: what runs learned and scored, as one page.
 
 Reads run folders and writes index.html (works offline), report.md and report.json, which hold the
-same: page and Markdown show the blocks of sections.py. No torch.
+same: page and Markdown show the blocks of sections.py, report.json is `report_content`. No torch.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,27 +16,51 @@ from rich.text import Text
 
 from canon_pretrain.core import page
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import write_atomic, write_json
+from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
+from canon_pretrain.core.text import printable
+from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.report.comparison import (
     DEFAULT,
     add_noise_arguments,
+    anchors,
     comparison_content,
-    noise_options,
+    suite_step,
 )
-from canon_pretrain.report.content import report_content
-from canon_pretrain.report.evaluations import read_runs
-from canon_pretrain.report.measure import Options
-from canon_pretrain.report.sections import Content, entries, report_blocks
-from canon_pretrain.report.words import failures, number, other_step, score, state_words, tally
+from canon_pretrain.report.evaluations import (
+    Evaluation,
+    asked_differently,
+    evaluations_of,
+    read_runs,
+    suite_order,
+    tokens_at,
+)
+from canon_pretrain.report.figures import (
+    CURVES,
+    held_out_curves,
+    late_loss,
+    length_figures,
+    score_curves,
+    training_curve,
+)
+from canon_pretrain.report.record import RunRecord, differing, in_turn, is_outdated
+from canon_pretrain.report.sections import (
+    Block,
+    Content,
+    failures,
+    number,
+    report_blocks,
+    state_words,
+    tallies,
+)
+from canon_pretrain.report.verdicts import VERDICTS, Options
 from canon_pretrain.run.folder import named_runs
+from canon_pretrain.run.log import json_value
 
-PAGE = "index.html"
+VERSION = 3
 TEMPLATES = Path(__file__).parent / "templates"
-DIGITS = 7
-"""Significant digits of a value that the page's script draws."""
-MAX_WIDTH = 10_000
-"""Columns of a terminal in which every table fits."""
+MAX_DIFFERENCES = 5
+"""Sentences at most on how the questions of one suite differ."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Write the report of `arguments.runs`."""
-    report(arguments.runs, arguments.out, arguments.baseline, noise_options(arguments))
+    options = Options(dict(arguments.seed_sigma), arguments.own_noise_only)
+    report(arguments.runs, arguments.out, arguments.baseline, options)
 
 
 def report(
@@ -67,8 +93,6 @@ def report(
     `out` None: RUN/report for one run or sweep, ./report for several. Raises UserError for what is
     no run, a run without a log, an unknown `baseline`, and an `out` that can't be a folder.
     """
-    if not runs:
-        raise UserError("no run given: name one run folder or more")
     read = read_runs(named_runs(runs))
     content = report_content(read, comparison_content(read, baseline, options))
     folder = out or (runs[0] / "report" if len(runs) == 1 else Path("report"))
@@ -78,31 +102,32 @@ def report(
         raise UserError(
             f"{folder} can't be the report's folder ({error.strerror}): name another with --out"
         ) from None
-    write_json(folder / "report.json", content)
-    write_atomic(folder / "report.md", markdown_page(content).encode())
-    write_atomic(folder / PAGE, html_page(content).encode())
-    _print(content, folder / PAGE)
-    return folder / PAGE
+    blocks = report_blocks(content)
+    stored = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomic(folder / "report.json", stored.encode())
+    write_atomic(folder / "report.md", markdown_page(content["title"], blocks).encode())
+    write_atomic(folder / "index.html", html_page(content["title"], blocks).encode())
+    _print(content, folder / "index.html")
+    return folder / "index.html"
 
 
-def html_page(content: Content) -> str:
-    """Return the self-contained page of `report_content`."""
-    return page.html_page(
-        TEMPLATES,
-        "report",
-        _plotted(content),
-        filters={},
-        scripts=("tables.js",),
-        title=content["title"],
-        blocks=report_blocks(content),
-    )
+def html_page(title: str, blocks: Sequence[Block]) -> str:
+    """Return the self-contained page of `report_blocks`."""
+    figures: list[Any] = []  # in the order of the page: its script draws each when it is seen
+    _collect(blocks, figures)
+    return page.html_page(TEMPLATES, "report", figures, filters={}, title=title, blocks=blocks)
 
 
-def markdown_page(content: Content) -> str:
+def _collect(blocks: Sequence[Block], figures: list[Any]) -> None:
+    for block in blocks:
+        figures += [figure for *_, figure in block.get("plots", ())]
+        _collect(block.get("blocks", ()), figures)
+
+
+def markdown_page(title: str, blocks: Sequence[Block]) -> str:
     """Return the same as Markdown; curves are there as their key figures."""
     environment = page.environment(TEMPLATES, {"md": escape_markdown}, autoescape=False)
-    template = environment.get_template("report.md.jinja")
-    return template.render(title=content["title"], blocks=report_blocks(content))
+    return environment.get_template("report.md.jinja").render(title=title, blocks=blocks)
 
 
 def escape_markdown(text: object) -> str:
@@ -112,100 +137,184 @@ def escape_markdown(text: object) -> str:
     return re.sub(r"([\\`*\[\]|~])", r"\\\1", line)
 
 
-def _plotted(content: Content) -> dict[str, Any]:
-    """What the page's script draws, in few bytes: report.json has it unrounded."""
-    return {
-        "runs": [{name: run[name] for name in ("label", "restarts")} for run in content["runs"]],
-        "entries": entries(content),
-        "curves": [
-            {**curve, "lines": [_short_line(line) for line in curve["lines"]]}
-            for curve in content["curves"]
-        ],
-        "score_curves": [
-            {"lines": [{k: _once(_rounded(v)) for k, v in line.items()} for line in curve["lines"]]}
-            for curve in content["score_curves"]
-        ],
-        **{name: _rounded(content[name]) for name in ("late_loss", "lengths", "held_out")},
-    }
-
-
-def _short_line(line: Content) -> dict[str, Any]:
-    """Of a training curve: rounded, with one number for its tokens if each step has as many."""
-    short = {"run": line["run"], "figures": line["figures"], "values": _rounded(line["values"])}
-    steps, tokens = line["steps"], line["tokens"]
-    ratios = {t / s for s, t in zip(steps, tokens, strict=True) if s}
-    if len(ratios) == 1 and 0 not in steps:
-        return {**short, "steps": steps, "tokens_a_step": ratios.pop()}
-    return {**short, "steps": steps, "tokens": tokens}
-
-
-def _once(values: Any) -> Any:
-    """One value for a list that repeats it: the items of a task, a limit that there is not."""
-    alike = isinstance(values, list) and len(values) > 1 and values == [values[0]] * len(values)
-    return values[0] if alike else values
-
-
-def _rounded(value: Any) -> Any:
-    """`value` with all its floats of DIGITS digits."""
-    if isinstance(value, dict):
-        return {name: _rounded(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_rounded(inner) for inner in value]
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
-
-
 def _print(content: Content, path: Path) -> None:
-    """Print the runs, their scores where they fit, the verdicts' tally, and the page's path."""
     console = Console()
     for sentence in failures(content):
         console.print(Text(sentence, style="bold red"), soft_wrap=True)
     for sentence in content["comparison"]["held_out"]:
-        console.print(Text(sentence, style="bold"))
-    table = Table()  # a row per run; its number is that of its column in the scores' table
-    table.add_column("#", justify="right")
-    table.add_column("run", no_wrap=True)
-    table.add_column("state")
+        console.print(Text(sentence, style="bold"), soft_wrap=True)
+    table = Table("run", "state")
     table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("last training loss", justify="right")
+    table.columns[0].no_wrap = True
     lines = content["curves"][0]["lines"]
-    for k, (run, line) in enumerate(zip(content["runs"], lines, strict=True), start=1):
-        loss = number(line["figures"]["last"]["value"]) if line["figures"] else "–"
-        state, tokens = Text(state_words(run)), f"{run['tokens']:,}"
-        table.add_row(str(k), Text(run["label"]), state, tokens, loss)
+    for run, line in zip(content["runs"], lines, strict=True):
+        loss = number(line["figures"]["last"]["value"] if line["figures"] else None)
+        table.add_row(Text(run["label"]), Text(state_words(run)), f"{run['tokens']:,}", loss)
     console.print(table)
-    room = console.options.update(width=MAX_WIDTH)
-    for with_errors in (True, False):
-        scores = _scores_table(content, with_errors)
-        if scores.row_count and console.measure(scores, options=room).maximum <= console.width:
-            console.print(scores)
-            break
-    for summary in content["verdicts"]["architectures"]:
-        words = f"{summary['architecture']} against {summary['baseline']}: {tally(summary)}"
+    for tally in tallies(content):
+        counts = ", ".join(f"{len(tally[name])} {name}" for name in VERDICTS)
+        words = f"{tally['architecture']} against {tally['baseline']}: {counts}"
         console.print(Text(words), soft_wrap=True)
     console.print(Text(f"report: {path.resolve()}"), soft_wrap=True)
 
 
-def _scores_table(content: Content, with_errors: bool) -> Table:
-    """A column per run, in the order of the table of runs."""
-    labels = [run["label"] for run in content["runs"]]
-    table = Table()
-    table.add_column("", no_wrap=True)
-    for k in range(len(labels)):
-        table.add_column(str(k + 1), justify="right", no_wrap=True)
-    for suite in content["suites"]:
-        table.add_section()
-        table.add_row(Text(f"{suite['suite']}, step {suite['suite_step']:,}", style="bold"))
-        columns = {column["run"]: column for column in suite["columns"]}
-        for row in suite["rows"]:
-            cells = dict(zip(columns, row["cells"], strict=True))
-            shown = []
-            for label in labels:
-                value, error, _ = score(cells.get(label))
-                there = cells.get(label) is not None
-                at = other_step(columns[label]["step"], suite["suite_step"]) if there else ""
-                shown.append(" ".join(filter(None, [value, error if with_errors else "", at])))
-            table.add_row(Text(f"{row['task']} {row['metric']}"), *shown)
-        cut = ["yes" * (columns.get(x, {}).get("limit") is not None) for x in labels]
-        if any(cut):
-            table.add_row("first items only: not a result", *cut)
-    return table
+# -- content --------------------------------------------------------------------------------------
+
+
+def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, Any]:
+    """Return everything that the report shows of `runs`, JSON values only, numbers unrounded.
+
+    `comparison` is the value of comparison.comparison_content.
+    """
+    steps = {suite: suite_step(shown) for suite, shown in comparison["steps"].items()}
+    names = {each.suite for run in runs for each in evaluations_of(run)}
+    suites = [_suite(name, runs, steps.get(name)) for name in sorted(names, key=suite_order)]
+    # an architecture is drawn by the runs of its chosen learning rate; else by all
+    lines: dict[str, tuple[str, ...]] = {}
+    for each in comparison["architectures"]:
+        chosen = [recipe["runs"] for recipe in each["recipes"] if recipe["chosen"]]
+        lines[each["label"]] = tuple(chosen[0] if chosen else each["runs"])
+    baseline = lines[comparison["baseline"]] if len(lines) > 1 else ()
+    warnings = [line for run in runs for line in run.left_out]
+    data = [f"{run.label}: {str(run.identity.get('data_fingerprint'))[:12]}" for run in runs]
+    if len({run.identity.get("data_fingerprint") for run in runs}) > 1:
+        warnings.insert(
+            0,
+            f"These runs were trained on different data ({'; '.join(data)}). A difference between "
+            "their curves or scores may come from the data as well as from the model.",
+        )
+    settings = differing(runs)
+    if len(runs) == 1:
+        identity = runs[0].identity.items()
+        settings = [{"setting": name, "values": [value]} for name, value in identity]
+    return {
+        "version": VERSION,
+        "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
+        "warnings": warnings,
+        "comparison": comparison,
+        "anchors": anchors((r["task"], r["metric"]) for suite in suites for r in suite["rows"]),
+        "held_out": held_out_curves(runs, lines),
+        "score_curves": score_curves(runs),
+        "lengths": length_figures(runs, lines, comparison["steps"]),
+        "runs": [_run(run) for run in runs],
+        "differing_settings": settings,
+        "curves": [training_curve(runs, curve) for curve in CURVES],
+        "late_loss": late_loss(runs, baseline),
+        "suites": suites,
+        "without_evaluations": [run.label for run in runs if not run.evaluations],
+    }
+
+
+def _run(run: RunRecord) -> dict[str, Any]:
+    """The facts of one run."""
+    identity, failure = run.identity, run.failure
+    model = {k.removeprefix("model."): v for k, v in identity.items() if k.startswith("model.")}
+    try:
+        parameters = num_parameters(ModelArgs(**model))
+    except (TypeError, UserError):  # another version recorded other fields than ours
+        parameters = None
+    step = 0  # a resume goes back to its checkpoint
+    for event in run.events:
+        if event["event"] in ("step", "stop", "done"):
+            step = event.get("step", step)
+        elif event["event"] in ("start", "resume"):
+            step = event.get("from_step", 0)
+    state = "unfinished"
+    if failure:
+        state = "failed"
+    elif run.is_done:
+        state = "done"
+    elif run.events and run.events[-1]["event"] == "stop":
+        state = "stopped"
+    return {
+        "label": run.label,
+        "folder": printable(str(run.folder.path)),
+        "description": printable(str(run.config.get("job", {}).get("description") or "")),
+        "state": state,
+        "failure": failure[1] if failure else None,
+        "step": failure[0] if failure else step,
+        "total_steps": identity.get("training.steps"),
+        "tokens": run.steps[-1]["tokens"] if run.steps else 0,
+        "num_parameters": parameters,
+        "flavor": run.config.get("model", {}).get("flavor"),
+        "learning_rate": identity.get("optimizer.lr"),
+        "seq_len": identity.get("training.seq_len"),
+        "global_batch_size": identity.get("training.global_batch_size"),
+        "data_fingerprint": identity.get("data_fingerprint"),
+        "data_seed": identity.get("data.data_seed"),
+        "init_seed": identity.get("model.init_seed"),
+        **{
+            name: in_turn(event.get(field) for event in run.heads)
+            for name, field in (
+                ("world_sizes", "world_size"),
+                ("torch", "torch"),
+                ("torchtitan", "torchtitan"),
+            )
+        },
+        "first_event": run.events[0].get("time") if run.events else None,
+        "last_event": run.events[-1].get("time") if run.events else None,
+        "restarts": [
+            {
+                "from_step": event["from_step"],
+                "tokens": tokens_at(run, event["from_step"]),
+                "world_size": event.get("world_size"),
+            }
+            for event in run.heads
+            if event["event"] == "resume"
+        ],
+    }
+
+
+def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str, Any]:
+    """One suite's table: every score of each run at its latest step."""
+    found = [[e for e in evaluations_of(run) if e.suite == suite] for run in runs]
+    latest = [(run, each[-1]) for run, each in zip(runs, found, strict=True) if each]
+    columns = [each for _, each in latest]
+    questions = {(x, y): None for e in columns for x, ys in e.results.scores.items() for y in ys}
+    tasks = dict.fromkeys(task for task, _ in questions)
+    rows = [
+        {
+            "task": printable(task),
+            "metric": printable(metric),
+            "primary": any(metric in each.primary_metrics(task) for each in columns),
+            "cells": [_cell(each, task, metric) for each in columns],
+        }
+        for task, metric in sorted(questions, key=lambda key: list(tasks).index(key[0]))
+    ]
+    warnings = [
+        f"{each.run}: the first {each.limit} items only: not a result."
+        for each in columns
+        if each.limit is not None
+    ]
+    warnings += [
+        f"{each.run}: its checkpoint is no longer what was evaluated; evaluate it again."
+        for run, each in latest
+        if is_outdated(run.folder, each.results)
+    ]
+    if len({each.step for each in columns}) > 1:
+        warnings.append("The columns are at different steps.")
+    differing = [printable(f"Not the same question: {x}.") for x in asked_differently(columns)]
+    warnings += differing[:MAX_DIFFERENCES]
+    if len(differing) > MAX_DIFFERENCES:
+        warnings.append(f"{len(differing) - MAX_DIFFERENCES} more parts of the question differ.")
+    return {
+        "suite": suite,
+        "suite_step": max(each.step for each in columns) if step is None else step,
+        "warnings": warnings,
+        "columns": [{"run": e.run, "step": e.step, "limit": e.limit} for e in columns],
+        "rows": rows,
+    }
+
+
+def _cell(each: Evaluation, task: str, metric: str) -> dict[str, Any] | None:
+    """A score as JSON holds it; a value that is not finite is a string, as in the log."""
+    score = each.results.scores.get(task, {}).get(metric)
+    if score is None:
+        return None
+    return {
+        "value": json_value(score.value),
+        "stderr": json_value(score.stderr),
+        "bound": score.bound,
+        "num_samples": each.results.num_samples.get(task),
+    }

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from canon_pretrain.report.record import HELD_OUT, RunRecord
 from canon_pretrain.run.folder import unique_labels
@@ -28,8 +28,7 @@ Scored = tuple[int, str]
 """A step, and the fingerprint of the text that a loss is of, "None" if it was not recorded."""
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """One metric of one task of a suite."""
 
     suite: str
@@ -39,10 +38,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of a run on a suite at one step, and the folder of their item records."""
+    """Results of a run, by its label, on a suite at one step; `folder` has its item records."""
 
     run: str
-    """The run's label."""
     results: Results
     folder: Path
 
@@ -64,10 +62,14 @@ class Evaluation:
         """The fingerprint of the text of a held-out loss; empty for another suite."""
         return str(self.results.asked.get(HELD_OUT)) if self.suite == VALIDATION else ""
 
+    @property
+    def _tasks(self) -> dict[str, Any]:
+        tasks = self.results.asked.get("tasks")
+        return tasks if isinstance(tasks, dict) else {}
+
     def described(self, task: str) -> dict[str, Any]:
         """Return the recorded declaration of the task: version, primary, chance, ..."""
-        tasks = self.results.asked.get("tasks")
-        found = tasks.get(task) if isinstance(tasks, dict) else None
+        found = self._tasks.get(task)
         return found if isinstance(found, dict) else {}
 
     def primary_metrics(self, task: str) -> list[str]:
@@ -96,9 +98,7 @@ class Evaluation:
 
     def _declarations(self, task: str) -> list[dict[str, Any]]:
         """Those of the task and of its parts."""
-        tasks = self.results.asked.get("tasks")
-        names = tasks if isinstance(tasks, dict) else ()
-        found = [(name, self.described(name)) for name in names]
+        found = [(name, self.described(name)) for name in self._tasks]
         return [each for name, each in found if task in (name, each.get("part_of"))]
 
     def score(self, question: Question) -> float | None:
@@ -117,11 +117,6 @@ def answers(run: RunRecord, suite: str, step: int | None = None) -> dict[int, Ev
     """Return the newest whole results on `suite` by step; with `step`, of that one only."""
     whole = [e for e in evaluations_of(run) if e.suite == suite and e.limit is None]
     return {e.step: e for e in whole if step in (None, e.step)}
-
-
-def latest(run: RunRecord, suite: str, step: int | None = None) -> Evaluation | None:
-    """Return the whole results of the highest step."""
-    return max(answers(run, suite, step).values(), key=lambda e: e.step, default=None)
 
 
 def suite_losses(run: RunRecord) -> dict[Scored, float]:
@@ -148,37 +143,18 @@ def tokens_at(run: RunRecord, step: int) -> int | None:
 
 
 class SingleResult(RunRecord):
-    """A results.json: the run that it is in, if any, with that one evaluation."""
+    """A results.json, such as that of an export, as a run of which nothing else is known."""
+
+    identity: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    events: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    evaluations: list[Results] = []
+    folders: list[Path] = []
 
     def __init__(self, path: Path, label: str) -> None:
-        self._results = read_results(path), path.parent
-        # RUN/evals/step-N/SUITE/QUESTION/results.json; elsewhere nothing is known of the run
-        above = path.resolve().parents
-        super().__init__(above[min(4, len(above) - 1)], label)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return super().identity if self.folder.config_file.is_file() else {}
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return super().config if self.folder.config_file.is_file() else {}
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        return []
-
-    @property
-    def evaluations(self) -> list[Results]:
-        return [self._results[0]]
-
-    @property
-    def folders(self) -> list[Path]:
-        return [self._results[1]]
-
-    @property
-    def left_out(self) -> list[str]:
-        return []
+        super().__init__(path.parent, label)
+        self.evaluations, self.folders = [read_results(path)], [path.parent]
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
@@ -206,6 +182,12 @@ def is_loss(metric: str) -> bool:
     return any(word in metric for word in LOWER_IS_BETTER)
 
 
+def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) -> list[str]:
+    """Return the suites with whole results, in the order of a report."""
+    whole = {each.suite for run in runs for each in evaluations_of(run) if each.limit is None}
+    return sorted((x for x in whole if wanted is None or x in wanted), key=suite_order)
+
+
 def common_step(
     a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None = None
 ) -> int | None:
@@ -221,13 +203,12 @@ def side_by_side(
 
     Runs without results at that step are left out. `any_step`: each run's last results instead.
     """
-    at = None if any_step else common_step(a, b, suite, step)
+    at = step if any_step else common_step(a, b, suite, step)
     if at is None and not any_step:
         return [], []
-    wanted = step if any_step else at
-    sides = [[latest(run, suite, wanted) for run in runs] for runs in (a, b)]
-    first, second = ([each for each in side if each is not None] for side in sides)
-    return (first, second) if first and second else ([], [])
+    found = [[answers(run, suite, at) for run in side] for side in (a, b)]
+    ours, theirs = ([by_step[max(by_step)] for by_step in side if by_step] for side in found)
+    return (ours, theirs) if ours and theirs else ([], [])
 
 
 def steps_shown(
@@ -252,53 +233,40 @@ def steps_shown(
     return {label: at for label, at in shown.items() if at is not None}
 
 
-def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) -> list[str]:
-    """Return the suites with whole results, in order of appearance."""
-    whole = (each.suite for run in runs for each in evaluations_of(run) if each.limit is None)
-    return [name for name in dict.fromkeys(whole) if wanted is None or name in wanted]
-
-
-def questions(
-    evaluations: Sequence[Evaluation], suite: str, *, every_metric: bool = False
-) -> list[Question]:
-    """Return the tasks that any of them answered, with the primary metrics or all."""
+def questions(evaluations: Sequence[Evaluation], suite: str) -> list[Question]:
+    """Return the primary metrics of the tasks that any of them answered."""
     found: dict[Question, None] = {}
     for each in evaluations:
-        for task, metrics in each.results.scores.items():
-            names = list(metrics) if every_metric else each.primary_metrics(task)
-            found.update(dict.fromkeys(Question(suite, task, name) for name in names))
+        for task in each.results.scores:
+            names = each.primary_metrics(task)
+            found |= dict.fromkeys(Question(suite, task, name) for name in names)
     return list(found)
 
 
-def differences(
+def asked_differently(
     evaluations: Sequence[Evaluation], ignored: Collection[str] = OWN_TO_A_RUN
-) -> dict[str, list[str | None]]:
-    """Return what was asked differently: dotted name -> the JSON of each one's value."""
+) -> list[str]:
+    """Return what was asked differently, as `dotted.name: value / value`."""
     asked = [
         _flat({k: v for k, v in each.results.asked.items() if k not in ignored})
         for each in evaluations
     ]
     names = dict.fromkeys(name for leaves in asked for name in leaves)
-    values = {name: [leaves.get(name) for leaves in asked] for name in names}
-    return {name: each for name, each in values.items() if len(set(each)) > 1}
-
-
-def differing_questions(evaluations: Sequence[Evaluation], task: str) -> list[str]:
-    """Return what was asked differently of one task, as `name: value / value`."""
-    found = differences(evaluations, (*OWN_TO_A_RUN, *OF_A_SUITE))
-    for name, words in (("version", "version"), ("config_sha256", "settings")):
-        values = [json.dumps(each.described(task).get(name)) for each in evaluations]
-        if len(set(values)) > 1:
-            found[f"{words} of the task"] = [*values]
+    values = {name: dict.fromkeys(str(x.get(name))[:20] for x in asked) for name in names}
     return [
-        f"{name}: {' / '.join(dict.fromkeys(_short(value) for value in values))}"
-        for name, values in found.items()
+        f"{name}: {' / '.join(values[name])}"
+        for name in names
+        if len({leaves.get(name) for leaves in asked}) > 1
     ]
 
 
-def _short(value: str | None) -> str:
-    text = "null" if value is None else value
-    return text if len(text) <= 20 else text[:16] + "…"
+def differing_questions(evaluations: Sequence[Evaluation], task: str) -> list[str]:
+    """Return what was asked differently of one task."""
+    found = asked_differently(evaluations, (*OWN_TO_A_RUN, *OF_A_SUITE))
+    for name in ("version", "config_sha256"):
+        values = dict.fromkeys(str(each.described(task).get(name)) for each in evaluations)
+        found += [f"{name} of the task: {' / '.join(values)}"] if len(values) > 1 else []
+    return found
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -1,457 +1,614 @@
 """The sections of a report as blocks, which the page and the Markdown show alike.
 
-A block is JSON for templates/report.html and report.md.jinja: a section, text, table, plot, fold or
-card. What only one of the two can show (plots, filters, columns on demand) the other skips.
+A block is JSON for templates/report.html and report.md.jinja: a section, text, card, table, legend
+or plots. The Markdown skips what it cannot show. Numbers are rounded here and nowhere else.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from canon_pretrain.report import words
-from canon_pretrain.report.words import figure, number, other_step, signed
+from canon_pretrain.report import drawing
+from canon_pretrain.report.verdicts import BETTER, UNINFORMATIVE, VERDICTS, WITHIN, WORSE
+from canon_pretrain.run.results import VALIDATION, bound_words
 
 MAX_ROWS = 1000
-"""Of the page's tables of differences and of every step: browsers lay out more of them slowly."""
+"""Browsers lay out longer tables slowly."""
 SHORT_COLUMNS = 9
-"""Columns after the verdict of the table of differences if it has more than MAX_ROWS rows."""
+"""Columns after the verdict that the table of differences shows at once, or has at all if long."""
+MAX_NAMED = 6
+NONE = "–"
+
+READING = (
+    "± is one standard error over the sources of a task’s items (n). If all items are wrong or all "
+    "are right, ≤ or ≥ is the other end of Wilson’s 95 % interval. The standard error does not "
+    "include training seeds: no table of a suite says that one run is better; “Which differences "
+    "are real” does, with both counted in."
+)
+BEST_OF = (
+    "As in the paper: the best run of each architecture, over learning rates and seeds, task by "
+    "task. The best of N equally good runs is too good by 0.56 sigma of the seed noise for N = 2, "
+    "0.85 for 3, 1.03 for 4, as said in small print. No verdict rests on this table."
+)
 
 Block = dict[str, Any]
 Content = Mapping[str, Any]
+Cell = str | dict[str, str]
+
+
+class Column(NamedTuple):
+    """`look`: num, and more for a column that is shown when asked for; empty for text."""
+
+    text: str
+    look: str = "num"
+    small: str = ""
+
+
+# -- figures in words -----------------------------------------------------------------------------
+
+
+def number(value: float | None, decimals: int = 4) -> str:
+    return NONE if value is None else f"{value:,.{decimals}f}"
+
+
+def figure(value: float | str | None) -> str:
+    """Return a score: 4 decimals, 2 from 100 on; a value that is not finite is named."""
+    if isinstance(value, str):
+        return f"not finite ({value})"
+    return number(value, 4 if value is None or abs(value) < 100 else 2)
+
+
+def signed(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{value:+,.{4 if abs(value) < 100 else 2}f}".replace("-", "−")
+
+
+def interval(bounds: Sequence[float] | None) -> str:
+    return NONE if bounds is None else f"{signed(bounds[0])} to {signed(bounds[1])}"
+
+
+def p_value(value: float | None) -> str:
+    return NONE if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+
+
+def score(cell: Content | None) -> tuple[str, str, str]:
+    """Return value, ± standard error or Wilson bound, and n = items; empty if unknown."""
+    if cell is None:
+        return NONE, "", ""
+    value, stderr, count = cell["value"], cell["stderr"], cell["num_samples"]
+    items = "" if count is None else f"n = {count:,}"
+    if isinstance(value, str):
+        return figure(value), "", items
+    if cell["bound"] is not None:
+        return figure(value), bound_words(value, cell["bound"]), items
+    decimals = 4 if abs(value) < 100 else 2
+    error = number(stderr, decimals) if isinstance(stderr, float | int) else stderr
+    return figure(value), "" if stderr is None else f"± {error}", items
+
+
+def cut(limit: int | None) -> str:
+    """Return the mark of an evaluation that was cut short; empty for a whole one."""
+    return "" if limit is None else f"first {limit:,} items only: not a result"
+
+
+def other_step(step: int | None, suite_step: int | None) -> str:
+    """Return the step of a score that is not at the step of its table; else empty."""
+    return "" if step is None or step == suite_step else f"step {step:,}"
+
+
+def state_words(run: Content) -> str:
+    total = run["total_steps"]
+    words = {"stopped": "stopped on request", "unfinished": "not done"}
+    of = f" of {total:,}" if isinstance(total, int) else ""
+    why = f": {run['failure']}" if run["state"] == "failed" else ""
+    return f"{words.get(run['state'], run['state'])} at step {run['step']:,}{of}{why}"
+
+
+def failures(content: Content) -> list[str]:
+    """Return a sentence for each run whose last launch failed."""
+    failed = [run for run in content["runs"] if run["state"] == "failed"]
+    return [f"{run['label']} {state_words(run)}" for run in failed]
+
+
+def named(labels: Sequence[str]) -> str:
+    """Return labels in a row; of many the first few and how many more."""
+    more = f" and {len(labels) - MAX_NAMED} more" if len(labels) > MAX_NAMED else ""
+    return ", ".join(labels[:MAX_NAMED]) + more
+
+
+def tallies(content: Content) -> list[dict[str, Any]]:
+    """Return per architecture the rows of each verdict; held-out loss is the headline's."""
+    pairs = [pair for pair in content["comparison"]["pairs"] if pair["suite"] != VALIDATION]
+    return [
+        {
+            "architecture": label,
+            "baseline": content["comparison"]["baseline"],
+            **{
+                verdict: [
+                    pair
+                    for pair in pairs
+                    if (pair["architecture"], pair["verdict"]) == (label, verdict)
+                ]
+                for verdict in VERDICTS
+            },
+        }
+        for label in dict.fromkeys(pair["architecture"] for pair in pairs)
+    ]
+
+
+def _joined(*parts: object) -> str:
+    return ", ".join(str(part) for part in parts if part not in (None, ""))
+
+
+# -- blocks ---------------------------------------------------------------------------------------
 
 
 def _text(look: str, *sentences: str) -> list[Block]:
-    """Paragraphs that look like a warning, headline, note, about or reading."""
+    """Paragraphs that look like a warning, headline or note."""
     return [{"kind": "text", "look": look, "words": sentence} for sentence in sentences if sentence]
-
-
-def _bullets(sentences: Sequence[str]) -> list[Block]:
-    return [{"kind": "bullets", "items": list(sentences)}] if sentences else []
 
 
 def _section(name: str, title: str, *blocks: Block) -> Block:
     return {"kind": "section", "id": name, "title": title, "blocks": blocks}
 
 
-def _card(title: str, *blocks: Block, small: str = "", look: str = "") -> Block:
-    return {"kind": "card", "title": title, "small": small, "look": look, "blocks": blocks}
+def _card(title: str, *blocks: Block, small: str = "", folded: bool | None = None) -> Block:
+    """A card; `folded` or not if it can be opened and closed."""
+    return {"kind": "card", "title": title, "small": small, "folded": folded, "blocks": blocks}
 
 
-def _fold(title: str, *blocks: Block, small: str = "", is_open: bool = False) -> Block:
-    look = {"title": title, "small": small, "is_open": is_open}
-    return {"kind": "fold", **look, "blocks": blocks}
+def _plots(*plots: tuple[str, str, drawing.Figure | None], small: bool = True) -> list[Block]:
+    """Plots beside each other, with title and subtitle."""
+    shown = [plot for plot in plots if plot[2] is not None]
+    return [{"kind": "plots", "plots": shown, "small": small}] * bool(shown)
 
 
-def _plot(label: str, **data: Any) -> Block:
-    """A plot that the script draws by its `data-*` attribute, or by its id."""
-    return {"kind": "plot", "label": label, "data": data}
-
-
-def _minis(plots: Sequence[tuple[str, str, Block]], look: str = "") -> Block:
-    """Small plots beside each other, with title and subtitle."""
-    return {"kind": "minis", "plots": plots, "look": look}
-
-
-def _legend(of: str, labels: Sequence[str], about: str) -> list[Block]:
+def _legend(of: str, labels: Sequence[str]) -> list[Block]:
     """Buttons that hide runs ("run") or architectures ("entry"); none for one line."""
-    return [{"kind": "legend", "of": of, "labels": labels, "about": about}] * (len(labels) > 1)
+    return [{"kind": "legend", "of": of, "labels": labels}] * (len(labels) > 1)
 
 
-def _column(text: str, small: str = "", *, rising: bool = False, look: str = "num") -> Block:
-    return {"text": text, "small": small, "rising": rising, "look": look}
-
-
-def _cell(text: str, small: str = "", more: str = "", **other: Any) -> Block:
-    """`more` is beside the text, `small` below it; `chip` and `cut` say how the text looks."""
-    cell = {"text": text, "small": small, "more": more, "look": "num", "chip": "", "title": ""}
-    return {**cell, "difference": "", "cut": False, **other}
-
-
-def _row(head: str, cells: Sequence[Block], small: str = "", **data: str) -> Block:
-    return {"head": head, "small": small, "cells": cells, "data": data}
+def _cell(text: str, small: str = "", *, error: str = "", chip: str = "") -> Cell:
+    """`error` is beside the text, `small` below it."""
+    return {"text": text, "small": small, "error": error, "chip": chip}
 
 
 def _table(
-    columns: Sequence[Block],
-    rows: Sequence[Block],
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[Cell]],
     name: str = "",
     *,
-    filters: str | None = None,
-    boxes: Sequence[tuple[str, str]] = (),
-    look: str = "",
+    filters: Sequence[Mapping[str, str]] = (),
+    more: str = "",
 ) -> Block:
-    """A table; with a `name` it is sorted by a click. `filters`: the rows' data to filter by.
+    """A table; with a `name` it is sorted by a click. `filters`: of each row the data to filter by.
 
-    `boxes`: (class of columns, words) that a reader can show.
+    `more`: what shows the columns that look like that.
     """
-    content = {"columns": columns, "rows": rows, "id": name, "look": look}
-    return {"kind": "table", **content, "filters": filters, "boxes": boxes}
+    assert all(len(row) == len(columns) for row in rows)
+    options = {key: sorted({row[key] for row in filters}) for key in (filters or [{}])[0]}
+    data = filters or [{}] * len(rows)
+    table = {"kind": "table", "id": name, "columns": columns, "options": options, "more": more}
+    return {**table, "rows": list(zip(rows, data, strict=True))}
+
+
+# -- sections -------------------------------------------------------------------------------------
 
 
 def report_blocks(content: Content) -> list[Block]:
     """The report: verdicts first if there are several runs, else the run."""
-    comparison = content["comparison"]
-    top = _text("warning", *words.failures(content)) + _text("headline", *comparison["held_out"])
+    blocks = _text("warning", *failures(content))
+    blocks += _text("headline", *content["comparison"]["held_out"])
     if content["held_out"]:
-        top.append(_held_out(content))
+        blocks.append(_held_out(content))
+    scores = [_scores(content)] if content["comparison"]["scores"] else []
     if len(content["runs"]) == 1:
-        return [*top, *_runs(content), *_plots(content), *_published(content)]
-    scores = [_scores(content)] if comparison["every_run"] else []
-    return [*top, _verdicts(content), *scores, *_plots(content), *_runs(content)]
+        return [*blocks, *_runs(content), *scores, *_figures(content)]
+    return [*blocks, _verdicts(content), *scores, *_figures(content), *_runs(content)]
 
 
 def _held_out(content: Content) -> Block:
     held_out = content["held_out"]
-    head = f"nats per token, from {held_out['source']}"
-    columns = [_column(head, look=""), *map(_column, ("last step", "loss", "seeds"))]
+    columns = [Column(f"nats per token, from {held_out['source']}", "")]
+    columns += map(Column, ("last step", "loss", "seeds"))
     rows = [
-        _row(
+        [
             line["label"],
-            [
-                _cell(number(line["steps"][-1], 0)),
-                _cell(number(line["values"][-1])),
-                _cell(f"{number(line['low'][-1])} to {number(line['high'][-1])} ({line['n'][-1]})"),
-            ],
-        )
+            number(line["steps"][-1], 0),
+            number(line["values"][-1]),
+            f"{number(line['low'][-1])} to {number(line['high'][-1])} ({line['n'][-1]})",
+        ]
         for line in held_out["lines"]
     ]
-    plot = _plot("Held-out loss over training tokens by architecture", held_out="")
-    legend = _legend("entry", entries(content), "Architectures shown in this plot")
-    card = _card("", *legend, plot, _table(columns, rows), look="curve")
+    labels = drawing.entries(content)
+    plots = _plots(("", "", drawing.held_out(held_out, labels)), small=False)
+    card = _card("", *_legend("entry", labels), *plots, _table(columns, rows))
     return _section("held-out", "Held-out loss", card)
 
 
 def _verdicts(content: Content) -> Block:
-    comparison, verdicts = content["comparison"], content["verdicts"]
-    blocks = _text("warning", *content["warnings"], *words.caveats(verdicts))
-    how = _text("note", *comparison["notes"])
-    if comparison["pairs"]:
-        noise = " ".join(words.noise_words(verdicts["seed_noise"]))
-        how = _text("reading", f"{words.family(comparison)} {noise}") + how
-    left = ", and what is left out" if comparison["notes"] else ""
-    blocks += [_fold(f"How this is judged{left}", *how)] if how else []
-    cards = []
-    for summary in verdicts["architectures"]:
-        items = [
-            {"chip": pair["verdict"], "strong": pair["task"], "words": pair["metric"]}
-            | {"figures": words.real(pair)}
-            for pair in summary["real"]
-        ]
-        more = [f"{summary['more_real']} more in the table below"] * bool(summary["more_real"])
-        body = _text("tally", words.tally(summary))
-        body += [{"kind": "real", "items": items, "more": more}] if items else []
-        body += _text("note", words.detectable(summary))
-        small = f"against {summary['baseline']}"
-        cards.append(_card(summary["architecture"], *body, small=small, look="verdicts"))
-    blocks += [{"kind": "cards", "blocks": cards}]
-    if refusals := words.refusals(verdicts):
-        blocks.append(_fold("What has no verdict, and why", *_bullets(refusals)))
-    if comparison["pairs"]:
-        blocks.append(_pairs(comparison))
-    return _section("verdicts", "Which differences are real", *blocks)
-
-
-def _pairs(comparison: Content) -> Block:
-    pairs, baseline = comparison["pairs"], comparison["baseline"]
-    short, single = len(pairs) > MAX_ROWS, len(comparison["family"]["pairs"]) < 2
-    value = pairs[0]["architecture"] if single else "value"
-    shown = words.pair_columns(value, baseline)[: SHORT_COLUMNS if short else None]
-    columns = [_column("task", look="")]
-    columns += [] if single else [_column("architecture", look="")]
-    columns += [_column("verdict", look="")]
-    columns += [
-        _column(name, rising=rising, look="num" if k < SHORT_COLUMNS else "num more")
-        for k, (name, rising, _) in enumerate(shown)
-    ]
-    rows = []
+    comparison = content["comparison"]
+    pairs, refused = comparison["pairs"], comparison["refused"]
+    tests = ", ".join(f"{suite} {count} tests" for suite, count in comparison["family"].items())
+    how = (
+        f"{tests or 'No test could be made'}. A suite is a family: the chance of one wrong verdict "
+        f"or more in it is at most {100 * comparison['alpha']:g} % (Holm; half of it is that of "
+        "the mean of its tasks). What is not called better or worse is within noise, however large "
+        "it looks. The 95 % confidence interval is after Holm, too: it excludes 0 exactly if p is "
+        "at most 0.05."
+    )
+    noises: dict[str, dict[str, None]] = {}
     for pair in pairs:
-        chip = {"chip": pair["verdict"], "difference": signed(pair["difference"]), "look": ""}
-        cells = [] if single else [_cell(pair["architecture"], look="")]
-        cells.append(_cell(words.verdict(pair), title="" if short else pair["words"], **chip))
-        cells += [
-            _cell(show(pair), look=column["look"])
-            for (_, _, show), column in zip(shown, columns[-len(shown) :], strict=True)
-        ]
-        at = other_step(pair["step"], pair["suite_step"])
-        small = ", ".join(filter(None, (pair["metric"], at)))
-        data = {name: pair[name] for name in ("suite", "verdict", "architecture")}
-        rows.append(_row(pair["task"], cells, small, **data))
+        if pair["p"] is not None:
+            noises.setdefault(pair["seed_noise"]["source"], {})[pair["task"]] = None
+    noise = [f"Seed noise of {named([*tasks])}: {source}." for source, tasks in noises.items()]
+    notes = _text("note", how, *noise, *comparison["notes"])
+    blocks = _text("warning", *content["warnings"])
+    blocks.append(_card("How this is judged, and what is left out", *notes, folded=True))
+    rows = []
+    for tally in tallies(content):
+        cells: list[Cell] = [_cell(tally["architecture"], f"against {tally['baseline']}")]
+        for verdict in VERDICTS:
+            found = tally[verdict]
+            is_real = verdict in (BETTER, WORSE)
+            found = sorted(found, key=lambda x: (not x["mean_of"], x["p_holm"] if is_real else 0))
+            real = [f"{x['task']} {signed(x['difference'])}" for x in found if is_real]
+            cells.append(_cell(str(len(found)), named(real)))
+        rows.append([*cells, _detectable(tally[WITHIN])])
+    columns = [Column("architecture", ""), *map(Column, VERDICTS), Column("could have shown")]
+    blocks += [_card("", _table(columns, rows, "tally"))] if rows else []
+    reasons = [(x, x["why"]) for x in (*pairs, *refused) if x["why"]]
+    reasons += [(x, f"asked differently: {what}") for x in pairs for what in x["asked_differently"]]
+    rows = [
+        [x["architecture"], _joined(x["suite"], x["task"], x["metric"]), why]
+        for x, why in reasons[:MAX_ROWS]
+    ]
+    if rows:
+        columns = [Column(name, "") for name in ("architecture", "task", "why")]
+        title = "What has no verdict, or was asked differently"
+        blocks.append(_card(title, _table(columns, rows, "reasons"), folded=True))
+    return _section("verdicts", "Which differences are real", *blocks, *_pairs(comparison))
+
+
+def _detectable(within: Sequence[Content]) -> str:
+    """The range over the tasks within noise; perplexities have another scale."""
+    shown = [x["detectable"] for x in within if x["log_difference"] is None]
+    known = [x for x in shown if x is not None]
+    if not known:
+        return NONE
+    return (
+        f"{figure(min(known))} to {figure(max(known))}, median {figure(statistics.median(known))}"
+    )
+
+
+PAIR_COLUMNS: tuple[tuple[str, Callable[[Content], str]], ...] = (
+    ("difference", lambda pair: signed(pair["difference"])),
+    ("95 % CI (Holm)", lambda pair: interval(pair["ci"])),
+    ("p (Holm)", lambda pair: p_value(pair["p_holm"])),
+    ("value", lambda pair: figure(pair["value"])),
+    ("baseline", lambda pair: figure(pair["baseline_value"])),
+    ("could have shown", lambda pair: figure(pair["detectable"])),
+    ("seeds needed", lambda pair: number(pair["seeds_needed"], 0)),
+    ("items", lambda pair: number(pair["num_items"], 0)),
+    ("suite", lambda pair: pair["suite"]),
+    ("p alone", lambda pair: p_value(pair["p"])),
+    ("standard error", lambda pair: figure(pair["stderr"])),
+    ("of items", lambda pair: figure(pair["stderr_items"])),
+    ("of seeds", lambda pair: figure(pair["stderr_seeds"])),
+    ("seed σ", lambda pair: _seed_sigma(pair["seed_noise"])),
+    ("CI alone, of these runs’ items only", lambda pair: interval(pair["items_ci"])),
+    ("McNemar", lambda pair: _mcnemar(pair["mcnemar"])),
+    ("sources", lambda pair: number(pair["num_clusters"], 0)),
+    ("runs", lambda pair: " : ".join(map(str, pair["num_runs"]))),
+    ("chance", lambda pair: number(pair["chance"], 3)),
+    ("step", lambda pair: number(pair["step"], 0)),
+)
+
+
+def _seed_sigma(noise: Content | None) -> str:
+    if noise is None:
+        return NONE
+    return _joined(
+        figure(noise["sigma"]), "of the log" * (noise["scale"] == "log"), noise["source"]
+    )
+
+
+def _mcnemar(test: Content | None) -> str:
+    return NONE if test is None else f"{test['only_a']} : {test['only_b']}, p {p_value(test['p'])}"
+
+
+def _pairs(comparison: Content) -> list[Block]:
+    pairs = comparison["pairs"]
+    short = len(pairs) > MAX_ROWS
+    shown = PAIR_COLUMNS[: SHORT_COLUMNS if short else None]
+    columns = [Column(name, "") for name in ("task", "architecture", "verdict")]
+    columns += [
+        Column(name, "num" if k < SHORT_COLUMNS else "num more")
+        for k, (name, _) in enumerate(shown)
+    ]
+    rows: list[list[Cell]] = []
+    for pair in pairs:
+        verdict = pair["verdict"]
+        level = f"both at {pair['uninformative']}" if verdict == UNINFORMATIVE else ""
+        rows.append(
+            [
+                _cell(
+                    pair["task"],
+                    _joined(pair["metric"], other_step(pair["step"], pair["suite_step"])),
+                ),
+                pair["architecture"],
+                _cell(verdict, level, chip=verdict),
+                *(show(pair) for _, show in shown),
+            ]
+        )
     note = (
-        f"A difference is {value if single else 'the architecture'} minus {baseline}. “Could have "
-        "shown”: the smallest difference that these items and seeds show with "
+        f"A difference is the architecture minus {comparison['baseline']}. “Could have shown”: the "
+        "smallest difference that these items and seeds show with "
         f"{100 * comparison['power']:g} % probability among the tests of its suite. “Seeds needed”:"
         " of each architecture, to show a difference within noise that is as large as the one "
-        "seen; – if it was shown already, or takes more than 1,024."
+        f"seen; {NONE} if it was shown already, or takes more than 1,024."
     )
     note += " So many rows: what each is judged by is in report.json." * short
-    boxes = [] if short else [("more", "how it was judged")]
-    look = "pairs single" if single else "pairs"
-    filters = "suite verdict architecture"
-    table = _table(columns, rows, "pairs", filters=filters, boxes=boxes, look=look)
-    return _card("Every difference", table, *_text("note", note), look="tabled")
+    filters = [{name: x[name] for name in ("suite", "verdict", "architecture")} for x in pairs]
+    more = "" if short else "how it was judged"
+    table = _table(columns, rows, "pairs", filters=filters, more=more)
+    return [_card("Every difference", table, *_text("note", note))] if pairs else []
 
 
 def _scores(content: Content) -> Block:
-    comparison, labels = content["comparison"], [run["label"] for run in content["runs"]]
-    names = [each["label"] for each in comparison["architectures"]]
+    comparison, runs = content["comparison"], [run["label"] for run in content["runs"]]
+    labels = [each["label"] for each in comparison["architectures"]]
     anchors = content["anchors"] or {"models": [], "rows": [], "source": ""}
     published = {(row["task"], row["metric"]): row["values"] for row in anchors["rows"]}
 
-    def table(
-        name: str, rows: Sequence[Content], key: str, names: Sequence[str], note: Any
-    ) -> list[Block]:
-        columns = [_column("task", look=""), *map(_column, names)]
-        columns += [_column(m, "published", look="num published") for m in anchors["models"]]
-        found = []
-        for row in rows:
-            by_name = {cell[key]: cell for cell in row["cells"]}
-            cells = [
-                _cell(figure(cell["value"]), note(cell, row["suite_step"])) if cell else _cell("–")
-                for cell in map(by_name.get, names)
+    def table(name: str, names: Sequence[str], rows: Sequence[tuple[Content, list[Cell]]]) -> Block:
+        columns = [Column("task", ""), *map(Column, names)]
+        columns += [Column(model, "num more", "published") for model in anchors["models"]]
+        nothing = [None] * len(anchors["models"])
+        cells = [
+            [
+                _cell(x["task"], x["metric"]),
+                *row,
+                *map(figure, published.get((x["task"], x["metric"]), nothing)),
             ]
-            beside = published.get((row["task"], row["metric"]), [None] * len(anchors["models"]))
-            cells += [_cell(figure(value), look="num published") for value in beside]
-            found.append(_row(row["task"], cells, row["metric"], suite=row["suite"]))
-        boxes = [("published", "published scores beside them")] * bool(published)
-        made = _table(columns, found, name, filters="suite", boxes=boxes)
-        return [made, *_text("note", anchors["source"])]
+            for x, row in rows
+        ]
+        more = "published scores beside them" if published else ""
+        return _table(columns, cells, name, more=more)
 
+    best, chosen, primary = [], [], []
+    for row in comparison["scores"]:
+        cells = {cell["architecture"]: cell for cell in row["cells"]}
+        found = [cells.get(label) for label in labels]
+        best.append((row, [_score_cell(row, x, "best") for x in found]))
+        if any(x and x["chosen"] for x in found):
+            chosen.append((row, [_score_cell(row, x, "chosen") for x in found]))
+    for suite in content["suites"]:
+        at = [column["run"] for column in suite["columns"]]
+        for row in suite["rows"] if suite["suite"] != VALIDATION else ():
+            shown = dict(zip(at, row["cells"], strict=True))
+            if row["primary"]:
+                primary.append((row, [score(shown.get(run))[0] for run in runs]))
+    about = "No score had a part in the choice. ± is the standard error over items and seeds."
+    source = _text("note", anchors["source"])
+    title = "One learning rate an architecture, chosen on validation loss"
     blocks = [_architectures(comparison)]
-    if comparison["chosen"]:
-        about = "No score had a part in the choice. ± is the standard error over items and seeds."
-        rows = table("chosen-table", comparison["chosen"], "architecture", names, words.chosen_note)
-        title = "One learning rate an architecture, chosen on validation loss"
-        blocks.append(_card(title, *_text("about", about), *rows, look="tabled"))
-    if comparison["best_of"]:
-        rows = table("best-table", comparison["best_of"], "architecture", names, words.best_note)
-        about = comparison["best_of_words"]
+    if chosen:
+        card = _card(title, *_text("note", about), table("chosen-table", labels, chosen), *source)
+        blocks.append(card)
+    if len(runs) > 1:
         title = "Best of learning rates, as in the paper"
-        blocks.append(_fold(title, *_text("about", about), *rows))
-    primary = [row for row in comparison["every_run"] if row["primary"]]
-    if primary and len(labels) > len(names):
-        about = "Each task’s primary metric; the suites’ own tables have the others, with errors."
-
-        def step_note(cell: Content, suite_step: int) -> str:
-            return other_step(cell["step"], suite_step)
-
-        rows = table("runs-table", primary, "run", labels, step_note)
-        blocks.append(_fold("Every run", *_text("about", about), *rows))
+        best_table = table("best-table", labels, best)
+        blocks.append(_card(title, *_text("note", BEST_OF), best_table, folded=True))
+    if len(runs) > len(labels):
+        about = "Each task’s primary metric; the suites’ own tables have the rest, with errors."
+        run_table = table("runs-table", runs, primary)
+        blocks.append(_card("Every run", *_text("note", about), run_table, folded=True))
     return _section("tables", "Scores by architecture", *blocks)
 
 
+def _score_cell(row: Content, cell: Content | None, kind: str) -> Cell:
+    """The best run of an architecture, or the mean of its chosen learning rate's."""
+    if cell is None or not cell[kind]:
+        return NONE
+    shown = cell[kind]
+    count, at = shown["num_runs"], other_step(cell["step"], row["suite_step"])
+    if kind == "chosen":
+        error = "" if shown["stderr"] is None else f"± {figure(shown['stderr'])}"
+        return _cell(figure(shown["value"]), _joined(error, f"{count} run(s)", at))
+    bias = f"about {figure(shown['bias'])} too good" if shown["bias"] and count > 1 else ""
+    return _cell(figure(shown["value"]), _joined(f"best of {count}", bias, at))
+
+
 def _architectures(comparison: Content) -> Block:
-    columns = [_column(name, look="") for name in ("architecture", "settings")]
-    columns += [_column("runs"), _column("learning rates", look=""), _column("chosen", look="")]
+    names = ("architecture", "settings", "learning rate", "runs", "validation loss", "chosen")
     rows = []
     for each in comparison["architectures"]:
-        chosen = each["chosen"] or {"loss": None, "step": None, "learning_rate": each["why_not"]}
-        at = "" if chosen["step"] is None else f"step {chosen['step']:,}"
-        cells = [
-            _cell(words.settings(each), look=""),
-            _cell(str(len(each["runs"]))),
-            _cell(", ".join(map(str, each["learning_rates"])), look=""),
-            _cell(str(chosen["learning_rate"]), look=""),
-            _cell(number(chosen["loss"]), at),
-        ]
-        rows.append(_row(each["label"], cells))
-    return _fold(
-        "The architectures, and which learning rate stands for each",
-        *_text("about", comparison["selection_words"]),
-        _table([*columns, _column("validation loss")], rows, "architectures"),
-        is_open=len(rows) < 7,
-    )
+        settings = each["settings"].items()
+        differs = _joined(*(f"{x.removeprefix('model.')} {y or 'none'}" for x, y in settings))
+        at = "" if each["step"] is None else f"step {each['step']:,}"
+        is_chosen = any(recipe["chosen"] for recipe in each["recipes"])
+        for recipe in each["recipes"]:
+            why = each["choice"] if recipe["chosen"] or not is_chosen else ""
+            rate, runs = str(recipe["learning_rate"]), str(len(recipe["runs"]))
+            rows.append(
+                [each["label"], differs, rate, runs, _cell(number(recipe["loss"]), at), why]
+            )
+    columns = [Column(name, "num" if k in (2, 3, 4) else "") for k, name in enumerate(names)]
+    title = "The architectures, and which learning rate stands for each"
+    return _card(title, _table(columns, rows, "architectures"), folded=len(rows) > 6)
 
 
-def _published(content: Content) -> list[Block]:
-    """Beside one run, whose report has no scores by architecture."""
-    if not (anchors := content["anchors"]):
-        return []
-    columns = [_column("task", look=""), *map(_column, anchors["models"])]
-    rows = [
-        _row(row["task"], [_cell(figure(value)) for value in row["values"]], row["metric"])
-        for row in anchors["rows"]
-    ]
-    fold = _fold("Scores of models of 1.3B parameters", _table(columns, rows))
-    return [
-        _section("published", "Published scores", *_text("note", anchors["source"]), fold),
-    ]
-
-
-def _plots(content: Content) -> list[Block]:
+def _figures(content: Content) -> list[Block]:
+    """Scores over training, and over length."""
     sections = []
     labels = [run["label"] for run in content["runs"]]
     if curves := content["score_curves"]:
-        blocks = _legend("run", labels, "Runs shown in these curves")
         about = "A bar, where there are few runs, is one standard error over the items."
-        blocks += _text("about", about)
+        blocks = [*_legend("run", labels), *_text("note", about)]
         for suite in dict.fromkeys(curve["suite"] for curve in curves):
-            plots = [
-                (x["task"], x["metric"], _plot(f"{x['task']} {x['metric']} over training", steps=k))
-                for k, x in enumerate(curves)
-                if x["suite"] == suite
+            drawn = [
+                (curve["task"], curve["metric"], drawing.over_training(curve, labels))
+                for curve in curves
+                if curve["suite"] == suite
             ]
-            small = f"{len(plots)} plot{'s' if len(plots) > 1 else ''}"
-            blocks.append(_fold(suite, _minis(plots), small=small, is_open=len(curves) <= 3))
+            blocks.append(_card(suite, *_plots(*drawn), folded=len(curves) > 3))
         sections.append(_section("over-steps", "Scores over training", *blocks))
-    blocks, place = _legend("entry", entries(content), "Architectures shown in these plots"), 0
-    for drawn in content["lengths"]:
-        plots, tables = [], []
-        for panel in drawn["panels"]:
-            name, metric = panel["series"], panel["metric"]
-            plots.append((name, metric, _plot(f"{name} {metric} over length", length=place)))
-            place += 1
-            guess = "" if panel["chance"] is None else f", chance {number(panel['chance'], 3)}"
-            columns = [_column(f"{name} {metric}{guess}", look="")]
-            columns += [_column(number(length, 0)) for length in panel["lengths"]]
-            rows = [
-                _row(
-                    line["label"],
-                    [_cell(number(value)) for value in line["values"]],
-                    f"step {line['step']:,}" if line["step"] else "",
-                )
-                for line in panel["lines"]
-            ]
-            tables.append(_table(columns, rows))
-        cut = ", ".join(drawn["limited"])
-        warning = _text("warning", f"{cut}: first items only: not a result." if cut else "")
-        small = f"{len(plots)} plots and their values, over {drawn['unit']}"
-        blocks.append(_fold(drawn["title"], *warning, _minis(plots), *tables, small=small))
     if content["lengths"]:
-        note = (
+        entries = drawing.entries(content)
+        about = (
             "A point is the mean over the runs of an architecture (those of its chosen learning "
             "rate, else all); a bar is their lowest and highest. Lengths are evenly spaced."
         )
-        blocks += _text("note", note)
+        blocks = [*_legend("entry", entries), *_text("note", about)]
+        for shown in content["lengths"]:
+            drawn, tables = [], []
+            for panel in shown["panels"]:
+                name, metric, chance = panel["series"], panel["metric"], panel["chance"]
+                drawn.append((name, metric, drawing.over_length(panel, shown["unit"], entries)))
+                guess = "" if chance is None else f"chance {number(chance, 3)}"
+                columns = [Column(_joined(f"{name} {metric}", guess), "")]
+                columns += [Column(number(length, 0)) for length in panel["lengths"]]
+                rows = [
+                    [_cell(line["label"], other_step(line["step"], None))]
+                    + [number(value) for value in line["values"]]
+                    for line in panel["lines"]
+                ]
+                tables.append(_table(columns, rows))
+            limited = [f"{x}: first items only: not a result." for x in shown["limited"]]
+            blocks.append(
+                _card(
+                    shown["title"],
+                    *_text("warning", *limited),
+                    *_plots(*drawn),
+                    *tables,
+                    small=f"over {shown['unit']}",
+                    folded=True,
+                )
+            )
         sections.append(_section("over-length", "Accuracy over length", *blocks))
     return sections
 
 
 def _runs(content: Content) -> list[Block]:
+    """The runs and their settings, the training curves, and the suites' own tables."""
     runs, labels = content["runs"], [run["label"] for run in content["runs"]]
     several = len(runs) > 1
-    cards: Block = {
-        "kind": "runs",
-        "runs": [
-            {name: run[name] for name in ("label", "state", "description")}
-            | {"facts": [*words.facts(run), ("Folder", run["folder"])]}
-            for run in runs
-        ],
-    }
-    states = ", ".join(dict.fromkeys(run["state"] for run in runs))
-    blocks = [_fold(f"Facts of the {len(runs)} runs", cards, small=states) if several else cards]
-    if content["differing_settings"]:
-        columns = [_column("setting", look=""), *map(_column, labels)]
-        rows = [
-            _row(row["setting"], [_cell(words.setting(value)) for value in row["values"]])
-            for row in content["differing_settings"]
-        ]
-        blocks.append(_card("Settings that differ", _table(columns, rows, "settings")))
+    facts = [_facts(run) for run in runs]
+    rows = [[name, *(run[name] for run in facts)] for name in facts[0]]
+    columns = [Column("", ""), *(Column(label, "") for label in labels)]
+    blocks = [_card("Facts", _table(columns, rows), folded=True if several else None)]
+    # of one run all settings
+    settings = content["differing_settings"]
+    rows = [[x["setting"], *map(_setting, x["values"])] for x in settings]
+    columns[0] = Column("setting", "")
+    if rows:
+        title = "Settings that differ" if several else "Settings"
+        card = _card(title, _table(columns, rows, "settings"), folded=None if several else True)
+        blocks.append(card)
     sections = [_section("runs", "Runs" if several else "Run", *blocks)]
 
     warnings = _text("warning", *content["warnings"])
-    blocks = [*warnings, *_legend("run", labels, "Runs shown in the curves")]
-    blocks += [_curve(content, curve) for curve in content["curves"]]
+    curves = [_curve(content, curve) for curve in content["curves"]]
+    blocks = [*warnings, *_legend("run", labels), *curves]
     sections.append(_section("curves", "Training curves", *blocks))
 
-    blocks = [
-        *_text(
-            "note",
-            *(
-                f"{label}: no evaluation results yet; python -m eval run writes them."
-                for label in content["without_evaluations"]
-            ),
-        ),
-        *(warnings if content["suites"] else []),
-        *(_text("reading", words.READING) if content["suites"] else []),
-    ]
+    left = "no evaluation results yet; python -m eval run writes them"
+    blocks = _text("note", *(f"{x}: {left}." for x in content["without_evaluations"]))
+    blocks += _text("note", READING) if content["suites"] else []
     blocks += [_suite(suite, k, several=several) for k, suite in enumerate(content["suites"])]
     return [*sections, _section("evaluations", "Evaluations", *blocks)]
 
 
+def _setting(value: object) -> str:
+    text = NONE if value is None else '""' if value == "" else str(value)
+    return text if len(text) <= 24 else text[:12] + "…"
+
+
+def _facts(run: Content) -> dict[str, str]:
+    parameters, batch, seq_len = run["num_parameters"], run["global_batch_size"], run["seq_len"]
+    began, ended = ((run[x] or "")[:16].replace("T", " ") for x in ("first_event", "last_event"))
+    restarts = [f"from step {x['from_step']:,}, world {x['world_size']}" for x in run["restarts"]]
+    return {
+        "State": state_words(run),
+        "Description": run["description"],
+        "Model": run["flavor"] or "",
+        "Parameters": f"{parameters:,}" if parameters else "",
+        "Tokens": f"{run['tokens']:,}",
+        "Batch": f"{batch:,} × {seq_len:,} tokens a step" if batch and seq_len else "",
+        "Learning rate": str(run["learning_rate"]),
+        "Data": str(run["data_fingerprint"] or "")[:12],
+        "Seeds": f"data {run['data_seed']}, init {run['init_seed']}",
+        "Devices": ", then ".join(map(str, run["world_sizes"])),
+        "Software": _joined(*(f"{x} {v}" for x in ("torch", "torchtitan") for v in run[x])),
+        "Began": f"{began} UTC" if began else "",
+        "Last event": f"{ended} UTC" if ended else "",
+        "Resumed": "; ".join(restarts),
+        "Folder": run["folder"],
+    }
+
+
 def _curve(content: Content, curve: Content) -> Block:
-    several, field, late = len(content["runs"]) > 1, curve["field"], content["late_loss"]
-    blocks = _text("about", f"Over tokens trained; {curve['about']}.")
-    blocks.append({"kind": "log", "field": field, "is_on": curve["log_scale"]})
-    blocks.append(_plot(f"{curve['title']} over tokens", id=f"curve-{field}"))
+    labels = [run["label"] for run in content["runs"]]
+    field, late = curve["field"], content["late_loss"]
+    restarts = [run["restarts"] for run in content["runs"] if field == "tokens_per_second"]
+    blocks = _text("note", f"Over tokens trained; {curve['about']}.")
+    blocks += _plots(("", "", drawing.training(curve, labels, restarts)), small=False)
     if field == "loss" and late:
-        plots = [("The last half, smoothed", "", _plot("Smoothed loss", late="values"))]
-        note = f"Each point is the mean over {late['tokens'][1] - late['tokens'][0]:,.0f} tokens"
-        if late["lines"][0]["differences"]:
-            title = f"Smoothed, less {content['comparison']['baseline']}"
-            plots.append((title, "", _plot(title, late="differences")))
-            note += "; the baseline is the mean of its runs, so that its own lines show the spread "
-            note += "of seeds"
-        blocks += [_minis(plots, "late"), *_text("note", f"{note}.")]
-    names = ("last", "lowest", "highest")
-    rows = []
+        width = late["tokens"][1] - late["tokens"][0]
+        title = f"Smoothed, less {content['comparison']['baseline']}"
+        blocks += _plots(
+            ("The last half, smoothed", "", drawing.late(late, "values", labels)),
+            (title, "", drawing.late(late, "differences", labels)),
+        )
+        about = "a baseline is the mean of its runs: its own lines show the spread of seeds"
+        blocks += _text("note", f"Each point is the mean over {width:,.0f} tokens; {about}.")
+    rows: list[list[Cell]] = []
+    notes = []
     for line in curve["lines"]:
-        figures = line["figures"]
-        cells = [_cell("–")] * 4
+        figures, logged, drawn = line["figures"], line["logged"], len(line["values"])
+        cells: list[Cell] = [NONE] * 4
         if figures:
-            shown = [(figures[name]["value"], figures[name]["step"]) for name in names]
-            cells = [_cell(number(x, curve["decimals"]), f"step {at:,}") for x, at in shown]
-            cells.append(_cell(number(figures["median"], curve["decimals"])))
-        rows.append(_row(line["run"], cells))
-    columns = [_column("run", look=""), *map(_column, (*names, "median"))]
-    blocks += [_table(columns, rows), *_text("note", *words.gap_words(curve))]
-    if field == "tokens_per_second":
-        blocks += _text("note", *(x for run in content["runs"] for x in words.restart_words(run)))
-    if several and field != "loss":
-        return _fold(curve["title"], *blocks, small=curve["unit"])
-    return _card(curve["title"], *blocks, small=curve["unit"], look="curve")
+            ends = [figures[name] for name in ("last", "lowest", "highest")]
+            values = [number(x["value"], curve["decimals"]) for x in ends]
+            steps = [f"step {x['step']:,}" for x in ends]
+            cells = [_cell(value, step) for value, step in zip(values, steps, strict=True)]
+            cells.append(number(figures["median"], curve["decimals"]))
+        rows.append([line["run"], *cells])
+        if not logged:
+            notes.append(f"{line['run']}: no step logged yet.")
+        if line["not_finite"]:
+            notes.append(
+                f"{line['run']}: {line['not_finite']:,} of {logged:,} logged values are missing or "
+                f"not finite (the first at step {line['first_not_finite_step']:,})."
+            )
+        if drawn < logged:
+            notes.append(
+                f"{line['run']}: {drawn:,} of {logged:,} logged points are drawn: of each stretch "
+                "the lowest and the highest."
+            )
+    columns = [Column("run", ""), *map(Column, ("last", "lowest", "highest", "median"))]
+    blocks += [_table(columns, rows), *_text("note", *notes)]
+    folded = True if len(labels) > 1 and field != "loss" else None
+    return _card(curve["title"], *blocks, small=curve["unit"], folded=folded)
 
 
 def _suite(suite: Content, place: int, *, several: bool) -> Block:
-    name, suite_step = f"suite-{place}", suite["suite_step"]
-
-    def cell(score: Content | None, step: int, limit: int | None) -> Block:
-        value, error, items = words.score(score)
-        small = ", ".join(filter(None, (items, other_step(step, suite_step) if score else "")))
-        return _cell(value, small, error, cut=limit is not None)
-
-    columns = [_column("task", look="")]
+    columns, suite_step = [Column("task", "")], suite["suite_step"]
     for each in suite["columns"]:
-        small = ", ".join(filter(None, (f"step {each['step']:,}", words.limit(each["limit"]))))
-        columns.append(_column(each["run"], small))
-    rows = []
+        columns.append(
+            Column(each["run"], "num", _joined(f"step {each['step']:,}", cut(each["limit"])))
+        )
+    rows: list[list[Cell]] = []
     for row in suite["rows"]:
-        pairs = zip(row["cells"], suite["columns"], strict=True)
-        cells = [cell(score, each["step"], each["limit"]) for score, each in pairs]
-        rows.append(_row(row["task"], cells, row["metric"]))
-    blocks = _text("warning", *suite["warnings"])
-    blocks.append(_table(columns, rows, name, filters=""))
-    every = suite["every_step"]
-    if len(every) > MAX_ROWS:
-        many = f"{len(every):,} scores, too many here; the curves show them, report.json has them."
-        blocks += _text("note", f"Every step: {many}")
-    elif every:
-        columns = [_column("task", look=""), _column("run", look=""), _column("step")]
-        rows = [
-            _row(
-                row["task"],
-                [
-                    _cell(row["run"], look=""),
-                    _cell(number(row["step"], 0), words.limit(row["limit"])),
-                    cell(row, suite_step, row["limit"]),
-                ],
-                row["metric"],
-                task=row["task"],
-                runName=row["run"],
-            )
-            for row in every
-        ]
-        table = _table([*columns, _column("value")], rows, f"{name}-steps", filters="task runName")
-        blocks.append(_fold("Every step", table))
-    if several:
-        small = f"step {suite_step:,}, {len(suite['rows'])} scores a run"
-        return _fold(suite["suite"], *blocks, small=small)
-    return _card(suite["suite"], *blocks, look="tabled")
-
-
-def entries(content: Content) -> list[str]:
-    """The lines of the figures over length, each once: their place is their color."""
-    panels = [panel for figure in content["lengths"] for panel in figure["panels"]]
-    known = [architecture["label"] for architecture in content["comparison"]["architectures"]]
-    lines = (content["held_out"] or {"lines": []})["lines"]
-    lines = [*lines, *(line for panel in panels for line in panel["lines"])]
-    drawn = dict.fromkeys(line["label"] for line in lines)
-    return [label for label in known if label in drawn] + [x for x in drawn if x not in known]
+        cells: list[Cell] = [_cell(row["task"], row["metric"])]
+        for scored, at in zip(row["cells"], suite["columns"], strict=True):
+            value, error, items = score(scored)
+            small = _joined(items, other_step(at["step"], suite_step) if scored else "")
+            cells.append(_cell(value, small, error=error))
+        rows.append(cells)
+    table = _table(columns, rows, f"suite-{place}")
+    small = f"step {suite_step:,}, {len(rows)} scores per run"
+    warnings = _text("warning", *suite["warnings"])
+    return _card(suite["suite"], *warnings, table, small=small, folded=True if several else None)

@@ -14,7 +14,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +40,7 @@ from canon_pretrain.run.folder import EVALS, RunFolder
 VERSION = 1
 RESULTS = "results.json"
 SAMPLES = "samples-{}.jsonl"
+KEPT = ".task.json"
 MAX_TASK_BYTES = 1 << 30
 MAX_SAMPLE_BYTES = 1 << 26
 
@@ -118,11 +119,6 @@ class Answers:
     truncated: int = 0
 
 
-@dataclass(frozen=True)
-class _KeptAnswers(Answers):
-    task: str = field(kw_only=True)
-
-
 def wilson_bound(value: float, count: int) -> float:
     """Return `Score.bound` of a share of `count` draws that is 0 or 1."""
     end = Z_95**2 / (count + Z_95**2)
@@ -172,12 +168,8 @@ class Unfinished:
         self._folder.mkdir(parents=True, exist_ok=True)
         results = self._folder.parent / RESULTS
         waits = f"waits: another process asks the same question, in {results.parent}"
-        with locked(
-            self._folder / "lock",
-            f"{results.parent}",
-            patience_s=math.inf,
-            on_wait=lambda: log(waits),
-        ):
+        lock, name = self._folder / "lock", str(results.parent)
+        with locked(lock, name, patience_s=math.inf, on_wait=lambda: log(waits)):
             yield
             if results.exists():
                 self.remove()
@@ -185,26 +177,25 @@ class Unfinished:
     def read(self) -> dict[str, Answers]:
         """Return the answers by task, without unreadable ones, which are asked again."""
         found: dict[str, Answers] = {}
-        for path in sorted(self._folder.glob("*.task.json")) if self._is_ours() else ():
+        for path in sorted(self._folder.glob(f"*{KEPT}")) if self._is_ours() else ():
             try:
-                kept = read_record(path, _KeptAnswers, finite=False, max_bytes=MAX_TASK_BYTES)
+                kept = read_record(path, Answers, finite=False, max_bytes=MAX_TASK_BYTES)
             except UnreadableFile:
                 continue
-            found[kept.task] = Answers(kept.scores, kept.num_samples, kept.samples, kept.truncated)
+            found[_task(path.name.removesuffix(KEPT))] = kept
         return found
 
     def add(self, task: str, answers: Answers) -> None:
         """Keep the answers to `task`. Raises OSError if they cannot be written."""
         self._folder.mkdir(parents=True, exist_ok=True)
         if not self._is_ours():
-            for left in self._folder.glob("*.task.json"):
+            for left in self._folder.glob(f"*{KEPT}"):
                 left.unlink()
             write_json(self._question, self._asked)
-        content = json.dumps({"task": task, **asdict(answers)}, ensure_ascii=False)
-        write_atomic(self._folder / f"{_file_name(task)}.task.json", content.encode())
+        content = json.dumps(asdict(answers), ensure_ascii=False)
+        write_atomic(self._folder / f"{_file_name(task)}{KEPT}", content.encode())
 
     def _is_ours(self) -> bool:
-        """Return whether the kept answers are to this question."""
         try:
             kept = read_json(self._question, finite=False)
             return question_of(kept) == question_of(self._asked)
@@ -236,6 +227,10 @@ def _file_name(task: str) -> str:
     return task.replace("/", "%2F")
 
 
+def _task(file_name: str) -> str:
+    return file_name.replace("%2F", "/")
+
+
 def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the item records beside a results.json, by task (fields: `eval/harness.py`).
 
@@ -244,21 +239,16 @@ def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
     start, end = SAMPLES.split("{}")
     found = {}
     for path in sorted(folder.glob(SAMPLES.format("*"))):
-        task = path.name.removeprefix(start).removesuffix(end).replace("%2F", "/")
         try:
             with parsing(path):
                 lines = read_lines(path, MAX_SAMPLE_BYTES)
-                found[task] = [parse_json(line, finite=False) for line in lines]
-                if not all(isinstance(item, dict) for item in found[task]):
+                items = [parse_json(line, finite=False) for line in lines]
+                if not all(isinstance(item, dict) for item in items):
                     raise ValueError("a line is no JSON object")
         except UnreadableFile as error:
             raise UserError(f"{error}; `python -m eval run` asks that suite again") from None
+        found[_task(path.name.removeprefix(start).removesuffix(end))] = items
     return found
-
-
-@dataclass(frozen=True)
-class _Versioned:
-    version: Any
 
 
 def read_results(path: Path) -> Results:
@@ -266,7 +256,7 @@ def read_results(path: Path) -> Results:
     try:
         content = read_bytes(path)
         with parsing(path):
-            version = parse_record(content, _Versioned, finite=False).version
+            version = parse_json(content, finite=False).get("version")
             if version != VERSION:
                 raise UserError(f"{path}: version {version!r}, this program reads {VERSION}")
             stored = parse_record(content, Results, finite=False)
@@ -276,15 +266,9 @@ def read_results(path: Path) -> Results:
         if error.errno is not None:
             raise
         raise UserError(f"{error}; evaluate again") from None
-    scores = {
-        task: {m: _with_bound(score, stored.num_samples.get(task)) for m, score in metrics.items()}
-        for task, metrics in stored.scores.items()
-    }
-    return replace(stored, scores=scores)
-
-
-def _with_bound(score: Score, count: int | None) -> Score:
-    """Earlier versions wrote a standard error of 0 if all items are alike."""
-    if score.stderr == 0 and score.value in (0, 1) and count:
-        return Score(score.value, bound=wilson_bound(score.value, count))
-    return score
+    for task, metrics in stored.scores.items():
+        for name, score in metrics.items():
+            count = stored.num_samples.get(task)
+            if score.stderr == 0 and score.value in (0, 1) and count:  # of an earlier version
+                metrics[name] = Score(score.value, bound=wilson_bound(score.value, count))
+    return stored
