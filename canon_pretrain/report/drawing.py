@@ -63,27 +63,24 @@ def training(
     None without any step.
     """
     traces = []
-    form = f",.{curve['decimals']}f"
     for k, line in enumerate(curve["lines"]):
-        run, steps = line["run"], line["steps"]
-        hover = f"<b>%{{y:{form}}}</b>, step %{{customdata:,d}}"
-        traces.append(
-            _trace("run", labels, run, line["tokens"], line["values"], hover, customdata=steps)
-        )
-        gaps = [i for i, value in enumerate(line["values"]) if value is None]
-        x, y = [line["tokens"][i] for i in gaps], [0.02] * len(gaps)
-        mark = {"mode": "markers", "yaxis": "y2", "marker": {"symbol": "x"}}
-        hover = "<b>not finite</b>, step %{customdata:,d}"
-        at = [steps[i] for i in gaps]
-        traces.append(_trace("run", labels, run, x, y, hover, customdata=at, **mark))
+        steps, tokens, values = line["steps"], line["tokens"], line["values"]
+        gaps = [i for i, value in enumerate(values) if value is None]
+        cross = {"mode": "markers", "yaxis": "y2", "marker": {"symbol": "x"}}
         known = [x for x in (restarts[k] if restarts else ()) if x["tokens"] is not None]
-        x = [tokens for each in known for tokens in (each["tokens"], each["tokens"], None)]
-        at = [each["from_step"] for each in known for _ in range(3)]
+        ends = [x for each in known for x in (each["tokens"], each["tokens"], None)]
+        begun = [each["from_step"] for each in known for _ in range(3)]
         dotted = {"mode": "lines", "yaxis": "y2", "line": {"dash": "dot", "width": 1}}
-        hover = "<b>restart</b> from step %{customdata:,d}"
-        y = [0, 1, None] * len(known)
-        traces.append(_trace("run", labels, run, x, y, hover, customdata=at, **dotted))
-    if not any(trace["x"] for trace in traces):
+        for x, y, at, words, more in (
+            (tokens, values, steps, f"<b>%{{y:,.{curve['decimals']}f}}</b>,", {}),
+            ([tokens[i] for i in gaps], [0.02] * len(gaps), [steps[i] for i in gaps],
+             "<b>not finite</b>,", cross),
+            (ends, [0, 1, None] * len(known), begun, "<b>restart</b> from", dotted),
+        ):  # fmt: skip
+            hover = f"{words} step %{{customdata:,d}}"
+            trace = _trace("run", labels, line["run"], x, y, hover, customdata=at, **more)
+            traces += [trace] * bool(x)
+    if not traces:
         return None
     scales = [
         {"label": name, "method": "relayout", "args": [{"yaxis.type": name}]}
@@ -98,7 +95,7 @@ def training(
         "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
         "updatemenus": [{**menu, "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}],
     }
-    return {"data": [trace for trace in traces if trace["x"]], "layout": layout}
+    return {"data": traces, "layout": layout}
 
 
 def late(content: Content, kind: str, labels: Sequence[str]) -> Figure | None:

@@ -53,7 +53,7 @@ from canon_pretrain.report.sections import (
     state_words,
     tallies,
 )
-from canon_pretrain.report.verdicts import VERDICTS, Options
+from canon_pretrain.report.verdicts import Options
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
 
@@ -152,9 +152,9 @@ def _print(content: Content, path: Path) -> None:
         loss = number(line["figures"]["last"]["value"] if line["figures"] else None)
         table.add_row(Text(run["label"]), Text(state_words(run)), f"{run['tokens']:,}", loss)
     console.print(table)
-    for tally in tallies(content):
-        counts = ", ".join(f"{len(tally[name])} {name}" for name in VERDICTS)
-        words = f"{tally['architecture']} against {tally['baseline']}: {counts}"
+    for label, tally in tallies(content).items():
+        counts = ", ".join(f"{len(found)} {verdict}" for verdict, found in tally.items())
+        words = f"{label} against {content['comparison']['baseline']}: {counts}"
         console.print(Text(words), soft_wrap=True)
     console.print(Text(f"report: {path.resolve()}"), soft_wrap=True)
 
@@ -220,48 +220,29 @@ def _run(run: RunRecord) -> dict[str, Any]:
             step = event.get("step", step)
         elif event["event"] in ("start", "resume"):
             step = event.get("from_step", 0)
-    state = "unfinished"
-    if failure:
-        state = "failed"
-    elif run.is_done:
-        state = "done"
-    elif run.events and run.events[-1]["event"] == "stop":
-        state = "stopped"
+    ended = "stopped" if run.events and run.events[-1]["event"] == "stop" else "unfinished"
     return {
         "label": run.label,
-        "folder": printable(str(run.folder.path)),
-        "description": printable(str(run.config.get("job", {}).get("description") or "")),
-        "state": state,
+        "state": "failed" if failure else "done" if run.is_done else ended,
         "failure": failure[1] if failure else None,
         "step": failure[0] if failure else step,
         "total_steps": identity.get("training.steps"),
         "tokens": run.steps[-1]["tokens"] if run.steps else 0,
-        "num_parameters": parameters,
-        "flavor": run.config.get("model", {}).get("flavor"),
-        "learning_rate": identity.get("optimizer.lr"),
-        "seq_len": identity.get("training.seq_len"),
-        "global_batch_size": identity.get("training.global_batch_size"),
-        "data_fingerprint": identity.get("data_fingerprint"),
-        "data_seed": identity.get("data.data_seed"),
-        "init_seed": identity.get("model.init_seed"),
-        **{
-            name: in_turn(event.get(field) for event in run.heads)
-            for name, field in (
-                ("world_sizes", "world_size"),
-                ("torch", "torch"),
-                ("torchtitan", "torchtitan"),
-            )
+        "facts": {
+            "description": printable(str(run.config.get("job", {}).get("description") or "")),
+            "flavor": run.config.get("model", {}).get("flavor"),
+            "parameters": parameters,
+            **{
+                name: in_turn(event.get(name) for event in run.heads)
+                for name in ("world_size", "torch", "torchtitan")
+            },
+            "first event": run.events[0].get("time") if run.events else None,
+            "last event": run.events[-1].get("time") if run.events else None,
+            "folder": printable(str(run.folder.path)),
         },
-        "first_event": run.events[0].get("time") if run.events else None,
-        "last_event": run.events[-1].get("time") if run.events else None,
         "restarts": [
-            {
-                "from_step": event["from_step"],
-                "tokens": tokens_at(run, event["from_step"]),
-                "world_size": event.get("world_size"),
-            }
-            for event in run.heads
-            if event["event"] == "resume"
+            {"from_step": at, "tokens": tokens_at(run, at)}
+            for at in (event["from_step"] for event in run.heads if event["event"] == "resume")
         ],
     }
 

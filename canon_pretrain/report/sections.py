@@ -117,24 +117,14 @@ def named(labels: Sequence[str]) -> str:
     return ", ".join(labels[:MAX_NAMED]) + more
 
 
-def tallies(content: Content) -> list[dict[str, Any]]:
-    """Return per architecture the rows of each verdict; held-out loss is the headline's."""
-    pairs = [pair for pair in content["comparison"]["pairs"] if pair["suite"] != VALIDATION]
-    return [
-        {
-            "architecture": label,
-            "baseline": content["comparison"]["baseline"],
-            **{
-                verdict: [
-                    pair
-                    for pair in pairs
-                    if (pair["architecture"], pair["verdict"]) == (label, verdict)
-                ]
-                for verdict in VERDICTS
-            },
-        }
-        for label in dict.fromkeys(pair["architecture"] for pair in pairs)
-    ]
+def tallies(content: Content) -> dict[str, dict[str, list[Content]]]:
+    """Return architecture -> verdict -> rows; held-out loss is the headline's."""
+    found: dict[str, dict[str, list[Content]]] = {}
+    for pair in content["comparison"]["pairs"]:
+        if pair["suite"] != VALIDATION:
+            empty: dict[str, list[Content]] = {verdict: [] for verdict in VERDICTS}
+            found.setdefault(pair["architecture"], empty)[pair["verdict"]].append(pair)
+    return found
 
 
 def _joined(*parts: object) -> str:
@@ -247,14 +237,12 @@ def _verdicts(content: Content) -> Block:
     blocks = _text("warning", *content["warnings"])
     blocks.append(_card("How this is judged, and what is left out", *notes, folded=True))
     rows = []
-    for tally in tallies(content):
-        cells: list[Cell] = [_cell(tally["architecture"], f"against {tally['baseline']}")]
-        for verdict in VERDICTS:
-            found = tally[verdict]
-            is_real = verdict in (BETTER, WORSE)
-            found = sorted(found, key=lambda x: (not x["mean_of"], x["p_holm"] if is_real else 0))
-            real = [f"{x['task']} {signed(x['difference'])}" for x in found if is_real]
-            cells.append(_cell(str(len(found)), named(real)))
+    for label, tally in tallies(content).items():
+        cells: list[Cell] = [_cell(label, f"against {comparison['baseline']}")]
+        for verdict, found in tally.items():
+            clearest = sorted(found, key=lambda x: (not x["mean_of"], x["p_holm"] or 0))
+            real = [f"{x['task']} {signed(x['difference'])}" for x in clearest]
+            cells.append(_cell(str(len(found)), named(real) if verdict in (BETTER, WORSE) else ""))
         rows.append([*cells, _detectable(tally[WITHIN])])
     columns = [Column("architecture", ""), *map(Column, VERDICTS), Column("could have shown")]
     blocks += [_card("", _table(columns, rows, "tally"))] if rows else []
@@ -495,14 +483,18 @@ def _runs(content: Content) -> list[Block]:
     """The runs and their settings, the training curves, and the suites' own tables."""
     runs, labels = content["runs"], [run["label"] for run in content["runs"]]
     several = len(runs) > 1
-    facts = [_facts(run) for run in runs]
-    rows = [[name, *(run[name] for run in facts)] for name in facts[0]]
+    rows: list[list[Cell]] = [
+        ["state", *map(state_words, runs)],
+        ["tokens", *(number(run["tokens"], 0) for run in runs)],
+        ["resumed at", *(_value([x["from_step"] for x in run["restarts"]]) for run in runs)],
+    ]
+    rows += [[name, *(_value(run["facts"][name]) for run in runs)] for name in runs[0]["facts"]]
     columns = [Column("", ""), *(Column(label, "") for label in labels)]
     blocks = [_card("Facts", _table(columns, rows), folded=True if several else None)]
     # of one run all settings
     settings = content["differing_settings"]
-    rows = [[x["setting"], *map(_setting, x["values"])] for x in settings]
-    columns[0] = Column("setting", "")
+    rows = [[x["setting"], *map(_value, x["values"])] for x in settings]
+    columns = [Column("setting", ""), *columns[1:]]
     if rows:
         title = "Settings that differ" if several else "Settings"
         card = _card(title, _table(columns, rows, "settings"), folded=None if several else True)
@@ -521,32 +513,14 @@ def _runs(content: Content) -> list[Block]:
     return [*sections, _section("evaluations", "Evaluations", *blocks)]
 
 
-def _setting(value: object) -> str:
-    text = NONE if value is None else '""' if value == "" else str(value)
-    return text if len(text) <= 24 else text[:12] + "…"
-
-
-def _facts(run: Content) -> dict[str, str]:
-    parameters, batch, seq_len = run["num_parameters"], run["global_batch_size"], run["seq_len"]
-    began, ended = ((run[x] or "")[:16].replace("T", " ") for x in ("first_event", "last_event"))
-    restarts = [f"from step {x['from_step']:,}, world {x['world_size']}" for x in run["restarts"]]
-    return {
-        "State": state_words(run),
-        "Description": run["description"],
-        "Model": run["flavor"] or "",
-        "Parameters": f"{parameters:,}" if parameters else "",
-        "Tokens": f"{run['tokens']:,}",
-        "Batch": f"{batch:,} × {seq_len:,} tokens a step" if batch and seq_len else "",
-        "Learning rate": str(run["learning_rate"]),
-        "Data": str(run["data_fingerprint"] or "")[:12],
-        "Seeds": f"data {run['data_seed']}, init {run['init_seed']}",
-        "Devices": ", then ".join(map(str, run["world_sizes"])),
-        "Software": _joined(*(f"{x} {v}" for x in ("torch", "torchtitan") for v in run[x])),
-        "Began": f"{began} UTC" if began else "",
-        "Last event": f"{ended} UTC" if ended else "",
-        "Resumed": "; ".join(restarts),
-        "Folder": run["folder"],
-    }
+def _value(value: Any) -> str:
+    """A fact or setting; lists in a row, and fingerprints cut."""
+    if isinstance(value, list):
+        return ", ".join(map(_value, value)) or NONE
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    text = NONE if value in (None, "") else str(value)
+    return text[:12] + "…" if len(text) == 64 else text
 
 
 def _curve(content: Content, curve: Content) -> Block:
