@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from canon_pretrain.core.errors import UserError, exit_with
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.text import Rendered, printable
 
 EXIT_INTERRUPTED = 130
 
@@ -43,24 +43,8 @@ class _Words(io.TextIOWrapper):
     """A standard stream. NUL ends words for scripts, and a carriage return redraws a bar."""
 
     def write(self, text: str) -> int:
-        super().write(printable(text, keep="\n\t\r\0"))
+        super().write(text if isinstance(text, Rendered) else printable(text, keep="\n\t\r\0"))
         return len(text)
-
-    @property
-    def unfiltered(self) -> "_Unfiltered":
-        """For canon_pretrain.core.terminal, which filters text before it adds colors."""
-        return _Unfiltered(self)
-
-
-class _Unfiltered:
-    def __init__(self, words: _Words) -> None:
-        self._words = words
-
-    def write(self, text: str) -> int:
-        return io.TextIOWrapper.write(self._words, text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._words, name)
 
 
 def _open(number: int, stream: TextIO | None) -> _Words:

@@ -2,35 +2,23 @@
 
 import time
 from collections.abc import Callable, Iterable
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import rich.console
 import rich.progress
 from rich.segment import Segment
 
-from canon_pretrain.core.text import duration, printable
+from canon_pretrain.core.text import Rendered, duration, printable
 
 
 class Console(rich.console.Console):
     """rich's, filtering text before colors are added to it."""
 
-    @property
-    def file(self) -> IO[str]:
-        # a live display replaces sys.stdout, which filters as well (core/cli.py)
-        file = rich.console.Console.file.fget(self)  # type: ignore[attr-defined]
-        return getattr(file, "unfiltered", file)
-
-    @file.setter
-    def file(self, new: IO[str]) -> None:
-        self._file = new
-
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        return super()._render_buffer(
-            segment
-            if segment.control
-            else Segment(printable(segment.text, keep="\n\t"), segment.style)
-            for segment in buffer
+        clean = (
+            s if s.control else Segment(printable(s.text, keep="\n\t"), s.style) for s in buffer
         )
+        return Rendered(super()._render_buffer(clean))
 
 
 class Progress:

@@ -3,6 +3,10 @@
 import unicodedata
 
 
+class Rendered(str):
+    """Text whose control characters are our own: colors, and moves of the cursor."""
+
+
 def printable(text: str, keep: str = "") -> str:
     """Replace what can't be shown or encoded, except for the characters in `keep`, by U+FFFD."""
     if text.isprintable():

@@ -265,33 +265,22 @@ def _readme(run: Path, launch: Mapping[str, Any], config: Mapping[str, Any]) -> 
 # {title}
 
 Run `{launch["run_id"]}`, to step {step}. Begun {created} UTC.
-
 Launch {launch["launch"]}, begun {begun} UTC: {launch["world_size"]} rank(s), the first on
 {launch["host"]}. Its code is {code}.
 
-The commands below are for the folder that it was started in:
+## Show, resume, stop and evaluate it
 
     cd {shlex.quote(launch["command"]["folder"])}
-
-## Show it
-
     python -m canon_pretrain.run status {folder}
     python -m canon_pretrain.run plot {folder} --out plot.html
     python -m canon_pretrain.run diff {folder} ANOTHER_RUN
     python -m canon_pretrain.checkpoint list {folder}
 
-## Resume it, or stop it
-
     {launch["command"]["again"]}
-
-It resumes from the newest checkpoint that is whole. `touch {folder}/STOP` saves and stops.
-
-## Evaluate it
+    touch {folder}/STOP
 
     python -m eval run --checkpoint {folder}/checkpoint/step-{step} --suite validation
     python -m eval report {folder}
-
-`python -m canon_pretrain.checkpoint list` names the steps that are there.
 
 ## Files
 

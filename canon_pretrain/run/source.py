@@ -75,72 +75,63 @@ class SourceTree:
     problem: str | None = None
 
 
-class _GitFailed(Exception):
-    """git is missing, took too long, or ended with an error: the message says which."""
-
-
 def look_at_source(
     inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = 20
 ) -> SourceTree:
-    """Return the source tree that the file `inside` is tracked in; git has `timeout_s` in all."""
+    """Return the source tree that the file `inside` is tracked in; git has `timeout_s` in all.
+
+    For a file of a snapshot, what was found when the snapshot was taken.
+    """
     if (kept := inside.parent.parent / KEPT).is_file():
         tree = read_json(kept)
         return SourceTree(**tree | {"patch": tree["patch"].encode(errors="surrogateescape")})
     deadline = time.monotonic() + timeout_s
-    root: Path | None = None
-    try:
-        top = _git(inside.parent, deadline, "rev-parse", "--show-toplevel").rstrip("\n")
-        _git(inside.parent, deadline, "ls-files", "--error-unmatch", "--", inside.name)
-        root = Path(top)
-        status = ("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
-        # each record: two letters, a space, the path
-        changed = [record[3:] for record in _git(root, deadline, *status).split("\0")[:-1]]
-    except _GitFailed as failure:
-        if root is None:
-            return SourceTree(problem=f"{inside.parent}: no git repository tracks it: {failure}")
-        return SourceTree(folder=top, problem=str(failure))
+    root, faults = inside.parent, list[str]()
+
+    def ask(*arguments: str, until: float = deadline, is_needed: bool = True) -> str:
+        text, fault = _git(root, until, *arguments)
+        if fault and is_needed:
+            faults.append(fault)
+        return text
 
     def line(*arguments: str) -> str | None:
-        with contextlib.suppress(_GitFailed):
-            return _git(root, deadline, *arguments).strip()
-        return None
+        return ask(*arguments, is_needed=False).strip() or None
 
-    commit, problem, patch, untracked = line("rev-parse", "--verify", "HEAD"), None, b"", []
+    top = ask("rev-parse", "--show-toplevel").rstrip("\n")
+    ask("ls-files", "--error-unmatch", "--", inside.name)
+    if faults:
+        return SourceTree(problem=f"{root}: no git repository tracks it: {faults[0]}")
+    root = Path(top)
+    status = ("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
+    # each record: two letters, a space, the path
+    changed = [record[3:] for record in ask(*status).split("\0")[:-1]]
+    if faults:
+        return SourceTree(folder=top, problem=faults[0])
+    commit, patch = line("rev-parse", "--verify", "HEAD"), b""
     package = inside.parent.resolve().relative_to(root.resolve())
     own = [package, *(package.parent / name for name in OWN_FOLDERS)]
-    shown = [
-        name
-        for name in changed
-        if name.endswith(".py") and any(Path(name).is_relative_to(folder) for folder in own)
-    ]
+    scripts = [name for name in changed if name.endswith(".py")]
+    shown = [name for name in scripts if any(Path(name).is_relative_to(f) for f in own)]
     if shown:
         diff = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
         # without a commit everything is new, and there is nothing to differ from
         since, names = "HEAD" if commit else "--cached", [f":(top,literal){n}" for n in shown]
-        try:
-            text = _git(root, deadline, *diff, since, "--", *names)
-            patch = text.encode(errors="surrogateescape")
-        except _GitFailed as failure:
-            problem = str(failure)
-    try:
-        # a tree of runs and data takes long to walk, and the rest waits for it
-        hurry = min(deadline, time.monotonic() + UNTRACKED_S)
-        others = ("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
-        untracked = _git(root, hurry, *others).split("\0")[:-1]
-    except _GitFailed as failure:
-        problem = problem or f"untracked files are not known: {failure}"
+        patch = ask(*diff, since, "--", *names).encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
+    others = ("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
+    # a tree of runs and data takes long to walk, and the rest waits for it
+    untracked = ask(*others, until=min(deadline, time.monotonic() + UNTRACKED_S))
     return SourceTree(
         folder=top,
         commit=commit,
         branch=line("symbolic-ref", "--short", "HEAD"),
         origin=_without_user(line("remote", "get-url", "origin")),
         dirty=bool(changed),
-        untracked=untracked[:MAX_NAMES],
+        untracked=untracked.split("\0")[:-1][:MAX_NAMES],
         left_out=[name for name in changed if name not in shown][:MAX_NAMES],
         patch=patch[: patch.rfind(b"\n", 0, patch_bytes) + 1] if is_cut else patch,
         patch_cut=is_cut,
-        problem=problem,
+        problem=next(iter(faults), None),
     )
 
 
@@ -152,8 +143,8 @@ def _without_user(url: str | None) -> str | None:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
-def _git(folder: Path, deadline: float, *arguments: str) -> str:
-    """Return what git prints, run in `folder` until a `deadline` of time.monotonic()."""
+def _git(folder: Path, deadline: float, *arguments: str) -> tuple[str, str | None]:
+    """Return what git prints until a `deadline` of time.monotonic(), and why that is not all."""
     options = ("-c", "core.fsmonitor=false", "-c", "core.quotepath=off")
     # without what points git elsewhere (GIT_DIR, in a hook)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -167,15 +158,15 @@ def _git(folder: Path, deadline: float, *arguments: str) -> str:
             timeout=timeout_s,
         )
     except FileNotFoundError:
-        raise _GitFailed("git is not installed") from None
+        return "", "git is not installed"
     except subprocess.TimeoutExpired:
-        raise _GitFailed(f"git {arguments[0]} took longer than {timeout_s:.0f} s") from None
+        return "", f"git {arguments[0]} took longer than {timeout_s:.0f} s"
     except OSError as error:
-        raise _GitFailed(f"git cannot run: {error}") from None
+        return "", f"git cannot run: {error}"
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip().splitlines()
-        raise _GitFailed(message[0] if message else f"git ended with {done.returncode}")
-    return done.stdout.decode(errors="surrogateescape")
+        return "", message[0] if message else f"git ended with {done.returncode}"
+    return done.stdout.decode(errors="surrogateescape"), None
 
 
 # -- snapshots ----------------------------------------------------------------------------------
