@@ -87,7 +87,6 @@ Encode = Callable[[list[str]], Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `bench`."""
     add = parser.add_argument
     about = "a SentencePiece model, or one trained on the text (default: %(default)s)"
     add("--tokenizer", default="train:32000", metavar="train:N|PATH", help=about)
@@ -379,7 +378,6 @@ def claims(result: dict[str, Any]) -> list[tuple[str, float | None, str, float |
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """Print rates and ratios as tables."""
     text = f"{result['bytes'] / 1e6:.1f} MB in {result['documents']:,} documents"
     rates = Table("Mtok/s", "one core", title=f"{text}, {result['vocab_size']:,} pieces")
     for name, rate in result["encoding"]["rates"].items():

@@ -11,11 +11,12 @@ import logging
 import os
 import platform
 import random
+import re
 import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -62,7 +63,6 @@ TARGETS = {CHOICE: 1.2, GENERATION: 1.5}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `eval bench`."""
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group()
     about = "random weights of this size and variant (default: Canon ABCD and no positions)"
@@ -92,15 +92,6 @@ def execute(arguments: argparse.Namespace) -> None:
 
 # ---- the requests
 
-Asked = Iterator[tuple[object, ...]]
-Range = tuple[int, int]
-
-
-def library_texts() -> list[str]:
-    """Return the modules of the running Python's standard library, as texts."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    return [path.read_text("utf-8", errors="ignore") for path in sorted(folder.glob("*.py"))]
-
 
 class Words:
     """Texts of so many tokens, from random places of the standard library."""
@@ -111,72 +102,55 @@ class Words:
         self._tokenizer, self._ids = tokenizer, tokenizer.encode(text)
         self._random = random.Random(0)
 
-    def some(self, least: int, most: int) -> str:
-        """Return a text of between `least` and `most` tokens."""
-        count = self._random.randint(least, most)
-        start = self._random.randrange(len(self._ids) - count)
-        return self._tokenizer.decode(self._ids[start : start + count]).strip()
+    def fill(self, form: str) -> str:
+        """Return `form` with a text of 6 to 14 tokens in the place of {6-14}."""
+
+        def some(place: re.Match[str]) -> str:
+            count = self._random.randint(int(place[1]), int(place[2]))
+            start = self._random.randrange(len(self._ids) - count)
+            return self._tokenizer.decode(self._ids[start : start + count]).strip()
+
+        return re.sub(r"\{(\d+)-(\d+)\}", some, form)
 
 
-def choices(
-    words: Words, count: int, form: str, context: Range, number: int, ending: Range
-) -> Asked:
-    """`number` endings after each context: HellaSwag's four, PIQA's two solutions."""
-    for _ in range(count):
-        text = form.format(words.some(*context))
-        yield from ((text, f" {words.some(*ending)}") for _ in range(number))
+def library_texts() -> list[str]:
+    """Return the modules of the running Python's standard library, as texts."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return [path.read_text("utf-8", errors="ignore") for path in sorted(folder.glob("*.py"))]
 
 
-def boolq(words: Words, count: int) -> Asked:
-    """A passage and its question; two choices of one token."""
-    for _ in range(count):
-        context = f"{words.some(80, 300)}\nQuestion: {words.some(6, 14)}?\nAnswer:"
-        yield from ((context, choice) for choice in (" no", " yes"))
+@dataclass(frozen=True)
+class Form:
+    """What a suite's requests look like, as forms for `Words.fill`."""
+
+    group: str
+    items: int
+    """At scale 1."""
+    prompt: str
+    choices: tuple[str, ...] = ()
+    head: str = ""
+    """Before every prompt, the same each time."""
+    new_tokens: int = 0
+    until: tuple[str, ...] = ()
 
 
-def wikitext(words: Words, count: int) -> Asked:
-    """Whole documents."""
-    for _ in range(count):
-        yield (words.some(1400, 2400),)
-
-
-def jrt(words: Words, count: int) -> Asked:
-    """A document cut to about a thousand tokens and a question."""
-    for _ in range(count):
-        yield words.some(880, 1000), {"until": ["\n"], "max_gen_toks": 48, "do_sample": False}
-
-
-def babilong(words: Words, count: int) -> Asked:
-    """The same instruction and examples before every context, here of 1k."""
-    options = {"until": [], "max_gen_toks": 20, "do_sample": False}
-    head = words.some(230, 230)
-    for _ in range(count):
-        context = words.some(650, 950)
-        question = f"Question: {words.some(6, 9)}?\nAnswer:"
-        yield f"{head}\n\n<context>\n{context}\n</context>\n\n{question}", options
-
-
-def birth_year(words: Words, count: int) -> Asked:
-    """1-hop-256: statements among junk, and a question."""
-    options = {"until": [], "max_gen_toks": 5, "do_sample": False}
-    for _ in range(count):
-        question = f"\n\nAnswer me: {words.some(5, 8)} was born in the year of "
-        yield words.some(310, 360) + question, options
-
-
-HELLASWAG = partial(choices, form="{}", context=(20, 110), number=4, ending=(10, 45))
-QUESTION = "Question: {}\nAnswer:"
-PIQA = partial(choices, form=QUESTION, context=(5, 25), number=2, ending=(8, 50))
-CASES: dict[str, tuple[str, Callable[[Words, int], Asked], int]] = {
-    "hellaswag": (CHOICE, HELLASWAG, 6),
-    "boolq": (CHOICE, boolq, 8),
-    "piqa": (CHOICE, PIQA, 16),
-    "wikitext": (ROLLING, wikitext, 1),
-    "jrt": (GENERATION, jrt, 4),
-    "babilong": (GENERATION, babilong, 3),
-    "birth-year": (GENERATION, birth_year, 8),
+CASES = {
+    "hellaswag": Form(CHOICE, 6, "{20-110}", (" {10-45}",) * 4),
+    "boolq": Form(CHOICE, 8, "{80-300}\nQuestion: {6-14}?\nAnswer:", (" no", " yes")),
+    "piqa": Form(CHOICE, 16, "Question: {5-25}\nAnswer:", (" {8-50}",) * 2),
+    "wikitext": Form(ROLLING, 1, "{1400-2400}"),
+    "jrt": Form(GENERATION, 4, "{880-1000}", new_tokens=48, until=("\n",)),
+    "babilong": Form(
+        GENERATION,
+        3,
+        "<context>\n{650-950}\n</context>\n\nQuestion: {6-9}?\nAnswer:",
+        head="{230-230}\n\n",
+        new_tokens=20,
+    ),
+    "birth-year": Form(
+        GENERATION, 8, "{310-360}\n\nAnswer me: {5-8} was born in the year of ", new_tokens=5
+    ),
 }
-"""Name -> group, maker of its requests, and how many items (documents) at scale 1."""
 
 
 @dataclass(frozen=True)
@@ -194,13 +168,21 @@ def make_cases(tokenizer: Tokenizer, names: Sequence[str], scale: float) -> list
     words = Words(tokenizer)
     cases = []
     for name in names:
-        group, make, count = CASES[name]
-        asked = list(make(words, max(1, round(count * scale))))
-        parts = [part for arguments in asked for part in arguments]
-        tokens = sum(len(tokenizer.encode(part)) for part in parts if isinstance(part, str))
-        tokens += sum(part["max_gen_toks"] for part in parts if isinstance(part, dict))
-        requests = [Instance(KINDS[group], {}, given, index) for index, given in enumerate(asked)]
-        cases.append(Case(name, group, requests, tokens))
+        form = CASES[name]
+        head = words.fill(form.head)
+        options = {"until": list(form.until), "max_gen_toks": form.new_tokens, "do_sample": False}
+        asked: list[tuple[Any, ...]] = []
+        for _ in range(max(1, round(form.items * scale))):
+            prompt = head + words.fill(form.prompt)
+            if form.group == CHOICE:
+                asked += [(prompt, words.fill(choice)) for choice in form.choices]
+            else:
+                asked.append((prompt, options) if form.new_tokens else (prompt,))
+        texts = [part for given in asked for part in given if isinstance(part, str)]
+        tokens = sum(map(len, map(tokenizer.encode, texts))) + form.new_tokens * len(asked)
+        kind = KINDS[form.group]
+        requests = [Instance(kind, {}, given, index) for index, given in enumerate(asked)]
+        cases.append(Case(name, form.group, requests, tokens))
     return cases
 
 
@@ -320,9 +302,10 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
             cases.append(measure_case(ours, theirs, case, asked.repeats))
             say(f"{case.name}: {cases[-1]['ratio']:.2f}x")
     cpu = f"{cpu_info('model name') or platform.machine()}, {torch.get_num_threads()} threads"
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for found in cases:
-        groups.setdefault(found["group"], []).append(found)
+    groups = {
+        group: [case["ratio"] for case in cases if case["group"] == group]
+        for group in dict.fromkeys(case["group"] for case in cases)
+    }
     return {
         "bench": "eval",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -340,10 +323,10 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
         "groups": [
             {
                 "group": group,
-                "ratio": statistics.geometric_mean([case["ratio"] for case in members]),
-                "target": members[0]["target"],
+                "ratio": statistics.geometric_mean(ratios),
+                "target": None if on_gpu else TARGETS.get(group),
             }
-            for group, members in groups.items()
+            for group, ratios in groups.items()
         ],
     }
 
@@ -436,7 +419,6 @@ def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """Print the figures as a table."""
     clock = result["ratio_of"]
 
     def goal(found: dict[str, Any]) -> str:

@@ -87,7 +87,6 @@ def _all(file: Path | None, machine: Any, console: Console) -> None:
 def _one(
     name: str, arguments: argparse.Namespace, machine: Any, console: Console
 ) -> dict[str, Any]:
-    """Measure and print; return what the JSON holds."""
     import torch
 
     bench = _module(name)

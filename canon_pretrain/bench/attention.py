@@ -47,7 +47,6 @@ WORST_ERROR = 3e-2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `attention`."""
     variants.add_model_arguments(parser, gpu=(6, 4096), cpu=(2, 1024))
     about = f"of {', '.join(WAYS)} (default: all here)"
     parser.add_argument("--ways", nargs="+", metavar="WAY", help=about)
@@ -220,7 +219,6 @@ def make_step(name: str, way: Way, tensors: list[Tensor], direction: str) -> Cal
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """Print the table, and which is the fastest."""
     heads, kv_heads, head_dim = result["heads"]
     columns: tables.Columns = {
         "way": lambda row: row["way"],

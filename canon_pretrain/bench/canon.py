@@ -30,7 +30,6 @@ REFERENCE = "reference"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `canon`."""
     variants.add_model_arguments(parser, gpu=(16, 4096), cpu=(4, 1024))
     parser.set_defaults(position="rope")  # B's neighbor is the rotation
     parser.add_argument("--backends", nargs="+", metavar="B", help="(default: all that can be had)")
@@ -120,7 +119,6 @@ def measure_form(
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """Print the table, and what bounds it."""
     columns: tables.Columns = {
         "kernel": lambda row: row["form"],
         "backend": lambda row: row["backend"],

@@ -76,7 +76,6 @@ class Case:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `codegen`."""
     add = parser.add_argument
     add("--models", nargs="+", default=list(MODELS), metavar="M", help=f"of {', '.join(MODELS)}")
     add("--sets", nargs="+", metavar="SET", help="Canon sets (default: more for nope)")
@@ -229,7 +228,6 @@ def _bytes_of(nodes: Sequence[Any]) -> int:
 
 
 def _base_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of the same model without Canon."""
     return next(one for one in rows if one["model"] == row["model"] and not one["canon_set"])
 
 
@@ -339,7 +337,6 @@ def legend(result: dict[str, Any]) -> list[str]:
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """Print the counts, and the steps computed from them, as the page has them."""
     rows = [cells(row, result["rows"]) for row in result["rows"]]
     print_lines(console, *legend(result), *_markdown(COLUMNS, rows))
 

@@ -30,7 +30,6 @@ PREFILL, DECODE = "prefill", "decode"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `generate`."""
     add = parser.add_argument
     variants.add_model_arguments(parser)
     add("--batches", nargs="+", type=int, default=[1, 8, 32], metavar="B", help="rows at a time")
@@ -152,7 +151,6 @@ def operators_per_token(
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """Print the table, and what bounds it."""
     rows = []
     for batch in dict.fromkeys(row["batch"] for row in result["rows"]):
         own = [row for row in result["rows"] if row["batch"] == batch]

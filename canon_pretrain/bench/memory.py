@@ -21,7 +21,6 @@ from canon_pretrain.titan.dry_run import GIB, count_saved
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `memory`."""
     variants.add_model_arguments(parser, gpu=(3, 4096), cpu=(1, 512))
     about = "no training steps on a GPU"
     parser.add_argument("--counted-only", action="store_true", help=about)
@@ -82,8 +81,6 @@ def measured_peaks(work: Workload, machine: Machine) -> list[dict[str, Any]]:
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """Print what is kept per token, and the measured peaks."""
-
     def goal(row: tables.Row) -> str:
         if row["canon_set"] != "ABCD" or result["dtype"] != "bfloat16":
             return ""

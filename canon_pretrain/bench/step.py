@@ -54,7 +54,6 @@ class Setting(Workload):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `step`."""
     add = parser.add_argument
     variants.add_model_arguments(parser, gpu=(3, 4096), cpu=(2, 1024))
     add("--unit", choices=UNITS, help="(default: model on a GPU, block on a CPU)")
@@ -209,7 +208,6 @@ def speed(
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """Print the table, and below it what bounds the figures."""
     base, rows, unit = result["base"], result["rows"], result["unit"]
     args = ModelArgs(**result["args"])
     targets = {}

@@ -57,7 +57,6 @@ def verdict(targets: Mapping[str, Target], canon_set: str, value: float) -> str:
 
 
 def make_console() -> Console:
-    """Return standard output; wide enough for a table if it is a file."""
     console = Console()
     return console if console.is_terminal else Console(width=NO_TERMINAL_WIDTH)
 

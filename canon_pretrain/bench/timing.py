@@ -200,11 +200,9 @@ def clock_name() -> str:
 
 
 def now() -> float:
-    """Return seconds by the clock that `clock_name` names."""
     return time.perf_counter() if clock_name() == "clock" else time.process_time()
 
 
 def synchronize() -> None:
-    """Wait until the device is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

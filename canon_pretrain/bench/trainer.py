@@ -53,7 +53,6 @@ GPU_JOB = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `trainer`."""
     add = parser.add_argument
     parser.epilog = "Any --section.key value goes on top of the config, as for training."
     add("--config", type=Path, help=f"(default: {CONFIG}; on a GPU {' '.join(GPU_JOB)})")
@@ -158,7 +157,6 @@ def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJ
 
 @contextmanager
 def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[tuple[CanonTrainer, Any]]:
-    """Yield a trainer in a process group of its own, and its batches."""
     run, steps = RunFolder(folder / "run"), job.training.steps
     # torchtitan's Trainer turns the collection of garbage off, and leaves it so
     with (
@@ -194,7 +192,6 @@ def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """Print the step's two times, the verdict, and the saves."""
     tokens = result["tokens_per_step"]
     step: tables.Columns = {
         "step": lambda row: row[0],

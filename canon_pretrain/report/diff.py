@@ -269,7 +269,6 @@ def loss_words(found: Facts) -> str:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `diff` to the commands of `python -m canon_pretrain.run`."""
     parser = subparsers.add_parser(
         "diff",
         help="how two runs differ, and from which step on",

@@ -192,7 +192,6 @@ def follow(
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `export` to the commands of `python -m canon_pretrain.run`."""
     parser = subparsers.add_parser(
         "export",
         help="show a run in wandb or TensorBoard",

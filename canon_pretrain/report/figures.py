@@ -120,41 +120,37 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str]) -> dict[str, A
     `baseline` runs.
     """
     points = {
-        run.label: [
-            (e["tokens"], x) for e in run.steps if (x := _finite(e.get("loss"))) is not None
-        ]
+        run.label: np.array(
+            [(e["tokens"], x) for e in run.steps if (x := _finite(e.get("loss"))) is not None]
+        ).reshape(-1, 2)
         for run in runs
     }
-    most = max((tokens for found in points.values() for tokens, _ in found), default=0)
-    begin = most / 2
-    late = {label: [p for p in found if p[0] > begin] for label, found in points.items()}
+    most = max((found[:, 0].max() for found in points.values() if len(found)), default=0.0)
+    late = {label: found[found[:, 0] > most / 2] for label, found in points.items()}
     count = min(MOST_STRETCHES, max(map(len, late.values()), default=0) // FEWEST_PER_STRETCH)
     if count < FEWEST_STRETCHES:
         return None
-    width = (most - begin) / count
-    values: dict[str, list[float | None]] = {}
-    for label, found in late.items():
-        parts: list[list[float]] = [[] for _ in range(count)]
-        for tokens, value in found:
-            parts[min(int((tokens - begin) / width), count - 1)].append(value)
-        values[label] = [_mean(part) for part in parts]
-    base = [
-        _mean([b for b in at if b is not None])
-        for at in zip(*(values[label] for label in baseline), strict=True)
-    ]
+    edges = np.linspace(most / 2, most, count + 1)
+    means = {}
+    with np.errstate(invalid="ignore"):
+        for label, found in late.items():
+            sums, _ = np.histogram(found[:, 0], edges, weights=found[:, 1])
+            means[label] = sums / np.histogram(found[:, 0], edges)[0]
+    rows = np.ma.masked_invalid([means[label] for label in baseline])
+    base = rows.mean(axis=0).filled(np.nan) if len(baseline) else np.empty(0)
 
-    def less(own: float | None, other: float | None) -> float | None:
-        return None if own is None or other is None else own - other
+    def listed(values: np.ndarray) -> list[float | None]:
+        return [None if math.isnan(value) else value for value in values.tolist()]
 
     lines = [
         {
             "run": label,
-            "values": own,
-            "differences": [less(v, b) for v, b in zip(own, base, strict=True)] if base else [],
+            "values": listed(own),
+            "differences": listed(own - base) if baseline else [],
         }
-        for label, own in values.items()
+        for label, own in means.items()
     ]
-    return {"tokens": [begin + (k + 0.5) * width for k in range(count)], "lines": lines}
+    return {"tokens": ((edges[:-1] + edges[1:]) / 2).tolist(), "lines": lines}
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -252,7 +252,6 @@ class _Drawing:
         return found
 
     def _band(self, chart: Chart, number: int, band: Band) -> list[Json]:
-        """Return the area and the mean of joined runs."""
         entry = self.entries[number]
         meta = {"entry": number, "run": None, "runs": entry.runs}
         low, high, *members = (rounded(row) for row in (band.low, band.high, *band.members))
@@ -347,7 +346,6 @@ def _marks(
 
 
 def _figures(run: RunRecord) -> Json:
-    """Return a run's key figures; None for what is not known."""
     loss, bits, hours = run.curve("loss"), run.validation.get(""), run.clock.training_hours
 
     def median(field: str) -> float | None:
@@ -412,7 +410,6 @@ def _notes(runs: Sequence[RunRecord], entries: Sequence[Entry], most: int) -> li
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `plot` to the commands of `python -m canon_pretrain.run`."""
     parser = subparsers.add_parser(
         "plot",
         help="curves of several runs on one page",

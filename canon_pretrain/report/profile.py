@@ -264,7 +264,6 @@ class _Host:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `profile` to the commands of `python -m canon_pretrain.run`."""
     parser = subparsers.add_parser(
         "profile",
         help="top kernels of a traced step, and what its time was for",

@@ -367,7 +367,6 @@ def in_turn(values: Iterable[Any]) -> list[Any]:
 
 
 def _hours(time: Any) -> float:
-    """Return an ISO time in hours; NaN if it is none."""
     try:
         return datetime.fromisoformat(time).timestamp() / 3600
     except (TypeError, ValueError):

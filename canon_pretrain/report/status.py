@@ -261,8 +261,6 @@ COLORS = {
 
 
 def _cells(run: RunSummary) -> dict[str, str]:
-    """Return the text of each of COLUMNS."""
-
     def shown(value: Any, form: str = ",") -> str:
         return "" if value is None else value if isinstance(value, str) else format(value, form)
 
@@ -372,7 +370,6 @@ def look(words: Sequence[str]) -> Overview:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `status` to the commands of `python -m canon_pretrain.run`."""
     parser = subparsers.add_parser(
         "status",
         help="the state of runs: step, loss, speed, checkpoint, evaluations, job",

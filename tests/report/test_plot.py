@@ -226,19 +226,11 @@ def test_validation_is_drawn_whole_and_by_source(tmp_path: Path) -> None:
         ("source books", [2, 1.5]),
     ]
     assert content["figures"][0]["bits_per_byte"] == "NaN"
-
-
-def test_a_validation_curve_is_of_one_text(tmp_path: Path) -> None:
-    """The text was changed at step 20, as run.allow_changes lets it."""
-    events = [
-        at(0, "start"),
-        validation(10, 1.5) | {"held_out_fingerprint": "old"},
-        step(0.4, 20, 8.0),
-        validation(20, 1.25) | {"held_out_fingerprint": "new"},
-    ]
-    run = record(tmp_path / "run", events, held_out_fingerprint="new")
-    assert run.validation[""].values.tolist() == [1.25]
-    assert len(run.notices) == 1
+    # a curve is of one text, which was changed at step 20, as run.allow_changes lets it
+    events[1] |= {"held_out_fingerprint": "old"}
+    events[-1] |= {"held_out_fingerprint": "new"}
+    run = record(tmp_path / "changed", events, held_out_fingerprint="new")
+    assert run.validation[""].steps.tolist() == [20] and len(run.notices) == 1
 
 
 def test_evaluations_are_whole_results_and_the_rest_is_named(tmp_path: Path) -> None:
@@ -259,22 +251,18 @@ def test_evaluations_are_whole_results_and_the_rest_is_named(tmp_path: Path) -> 
     assert scores["y"] == [0.25, 0.4] and scores["error_y"]["array"] == [0.01, 0.02]
     assert scores["marker"]["symbol"] == ["circle-open", "circle"], "a trial is hollow"
     assert norm["traces"][0]["y"] == [0.5] and norm["traces"][0]["error_y"]["array"] == [0]
-    left_out = [note for note in content["notes"] if "left out" in note]
-    assert ["evals/step-20/other" in left_out[0], "evals/step-20/torn" in left_out[1]] == [True] * 2
-
-
-def test_a_trial_is_no_part_of_a_mean(tmp_path: Path) -> None:
     runs = []
     for seed in (0, 1):
         run = plant_run(tmp_path / f"seed{seed}", LEARNS, model__init_seed=seed)
         for where in (10, 20):
             limit = 5 if (seed, where) == (1, 10) else None
-            plant_results(
-                run, where, "tasks", {"t": {"acc": Score(seed + where / 100)}}, limit=limit
-            )
+            values = {"t": {"acc": Score(seed + where / 100)}}
+            plant_results(run, where, "tasks", values, limit=limit)
         runs.append(RunRecord(run.path))
     made = drawn(page_content(runs), "eval_0", "band")
-    assert made["x"] == [20] and made["meta"]["low"] == [0.2] and made["meta"]["high"] == [1.2]
+    assert (made["x"], made["meta"]["low"]) == ([20], [0.2]), "a trial is no part of a mean"
+    left_out = [note for note in content["notes"] if "left out" in note]
+    assert ["evals/step-20/other" in left_out[0], "evals/step-20/torn" in left_out[1]] == [True] * 2
 
 
 # ---- the command
