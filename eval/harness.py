@@ -8,7 +8,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ import datasets
 import lm_eval.api.task
 import numpy as np
 import torch
-from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
@@ -29,7 +28,7 @@ from lm_eval.utils import handle_non_serializable
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.report.noise import Clusters, mean_variance
 from canon_pretrain.run.results import Answers, Score, source_of_record, wilson_bound
-from eval.model.lm import request_cost
+from eval.model.lm import CanonLM, request_cost
 from eval.suite_names import TASKS, harness_names, harness_tasks
 
 # those of lm_eval's simple_evaluate, for tasks that draw
@@ -46,11 +45,14 @@ machine has too: python -c 'from lm_eval.tasks import TaskManager; TaskManager()
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """One task: what its scores depend on and its metrics are, and the work of its requests."""
+    """One task: what its scores depend on and its metrics are, and the work of its requests.
 
-    task: Task
+    `ask(lm)` returns its answers by name.
+    """
+
     described: dict[str, Any]
     cost: int
+    ask: Callable[[CanonLM], dict[str, Answers]]
 
 
 def open_tasks(
@@ -68,7 +70,7 @@ def open_tasks(
             plans = {}
             for key, task in manager.load(wanted)["tasks"].items():
                 entry = manager.task_index.get(key) if is_theirs else None
-                plans[key] = _plan(task, entry.yaml_path if entry else path, limit)
+                plans[key] = _plan(key, task, entry.yaml_path if entry else path, limit)
             if not plans:
                 raise UserError(f"{path}: holds no task")
             return plans
@@ -85,7 +87,6 @@ def open_tasks(
 
 
 def _spec(name: str, path: Path, is_theirs: bool) -> str | dict[str, Any]:
-    """Return what the harness loads a task file by; a group is found by its name only."""
     group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
     if is_theirs or not group:
         return name if is_theirs else str(path)
@@ -111,11 +112,10 @@ def _manager(name: str, path: Path, metadata: Mapping[str, Any]) -> TaskManager:
     )
 
 
-def _plan(task: Task, path: Path, limit: int | None) -> TaskPlan:
-    """Describe what the scores of `task` depend on and what its metrics are."""
+def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
     config, metadata = task.config.to_dict(), task.config.metadata or {}
-    for name in ("metadata", "custom_dataset", "dataset_kwargs"):  # places on this machine
-        config.pop(name, None)
+    for key in ("metadata", "custom_dataset", "dataset_kwargs"):  # places on this machine
+        config.pop(key, None)
     with harness():  # the seeds with which the requests are built again when they are asked
         _prepare(task)
         task.build_all_requests(limit=limit, rank=0, world_size=1)
@@ -145,7 +145,7 @@ def _plan(task: Task, path: Path, limit: int | None) -> TaskPlan:
         "documents_sha256": documents.hexdigest(),
         "requests_sha256": requests.hexdigest(),
     }
-    return TaskPlan(task, described, cost)
+    return TaskPlan(described, cost, lambda lm: {name: ask(lm, name, task, limit)})
 
 
 def _prepare(task: Task) -> None:
@@ -155,7 +155,6 @@ def _prepare(task: Task) -> None:
 
 
 def _counts(task: Task) -> dict[str, Any]:
-    """Return how many documents a task's loader kept, cut and dropped, if it records that."""
     for split in task.dataset.values():
         try:
             counts = json.loads(split.info.description)
@@ -167,12 +166,12 @@ def _counts(task: Task) -> dict[str, Any]:
 
 
 def _source_text(value: Any) -> str:
-    """Return a function of a task file as its own text, anything else as its type."""
     return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
 
 
-def ask(lm: LM, name: str, task: Task, limit: int | None) -> Answers:
+def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
     """Return scores and item records of `lm` on the first `limit` items of a task."""
+    lm.truncated.clear()
     metadata = task.config.metadata or {}
     part, source = metadata.get("part"), metadata.get("source") or []
     with harness():
@@ -208,11 +207,11 @@ def ask(lm: LM, name: str, task: Task, limit: int | None) -> Answers:
         scores,
         num_samples=found["n-samples"][name]["effective"],
         samples=json.loads(json.dumps([*records.values()], default=handle_non_serializable)),
+        truncated=len(lm.truncated),
     )
 
 
 def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Score:
-    """Return `value` with its standard error over sources, if it is the mean over items."""
     # perplexities have pairs (log-likelihood, weight) for items; other aggregates are no mean
     if not by_item or not all(
         isinstance(x, bool | int | float | np.number | np.bool_) for x in by_item

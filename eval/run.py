@@ -7,9 +7,9 @@ the same tasks, and the batches of each are shared out (model/ranks.py).
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,11 @@ from rich.text import Text
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, Progress
-from canon_pretrain.data.held_out import windows
 from canon_pretrain.kernels.hardware import check_cuda
 from canon_pretrain.run.results import (
     RESULTS,
     Answers,
     Results,
-    Score,
     Unfinished,
     bound_words,
     question_of,
@@ -35,7 +33,7 @@ from canon_pretrain.run.results import (
     results_folder,
     write_results,
 )
-from eval.harness import TaskPlan, ask, open_tasks
+from eval.harness import TaskPlan, open_tasks
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
 from eval.model.load import dtype_for
@@ -52,18 +50,12 @@ from eval.suite_names import (
     split_suites,
 )
 from eval.tasks.birth_year.task import FrozenSets, find_corpus, open_probes
-from eval.validation import baseline_losses, model_loss
-
-VALIDATION_DESCRIBED = {
-    "version": 3,
-    "primary": ["nats_per_token"],
-    "higher_is_better": {"nats_per_token": False, "bits_per_byte": False},
-}
+from eval.validation import validation_task
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One suite of the command: what is asked, where answers go, its tasks (none: `validation`)."""
+    """One suite of the command: what is asked, where answers go, and its tasks."""
 
     name: str
     asked: dict[str, Any]
@@ -81,12 +73,13 @@ class Plan:
 
 
 class Work:
-    """The progress of several tasks, whose costs are known at the start."""
+    """The progress of several suites, the costs of whose tasks are known at the start."""
 
-    def __init__(self, progress: Progress, costs: Mapping[str, int]) -> None:
-        self._progress = progress
-        self._costs = {name: max(1, cost) for name, cost in costs.items()}
-        self._total, self._done = sum(self._costs.values()), 0
+    def __init__(self, progress: Progress, plans: Iterable[Plan]) -> None:
+        self._progress, self._done = progress, 0
+        tasks = [(plan.part(name), task) for plan in plans for name, task in plan.tasks.items()]
+        self._costs = {part: max(1, task.cost) for part, task in tasks}
+        self._total = sum(self._costs.values())
 
     @contextmanager
     def part(self, name: str) -> Iterator[Callable[[int], None]]:
@@ -106,8 +99,8 @@ class Work:
         self._done += cost
 
     def skip(self, name: str) -> None:
-        """Remove a task that another process has done; nothing if none was due."""
-        self._total -= self._costs.pop(name, 0)
+        """Remove a task that another process has done."""
+        self._total -= self._costs.pop(name)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -178,7 +171,7 @@ class Evaluation:
         longest = max(plan.max_length for plan in missing)
         lm = CanonLM(
             self.subject.load(self.device, self.dtype, longest),
-            self.subject.tokenizer if any(plan.tasks for plan in missing) else None,
+            None if {plan.name for plan in missing} == {VALIDATION} else self.subject.tokenizer,
             max_length=longest,
             add_bos=self.arguments.add_bos,
             ranks=self.ranks,
@@ -187,25 +180,19 @@ class Evaluation:
         lm.batch_tokens = self.arguments.batch_tokens or batch_tokens_for(
             lm, self.subject.evals or self.arguments.out, self.say
         )
-        costs: dict[str, int] = {}
-        for plan in missing:
-            done = self.ranks.broadcast(plan.unfinished.read())
-            due = {plan.part(name): cost for name, cost in self._costs(plan) if name not in done}
-            costs |= due
         with Progress(self.console) as progress:
-            work = Work(progress, costs)
+            work = Work(progress, missing)
             for plan in missing:
                 lm.max_length = plan.max_length
                 self._answer(plan, lm, work)
 
     def _answer(self, plan: Plan, lm: CanonLM, work: Work) -> None:
-        """Ask a suite, which the first rank holds for all meanwhile; see Unfinished.hold."""
         with ExitStack() as held:
             if self.ranks.rank == 0:
                 with writing(plan.folder):
                     held.enter_context(plan.unfinished.hold(self.say))
             if self._is_known(plan):  # another process has answered it meanwhile
-                for name in plan.tasks or [VALIDATION]:
+                for name in plan.tasks:
                     work.skip(plan.part(name))
                 return
             results, samples = merged(plan.asked, self._answers(plan, lm, work))
@@ -217,17 +204,20 @@ class Evaluation:
         self._report(plan, results, "written to")
 
     def _plan(self, name: str, path: Path | None, num_suites: int) -> Plan:
-        """Open a suite: its data is there, and its folder can be written."""
         subject, arguments = self.subject, self.arguments
         how = asked_how(name, arguments, subject.seq_len)
-        tasks = {} if path is None else self._open_tasks(name, path, how["max_length"])
+        length = how["max_length"]
         if path is None:
             subject.check_held_out(arguments.held_out)
+            train, held_out = subject.train_shards, subject.held_out_shards
+            tasks = {name: validation_task(train, held_out, length, arguments.limit, self.say)}
             if subject.folder is not None and subject.recorded_held_out is None:
                 self.say(
                     f"{subject.folder.path} does not record its held-out text; taken: "
-                    f"{subject.held_out_shards.folder}"
+                    f"{held_out.folder}"
                 )
+        else:
+            tasks = self._open_tasks(name, path, length)
         asked = {
             **subject.identity,
             "suite": name,
@@ -235,8 +225,7 @@ class Evaluation:
             "dtype": str(self.dtype).removeprefix("torch."),
             **how,
             "lm_eval": version("lm_eval"),
-            "tasks": {task: plan.described for task, plan in tasks.items()}
-            or {VALIDATION: VALIDATION_DESCRIBED},
+            "tasks": {task: plan.described for task, plan in tasks.items()},
         }
         if arguments.out is not None:
             folder = arguments.out / name if num_suites > 1 else arguments.out
@@ -250,7 +239,7 @@ class Evaluation:
         # now: nobody waits hours to learn that it can't be
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        return Plan(name, asked, how["max_length"], folder, tasks)
+        return Plan(name, asked, length, folder, tasks)
 
     def _open_tasks(self, name: str, path: Path, max_length: int) -> dict[str, TaskPlan]:
         arguments, only, staged = self.arguments, None, staged_folder(self.arguments.staged)
@@ -272,24 +261,13 @@ class Evaluation:
         return open_tasks(name, path, metadata, arguments.limit, only)
 
     def _is_known(self, plan: Plan) -> bool:
-        """Whether the question is answered on disk; prints those results."""
         is_foreign = self.arguments.out is not None
         known: Results | None = self.ranks.broadcast(known_results(plan, is_foreign))
         if known:
             self._report(plan, known, "as found in")
         return known is not None
 
-    def _costs(self, plan: Plan) -> list[tuple[str, int]]:
-        if plan.tasks:
-            return [(name, task.cost) for name, task in plan.tasks.items()]
-        num_tokens, limit = self.subject.held_out_shards.num_tokens, self.arguments.limit
-        return [(VALIDATION, sum(size for _, size in windows(num_tokens, plan.max_length, limit)))]
-
     def _answers(self, plan: Plan, lm: CanonLM, work: Work) -> dict[str, Answers]:
-        """Return every task's answers; each is kept on disk as it ends, and not asked again."""
-        if not plan.tasks:
-            with work.part(VALIDATION) as lm.answered:
-                return self._validate(lm)
         done: dict[str, Answers] = self.ranks.broadcast(plan.unfinished.read())
         if done:
             self.say(f"{plan.name}: going on after {len(done)} tasks of an earlier call")
@@ -300,30 +278,10 @@ class Evaluation:
                 answers[name] = done[name]
                 continue
             with work.part(plan.part(name)) as lm.answered:
-                lm.truncated.clear()
-                found = ask(lm, name, task.task, self.arguments.limit)
-                answers[name] = replace(found, truncated=len(lm.truncated))
+                answers |= task.ask(lm)
             if self.ranks.rank == 0 and len(plan.tasks) > 1:
                 with writing(plan.folder):
                     plan.unfinished.add(name, answers[name])
-        return answers
-
-    def _validate(self, lm: CanonLM) -> dict[str, Answers]:
-        """Return the held-out loss of the model and of the count models."""
-        train, held_out = self.subject.train_shards, self.subject.held_out_shards
-        seq_len, limit = lm.max_length, self.arguments.limit
-        loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
-        self.say("counting the training shards' unigrams and bigrams")
-        baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
-        answers = {}
-        for name, found in {VALIDATION: loss, **baselines}.items():
-            # tokens are no independent items: no standard error
-            scores = {
-                "nats_per_token": Score(found.nats_per_token),
-                "bits_per_byte": Score(found.bits_per_byte),
-            }
-            samples = documents if name == VALIDATION else []
-            answers[name] = Answers(scores, found.num_tokens, samples)
         return answers
 
     def _report(self, plan: Plan, results: Results, how: str) -> None:

@@ -6,7 +6,7 @@ The windows and their mean are data/held_out.py's, as the trainer's own.
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,10 +14,45 @@ import numpy as np
 
 from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.run.results import VALIDATION, Answers, Score
+from eval.harness import TaskPlan
 from eval.model.lm import CanonLM
 
 BASELINE_TOKENS = 20_000_000
 """Training tokens that the count models see at most: a few hundred MB of counts."""
+
+
+def validation_task(
+    train: TokenShards,
+    held_out: TokenShards,
+    seq_len: int,
+    limit: int | None,
+    say: Callable[[str], None],
+) -> TaskPlan:
+    """Return the suite's one task: losses of the model and of count models of `train`."""
+
+    def ask(lm: CanonLM) -> dict[str, Answers]:
+        loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
+        say("counting the training shards' unigrams and bigrams")
+        baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
+        answers = {}
+        for name, found in {VALIDATION: loss, **baselines}.items():
+            # tokens are no independent items: no standard error
+            scores = {
+                "nats_per_token": Score(found.nats_per_token),
+                "bits_per_byte": Score(found.bits_per_byte),
+            }
+            samples = documents if name == VALIDATION else []
+            answers[name] = Answers(scores, found.num_tokens, samples)
+        return answers
+
+    described = {
+        "version": 3,
+        "primary": ["nats_per_token"],
+        "higher_is_better": {"nats_per_token": False, "bits_per_byte": False},
+    }
+    cost = sum(size for _, size in windows(held_out.num_tokens, seq_len, limit))
+    return TaskPlan(described, cost, ask)
 
 
 def _loss(total_nats: float, num_tokens: int, shards: TokenShards) -> HeldOutLoss:
@@ -71,7 +106,6 @@ def model_loss(
 
 
 def _by_document(ends_D: np.ndarray, offset: int, size: int) -> dict[int, int]:
-    """How many tokens of each document a window predicts, in order; it predicts all but one."""
     first, stop = offset + 1, offset + size
     low, high = np.searchsorted(ends_D, [first, stop - 1], side="right").tolist()
     sizes = np.diff([first, *ends_D[low:high], stop]).tolist()

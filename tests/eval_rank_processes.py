@@ -20,34 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval.api.instance import Instance
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shards import TokenShards
 from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
 from eval.validation import model_loss
+from tests.scripted_lm import Letters, requests
 from tests.support import write_data
 from tests.variants import VARIANTS, build
 
 TIMEOUT_S = 60.0
 TEXT = "now is better than never although never is often better than right now"
-
-
-class Letters:
-    """One token a character."""
-
-    vocab_size, eos_id = 40, 2
-
-    def encode(self, text: str) -> list[int]:
-        return [3 + ord(letter) % 37 for letter in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(97 + i) for i in ids if i > 2)
-
-
-def requests(kind: str, arguments: list[tuple]) -> list[Instance]:
-    return [Instance(kind, {}, given, index) for index, given in enumerate(arguments)]
 
 
 def answers(ranks: Ranks) -> dict[str, Any]:

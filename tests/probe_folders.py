@@ -6,14 +6,14 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from eval.harness import harness
-from eval.tasks.birth_year.probes import KINDS, LENGTHS, Encoder, Junk
+from eval.tasks.birth_year.probes import SETS, Encoder, Junk
 from eval.tasks.birth_year.task import Corpus, FrozenSets
 from tests import data_folders
 from tests.support import ROOT
 
 TASKS = ROOT / "eval" / "tasks"
 SENTENCES = [f"Sentence number {i} tells of {'nothing ' * (i % 7)}at all." for i in range(300)]
-NAMES = [f"{kind.name}-{length}" for length in LENGTHS for kind in KINDS]
+NAMES = list(SETS)
 CORPUS = Corpus("wikitext of a test", "\n".join(SENTENCES))
 
 

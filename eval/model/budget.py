@@ -5,12 +5,13 @@ gained: found once per model and device, and remembered beside the results, so t
 on one rank or several, take the same batches.
 """
 
+import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -22,7 +23,6 @@ from eval.model.lm import CanonLM, unless_out_of_memory
 from eval.model.score import Pair, Planner, score_batch
 
 FILE = "batch_tokens.json"
-VERSION: Literal[3] = 3
 LEAST, MOST = 512, 1 << 19
 CPU_MOST = 32768
 GAIN = 1.05
@@ -32,22 +32,6 @@ STEPS, STEPS_OF_AN_ANSWER = 4, 48
 """New tokens of a trial, and those that it stands for: a prompt of 1,000 tokens and an answer."""
 SHARE_OF_MEMORY = 0.125
 """Of a CPU's memory, for keys, values and logits."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The tokens of a batch, and the device, model and length that they were found for."""
-
-    key: dict[str, Any]
-    batch_tokens: Annotated[int, Field(ge=1)]
-
-
-@dataclass(frozen=True)
-class Entries:
-    """The content of FILE."""
-
-    version: Literal[3]
-    entries: list[Entry]
 
 
 def batch_tokens_for(lm: CanonLM, folder: Path, say: Callable[[str], None]) -> int:
@@ -65,36 +49,32 @@ def batch_tokens_for(lm: CanonLM, folder: Path, say: Callable[[str], None]) -> i
         found = max(LEAST, min(CPU_MOST, fit))
     elif lm.ranks.rank == 0:
         properties = torch.cuda.get_device_properties(weight.device)
-        key = {
-            "device": f"{properties.name}, {properties.total_memory} bytes",
-            "model": asdict(model.args) | {"max_seq_len": 0, "init_seed": 0},
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "max_length": lm.max_length,
-            "torch": torch.__version__,
-        }
-        found = remembered(folder / FILE, key, lambda: largest(trial_of(lm)), say)
+        key = [
+            f"{properties.name}, {properties.total_memory} bytes",
+            asdict(model.args) | {"max_seq_len": 0, "init_seed": 0},
+            str(weight.dtype),
+            lm.max_length,
+            torch.__version__,
+        ]
+        found = remembered(folder / FILE, json.dumps(key), lambda: largest(trial_of(lm)), say)
     return int(lm.ranks.broadcast(found))
 
 
-def remembered(
-    path: Path, key: dict[str, Any], find: Callable[[], int], say: Callable[[str], None]
-) -> int:
+def remembered(path: Path, key: str, find: Callable[[], int], say: Callable[[str], None]) -> int:
     """Return what `path` has for `key`, else what `find` returns, and keep it there."""
     try:
-        entries = read_record(path, Entries).entries
+        known = read_record(path, dict[str, Annotated[int, Field(ge=1)]])
     except UnreadableFile:  # missing, damaged or of another version
-        entries = []
-    for entry in entries:
-        if entry.key == key:
-            return entry.batch_tokens
-    found = find()
-    say(f"batches of {found:,} tokens, as found by trying; remembered in {path}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(Entries(VERSION, [*entries, Entry(key, found)])))
-    except OSError as error:
-        say(f"{path} can't be written ({error.strerror}): found again next time")
-    return found
+        known = {}
+    if key not in known:
+        known[key] = find()
+        say(f"batches of {known[key]:,} tokens, as found by trying; remembered in {path}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, known)
+        except OSError as error:
+            say(f"{path} can't be written ({error.strerror}): found again next time")
+    return known[key]
 
 
 def largest(trial: Callable[[int], float | None]) -> int:

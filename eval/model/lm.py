@@ -325,7 +325,6 @@ class CanonLM(TemplateLM):
         return [answers[number] for number in numbers]
 
     def _continuations(self, questions: Sequence[Question], batch_tokens: int) -> list[str]:
-        """Return the answer to each question, cut before the first of its `until`."""
 
         def is_answered(index: int, tokens: list[int]) -> bool:
             text = self._written(questions[index].context[-1:], tokens)

@@ -124,7 +124,6 @@ class Ranks:
         return [results[index] for index in range(len(items))]
 
     def _next(self) -> int:
-        """Return the number of an item that no other rank takes; _NO_MORE once one has failed."""
         with suppress(RuntimeError):
             if self._store.check([f"{self._maps}/fault"]):
                 return _NO_MORE
@@ -158,7 +157,6 @@ class Ranks:
         self._exchange(None)
 
     def _raise_any(self, fault: Exception | None) -> None:
-        """Raise this rank's `fault`, or RankFailed for that of another, if any."""
         text = None
         if fault is not None:
             text = " ".join(str(fault).split())
@@ -176,7 +174,6 @@ class Ranks:
                 raise RankFailed(f"rank {rank} of {self.world_size} failed: {error}")
 
     def _exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank."""
         shares = [value] * self.world_size
         if self.world_size > 1:
             try:

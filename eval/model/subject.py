@@ -172,7 +172,6 @@ class Subject:
 
 
 def _expect(found: str | None, expected: Sequence[str | None], wrong: str) -> None:
-    """Raise UserError with the message `wrong` unless the hash is one of those expected."""
     if found not in expected:
         known = " or ".join((sha256 or "none")[:16] for sha256 in expected)
         raise UserError(f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}")
@@ -254,7 +253,6 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Subj
 
 
 def _content(export: Path) -> str:
-    """Return a SHA-256 of an exported folder's configuration and weights."""
     digest = hashlib.sha256()
     for path in sorted(export.iterdir()):
         if path.suffix in WEIGHTS or path.name == CONFIG:
@@ -263,7 +261,6 @@ def _content(export: Path) -> str:
 
 
 def _record(export: Path) -> dict[str, Any]:
-    """Return what an export of ours was made from; empty for a folder of another making."""
     try:
         return read_json(export / RECORD, finite=False)
     except UnreadableFile as error:
@@ -277,7 +274,6 @@ def _recorded_tokenizer(export: Path) -> str | None:
 
 
 def _of_export(export: Path) -> Tokenizer:
-    """Return the tokenizer beside an export's weights; raises UserError if there is none."""
     eos_id: Any = read_json(export / CONFIG, finite=False).get("eos_token_id")
     eos_id = eos_id[0] if isinstance(eos_id, list) and eos_id else eos_id
     try:

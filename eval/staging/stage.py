@@ -153,7 +153,6 @@ class Pins:
 
 
 def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], state: str) -> None:
-    """Print what `act` returns for each data set; raise UserError at the end if one has failed."""
     failed: list[str] = []
     for number, data in enumerate(chosen, 1):
         try:
@@ -173,7 +172,6 @@ def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], st
 
 
 def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
-    """Stage one data set unless it is, and return a line that says so. Raises UserError."""
     pinned = pins.get(data)
     try:
         staged = verify(data.key, folder)

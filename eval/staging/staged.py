@@ -118,7 +118,6 @@ def read_manifest(key: str, folder: Path) -> Manifest:
 
 
 def _read(key: str, folder: Path, manifest: Manifest) -> bytes:
-    """Return the bytes of a staged file: hashed as used, so that nothing changes in between."""
     (known,) = manifest.splits.values()
     path, content, fault = folder / key / known.file, b"", ""
     try:

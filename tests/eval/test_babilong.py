@@ -55,24 +55,30 @@ def test_what_is_right(task: str, question: str, answer: str, right: bool) -> No
 # ---- the prompts
 
 
-def test_our_prompts_have_the_layout_and_give_nothing_away() -> None:
-    """Issue 17, item 3: a question's last space is kept, and qa4 has two examples."""
-    parts = tomllib.loads(OWN_PROMPTS.read_text())
-    assert tuple(parts) == BABILONG_TASKS
-    for task, part in parts.items():
-        assert len(part["examples"]) == (3 if task == "qa5" else 2)
-        prompt = read_prompts(task).of("CONTEXT", "QUESTION ")
-        expected = f"{part['instruction']} {part['answer_format']}\n\n"
-        for example in part["examples"]:
-            expected += f"<context>\n{example['context']}\n</context>\n\n"
-            expected += f"Question: {example['question']}\nAnswer: {example['answer']}.\n\n"
-        assert prompt == (
-            f"{expected}<context>\nCONTEXT\n</context>\n\nQuestion: QUESTION \nAnswer:"
-        )
-        told = prompt.lower()
-        assert not [label for label in LABELS[task] if label.lower() in told]
-        # about the 165 to 300 tokens of GPT-2 that spec/eval.md gives, of which words are most
-        assert 100 <= len(prompt.split()) <= 260
+def laid_out(instruction: str, examples: list[tuple[str, str, str]]) -> str:
+    """The prompt of context C and question "Q ", whose last space is kept."""
+    text = f"{instruction}\n\n"
+    for context, question, answer in examples:
+        text += f"<context>\n{context}\n</context>\n\nQuestion: {question}\nAnswer: {answer}.\n\n"
+    return f"{text}<context>\nC\n</context>\n\nQuestion: Q \nAnswer:"
+
+
+@pytest.mark.parametrize("task", BABILONG_TASKS)
+def test_our_prompts_and_those_of_lm_eval(task: str) -> None:
+    """Issue 17, item 3: the layout of the specification; ours give nothing away."""
+    part = tomllib.loads(OWN_PROMPTS.read_text())[task]
+    assert len(part["examples"]) == (3 if task == "qa5" else 2)
+    examples = [(one["context"], one["question"], one["answer"]) for one in part["examples"]]
+    prompt = read_prompts(task).of("C", "Q ")
+    assert prompt == laid_out(f"{part['instruction']} {part['answer_format']}", examples)
+    assert not [label for label in LABELS[task] if label.lower() in prompt.lower()]
+    assert 100 <= len(prompt.split()) <= 260
+    known = load_yaml(harness_tasks() / "babilong" / f"babilong_{task}.yaml", resolve_func=False)
+    samples = known["fewshot_config"]["samples"]
+    examples = [(one["input"], one["question"], one["target"].rstrip(".")) for one in samples]
+    found = read_prompts(task, "lm_eval")
+    assert found.of("C", "Q ") == laid_out(known["description"].strip(), examples)
+    assert found.sha256 != read_prompts(task).sha256
 
 
 OWN = """
@@ -93,33 +99,12 @@ def test_prompts_can_be_replaced(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(OWN)
     prompts = read_prompts("qa1", path)
-    assert prompts.of("C", "Q") == (
-        "Say it.\n\n"
-        "<context>\nC1\n</context>\n\nQuestion: Q1\nAnswer: A1.\n\n"
-        "<context>\nC2\n</context>\n\nQuestion: Q2\nAnswer: A2.\n\n"
-        "<context>\nC\n</context>\n\nQuestion: Q\nAnswer:"
-    )
+    examples = [("C1", "Q1", "A1"), ("C2", "Q2", "A2")]
+    assert prompts.of("C", "Q ") == laid_out("Say it.", examples)
     path.write_text(OWN.replace("C2", "C3"))
     assert read_prompts("qa1", path).sha256 != prompts.sha256
     path.write_text(OWN.replace('" Say it. "', '"Say it."\nanswer_format = "So."'))
     assert read_prompts("qa1", path).before.startswith("Say it. So.\n\n<context>\nC1\n")
-
-
-def test_the_wording_of_lm_eval() -> None:
-    """Issue 17, item 3: `babilong_prompts=lm_eval` takes the installed package's wording."""
-    for task in BABILONG_TASKS:
-        known = load_yaml(
-            harness_tasks() / "babilong" / f"babilong_{task}.yaml", resolve_func=False
-        )
-        expected = known["description"].strip() + "\n\n"
-        for one in known["fewshot_config"]["samples"]:
-            expected += f"<context>\n{one['input']}\n</context>\n\n"
-            expected += f"Question: {one['question']}\nAnswer: {one['target'].rstrip('.')}.\n\n"
-        found = read_prompts(task, "lm_eval")
-        assert found.of("C", "Q ") == (
-            f"{expected}<context>\nC\n</context>\n\nQuestion: Q \nAnswer:"
-        )
-        assert found.sha256 != read_prompts(task).sha256
 
 
 RELEASE = """

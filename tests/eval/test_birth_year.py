@@ -1,6 +1,5 @@
 """The birth-year probes: what they say, who can answer them, and that they stay as they are."""
 
-import functools
 import hashlib
 import re
 from collections.abc import Callable
@@ -104,45 +103,21 @@ def test_probes_equal_an_independent_generator(kind: int, length: int, item: int
     assert len(set(years)) == len(years) == (3 if kind == 2 else 5)
 
 
-STATED = re.compile(r" was born in the (?:year of (\d{4})|same year as (\w+ \w+ \w+))\.")
-
-
-@functools.lru_cache(maxsize=1)
-def read(prompt: str) -> tuple[list[tuple[str, str]], str]:
-    """What a prompt's text says: (name, year or other name) as stated, and the name asked about."""
-    context, _, question = prompt.partition("\n\nAnswer me: ")
-    context = context.removeprefix(birth_year.INSTRUCTION).removeprefix("<context>")
-    stated = []
-    for match in STATED.finditer(context):
-        before = context[max(0, match.start() - 99) : match.start()]
-        stated.append((" ".join(before.split()[-3:]), match[1] or match[2]))
-    return stated, question.removesuffix(" ").removesuffix(" was born in the year of")
-
-
-def solve(prompt: str) -> str:
-    """The answer, by reading."""
-    stated, name = read(prompt.rstrip())
-    said = dict(stated)
-    while not name.isdigit():
-        name = said[name]
-    return name
-
-
-def first_year(prompt: str) -> str:
-    match = re.search(r"year of (\d{4})", prompt)
+def first_year(request: Instance) -> str:
+    match = re.search(r"year of (\d{4})", request.args[0])
     assert match
     return match[1]
 
 
-def answers(answer: Callable[[str], str]) -> ScriptedLM:
-    """A model that writes what `answer` makes of a prompt, and finds it likelier than all else."""
+def answers(answer: Callable[[Instance], str]) -> ScriptedLM:
+    """A model that writes what `answer` makes of a request, and finds it likelier than all else."""
 
     def likelihood(request: Instance) -> float:
-        context, year = request.args
+        year = request.args[1]
         assert year[0] == " " and year[1:].isdigit()
-        return -1.0 * (year.strip() != answer(context))
+        return -1.0 * (year.strip() != answer(request))
 
-    return ScriptedLM(lambda request: answer(request.args[0]) + ".", likelihood)
+    return ScriptedLM(lambda request: answer(request) + ".", likelihood)
 
 
 def score(lm: ScriptedLM, tasks: dict[str, Task]) -> dict[str, float]:
@@ -193,7 +168,7 @@ def test_who_can_answer(probes: dict[str, str]) -> None:
     """An oracle is right; copying the first year is right on 1-hop and chance on its control."""
     names = [f"{kind.name}-512{part}" for kind in KINDS for part in ("", "_rank")]
     tasks = load_tasks(names, **probes)
-    assert score(answers(solve), tasks) == dict.fromkeys(names, 1.0)
+    assert score(answers(lambda request: request.doc["answer"]), tasks) == dict.fromkeys(names, 1.0)
     for name, found in score(answers(first_year), tasks).items():
         assert found == 1 if name.startswith("1-hop-512") else is_chance(found, chance_of(name))
 

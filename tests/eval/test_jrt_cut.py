@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eval.tasks.jrt.cut import Cut, contains, cut, first_hit, window
+from eval.tasks.jrt.documents import Cut, cut, window
 
 
 class Letters:
@@ -159,29 +159,3 @@ def test_the_numbers_of_the_spec() -> None:
     found = cut(text, ["a"], Letters())
     assert found == Cut("b" * 475 + "A" + "b" * 474, "answer", whole=False)
     assert cut(text, ["c"], Letters()) == Cut("b" * 475, "nothing", whole=False)
-
-
-def test_a_letter_whose_other_case_is_longer_shifts_nothing() -> None:
-    # 'ß'.upper() is two letters, 'İ'.lower() as well: positions counted there would be too large
-    text = "ßİ" * 20 + "Answer" + "x" * 20
-    assert first_hit(text, "aNSWER") == 40 == text.index("Answer")
-    assert cut(text, ["ANSWER"], Letters(), limit=4).text == "ßİAn"
-    assert first_hit("x" + text, "ss") is None
-
-
-def test_an_answer_within_a_token() -> None:
-    # "two" begins in the second token; the text before it is two tokens, the second one half
-    text = "one stwo three four"
-    codec = Words()
-    assert codec.encode(text) == [0, 1, 2, 3] and len(codec.encode("one s")) == 2
-    assert cut(text, ["two"], codec, limit=2) == Cut("stwo three", "answer", whole=False)
-
-
-def test_contains_by_hand() -> None:
-    assert contains(" it is OSLO, of course", ["Bergen", "Oslo"]) == 1
-    assert contains("Osl", ["Oslo"]) == 0
-    assert contains("\nOslo", ["Oslo"]) == 0
-    assert contains("first line\nOslo", ["Oslo"]) == 0
-    assert contains("a.b", ["a+b", "a.*"]) == 0  # a label is no pattern
-    assert contains("anything", [""]) == 0
-    assert contains("", []) == 0

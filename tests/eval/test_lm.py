@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from eval.model.lm import CanonLM
+from tests.scripted_lm import requests
 
 ARGS = ModelArgs(
     vocab_size=257, num_layers=2, dim=32, num_heads=4, ffn_dim=48, max_seq_len=64, position="rope"
@@ -54,10 +54,6 @@ def scored(lm: CanonLM, asked: list[tuple[str, str]]) -> list[float]:
 
 def written(lm: CanonLM, asked: list[tuple[str, dict]]) -> list[str]:
     return lm.generate_until(requests("generate_until", asked))
-
-
-def requests(kind: str, arguments: list[Any]) -> list[Instance]:
-    return [Instance(kind, {}, given, index) for index, given in enumerate(arguments)]
 
 
 def test_no_bos_and_eos_before_a_text(lm: CanonLM) -> None:

@@ -25,7 +25,7 @@ def test_sets_are_made_once_and_alike(tmp_path: Path) -> None:
     sets, missing = few(tmp_path / "a").sets(700, made.append)
     names = [f"{kind.name}-{length}" for length in (0, 256, 512) for kind in KINDS]
     assert [s.name for s in sets] == made == names
-    assert missing == ["L = 1024, L = 2048, L = 4096 (max_length 700)"]
+    assert missing == [f"{', '.join(NAMES[9:])} (max_length 700)"]
     assert sets[3].read()[2] == make_probe(KINDS[0], 256, 2, JUNK, True)
     assert len(sets[3].read()) == 7
 
@@ -95,7 +95,7 @@ def test_frozen_sets_are_read_without_their_text_and_without_writing(tmp_path: P
     # those of a file are not what is asked for without one
     other = Corpus("file 2", CORPUS.text)
     few(tmp_path / "file", corpus=other).sets(700, lambda name: None)
-    assert few(tmp_path / "file", corpus="no text").get(KINDS[0], 256) == "no text"
+    assert few(tmp_path / "file", corpus="no text").get("1-hop-256") == "no text"
     made: list[str] = []
     found, left_out = few(tmp_path / "none", corpus="no text").sets(300, made.append)
     assert [s.name for s in found] == made == NAMES[:3]
@@ -146,7 +146,7 @@ def test_a_run_freezes_what_fits(tmp_path: Path) -> None:
     names, left_out = freeze(700)
     assert names == [name for probe in [*NAMES[:5]] for name in (probe, f"{probe}_rank")]
     left = [name for words in left_out for name in words.partition(" (")[0].split(", ")]
-    assert sorted(left) == sorted([*NAMES[5:9], "L = 1024", "L = 2048", "L = 4096"])
+    assert sorted(left) == sorted(NAMES[5:])
     assert f"freezing the probes 1-hop-256 in {folder}" in lines
     places = {"probes": str(folder), "staged": str(tmp_path / "staged")}
     tasks = load_tasks(names, **places, tokenizer=str(tmp_path), max_length=700)

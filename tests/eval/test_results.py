@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.results import (
     Answers,
     Results,
     Score,
     Unfinished,
-    read_samples,
     write_results,
 )
 
@@ -68,11 +66,3 @@ def test_a_torn_task_is_asked_again(tmp_path: Path, content: str) -> None:
     assert list(kept.read()) == ["second"]
     (tmp_path / "unfinished" / "question.json").write_text(content)
     assert kept.read() == {}
-
-
-@pytest.mark.parametrize("content", [b"{", b"3\n", b"\xff\n"])
-def test_damaged_samples_name_the_file(tmp_path: Path, content: bytes) -> None:
-    write_results(tmp_path, Results(ASKED, {}, {}), {"one": [{"doc_id": 0}]})
-    (tmp_path / "samples-one.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match="samples-one.jsonl is damaged"):
-        read_samples(tmp_path)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_eval.api.instance import Instance
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.transformer import Transformer
 from eval.model.lm import CanonLM, request_cost
 from eval.model.score import Answer, Batch, Pair, Planner, score_batch
+from tests.scripted_lm import Letters, requests
 from tests.variants import VARIANTS, build
 
 FEW = (
@@ -31,18 +31,6 @@ MAX_LENGTH = 24
 @functools.cache
 def model_of(name: str) -> Transformer:
     return build(VARIANTS[name]).eval()
-
-
-class Letters:
-    """One token a character: text whose tokens a test can count."""
-
-    vocab_size, eos_id, bos_id = 40, 2, 1
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) - ord("a") + 3 for letter in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(i - 3 + ord("a")) for i in ids if i > 2)
 
 
 def naive(model: Transformer, tokens: list[int], count: int) -> Answer:
@@ -105,10 +93,6 @@ def test_scores_equal_one_row_at_a_time(
     assert_equal(found, [naive(model, pair.tokens, pair.count) for pair in pairs])
 
 
-def requests_of(asked: list[tuple[str, ...]], kind: str = "loglikelihood") -> list[Instance]:
-    return [Instance(kind, {}, arguments, i) for i, arguments in enumerate(asked)]
-
-
 words = st.text(alphabet="abcd", max_size=MAX_LENGTH + 6)
 
 
@@ -136,7 +120,7 @@ def test_requests_equal_the_rules_in_words(
     for context, continuation in asked:
         row = (letters.encode(context) or [letters.eos_id]) + letters.encode(continuation)
         expected.append(naive(model, row[-MAX_LENGTH - 1 :], len(continuation)))
-    assert_equal(lm.loglikelihood(requests_of(asked)), expected)
+    assert_equal(lm.loglikelihood(requests("loglikelihood", asked)), expected)
     rolled = []
     for text in texts:
         row, total = [letters.eos_id, *letters.encode(text)], 0.0
@@ -146,10 +130,10 @@ def test_requests_equal_the_rules_in_words(
             window = row[: first + scored_here][-(MAX_LENGTH + 1) :]
             total += naive(model, window, scored_here)[0]
         rolled.append(total)
-    found = lm.loglikelihood_rolling(requests_of([(t,) for t in texts], "loglikelihood_rolling"))
+    found = lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(t,) for t in texts]))
     assert found == pytest.approx(rolled, abs=1e-4)
-    rolling = requests_of([(t,) for t in texts], "loglikelihood_rolling")
-    assert sum(told) == sum(map(request_cost, requests_of(asked) + rolling))
+    rolling = requests("loglikelihood_rolling", [(t,) for t in texts])
+    assert sum(told) == sum(map(request_cost, requests("loglikelihood", asked) + rolling))
 
 
 def counted(
@@ -182,26 +166,6 @@ def test_the_context_of_choices_is_read_once() -> None:
     assert read == 6 * (60 + 4 * 7)
     # the first token of each choice is scored by the context's last one, made once
     assert logits == 6 * (1 + 4 * 7)
-
-
-def test_choices_of_one_token_need_no_second_pass() -> None:
-    model = model_of("rope standard gqa")
-    pairs = [pair for seed in range(5) for pair in item(seed, 40 + seed, [1, 1])]
-    read, logits, _ = counted(model, pairs, Planner(100_000, 100_000))
-    assert read == 5 * 44 and logits == 5
-    # one token, and three that begin with it: the first is answered on the way
-    pairs = item(9, 40, [3])
-    pairs.append(Pair(pairs[0].tokens[:41], 1))
-    assert counted(model, pairs, Planner(100_000, 100_000))[0] == 42
-
-
-def test_what_does_not_pay_is_not_shared() -> None:
-    few = [pair for seed in range(4) for pair in item(seed, 2, [30, 30])]
-    assert all(batch.prefix == 0 for batch in Planner(1000, 1000).plan(few))
-    # where a pass costs much, one of four short items is better than two
-    dear = [pair for seed in range(4) for pair in item(seed, 20, [8, 8])]
-    assert any(batch.prefix for batch in Planner(1000, 1000, pass_tokens=0).plan(dear))
-    assert all(batch.prefix == 0 for batch in Planner(1000, 1000, pass_tokens=500).plan(dear))
 
 
 @given(
@@ -238,16 +202,6 @@ def test_plans_are_whole_and_within_the_budget(
     # never dearer than reading every sequence by itself would be
     rows = {tuple(pair.tokens[:-1]) for pair in pairs}
     assert sum(map(planner.cost, plan)) <= sum(len(row) + planner.pass_tokens for row in rows)
-
-
-def test_a_long_row_is_read_in_parts() -> None:
-    model, seen = model_of("nope ABCD"), []
-    pair = Pair([3 + i % 30 for i in range(100)], 99)
-    handle = model.register_forward_hook(lambda *given: seen.append(given[1][0].shape))
-    found, _ = scored(model, [pair], Planner(1000, 30))
-    handle.remove()
-    assert seen == [(1, 30), (1, 30), (1, 30), (1, 9)]
-    assert_equal(found, [naive(model, pair.tokens, 99)])
 
 
 def test_logits_that_are_not_finite_are_no_scores() -> None:

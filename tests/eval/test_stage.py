@@ -87,19 +87,6 @@ def test_all_suites_once_then_nothing_more(hub: FakeHub, client: Client, tmp_pat
     assert "35 of 35 data sets" in client.run("--to", tmp_path, "--check")
 
 
-def test_a_count_that_is_not_the_catalogues(client: Client, hub: FakeHub, tmp_path: Path) -> None:
-    words = ("--suite", "discriminative", "--only", "piqa", "boolq", "--to", tmp_path)
-    out = client.run(*words, counts={"piqa": 12})
-    assert "[1/2] piqa: 12 documents" in out
-    assert "[2/2] boolq: refused: aps/super_glue@3de24cf8022e validation: 12 documents, " in out
-    assert "expected 3,270; choose another commit with --pin boolq=COMMIT, or accept " in out
-    assert "error: 1 of 2 data sets are not staged" in out and not (tmp_path / "boolq").exists()
-    out = client.run(*words, "--allow_count", counts={"piqa": 12})
-    assert "[1/2] piqa: is staged" in out and "boolq: 12 documents (expected 3,270)" in out
-    keys = ("--only", "babilong_qa3_1k", "--to", tmp_path)
-    assert "expected 862; " in client.run("--suite", "babilong", *keys)
-
-
 def test_commits_are_kept_and_chosen(hub: FakeHub, client: Client, tmp_path: Path) -> None:
     path = CATALOGUE["jrt_fda"].path
     here, there = tmp_path / "here", tmp_path / "there"

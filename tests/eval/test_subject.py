@@ -74,10 +74,6 @@ def test_identities_are_json_and_tell_models_apart(base: Path, copy: Path) -> No
     exported, other = Subject.open(base / "out", None), Subject.open(copy, None)
     for subject in (of_run, exported):
         assert json.loads(json.dumps(subject.identity)) == subject.identity
-        assert set(subject.identity) == {
-            "checkpoint", "run_id", "content", "step", "train_fingerprint", "held_out_fingerprint",
-            "tokenizer_sha256",
-        }  # fmt: skip
     # the place is another, what is evaluated is the same until a weight is
     assert exported.identity != other.identity
     assert question_of(exported.identity) == question_of(other.identity)
@@ -106,13 +102,7 @@ def test_an_export_takes_data_for_what_reads_shards(base: Path) -> None:
     assert with_data.tokenizer_path == base / "out"
 
 
-def test_data_of_another_tokenizer_is_refused(base: Path, tmp_path: Path) -> None:
-    write_data(tmp_path)  # shards that name no tokenizer
-    with pytest.raises(UserError, match="another tokenizer than .* was trained with; its hash"):
-        Subject.open(base / "out", tmp_path)
-
-
-def test_exports_without_parts_say_what_is_missing(copy: Path) -> None:
+def test_exports_without_parts_say_what_is_missing(base: Path, copy: Path, tmp_path: Path) -> None:
     (copy / "tokenizer.json").unlink()
     subject = Subject.open(copy, None)  # validation needs none
     subject.load(CPU)
@@ -121,25 +111,9 @@ def test_exports_without_parts_say_what_is_missing(copy: Path) -> None:
     (copy / "canon_pretrain.json").unlink()  # as a folder of another making
     foreign = Subject.open(copy, None)
     assert foreign.step is None and foreign.identity["tokenizer_sha256"] is None
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
-    with pytest.raises(UserError, match="has the shape"):
-        Subject.open(copy, None).load(CPU)
-    (copy / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    with pytest.raises(UserError, match="model_type = 'gpt2'"):
-        Subject.open(copy, None)
-
-
-def test_damage_to_an_export_is_one_message(copy: Path) -> None:
-    path = copy / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:1000])
-    with pytest.raises(UserError, match="model.safetensors cannot be read"):
-        Subject.open(copy, None).load(CPU)
-    path.write_bytes(whole)
-    (copy / "canon_pretrain.json").write_text("{")
-    with pytest.raises(UserError, match="canon_pretrain.json is damaged"):
-        Subject.open(copy, None)
+    write_data(tmp_path)  # shards that name no tokenizer
+    with pytest.raises(UserError, match="another tokenizer than .* was trained with; its hash"):
+        Subject.open(base / "out", tmp_path)
 
 
 def test_an_import_is_evaluated_by_its_export(copy: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf.export import export
 from eval.task_tokenizer import TaskTokenizer, task_tokenizer
-from eval.tasks.jrt.cut import cut
+from eval.tasks.jrt.documents import cut
 from tests import data_folders
 from tests.data_folders import plant_data, sentence
 from tests.hf.test_tokenizer import byte_level
@@ -68,15 +68,6 @@ def test_both_cut_alike(
     ours, theirs = (cut(text, [answer], found, limit=limit) for found in pair)
     assert ours == theirs
     assert ours.text in text  # no half of a character, no space of the tokenizer's own
-
-
-def test_whose_it_is(folder: Path, pair: tuple[TaskTokenizer, TaskTokenizer]) -> None:
-    training = data_folders.tokenizer()
-    assert [found.sha256 for found in pair] == [training.sha256] * 2
-    assert pair[0].name == str(folder / "data" / "tokenizer.model")
-    assert pair[1].name == str(folder / "export")
-    file = task_tokenizer({"tokenizer": folder / "data" / "tokenizer.model"})
-    assert file.sha256 == training.sha256 and file.encode("the of") == pair[0].encode("the of")
 
 
 def test_nobody_is_asked_whether_to_run_the_models_code(

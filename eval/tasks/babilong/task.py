@@ -171,7 +171,6 @@ def _of_sections(content: Mapping[str, Any], task: str) -> Prompts:
 
 
 def _lm_eval_section(task: str) -> dict[str, Any]:
-    """Return the instruction and examples of lm_eval's own task, as prompts.toml names them."""
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -210,7 +209,6 @@ def _of_release(text: str, task: str) -> Prompts:
 
 
 def _laid_out(layout: object, parts: Mapping[str, str]) -> Prompts:
-    """Return `layout` with all fields filled in except {context} and {question}."""
     pieces, places = [""], []
     for literal, field, *_ in string.Formatter().parse(str(layout)):
         pieces[-1] += literal

@@ -60,16 +60,8 @@ class Kind:
 
 
 KINDS = (Kind("1-hop", 5, 1), Kind("1-hop-random", 5, 1, asks_anyone=True), Kind("2-hop", 3, 2))
-
-
-def set_name(kind: Kind, length: int) -> str:
-    """Return the name of the set of a kind and a length: 1-hop-256."""
-    return f"{kind.name}-{length}"
-
-
-def task_names(probes: str) -> tuple[str, str]:
-    """Return the tasks of the set `probes`: its greedy answer, and the rank of its years."""
-    return probes, f"{probes}_rank"
+SETS = {f"{kind.name}-{length}": (kind, length) for length in LENGTHS for kind in KINDS}
+"""Kind and length by name: 1-hop-256."""
 
 
 class Draws:

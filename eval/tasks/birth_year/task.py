@@ -32,25 +32,20 @@ from eval.staging.staged import MANIFEST, load_staged, restage, staged_folder
 from eval.task_tokenizer import check_fit, task_tokenizer
 from eval.tasks.birth_year.probes import (
     ANSWER_TOKENS,
-    KINDS,
-    LENGTHS,
     NUM_ITEMS,
     SEED,
+    SETS,
     VERSION,
     Encoder,
     Junk,
-    Kind,
     ends_with_space,
     make_probe,
-    set_name,
     split_sentences,
-    task_names,
 )
 
 SETS_FILE = "sets.json"
 WIKITEXT = "wikitext"
 """The data set of the catalogue that statements are hidden in, unless a file is given."""
-SETS = {set_name(kind, length): (kind, length) for kind in KINDS for length in LENGTHS}
 
 
 @dataclass(frozen=True)
@@ -155,26 +150,22 @@ class FrozenSets:
         """
         fitting: list[ProbeSet] = []
         left_out: dict[str, list[str]] = {}
-        for length in LENGTHS:
-            if length >= max_length:
-                left_out.setdefault(f"max_length {max_length}", []).append(f"L = {length}")
-                continue
-            for kind in KINDS:
-                found = self.get(kind, length, advance)
+        for name, (_, length) in SETS.items():
+            reason = f"max_length {max_length}"
+            if length < max_length:
+                found = self.get(name, advance)
                 if isinstance(found, ProbeSet):
-                    longest = found.entry.max_tokens
-                    if longest + ANSWER_TOKENS <= max_length:
+                    if found.entry.max_tokens + ANSWER_TOKENS <= max_length:
                         fitting.append(found)
                         continue
-                    found = f"prompts of up to {longest} tokens"
-                left_out.setdefault(found, []).append(set_name(kind, length))
+                    found = f"prompts of up to {found.entry.max_tokens} tokens"
+                reason = found
+            left_out.setdefault(reason, []).append(name)
         return fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
 
-    def get(
-        self, kind: Kind, length: int, advance: Callable[[str], None] = lambda name: None
-    ) -> ProbeSet | str:
+    def get(self, name: str, advance: Callable[[str], None] = lambda name: None) -> ProbeSet | str:
         """Return one set, or why it cannot be made."""
-        name, known = set_name(kind, length), self._known()
+        length, known = SETS[name][1], self._known()
         made_of = {"set": name, **self._made_of}
         if length and isinstance(self._corpus, str):
             for key, entry in reversed(known.items()):
@@ -197,7 +188,7 @@ class FrozenSets:
                     known = self._known()
                     if key not in known:
                         advance(name)
-                        known[key] = self._freeze(path, kind, length, junk, made_of)
+                        known[key] = self._freeze(path, junk, made_of)
                         write_json(self.folder / SETS_FILE, asdict(Manifest(known)))
             except OSError as error:
                 raise UserError(
@@ -207,10 +198,8 @@ class FrozenSets:
                 ) from None
         return ProbeSet(name, path, known[key])
 
-    def _freeze(
-        self, path: Path, kind: Kind, length: int, junk: Junk, made_of: dict[str, Any]
-    ) -> Entry:
-        space = ends_with_space(self.tokenizer)
+    def _freeze(self, path: Path, junk: Junk, made_of: dict[str, Any]) -> Entry:
+        (kind, length), space = SETS[made_of["set"]], ends_with_space(self.tokenizer)
         items = range(made_of["num_items"])
         probes = [make_probe(kind, length, item, junk, space) for item in items]
         content = "".join(json.dumps(probe) + "\n" for probe in probes).encode()
@@ -251,7 +240,8 @@ def open_probes(
             f"no set of birth-year fits max_length {max_length}: raise it with --max_length; it "
             "may be longer than what training saw"
         )
-    return [name for probes in sets for name in task_names(probes.name)], left_out
+    # each is asked for its greedy answer, and for the rank of its years
+    return [task for one in sets for task in (one.name, f"{one.name}_rank")], left_out
 
 
 def load(
@@ -269,7 +259,7 @@ def load(
     text = Path(junk or staged / WIKITEXT / MANIFEST)
     written_ns = text.stat().st_mtime_ns if text.exists() else 0
     frozen = _frozen_sets(folder, task_tokenizer(metadata), junk, staged, written_ns)
-    found = frozen.get(*SETS[probe_set])
+    found = frozen.get(probe_set)
     if isinstance(found, str):
         raise UserError(
             f"the probes {probe_set} are not in {folder}: {found}. Under lm_eval: --metadata "

@@ -30,12 +30,17 @@ from eval.task_tokenizer import (
     lengths_beyond,
     task_tokenizer,
 )
-from eval.tasks.jrt.cut import CENTRES, NUM_TOKENS, contains, cut
 
 SPLIT = "validation"
 ANSWER_TOKENS = 48
-ALTERNATIVES, TOKEN_POSITION = "alt_answers", "tok_pos"
-"""Fields that a data set may have: further answers to look for, and where the answer is."""
+NUM_TOKENS = 950
+"""Of 1,000, with 50 left for the answer."""
+ANSWER, ALTERNATIVE, TOKEN_POSITION = "answer", "alt_answers", "tok_pos"
+"""The last two are also fields of a data set: further answers to look for, and where it is."""
+NOTHING, BEGINNING = "nothing", "beginning"
+CENTRES = (ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING, BEGINNING)
+"""What a cut can be centred on. NOTHING, if nothing that was searched occurs, keeps the end of the
+document; BEGINNING, if nothing is searched, its first tokens."""
 OPTION = "jrt_"
 # below its own name the harness shows what is logged
 LOG = logging.getLogger(f"lm_eval.{__name__}")
@@ -105,13 +110,11 @@ def _asked(row: Row) -> str:
 
 
 def _asked_twice(row: Row, end: str = "") -> str:
-    """Return the prompt; `end` is cut off the first question."""
     text, first = _asked_text(row).strip(".").strip(), row["orig_question"]
     return f"{first.strip(end) if end else first} {text}.\n{text}. {row['question'].strip()}"
 
 
 def _unmarked(made: Template) -> Template:
-    """`made` of a row whose context is without TriviaQA's marks, which upstream cuts and counts."""
     return lambda row: made({**row, "context": MARKS.sub("", row["context"])})
 
 
@@ -154,6 +157,104 @@ STYLES: dict[str, Style] = {
     "jrt_drop": replace(_NQ, answers=()),
 }
 """By key of the catalogue."""
+
+
+# -- the cut: so many tokens of a document around the answer -------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of a document; `centre` is one of CENTRES, `whole`: nothing is gone."""
+
+    text: str
+    centre: str
+    whole: bool
+
+
+def first_hit(text: str, answer: str) -> int | None:
+    """Return where `answer` first occurs in `text`, case ignored; None if it does not.
+
+    By `re.IGNORECASE`, as upstream: no position shifts where a letter's other case is longer.
+    """
+    found = re.search(re.escape(answer), text, re.IGNORECASE) if answer else None
+    return found.start() if found else None
+
+
+def window(num_tokens: int, position: int, limit: int) -> tuple[int, int]:
+    """Return the tokens to keep, [start, end): `limit` of them, half of it before `position`.
+
+    At the end of a document only the half is left (spec/eval.md, section 2).
+    """
+    start = max(0, position - limit // 2)
+    return start, min(num_tokens, position + limit - (position - start))
+
+
+def cut(
+    text: str,
+    answers: Sequence[str] | None,
+    tokenizer: TaskTokenizer,
+    *,
+    limit: int = NUM_TOKENS,
+    alternatives: Sequence[str] = (),
+    token_position: int | None = None,
+) -> Cut:
+    """Return at most `limit` tokens of `text` around the earliest of `answers`; None: its first.
+
+    If none occurs: around the first of `alternatives` that does; else around `token_position`; else
+    the last half of `limit`. A hit at a character becomes the number of tokens of the text before
+    it, as upstream counts. A text that is not cut stays as it is.
+    """
+    text = text.strip()
+    tokens = tokenizer.encode(text)
+    hits = [hit for answer in answers or () if (hit := first_hit(text, answer)) is not None]
+    centre = ANSWER
+    if not hits:
+        centre = ALTERNATIVE
+        found = (first_hit(text, answer) for answer in alternatives)
+        hits = [hit for hit in found if hit is not None][:1]
+    if answers is None:
+        centre, position = BEGINNING, 0
+    elif hits:
+        position = len(tokenizer.encode(text[: min(hits)]))
+    elif token_position is not None and token_position >= 0:
+        centre, position = TOKEN_POSITION, token_position
+    else:
+        centre, position = NOTHING, len(tokens)
+    # a text cut in a word may have more tokens than the whole, `tok_pos` be another tokenizer's
+    start, end = window(len(tokens), min(position, len(tokens)), limit)
+    if start == 0 and end == len(tokens):
+        return Cut(text, centre, whole=True)
+    return Cut(_part(text, tokens, start, end, tokenizer), centre, whole=False)
+
+
+def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: TaskTokenizer) -> str:
+    """Return the characters of `text` that are whole in the tokens [start, end), stripped.
+
+    Tokenizers differ in what half a character decodes to: a part is cut out of the text, or decoded
+    if the tokenizer does not reproduce texts.
+    """
+
+    def before(border: int) -> tuple[str, bool]:
+        """Return the text before a token without half characters, and whether it had none."""
+        if border == len(tokens):
+            return text, True
+        decoded = tokenizer.decode(tokens[:border])
+        known = decoded.rstrip("\ufffd")
+        return known, known == decoded or not text.startswith(known)
+
+    while not (first := before(start))[1] and start < end:
+        start += 1
+    while not (last := before(end))[1] and start < end:
+        end -= 1
+    if not all(is_whole and text.startswith(known) for known, is_whole in (first, last)):
+        return tokenizer.decode(tokens[start:end]).strip()
+    return text[len(first[0]) : len(last[0])].strip()
+
+
+def contains(prediction: str, labels: Sequence[str]) -> float:
+    """Return 1.0 if a label that is not empty occurs in the first line of `prediction`."""
+    line = prediction.split("\n", 1)[0]
+    return float(any(first_hit(line, label) is not None for label in labels))
 
 
 # -- items ----------------------------------------------------------------------------------------
@@ -210,7 +311,6 @@ def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
 
 
 def _options(dataset: str, metadata: Mapping[str, Any]) -> tuple[int, str, tuple[str, ...]]:
-    """Return how rows are cut: to how many tokens, which field, around what. Raises UserError."""
     style, tokens = STYLES[dataset], f"{OPTION}tokens"
     known = {tokens, *(f"{key}_{name}" for key in STYLES for name in ("context", "answers"))}
     for name in metadata:
@@ -244,7 +344,6 @@ def _cut_rows(
     field: str,
     around: tuple[str, ...],
 ) -> tuple[list[_CutRow], dict[str, int]]:
-    """Return the kept rows, cut, and what became of all; `sha256` is theirs, for the cache."""
     style = STYLES[dataset]
     rows: list[_CutRow] = []
     counts = {"rows": 0, "dropped": 0, "kept": 0, "cut": 0} | dict.fromkeys(CENTRES, 0)
@@ -260,7 +359,7 @@ def _cut_rows(
             answers if around else None,
             tokenizer,
             limit=num_tokens,
-            alternatives=_texts(row.get(ALTERNATIVES)),
+            alternatives=_texts(row.get(ALTERNATIVE)),
             token_position=row.get(TOKEN_POSITION),
         )
         counts["kept"] += 1
@@ -289,6 +388,5 @@ def _field(row: Row, name: str, dataset: str) -> Any:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the answers in a field: a text is one, a list several, and None none."""
     values = value if isinstance(value, list | tuple) else [value]
     return [str(text) for text in values if text is not None]
