@@ -53,19 +53,16 @@ def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None
     worlds = valid_world_sizes(global_batch_size, ranks_per_node)
     if nodes * ranks_per_node in worlds:
         return
-    given = (
-        f"{nodes} node(s) of {ranks_per_node} can't share training.global_batch_size = "
-        f"{global_batch_size}"
-    )
-    if not worlds:
+    if worlds:
+        fitting = ", ".join(str(world // ranks_per_node) for world in worlds)
+        way_out = f"Numbers of nodes that can: {fitting} (sbatch --nodes), of {ranks_per_node} each"
+    else:
         fitting = ", ".join(map(str, valid_world_sizes(global_batch_size)))
-        raise UserError(
-            f"{given}, nor can any other number of nodes of {ranks_per_node}. Numbers of ranks per "
-            f"node that can, on 1 node: {fitting} (GPUS_PER_NODE, or RANKS_PER_NODE)"
-        )
+        way_out = f"No number of nodes can. Numbers of ranks that can, on 1 node: {fitting} "
+        way_out += "(GPUS_PER_NODE, or RANKS_PER_NODE)"
     raise UserError(
-        f"{given}. Numbers of nodes that can: {', '.join(str(n // ranks_per_node) for n in worlds)}"
-        f" (sbatch --nodes), of {ranks_per_node} each"
+        f"{nodes} node(s) of {ranks_per_node} can't share training.global_batch_size = "
+        f"{global_batch_size}. {way_out}"
     )
 
 

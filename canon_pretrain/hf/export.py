@@ -41,7 +41,7 @@ from canon_pretrain.core.files import (
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_fields, to_hf
-from canon_pretrain.hf.reading import CONFIG, halves_to_pairs, parameter_shapes
+from canon_pretrain.hf.reading import CONFIG, halves_to_pairs, meta_parameters
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.hf.writing import (
     MAX_FILE_BYTES,
@@ -93,7 +93,7 @@ def export(
     run, checkpoint = find_checkpoint(checkpoint)
     check_checkpoint(checkpoint)
     args = model_args_of(run)
-    like = {name: torch.empty(s, device="meta") for name, s in parameter_shapes(args).items()}
+    like = meta_parameters(args)
     manifest = check_weights(checkpoint, like)
     found, eos_id = _find_tokenizer(run, args, tokenizer, eos, wanted=with_tokenizer)
     facts = read_run(run)
@@ -149,18 +149,13 @@ def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
         return None
     if not force:
         raise UserError(f"{out} exists; choose another folder, or replace it with --force")
-    if not (out / RECORD).is_file():
-        raise UserError(
-            f"{out} exists and is no export (it has no {RECORD}): --force replaces exports only. "
-            "Choose another folder"
-        )
     files: list[str] = []
     with contextlib.suppress(UnreadableFile):
         files = read_record(out / RECORD, _Files).files
     if not files or any(name != Path(name).name for name in files):  # nothing outside is touched
         raise UserError(
-            f"{out / RECORD} does not list the export's files (an earlier version wrote it, or it "
-            "is damaged), so --force can't tell them from yours. Choose another folder"
+            f"{out} exists, and no {RECORD} there lists the files of an export: --force replaces "
+            "those alone. Choose another folder"
         )
     return files
 

@@ -5,7 +5,7 @@ with the names of LlamaCanonForCausalLM, and the next forward pass uses a part t
 there (LoRA, a larger vocabulary). B rows, T tokens, S tokens with those before them, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -151,7 +151,15 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         core = Transformer(to_args(given), attention_backend=backend)
         object.__setattr__(self, "core", core)
         self.model = _Part()
-        self._places = list(self._hang_up())
+        self._places: list[tuple[nn.Module, str, nn.Module, str]] = []
+        first, *last = ENDS
+        self._hang(core, self, [first])
+        blocks: Any = core.layers.values()
+        self.model.layers = nn.ModuleList(LlamaCanonDecoderLayer(block) for block in blocks)
+        for number, layer in enumerate(self.model.layers):
+            self._hang(layer.block, layer, BLOCK)
+            core.layers[str(number)] = layer
+        self._hang(core, self, last)
         if config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self._places.append((core, "output", self, "lm_head"))
@@ -167,17 +175,15 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
                 module.weight.requires_grad_(model.core.args.canon_trainable)
         return loaded
 
-    def _hang_up(self) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-        core, (first, *last) = self.core, ENDS
-        yield from _hang(core, first[0], self, first[1])
-        blocks: Any = core.layers.values()
-        self.model.layers = nn.ModuleList(LlamaCanonDecoderLayer(block) for block in blocks)
-        for number, layer in enumerate(self.model.layers):
-            for ours, theirs in BLOCK:
-                yield from _hang(layer.block, ours, layer, theirs)
-            core.layers[str(number)] = layer
-        for ours, theirs in last:
-            yield from _hang(core, ours, self, theirs)
+    def _hang(self, owner: nn.Module, root: nn.Module, names: Iterable[tuple[str, str]]) -> None:
+        """Put the parts that `owner` has into the tree under `root`; names are ours and there."""
+        for ours, theirs in names:
+            path, _, name = ours.rpartition(".")
+            their_path, _, their_name = theirs.rpartition(".")
+            inner, place = owner.get_submodule(path), root.get_submodule(their_path)
+            if (part := getattr(inner, name)) is not None:
+                setattr(place, their_name, part)
+                self._places.append((inner, name, place, their_name))
 
     def _bind(self) -> None:
         if getattr(self, "_is_replica", False):
@@ -331,22 +337,6 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"past_key_values is of {given.rows} rows, input_ids of {rows}")
             given.rows = rows
         return given
-
-
-def _hang(
-    owner: nn.Module, ours: str, root: nn.Module, theirs: str
-) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-    """Put the part `ours` of `owner`, if there is one, into the tree at `theirs` under `root`."""
-    *path, name = ours.split(".")
-    *their_path, their_name = theirs.split(".")
-    for step in path:
-        owner = getattr(owner, step)
-    for step in their_path:
-        root = getattr(root, step)
-    part = getattr(owner, name)
-    if part is not None:
-        setattr(root, their_name, part)
-        yield owner, name, root, their_name
 
 
 def _real_tokens(

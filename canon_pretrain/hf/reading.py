@@ -13,7 +13,7 @@ written beside it and renamed.
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,25 +25,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from canon_pretrain.checkpoint.architecture import find_checkpoint
-from canon_pretrain.checkpoint.manifest import verify
 from canon_pretrain.checkpoint.safe_load import read_metadata
 from canon_pretrain.checkpoint.weights import (
-    HASH_WORKERS,
     TRAINING_STATE,
-    check_checkpoint,
+    check_weights,
     checkpoint_step,
     load_alone,
-    tensor_shapes,
 )
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import (
-    UnreadableFile,
-    fsync_folder,
-    publish,
-    read_json,
-    write_atomic,
-)
+from canon_pretrain.core.files import fsync_folder, publish, read_json, write_atomic
 from canon_pretrain.data.tokenizer import FILE_NAMES
 from canon_pretrain.hf import lingua
 from canon_pretrain.hf.config import (
@@ -99,7 +90,7 @@ def import_folder(
     if state_from is not None:
         _, state_from = find_checkpoint(state_from)
         step = checkpoint_step(state_from)
-        state = _training_state(state_from, parameter_shapes(args))
+        state = _training_state(state_from, args)
     weights = folder_weights(source, args)
     kind: Any = "full" if state else "weights"
     with folder_beside(out, "importing") as temporary:
@@ -124,7 +115,7 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
     """
     params = _params(source)
     path = _file(source, params or CONFIG)
-    config = _read_json(path)
+    config = read_json(path, finite=False)
     kind, ignored = config.get("model_type"), set(ignore)
     if params is None and kind not in MODEL_TYPES and "model_type" not in ignored:
         raise UserError(
@@ -159,7 +150,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     """Return the weights of the folder, whose model is `args`: float32, by our names and layout."""
     is_lingua = _params(source) is not None
     described = lingua.PARAMS if is_lingua else CONFIG
-    wanted = parameter_shapes(args)
+    wanted = meta_parameters(args)
     weights: dict[str, Tensor] = {}
     extra: list[str] = []
     for theirs, ours, shape, read in _tensors(source):
@@ -170,10 +161,10 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
         if ours is None or ours not in wanted:
             extra.append(theirs)
             continue
-        if shape != wanted[ours]:
+        if shape != wanted[ours].shape:
             raise UserError(
                 f"{source}: {theirs} has the shape {tuple(shape)}; {described} asks for "
-                f"{tuple(wanted[ours])}"
+                f"{tuple(wanted[ours].shape)}"
             )
         tensor = read()
         if tensor.dtype not in _FLOATS:
@@ -197,7 +188,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
                 f"{described} describes"
             )
     if not is_lingua and args.rope_dim:
-        if layout(_read_json(_file(source, CONFIG))) == HUGGINGFACE:
+        if layout(read_json(_file(source, CONFIG), finite=False)) == HUGGINGFACE:
             for name, order in halves_to_pairs(args).items():
                 weights[name] = weights[name][order]
     return {name: weights[name] for name in wanted}
@@ -209,11 +200,11 @@ def is_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() and any(there)
 
 
-def parameter_shapes(args: ModelArgs) -> dict[str, torch.Size]:
-    """Return the shape of each parameter of the model of `args`, in its order."""
+def meta_parameters(args: ModelArgs) -> dict[str, Tensor]:
+    """Return the parameters of the model of `args`, in its order, without values."""
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=1))  # no rotary tables, which would be real
-    return {name: p.shape for name, p in model.named_parameters()}
+    return dict(model.named_parameters())
 
 
 def halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
@@ -264,17 +255,11 @@ def model_toml(args: ModelArgs, source: str) -> str:
     return "\n".join([*lines, "", "[training]", f"seq_len = {seq_len}", ""])
 
 
-def _training_state(checkpoint: Path, wanted: Mapping[str, torch.Size]) -> dict[str, Any]:
-    check_checkpoint(checkpoint)
-    if verify(checkpoint, workers=HASH_WORKERS).kind != "full":
+def _training_state(checkpoint: Path, args: ModelArgs) -> dict[str, Any]:
+    if check_weights(checkpoint, meta_parameters(args)).kind != "full":
         raise UserError(
             f"{checkpoint} holds weights alone: it has no optimizer state to go on with"
         )
-    stored = tensor_shapes(checkpoint)
-    weights = {n: shape for n, shape in stored.items() if not n.startswith(TRAINING_STATE)}
-    if weights != dict(wanted):
-        differing = sorted(n for n in weights.keys() | wanted if weights.get(n) != wanted.get(n))
-        raise UserError(f"{checkpoint} is of another model: they differ in {differing[0]}")
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
@@ -312,17 +297,6 @@ def _file(source: Path, name: str | Path) -> Path:
     return path
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path, finite=False)
-    except UnreadableFile as error:
-        if not error.is_missing:
-            raise
-        raise UserError(
-            f"{path} is missing: expected a Hugging Face folder, with {CONFIG} and *.safetensors"
-        ) from None
-
-
 def _tensors(
     source: Path,
 ) -> Iterator[tuple[str, str | None, torch.Size, Callable[[], Tensor]]]:
@@ -352,7 +326,7 @@ def _tensors(
 def _files(source: Path) -> dict[Path, set[str]]:
     """Return the names that an index takes from each safetensors file; without one none: all."""
     if (source / INDEX).is_file():
-        places = _read_json(_file(source, INDEX)).get("weight_map")
+        places = read_json(_file(source, INDEX), finite=False).get("weight_map")
         if not isinstance(places, dict) or not places:
             raise UserError(f"{source / INDEX} has no weight_map")
         files: dict[Path, set[str]] = {}

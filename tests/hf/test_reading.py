@@ -328,7 +328,7 @@ def test_a_state_that_does_not_fit(straight: Path, tmp_path: Path) -> None:
     export(step_3, tmp_path / "hf", with_tokenizer=False)
     weights = import_folder(tmp_path / "hf", tmp_path / "weights", step=3)
     refused(tmp_path / "hf", "holds weights alone", state_from=weights.checkpoint)
-    refused(a_folder(tmp_path / "other"), "of another model.*differ in", state_from=step_3)
+    refused(a_folder(tmp_path / "other"), "of another model", state_from=step_3)
     refused(tmp_path / "hf", "no checkpoint at", state_from=straight / "checkpoint" / "step-2")
     torn = tmp_path / "torn" / "step-3"
     shutil.copytree(step_3, torn)
