@@ -67,7 +67,7 @@ def test_the_papers_batch_on_nodes_of_eight() -> None:
         plan_job(config, 1, 7)
     replicas = [*config, "--parallelism.data_parallel_replicate_degree", "2"]
     plan_job(replicas, 2, 8)
-    with pytest.raises(UserError, match="3 ranks can't make up 2 replicas"):
+    with pytest.raises(UserError, match="= 2: 3 ranks can't"):
         plan_job(replicas, 1, 3)
 
 
