@@ -8,7 +8,6 @@ import argparse
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from canon_pretrain.bench import tables
@@ -89,13 +88,13 @@ def _one(
 ) -> dict[str, Any]:
     import torch
 
-    bench = _module(name)
+    bench = import_module(f"canon_pretrain.bench.{name}")
     try:
         found = bench.measure(arguments, machine, lambda line: tables.print_lines(console, line))
     except torch.OutOfMemoryError:
         raise UserError(
-            f"{name}: these sizes do not fit in this GPU's memory; give fewer of what its --help "
-            "names: --micro-batch, --batches, --tokens or --layers"
+            f"{name}: these sizes do not fit in this GPU's memory; give a smaller --micro-batch, "
+            "--batches, --tokens or --layers"
         ) from None
     result: dict[str, Any] = {"bench": name, **machine.facts(), **found}
     tables.print_lines(console, *tables.heading(result))
@@ -120,7 +119,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     for name, about in (COMMANDS | {ALL: "all of them but codegen, in brief"}).items():
         command = commands.add_parser(name, help=about, description=about + ".")
         if name == wanted:
-            _module(name).add_arguments(command)
+            import_module(f"canon_pretrain.bench.{name}").add_arguments(command)
         add = command.add_argument
         add("--json", type=Path, metavar="FILE", help="write the figures to this file too")
     arguments, overrides = parser.parse_known_args(words)
@@ -134,10 +133,6 @@ def _parse(words: list[str]) -> argparse.Namespace:
                 option = "--" + name.replace("_", "-")
                 raise UserError(f"{option} {value:g}: expected at least {least}")
     return arguments
-
-
-def _module(name: str) -> ModuleType:
-    return import_module(f"canon_pretrain.bench.{name}")
 
 
 if __name__ == "__main__":

@@ -84,17 +84,10 @@ def measure(
                 block_s=arguments.block_seconds,
             )
             flops = round(forward_flops * times)
-            rows.append(
-                {
-                    "way": name,
-                    "direction": direction,
-                    **dataclasses.asdict(found),
-                    "flops": flops,
-                    "flops_per_second": flops / found.other_s,
-                    "of_matmul": flops / found.other_s / peak,
-                    "max_error": errors[name],
-                }
-            )
+            row = {"way": name, "direction": direction, **dataclasses.asdict(found)}
+            row |= {"flops": flops, "flops_per_second": flops / found.other_s}
+            row |= {"of_matmul": flops / found.other_s / peak, "max_error": errors[name]}
+            rows.append(row)
         took = [f"{row['direction']} {tables.ms(row['other_s'], 3)} ms" for row in rows[-2:]]
         say(f"{name}: {', '.join(took)}")
     use_flash("flash")

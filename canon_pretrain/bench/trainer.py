@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,9 @@ def measure_in_turns(
 ) -> Found:
     """Measure with both in memory, blocks in turn."""
     with _trainer(job, folder) as (trainer, data):
-        ours = lambda: trainer.advance(data)  # noqa: E731
-        bare = BareStep(
-            job,
-            trainer.device,
-            parallel_dims=trainer.parallel_dims,
-            rounds=trainer.gradient_accumulation_steps,
-        )
+        rounds, dims = trainer.gradient_accumulation_steps, trainer.parallel_dims
+        bare = BareStep(job, trainer.device, parallel_dims=dims, rounds=rounds)
+        ours = partial(trainer.advance, data)
         for step in (ours, bare):
             seconds_of(step, WARM_UP)
         found = paired(block_of(bare, steps), block_of(ours, steps), repeats)[STEP]
@@ -125,12 +122,11 @@ def measure_alone(
     def ours() -> tuple[list[float], list[dict[str, float]]]:
         machine.free_memory()
         with _trainer(job, folder) as (trainer, data):
-            took = seconds(lambda: trainer.advance(data))
+            took = seconds(partial(trainer.advance, data))
             return took, [_save(trainer, data) for _ in range(SAVES)]
 
-    before = bare()
-    took, saves = ours()
-    found, drift = around(before, took, bare())
+    before, (took, saves), after = bare(), ours(), bare()
+    found, drift = around(before, took, after)
     return found, saves, drift
 
 
@@ -142,16 +138,11 @@ def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJ
     job.job.dump_folder, job.checkpoint.folder = str(folder / "run"), "checkpoint"
     job.checkpoint.interval = job.metrics.log_freq = total + 1
     job.data = Data(path=str(folder / "data"), data_seed=job.data.data_seed)
-    tokens = np.random.default_rng(0).integers(
-        3, job.model_args.vocab_size, size=(64, 4 * job.training.seq_len + 1)
-    )
-    write_shards(
-        folder / "data" / "train",
-        [row.astype(np.int64) for row in tokens],
-        vocab_size=job.model_args.vocab_size,
-        eos_id=2,
-        num_bytes=[3 * len(row) for row in tokens],
-    )
+    vocab_size, shape = job.model_args.vocab_size, (64, 4 * job.training.seq_len + 1)
+    tokens = list(np.random.default_rng(0).integers(3, vocab_size, size=shape))
+    num_bytes = [3 * len(row) for row in tokens]
+    split = folder / "data" / "train"
+    write_shards(split, tokens, vocab_size=vocab_size, eos_id=2, num_bytes=num_bytes)
     return job
 
 

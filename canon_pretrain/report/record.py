@@ -6,10 +6,10 @@ torch.
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -253,18 +253,29 @@ class RunRecord:
     @cached_property
     def launch_records(self) -> list[LaunchRecord]:
         """The records of the launches, the newest last; none in an older run."""
+
+        def read(path: Path, reader: Callable[[Path], Any]) -> Any:
+            try:
+                return reader(path)
+            except UnreadableFile as error:
+                if error.is_missing:
+                    return None
+                raise UserError(f"{error}; without it the rest can be read") from None
+
+        def packages(path: Path) -> dict[str, str]:
+            lines = read_bytes(path).decode(errors="replace").split()
+            return dict(line.split("==", 1) for line in lines if "==" in line)
+
         found = []
         for path in map(self.folder.launch_path, launch_numbers(self.folder)):
             facts, environment = (
-                _optional(path / name, lambda path: read_json(path, finite=False))
+                read(path / name, partial(read_json, finite=False))
                 for name in ("launch.json", "environment.json")
             )
-            packages = _optional(path / "packages.txt", _packages)
-            try:
-                patch = sha256_file(path / "source.patch")[:12]
-            except OSError:
-                patch = ""
-            found.append(LaunchRecord(facts, packages, environment, patch))
+            patch = path / "source.patch"
+            digest = sha256_file(patch)[:12] if patch.exists() else ""
+            listed = read(path / "packages.txt", packages)
+            found.append(LaunchRecord(facts, listed, environment, digest))
         return found
 
     # -- evals/
@@ -371,18 +382,3 @@ def _hours(time: Any) -> float:
         return datetime.fromisoformat(time).timestamp() / 3600
     except (TypeError, ValueError):
         return math.nan
-
-
-def _optional(path: Path, read: Any) -> Any:
-    """Return what `read` finds in a file; None if there is no such file."""
-    try:
-        return read(path)
-    except UnreadableFile as error:
-        if error.is_missing:
-            return None
-        raise UserError(f"{error}; without it the rest can be read") from None
-
-
-def _packages(path: Path) -> dict[str, str]:
-    lines = read_bytes(path).decode(errors="replace").split()
-    return dict(line.split("==", 1) for line in lines if "==" in line)
