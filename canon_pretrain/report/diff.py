@@ -6,7 +6,6 @@ Runs without records of their launches (older ones) are compared in what they ha
 import argparse
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,16 +22,15 @@ RTOL = 1e-4
 """Relative: how far losses of one experiment are apart on two machines, by rounding alone."""
 EXIT_SAME, EXIT_DIFFERENT = 0, 1
 
-OWN_CONFIG = "|".join(map(re.escape, ("job.dump_folder", "job.description", *OWN_TO_A_LAUNCH)))
 OWN = {
-    "config": re.compile(f"({OWN_CONFIG})$"),
-    "environment": re.compile(
-        "SLURM_|MASTER_|TORCHELASTIC_|CUDA_VISIBLE_DEVICES|HOSTNAME|RANK|WORLD_SIZE|"
-        "LOCAL_|GROUP_|ROLE_|NODE_RANK"
+    "config": ("job.dump_folder", "job.description", *OWN_TO_A_LAUNCH),
+    "environment": (
+        *("SLURM_", "MASTER_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "RANK"),
+        *("WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "NODE_RANK"),
     ),
-    "launch": re.compile(""),
+    "launch": ("",),
 }
-"""By section, the names that each run or job has its own values of."""
+"""By section, how names begin that each run or job has its own values of."""
 LOGGED_VERSIONS = ("torch", "torchtitan", "canon_pretrain", "python")
 """What a `start` or `resume` event may name."""
 DATA = ("data_fingerprint", HELD_OUT)
@@ -100,8 +98,8 @@ def _section(section: str, a: Facts | None, b: Facts | None) -> Facts:
     names = sorted(a.keys() | b.keys())
     for name in names:
         if a.get(name) != b.get(name):
-            is_own = section in OWN and OWN[section].match(name)
-            found["own" if is_own else "differences"][name] = [a.get(name), b.get(name)]
+            kind = "own" if name.startswith(OWN.get(section, ())) else "differences"
+            found[kind][name] = [a.get(name), b.get(name)]
     return found | {"compared": len(names)}
 
 
@@ -190,18 +188,18 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Facts:
     largest = int(apart.argmax()) if len(steps) else None
     first, beyond = (int(x.argmax()) if x.any() else None for x in (~equal, apart > rtol))
 
-    def step_at(index: int | None) -> int | None:
-        return None if index is None else int(steps[index])
-
+    step_at = {
+        "first_unequal": first,
+        "first_beyond": beyond,
+        "largest_step": largest,
+        "last_common": len(steps) - 1 if len(steps) else None,
+    }
     return {
         "common": len(steps),
         "rtol": rtol,
-        "first_unequal": step_at(first),
-        "first_beyond": step_at(beyond),
         "there": None if beyond is None else json_value([float(x[beyond]) for x in (one, other)]),
         "largest": None if largest is None else json_value(float(apart[largest])),
-        "largest_step": step_at(largest),
-        "last_common": int(steps[-1]) if len(steps) else None,
+        **{name: None if k is None else int(steps[k]) for name, k in step_at.items()},
     }
 
 
@@ -224,8 +222,8 @@ def words(found: Facts, *, with_own: bool) -> Iterator[str]:
         yield f"{title}: {count}"
         for key, (a, b) in (differences | (own if with_own else {})).items():
             yield f"  {key}{' (own)' if key in own else ''}: {shown(a)} -> {shown(b)}"
-    yield f"data digests: {digest_words(found['data_digests'])}"
-    yield f"losses: {loss_words(found['losses'])}"
+    yield f"data digests: {_digest_words(found['data_digests'])}"
+    yield f"losses: {_loss_words(found['losses'])}"
     yield from (f"note: {sentence}" for sentence in found["notes"])
     yield "same" if found["same"] else "different"
 
@@ -237,8 +235,7 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def digest_words(found: Facts) -> str:
-    """Return from which step on the runs saw other data, in words."""
+def _digest_words(found: Facts) -> str:
     common, first = found["common"], found["first_different"]
     if not common:
         return f"none in common (A has {found['logged'][0]:,}, B {found['logged'][1]:,})"
@@ -247,22 +244,21 @@ def digest_words(found: Facts) -> str:
     return f"part at step {first:,} ({found['different']:,} of {common:,} common steps differ)"
 
 
-def loss_words(found: Facts) -> str:
-    """Return from which step on the losses differ, and by how much, in words."""
+def _loss_words(found: Facts) -> str:
     if not found["common"]:
         return "no logged step in common"
     lines = f"{found['common']:,} common lines, to step {found['last_common']:,}"
     if found["first_unequal"] is None:
         return f"equal bit for bit in all {lines}"
     largest = f"{number(found['largest']):.1e} at step {found['largest_step']:,}"
-    words = (
+    first = (
         f"first unequal at step {found['first_unequal']:,}; largest relative difference {largest}"
     )
     if found["first_beyond"] is None:
-        return f"equal to {found['rtol']:g} in all {lines}; {words}"
+        return f"equal to {found['rtol']:g} in all {lines}; {first}"
     a, b = (f"{number(loss):.7g}" for loss in found["there"])
     at = f"{found['first_beyond']:,} ({a} -> {b})"
-    return f"part beyond {found['rtol']:g} at step {at}; {words}; {lines}"
+    return f"part beyond {found['rtol']:g} at step {at}; {first}; {lines}"
 
 
 # -- the command
