@@ -3,11 +3,8 @@
     torchrun --nproc-per-node 2 -m canon_pretrain.train --config train_configs/quickstart.toml
     python -m canon_pretrain.train --config train_configs/quickstart.toml        (one rank)
 
-Any `--section.key value` after it wins over the file; --help lists them all. `--dry_run [--gpu
-h100|h200|a100] [--world N] [--mfu F]` prints what the run would take, and trains nothing; `--force`
-starts a run that by the estimate does not fit in this machine's memory. Bad input is one message
-and exit code 2. (torchrun itself turns any failure of a worker into its own report and exit code 1;
-the message is above that report.)
+Any `--section.key value` after it wins over the file; --help lists them all. Bad input is one
+message and exit code 2, which torchrun turns into a report of its own below it and exit code 1.
 """
 
 import argparse
@@ -34,7 +31,7 @@ from canon_pretrain.titan.device import (
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one training job; `argv` defaults to the command line. Exits with code 2 on bad input."""
+    """Run one training job; exit with code 2 on bad input."""
     argv = sys.argv[1:] if argv is None else argv
     # a fault that all ranks share is printed once per node: files may be missing on one node alone
     quiet = os.environ.get("LOCAL_RANK", "0") != "0" and "LOCAL_WORLD_SIZE" in os.environ
@@ -67,14 +64,8 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     # torchtitan reads the device at import time: only after prepare_device()
     import torch
 
+    from canon_pretrain.titan import dry_run
     from canon_pretrain.titan.data import open_data
-    from canon_pretrain.titan.dry_run import (
-        check_memory,
-        first_notes,
-        make_plans,
-        print_plans,
-        this_machine,
-    )
     from canon_pretrain.titan.job_config import micro_batch_size, shard_degree
     from canon_pretrain.titan.launch import checkpoints_outside, prepare_folder
     from canon_pretrain.titan.trainer import CanonTrainer
@@ -83,9 +74,9 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     options, argv = _own_options(argv)
     job = parse_job(argv, quiet=quiet)
     if options.dry_run:  # on every rank, so that all fail alike
-        plans = make_plans(job, options.gpu, options.world, options.mfu, world_size)
+        plans = dry_run.make_plans(job, options.gpu, options.world, options.mfu, world_size)
         if not quiet:
-            print_plans(job, plans, Console())
+            dry_run.print_plans(job, plans, Console())
         return
     check_cuda()
     micro_batch_size(job, world_size)
@@ -93,10 +84,10 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     data, notes = None, []
     if os.environ["LOCAL_RANK"] == "0":  # the others of its node receive what it has read
         data = open_data(job)
-        here = this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
+        here = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
         if not options.force:
-            check_memory(job, here, world_size)
-        notes = [*data.notices, *first_notes(job, here, world_size)]
+            dry_run.check_memory(job, here, world_size)
+        notes = [*data.notices, *dry_run.first_notes(job, here, world_size)]
     init_logging(rank)
     logger = logging.getLogger()
     for note in notes:

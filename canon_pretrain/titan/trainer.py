@@ -59,6 +59,8 @@ class CanonTrainer(torchtitan.train.Trainer):
     checkpointer: CanonCheckpointManager
     dataloader: CanonDataLoader
     validator: CanonValidator  # where validation.enable is true
+    data: OpenedData
+    compared: Comparison
 
     def __init__(
         self,
@@ -72,19 +74,14 @@ class CanonTrainer(torchtitan.train.Trainer):
         asked = job.training.local_batch_size
         job.training.local_batch_size = micro_batch_size(job, world_size)
         self.session, self.folder = session, session.folder
-        self._record, self._data = record, data
+        self._record, self._own_data = record, data
         self.config = job.to_dict()
         # whoever reads the run may be in another folder
         self.config["data"] |= absolute_folders(job.data)
         if job.validation.path:
             self.config["validation"]["path"] = str(Path(job.validation.path).resolve())
-        self._compared: Comparison | None = None
-        if os.environ["RANK"] == "0":
-            assert data is not None
-            self._compared = compare(job, self.folder, data, self.config)
         self.tokens = 0
-        self.skipped_steps = 0
-        """Since the run began, as far as the host knows: of all but the last two steps."""
+        self.skipped_steps = 0  # since the run began, but for the last two steps
         self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
         self._has_objective = bool(job.loss.z_loss or job.loss.squared_loss)
         self._is_last = False
@@ -101,8 +98,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         ):
             super().__init__(job)
         session.ranks_have_met()
-        # FSDP2 is there at every world size and does the casting: autocast on top of it at one rank
-        # would give that rank other numerics than many have
+        # FSDP2 does the casting at every world size: autocast on top of it at one rank would change
+        # its numerics
         self.maybe_enable_amp = contextlib.nullcontext()
         if job.training.local_batch_size != asked:
             logger.info(
@@ -115,9 +112,13 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """Meet the other ranks, receive what rank 0 has read, and decide who computes Canon."""
+        data, compared = self._own_data, None
+        if os.environ["RANK"] == "0":
+            assert data is not None
+            compared = compare(self.job_config, self.folder, data, self.config)
         dims = super().init_distributed()
-        self._data, self._compared = share(self.job_config, self._data, self._compared)
-        self.canon = choose_canon(self.job_config, self.device, self._compared.code)
+        self.data, self.compared = share(self.job_config, data, compared)
+        self.canon = choose_canon(self.job_config, self.device, self.compared.code)
         if self.canon is not None:
             self.job_config.model.canon_backend = self.canon.backend  # type: ignore[assignment]
         self.guards = StepGuards(self.job_config.guards, self.device)
@@ -127,10 +128,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         return dims
 
     def _build_dataloader(self, **options: Any) -> CanonDataLoader:
-        assert self._data is not None and self._compared is not None
         # compared with the run's identity already
-        may_change = () if self._compared.is_new else IN_THE_IDENTITY
-        return build_dataloader(**options, data=self._data.training, may_change=may_change)
+        may_change = () if self.compared.is_new else IN_THE_IDENTITY
+        return build_dataloader(**options, data=self.data.training, may_change=may_change)
 
     def _build_metrics(
         self, job_config: CanonJobConfig, parallel_dims: ParallelDims, model_args: BaseModelArgs
@@ -148,8 +148,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         )
 
     def _build_validator(self, *, dp_rank: int, dp_world_size: int, **_: Any) -> CanonValidator:
-        assert self._data is not None
-        return CanonValidator(self.job_config, self._data.held_out, dp_rank, dp_world_size)
+        return CanonValidator(self.job_config, self.data.held_out, dp_rank, dp_world_size)
 
     def close(self) -> None:
         """End what runs beside the steps; called however the run ends."""
@@ -198,12 +197,11 @@ class CanonTrainer(torchtitan.train.Trainer):
             self._end("nothing to do")
             return
         self.checkpointer.begin()
-        assert self._compared is not None
         announce(
             self.step,
             folder=self.folder,
             config=self.config,
-            compared=self._compared,
+            compared=self.compared,
             canon=self.canon,
             record=self._record,
             metrics=self.metrics_processor,
@@ -281,8 +279,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             return False
         self.session.progress(self.step, "validating")
         fields = self.validator.validate(self.model_parts, self.step)
-        assert self._compared is not None
-        fields |= {"tokens": self.tokens, HELD_OUT: self._compared.identity.get(HELD_OUT)}
+        fields |= {"tokens": self.tokens, HELD_OUT: self.compared.identity.get(HELD_OUT)}
         self.metrics_processor.validation(self.step, fields)
         return True
 
@@ -300,8 +297,7 @@ class CanonTrainer(torchtitan.train.Trainer):
                 self.metrics_processor.stands_at(self.step, self.tokens)
                 for tool in tools:
                     tool.step()
-                if self.step == first + 1:
-                    # lazy initialization and compilation are over, on a resumed run as well
+                if self.step == first + 1:  # lazy initialization and compilation are over
                     limit = timedelta(seconds=job.comm.train_timeout_seconds)
                     dist_utils.set_pg_timeouts(timeout=limit, parallel_dims=self.parallel_dims)
                     begin = time.monotonic()
@@ -311,7 +307,6 @@ class CanonTrainer(torchtitan.train.Trainer):
                 paced = self.step - first - 1
                 pace = (time.monotonic() - begin) / paced if paced else None
                 self.session.progress(self.step, "training", pace)
-            # nobody waits for a step that was the last anyway; a lost lock must be known
             return self._hear(self.readback.pop(last=True)) or stop
 
     def advance(self, data: Iterator[tuple[dict[str, Tensor], Tensor]]) -> str | None:
