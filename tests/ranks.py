@@ -1,9 +1,7 @@
 """The trainer's ranks as processes that a test can watch, signal and kill; ready in a second.
 
-A server process imports torch and the trainer once, and each rank is forked from it: no torchrun,
-no import. `Launch` starts them, `wait` collects exit codes and output. A rank runs `before(rank)`
-first, where a fault is put in: a function of a test module that patches what it wants to break.
-`events`, `status` and `assert_same_run` read what launches left in a run folder.
+Each is forked from a server process that has imported torch and the trainer. A rank runs
+`before(rank)` first: a function of a test module that patches what it wants to break.
 """
 
 import contextlib
@@ -65,24 +63,13 @@ class Launch:
         self._outputs = [output / f"launch-{number}-rank-{rank}.txt" for rank in range(ranks)]
         self.processes: list[BaseProcess] = []
         for rank in range(ranks):
-            variables = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                **(environment or {}),
-            }
+            variables = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+            variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            variables |= environment or {}
+            words, out = list(map(str, arguments)), self._outputs[rank]
             process = _context.Process(
-                target=_rank,
-                args=(
-                    list(map(str, arguments)),
-                    self._outputs[rank],
-                    variables,
-                    before,
-                    before_args,
-                ),
+                target=_rank, args=(words, out, variables, before, before_args)
             )
             process.start()
             self.processes.append(process)

@@ -81,11 +81,7 @@ ALL_AT_ONCE = [
     ("the rename is next", ALL),
     ("it is renamed", ALL),
 ]
-ONE_RANK = [
-    ("the folder is made", (1,)),
-    ("the data is written", (0,)),
-    ("it is renamed", (1,)),
-]
+ONE_RANK = [("the folder is made", (1,)), ("the data is written", (0,)), ("it is renamed", (1,))]
 LEFT_BEHIND: dict[str, set[str]] = {
     "the folder is made": set(),
     "a file is half written": set(),
@@ -98,10 +94,7 @@ LEFT_BEHIND: dict[str, set[str]] = {
 
 @pytest.mark.parametrize(
     "kills",
-    [
-        pytest.param(ALL_AT_ONCE, id="all"),
-        pytest.param(ONE_RANK, id="one", marks=pytest.mark.slow),
-    ],
+    [pytest.param(ALL_AT_ONCE, id="all"), pytest.param(ONE_RANK, id="one", marks=pytest.mark.slow)],
 )
 def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(
     base: Path, trial: Trial, kills: list[tuple[str, tuple[int, ...]]]

@@ -27,14 +27,7 @@ from canon_pretrain.run.status import StatusWriter, health
 from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.fault_runs import EVERY_2, Trial, steps, wrap
-from tests.ranks import (
-    Launch,
-    assert_failed,
-    assert_same_run,
-    events,
-    logged_step,
-    status,
-)
+from tests.ranks import Launch, assert_failed, assert_same_run, events, logged_step, status
 
 LONG = ("--training.steps", 400, "--checkpoint.interval", 1000, "--run.heartbeat_s", 0.2)
 """More steps than any launch here takes; the only checkpoint is the one left at the end."""
@@ -106,17 +99,10 @@ def keep_a_journal(rank: int, journal: Path, seconds: float) -> None:
 
 # -- signals ----------------------------------------------------------------------------------
 
-SIGNALS = [
-    (signal.SIGTERM, 1),
-    (signal.SIGINT, 0),
-    (signal.SIGUSR1, 1),
-    (signal.SIGUSR2, 0),
-]
+SIGNALS = [(signal.SIGTERM, 1), (signal.SIGINT, 0), (signal.SIGUSR1, 1), (signal.SIGUSR2, 0)]
 
 
-def test_a_signal_to_one_rank_stops_all_after_one_step_and_nothing_is_lost(
-    trial: Trial,
-) -> None:
+def test_a_signal_to_one_rank_stops_all_after_one_step_and_nothing_is_lost(trial: Trial) -> None:
     """Four launches, each ended by another signal; the fifth stands where a straight run does."""
     run, straight = trial.run, Trial(trial.data, trial.folder / "straight")
     step = 0

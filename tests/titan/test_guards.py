@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 
 from canon_pretrain.run.config import Guards
 from canon_pretrain.titan import guards as titan_guards
-from canon_pretrain.titan.guards import (
-    HALTED,
-    IN_A_ROW,
-    SKIPPED,
-    Readback,
-    StepGuards,
-)
+from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf

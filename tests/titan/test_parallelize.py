@@ -89,12 +89,7 @@ def _job(sections: dict[str, dict[str, object]]) -> CanonJobConfig:
 
 def _on_rank(rank: int, folder: Path) -> None:
     """Initialise and train over the first n of 4 ranks; each saves what it has of it."""
-    from canon_pretrain.titan.parallelize import (
-        clip_gradients,
-        fsdp_mesh,
-        parallelize,
-        write_shard,
-    )
+    from canon_pretrain.titan.parallelize import clip_gradients, fsdp_mesh, parallelize, write_shard
 
     def fresh(args: ModelArgs) -> Transformer:
         with torch.device("meta"):

@@ -23,11 +23,7 @@ from canon_pretrain.run.log import RunLog
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import open_data
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.validation import (
-    CanonValidator,
-    num_windows,
-    stands_in_log,
-)
+from canon_pretrain.titan.validation import CanonValidator, num_windows, stands_in_log
 from eval.model.lm import CanonLM
 from eval.model.load import load_model
 from eval.validation import model_loss
@@ -62,12 +58,6 @@ def eval_loss(run: Path, data: Path, *, step: int, limit: int | None) -> tuple[f
     with TokenShards.open(data / "validation") as shards:
         loss, _ = model_loss(lm, shards, seq_len=64, limit=limit)
     return loss.nats_per_token, loss.bits_per_byte, loss.num_tokens
-
-
-# ---- what is scored
-
-
-# ---- what it costs
 
 
 def test_the_default_follows_freq_and_the_batch_alone() -> None:
@@ -120,11 +110,7 @@ def test_a_mixture_by_source_against_float64(
     for name, seed in (("train", 5), ("validation", 6)):
         documents = token_documents(seed, 4, length=90)
         write_shards(
-            other / name,
-            documents,
-            vocab_size=VOCAB_SIZE,
-            eos_id=EOS_ID,
-            num_bytes=[5 * len(ids) for ids in documents],
+            other / name, documents, vocab_size=VOCAB_SIZE, eos_id=EOS_ID, num_bytes=[450] * 4
         )
     job = debug_job(paths=[str(data_folder), str(other)], weights=[3.0, 1.0])
     job.validation.windows, job.training.local_batch_size = 8, 3
