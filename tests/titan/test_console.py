@@ -96,7 +96,10 @@ def test_the_view_fits_any_width(width: int) -> None:
     ):
         assert fact in text, fact
     assert len(lines) <= 11
-    shown = lines_of(a_view(), width, ascii_only=True)
+    view = a_view()
+    view._moved -= 83
+    assert "no step for 83 s" in "".join(lines_of(view, 200))
+    shown = lines_of(view, width, ascii_only=True)
     assert all(line.isascii() for line in shown if "not finite" not in line)
 
 
