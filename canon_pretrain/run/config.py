@@ -7,7 +7,7 @@ import dataclasses
 import json
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -119,13 +119,6 @@ def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]
     return [n for n in counts if global_batch_size % n == 0]
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return a sentence that names the nearest of `known`, or all of them if none is near."""
-    options = sorted(known)
-    near = nearest(name, options)
-    return f"did you mean '{near}'?" if near else f"known are: {', '.join(options)}"
-
-
 def read_experiment(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a TOML file and all that it `extends`; later files win, key by key.
 
@@ -198,7 +191,9 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
         dotted = f"{prefix}{key}"
         if key not in names:
             kind = "section" if not prefix else "key"
-            raise UserError(f"{source}: unknown {kind} '{dotted}': {suggest(key, names)}")
+            near, known = nearest(key, names), ", ".join(sorted(names))
+            hint = f"did you mean '{near}'?" if near else f"known are: {known}"
+            raise UserError(f"{source}: unknown {kind} '{dotted}': {hint}")
         hint = hints[key]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             if not isinstance(value, dict):

@@ -130,8 +130,10 @@ class RunLog:
         return self._writing.wait(timeout_s) and not self._unwritten
 
     def _write_waiting(self) -> None:
-        if not self._unwritten or not self._may_write():
-            return
+        if self._unwritten and self._may_write():
+            self._append()
+
+    def _append(self) -> None:
         try:
             while content := bytes(self._unwritten):
                 done = os.write(self._descriptor, content)

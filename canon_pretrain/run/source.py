@@ -118,6 +118,7 @@ def look_at_source(
         since, names = "HEAD" if commit else "--cached", [f":(top,literal){n}" for n in shown]
         patch = ask(*diff, since, "--", *names).encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
+    url = urlsplit(line("remote", "get-url", "origin") or "")  # its user and password are left out
     others = ("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
     # a tree of runs and data takes long to walk, and the rest waits for it
     untracked = ask(*others, until=min(deadline, time.monotonic() + UNTRACKED_S))
@@ -125,7 +126,7 @@ def look_at_source(
         folder=top,
         commit=commit,
         branch=line("symbolic-ref", "--short", "HEAD"),
-        origin=_without_user(line("remote", "get-url", "origin")),
+        origin=url._replace(netloc=url.netloc.rpartition("@")[2]).geturl() or None,
         dirty=bool(changed),
         untracked=untracked.split("\0")[:-1][:MAX_NAMES],
         left_out=[name for name in changed if name not in shown][:MAX_NAMES],
@@ -133,14 +134,6 @@ def look_at_source(
         patch_cut=is_cut,
         problem=next(iter(faults), None),
     )
-
-
-def _without_user(url: str | None) -> str | None:
-    """Return `url` without `user:password@`; git@host:path, which is no URL, as it is."""
-    if url is None:
-        return None
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def _git(folder: Path, deadline: float, *arguments: str) -> tuple[str, str | None]:

@@ -1,13 +1,12 @@
 """A save is all or nothing: hashes, order of syncs, full disks, on one rank and on two."""
 
-import errno
 import json
 import os
 import pickle
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +25,6 @@ from canon_pretrain.checkpoint.safe_load import check_safe
 from canon_pretrain.checkpoint.weights import load_alone
 from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished, save_alone
 from canon_pretrain.core.files import sha256_file
-from tests import checkpoint_folders
 
 pytestmark = pytest.mark.filterwarnings(
     # torch.distributed.checkpoint on itself, when it saves without ranks
@@ -149,26 +147,6 @@ def test_every_byte_is_synced_before_the_rename_and_the_name_after_it(tmp_path: 
     folder = [k for k, entry in enumerate(order) if entry == ("sync", ".saving-step-3")]
     assert manifest[0] < folder[-1] < renamed
     assert order[renamed + 1 :] == [("sync", tmp_path.name)]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with checkpoint_folders.small_disk(tmp_path / "disk", "size=1m") as disk:
-        yield disk
-
-
-@pytest.mark.parametrize(("num_tensors", "numel"), [(1, 270_000), (40, 2_000_000)])
-def test_a_full_disk_is_an_oserror_and_is_given_back(
-    small_disk: Path, num_tensors: int, numel: int
-) -> None:
-    state = {f"w{k}": torch.ones(numel // num_tensors) for k in range(num_tensors)}
-    for in_place in (False, True):
-        with pytest.raises(OSError) as full:
-            save_alone(state, small_disk / "step-3", step=3, in_place=in_place)
-        assert full.value.errno == errno.ENOSPC
-        assert os.listdir(small_disk) == []
-    save_alone(STATE, small_disk / "step-3", step=3)
-    check_whole(small_disk / "step-3", step=3, world_size=1)
 
 
 def test_ranks_that_wrote_to_another_disk_are_found_out(tmp_path: Path) -> None:

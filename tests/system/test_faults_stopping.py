@@ -92,7 +92,7 @@ def keep_a_journal(rank: int, journal: Path, seconds: float) -> None:
 
     if rank == 0:
         noted(LinkLock, "_lose")
-        noted(RunLog, "_follow_path")  # what its thread does before it writes
+        noted(RunLog, "_append")
         noted(StatusWriter, "write")
         noted(VerifiedWriter, "__init__")
 
@@ -139,7 +139,7 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(
     second.wait_for(lambda: logged_step(run) > step)
     marker.unlink(missing_ok=True)
     assert not stop.exists()
-    assert "left over from an earlier one, it is removed" in second.text()
+    assert "left over from an earlier launch" in second.text()
     # a second Ctrl-C does not wait for the step that the first one lets end
     second.wait_for(marker.exists)
     second.send(signal.SIGINT, [0])
