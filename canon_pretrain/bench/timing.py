@@ -45,8 +45,14 @@ def summarise(base_s: Sequence[float], other_s: Sequence[float]) -> Comparison:
     """Compare two lists of seconds whose places are pairs."""
     ratios = sorted(other / base for base, other in zip(base_s, other_s, strict=True))
     outer = len(ratios) // 10
-    middles = map(statistics.median, (base_s, other_s, ratios))
-    return Comparison(*middles, ratios[outer], ratios[-1 - outer], len(ratios))
+    return Comparison(
+        base_s=statistics.median(base_s),
+        other_s=statistics.median(other_s),
+        ratio=statistics.median(ratios),
+        ratio_low=ratios[outer],
+        ratio_high=ratios[-1 - outer],
+        pairs=len(ratios),
+    )
 
 
 def paired(base: Block, other: Block, pairs: int) -> dict[str, Comparison]:
