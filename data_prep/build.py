@@ -34,6 +34,7 @@ from data_prep.folder import (
     disk_errors,
     is_complete,
     limits_of,
+    positive,
     say,
     settling,
 )
@@ -47,6 +48,7 @@ from data_prep.plan import (
     hash_small,
     load_plan,
 )
+from data_prep.readers import SUFFIXES
 from data_prep.settle import TokenizerRequest, settle_plan
 from data_prep.units import BuildProgress, Counts, UnitJob, run_jobs
 
@@ -79,44 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `build`."""
     add = parser.add_argument
     add("--source", required=True, metavar="NAME", help=", ".join(sources.SOURCES))
-    add(
-        "--files",
-        nargs="+",
-        type=Path,
-        default=(),
-        metavar="PATH",
-        help="files or folders on disk: a mirror of the source, or what `local` reads "
-        "(.jsonl, .jsonl.zst, .jsonl.gz, .parquet, .txt)",
-    )
-    add(
-        "--tokenizer",
-        required=True,
-        metavar="train:N|PATH",
-        help="train a SentencePiece BPE model of N pieces on the source's training documents, or "
-        "use the SentencePiece model (Llama-2's tokenizer.model) or HF tokenizer.json at PATH",
-    )
+    mirror = f"files or folders: a mirror of the source, or what local reads ({' '.join(SUFFIXES)})"
+    add("--files", nargs="+", type=Path, default=(), metavar="PATH", help=mirror)
+    trained = "train a SentencePiece BPE model of N pieces on the source's training documents, or "
+    trained += "use the SentencePiece tokenizer.model or HF tokenizer.json at PATH"
+    add("--tokenizer", required=True, metavar="train:N|PATH", help=trained)
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder, or one to continue")
-    add(
-        "--holdout",
-        type=float,
-        default=0.02,
-        metavar="FRACTION",
-        help="share of the documents for validation, chosen by hash (default: %(default)s)",
-    )
+    held_out = "share of the documents for validation, chosen by hash (default: %(default)s)"
+    add("--holdout", type=float, default=0.02, metavar="FRACTION", help=held_out)
     add_workers(parser, "processes; the result is the same for any number")
-    add(
-        "--shard",
-        metavar="I/N",
-        help="build every N-th unit only, from the I-th on: N jobs, on as many machines, share the "
-        "folder; then run `finish`",
-    )
-    add(
-        "--max-line-bytes",
-        type=int,
-        default=MAX_LINE_BYTES,
-        metavar="N",
-        help="refuse an input with a longer line of JSON (default: %(default)s)",
-    )
+    add("--shard", metavar="I/N", help="build every N-th unit from the I-th on; then run `finish`")
+    line = "refuse an input with a longer line of JSON (default: %(default)s)"
+    add("--max-line-bytes", type=positive, default=MAX_LINE_BYTES, metavar="N", help=line)
     add("--revision", metavar="R", help="commit, tag or branch of a source that is downloaded")
     add("--text-field", metavar="F", help="the field with the text, in files of rows")
     add("--eos", metavar="TOKEN", help="the token that ends documents, where PATH leaves it open")

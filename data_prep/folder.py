@@ -80,27 +80,16 @@ def positive(text: str) -> int:
 
 def add_workers(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --workers."""
-    parser.add_argument(
-        "--workers",
-        type=positive,
-        default=available_cores(),
-        metavar="N",
-        help=f"{what} (default: the cores, %(default)s)",
-    )
+    words = f"{what} (default: the cores, %(default)s)"
+    cores = available_cores()
+    parser.add_argument("--workers", type=positive, default=cores, metavar="N", help=words)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Add --max-documents and --max-tokens."""
-    for option, where in (
-        ("--max-documents", "after N documents"),
-        ("--max-tokens", "at the last document that fits into N tokens"),
-    ):
-        parser.add_argument(
-            option,
-            type=positive,
-            metavar="N",
-            help=f"end the training stream {where} (default: all)",
-        )
+    for unit in ("documents", "tokens"):
+        words = f"end the training stream where it has N {unit} at most (default: no limit)"
+        parser.add_argument(f"--max-{unit}", type=positive, metavar="N", help=words)
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:

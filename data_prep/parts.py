@@ -5,11 +5,10 @@ part is replaced only by files whose commit mark is the one in the manifest.
 """
 
 import hashlib
-import os
 import random
 import re
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,12 +18,11 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes, publish, sha256_file
 from canon_pretrain.core.lock import remove_locks
 from canon_pretrain.core.text import size
+from canon_pretrain.data.blocks import BLOCK_BYTES, BlockReader, block_crcs
 from canon_pretrain.data.shards import (
-    BLOCK_BYTES,
     WITHOUT_BYTE_ENDS,
     CommitMark,
     ShardError,
-    block_crcs,
     dtype_for,
     part_name,
     read_manifest,
@@ -89,7 +87,8 @@ class Part:
                 elif level == "full" and suffix == "bin":
                     yield from self._check_all(found.mark, plan, small)
                 elif level == "sample" and suffix == "bin":
-                    yield from self._check_sample(known.size, plan, small.get("crc"), seed)
+                    if "crc" in small:
+                        yield from self._check_sample(found.mark, plan, seed)
                 elif level != "size":
                     content = path.read_bytes()
                     if (sha256 := hashlib.sha256(content).hexdigest()) != known.sha256:
@@ -112,35 +111,34 @@ class Part:
             if source not in planned or planned[source] not in ("", sha256):
                 yield f"{path}: was made from {source} with sha256 {sha256[:16]}..., not the plan's"
 
-    def _check_sample(
-        self, num_bytes: int, plan: Plan, crcs: np.ndarray | None, seed: int
-    ) -> Iterator[str]:
+    def _check_sample(self, mark: CommitMark, plan: Plan, seed: int) -> Iterator[str]:
         """The first block, the last, and up to SAMPLED_BLOCKS by chance."""
-        path, vocab_size = self.file("bin"), plan.tokenizer.vocab_size
-        num_blocks = -(-num_bytes // BLOCK_BYTES)
-        chance = random.Random(f"{seed} {path.with_suffix('')}")
+        dtype = dtype_for(plan.tokenizer.vocab_size)
+        block_tokens = BLOCK_BYTES // dtype.itemsize
+        num_blocks = -(-mark.tokens // block_tokens)
+        chance = random.Random(f"{seed} {self.folder / self.name}")
         chosen = set(chance.sample(range(num_blocks), min(SAMPLED_BLOCKS, num_blocks)))
         chosen |= {0, num_blocks - 1} if num_blocks else set()
-        bad = []
-        with open(path, "rb") as file:
-            for block in sorted(chosen):
-                content = os.pread(file.fileno(), BLOCK_BYTES, block * BLOCK_BYTES)
-                if crcs is not None and block_crcs(content) != crcs[block : block + 1]:
-                    bad.append(block)
-                elif np.frombuffer(content, dtype_for(vocab_size)).max() >= vocab_size:
-                    yield f"{path}: block {block} has an id outside the vocabulary"
-        if bad:
-            yield f"{path}: {_named(bad)} not as the CRC32 says ({len(chosen)} blocks read)"
+        with closing(BlockReader(self.folder, dtype)) as reader:
+            for first in (block * block_tokens for block in sorted(chosen)):
+                ids = np.empty(min(block_tokens, mark.tokens - first), dtype=np.int64)
+                try:
+                    reader.read(self.name, mark.files, first, ids)
+                except ShardError as error:
+                    yield str(error)
+                else:
+                    if ids.max() >= plan.tokenizer.vocab_size:
+                        yield f"{self.file('bin')}: an id outside the vocabulary near token {first}"
 
     def _check_all(
         self, mark: CommitMark, plan: Plan, small: dict[str, np.ndarray]
     ) -> Iterator[str]:
         """One pass over the ids: hash and CRCs, then what hashes can't see: a wrong writer."""
         path, known, crcs = self.file("bin"), plan.tokenizer, small.get("crc")
-        ends = _token_ends(mark, small["docs"]) if "docs" in small else None
-        if "docs" in small and ends is None:
+        ends = _token_ends(mark, small["docs"]) if "docs" in small else np.empty(0, dtype=np.int64)
+        if "docs" in small and len(ends) != mark.documents:
             yield f"{self.file('docs')}: not the ends of the mark's documents, tokens and bytes"
-        starts = None if ends is None else np.append(0, ends[:-1])[: len(ends)]
+        starts = np.append(0, ends)[:-1]
         digest = hashlib.sha256()
         found_crcs = [np.empty(0, dtype="<u4")]
         tokens = max_id = eos = at_ends = at_starts = 0
@@ -150,27 +148,30 @@ class Part:
                 found_crcs.append(block_crcs(content))
                 ids = np.frombuffer(content, dtype_for(known.vocab_size))
                 stop = tokens + len(ids)
-                if ends is not None and starts is not None:
-                    eos += int((ids == known.eos_id).sum())
-                    last = ends[(tokens < ends) & (ends <= stop)] - 1 - tokens
-                    at_ends += int((ids[last] == known.eos_id).sum())
-                    first = starts[(tokens <= starts) & (starts < stop)] - tokens
-                    at_starts += int((ids[first] == known.bos_id).sum())
+                eos += int((ids == known.eos_id).sum())
+                last = ends[(tokens < ends) & (ends <= stop)] - 1 - tokens
+                at_ends += int((ids[last] == known.eos_id).sum())
+                first = starts[(tokens <= starts) & (starts < stop)] - tokens
+                at_starts += int((ids[first] == known.bos_id).sum())
                 max_id = max(max_id, int(ids.max(initial=0)))
                 tokens = stop
         found = np.concatenate(found_crcs)
-        blocks = ""
-        if crcs is not None and len(crcs) == len(found) and (crcs != found).any():
-            blocks = f"{_named(np.flatnonzero(crcs != found).tolist())} not as the CRC32 says"
-        if (sha256 := digest.hexdigest()) != mark.files.bin.sha256:
-            yield f"{path}: sha256 {sha256[:16]}... is not the mark's; {blocks}".removesuffix("; ")
+        bad = []
+        if crcs is not None and len(crcs) == len(found):
+            bad = np.flatnonzero(crcs != found).tolist()
+        is_same = digest.hexdigest() == mark.files.bin.sha256
+        if bad or not is_same:
+            hashes = "is" if is_same else "is not"
+            yield (
+                f"{path}: its sha256 {hashes} the mark's; {len(bad)} damaged 64-KiB blocks by "
+                f"their CRC32: {bad[:MAX_NAMED_BLOCKS]}"
+            )
+        if not is_same:
             return
-        if blocks:
-            yield f"{path}: {blocks}"
         expected = [("tokens", tokens, mark.tokens), ("largest id", max_id, mark.max_id)]
         if crcs is not None:
             expected.append(("block CRCs", len(crcs), len(found)))
-        if ends is not None:
+        if len(ends) == mark.documents:
             expected.append(("documents ending with EOS", at_ends, len(ends)))
             if plan.options.bos:
                 expected.append(("documents beginning with BOS", at_starts, len(ends)))
@@ -198,23 +199,17 @@ class Part:
             )
 
 
-def _token_ends(mark: CommitMark, table: np.ndarray) -> np.ndarray | None:
-    """The documents' ends in tokens, int64; None if .docs does not fit the mark."""
+def _token_ends(mark: CommitMark, table: np.ndarray) -> np.ndarray:
+    """The documents' ends in tokens, int64; none if .docs does not fit the mark."""
     columns = 1 if mark.version == WITHOUT_BYTE_ENDS else 2
     if len(table) != columns * mark.documents:
-        return None
+        return np.empty(0, dtype=np.int64)
     totals = ((mark.tokens, 1), (mark.text_bytes, 0))
     ends = np.split(table.astype(np.int64), columns)
     for column, (total, least) in zip(ends, totals, strict=False):
         if (np.diff(column, prepend=0) < least).any() or column.max(initial=0) != total:
-            return None
+            return np.empty(0, dtype=np.int64)
     return ends[0]
-
-
-def _named(blocks: list[int]) -> str:
-    shown = ", ".join(map(str, blocks[:MAX_NAMED_BLOCKS]))
-    more = f" and {len(blocks) - MAX_NAMED_BLOCKS} more" if len(blocks) > MAX_NAMED_BLOCKS else ""
-    return f"64-KiB block(s) {shown}{more} (from byte {blocks[0] * BLOCK_BYTES})"
 
 
 def rebuild(

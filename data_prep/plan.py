@@ -65,8 +65,6 @@ class Options:
     max_line_bytes: int = MAX_LINE_BYTES
 
     def __post_init__(self) -> None:
-        if self.max_line_bytes < 1:
-            raise UserError(f"--max-line-bytes is {self.max_line_bytes}, expected at least 1")
         if not 0 <= self.holdout < 1:
             raise UserError(f"--holdout {self.holdout} is outside [0, 1); 0.02 holds out 2 %")
 

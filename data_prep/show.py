@@ -114,13 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     window = "sample I of a run: what the model sees (of a mixture: one drawn from this folder)"
     what.add_argument("--window", type=int, metavar="I", help=window)
     add("--seed", type=int, default=0, metavar="S", help="the run's data.data_seed (default: 0)")
-    add(
-        "--seq-len",
-        type=positive,
-        default=DEFAULT_SEQ_LEN,
-        metavar="T",
-        help="the run's training.seq_len (default: %(default)s)",
-    )
+    seq_len = "the run's training.seq_len (default: %(default)s)"
+    add("--seq-len", type=positive, default=DEFAULT_SEQ_LEN, metavar="T", help=seq_len)
     orders = typing.get_args(Order)
     add("--order", choices=orders, default="random", help="the run's data.order (default: random)")
     add("--split", choices=SPLITS, default=TRAIN, help="default: %(default)s")

@@ -47,10 +47,9 @@ SHOWN_ROWS = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m data_prep stats`."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of a build")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="also write a page with plots, one file"
-    )
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="the --out of a build")
+    add("--html", type=Path, metavar="FILE", help="also write a page with plots, one file")
     add_workers(parser, f"processes; each document needs {RECORD.itemsize} bytes of TMPDIR")
 
 
@@ -164,7 +163,7 @@ def _length_content(counts: Counts, documents: int, tokens: int) -> dict[str, An
     """Lengths in tokens, the EOS among them; a quantile beyond MAX_COUNTED_LENGTH is None."""
     quantiles: dict[str, int | None] = {}
     below = np.cumsum(counts.lengths)
-    for percent in (1, 25, 50, 75, 99):
+    for percent in (1, 50, 99):
         # the smallest length that this share of the documents does not exceed
         length = int(np.searchsorted(below, percent / 100 * documents, side="left"))
         quantiles[str(percent)] = length if documents and length < MAX_COUNTED_LENGTH else None
@@ -253,12 +252,11 @@ def tables(content: dict[str, Any]) -> list[Table]:
     """What both show: the splits' figures, lengths, groups and most frequent tokens."""
     splits = content["splits"]
     about = f"{content['source']}, {content['source_version']}, plan {content['plan_sha256'][:12]}"
-    names = ("", *(split["split"] for split in splits))
     figures = [facts(split) for split in splits]
     rows = [(name, *(each[name] for each in figures)) for name in figures[0]]
-    found = [Table(f"{content['folder']} ({about})", names, rows)]
+    found = [Table(f"{content['folder']} ({about})", ("", *SPLITS), rows)]
     for split in splits:
-        name, documents, tokens = split["split"], split["documents"], split["tokens"]
+        documents, tokens = split["documents"], split["tokens"]
         lengths = [
             (
                 f"{entry['from']:,} to {entry['to']:,}",
@@ -267,8 +265,6 @@ def tables(content: dict[str, Any]) -> list[Table]:
             )
             for entry in split["lengths"]["bins"]
         ]
-        columns: tuple[str, ...] = ("tokens", "documents", "share", "tokens in them", "share")
-        found.append(Table(f"{name}: documents by length in tokens", columns, lengths))
         groups = [
             (
                 row["group"] or "(none)",
@@ -279,19 +275,15 @@ def tables(content: dict[str, Any]) -> list[Table]:
             )
             for row in split["groups"]
         ]
-        columns = ("group", "documents", "tokens", "share", "bytes a token")
-        found.append(Table(f"{name}: by group", columns, groups))
-        top = [
-            (str(row["id"]), row["text"], *_share(row["count"], tokens))
-            for row in split["top_tokens"]
-        ]
-        found.append(Table(f"{name}: most frequent tokens", ("id", "text", "count", "share"), top))
-        copied = [
-            (f"{row['count']:,}", f"{row['tokens']:,}", str(row["first"]))
-            for row in split["duplicates"]["most_copied"]
-        ]
-        columns = ("times", "tokens", "first document")
-        found.append(Table(f"{name}: most copied documents", columns, copied))
+        top = [(str(r["id"]), r["text"], *_share(r["count"], tokens)) for r in split["top_tokens"]]
+        copied = [tuple(map(str, row.values())) for row in split["duplicates"]["most_copied"]]
+        for title, columns, rows in (
+            ("documents by length", "tokens/documents/share/tokens in them/share", lengths),
+            ("by group", "group/documents/tokens/share/bytes a token", groups),
+            ("most frequent tokens", "id/text/count/share", top),
+            ("most copied documents", "times/tokens/first document", copied),
+        ):
+            found.append(Table(f"{split['split']}: {title}", tuple(columns.split("/")), rows))
     return [table for table in found if table.rows]
 
 

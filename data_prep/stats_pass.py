@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -100,18 +101,19 @@ def _count_part(place: tuple[int, Part], vocab_size: int, buckets: Path, bits: i
     counts = Counts(vocab_size)
     ends = part.document_ends()
     counts.add_lengths(np.diff(ends, prepend=0), entry.first_document)
-    hasher = DocumentHasher(split, entry.first_document)
-    reader = BlockReader(part.folder, dtype_for(vocab_size))
-    try:
-        for begin in range(0, entry.tokens, CHUNK_TOKENS):
-            end = min(begin + CHUNK_TOKENS, entry.tokens)
-            ids = np.empty(end - begin, dtype=np.int64)
+    begin = first = 0
+    with closing(BlockReader(part.folder, dtype_for(vocab_size))) as reader:
+        while first < len(ends):  # whole documents, of about CHUNK_TOKENS together
+            fitting = int(np.searchsorted(ends, begin + CHUNK_TOKENS, side="right"))
+            last = max(first + 1, fitting)
+            ids = np.empty(int(ends[last - 1]) - begin, dtype=np.int64)
             reader.read(entry.name, part.files, begin, ids)
             counts.tokens += np.bincount(ids, minlength=vocab_size)
-            first, last = np.searchsorted(ends, [begin, end], side="right")
-            file_records(buckets, bits, hasher.add(ids, ends[first:last] - begin))
-    finally:
-        reader.close()
+            inside = ends[first:last] - begin
+            file_records(
+                buckets, bits, records_of(ids, inside, split, entry.first_document + first)
+            )
+            begin, first = begin + len(ids), last
     return counts
 
 
@@ -121,39 +123,18 @@ def bucket_bits(num_documents: int) -> int:
     return min(max(buckets - 1, 0).bit_length(), MAX_BUCKET_BITS)
 
 
-class DocumentHasher:
-    """Takes a part's tokens chunk by chunk; returns a record for each document that ends."""
-
-    def __init__(self, split: int, first_document: int) -> None:
-        self._split = split
-        self._next = first_document
-        self._digest = hashlib.blake2b(digest_size=16)
-        self._tokens = 0
-
-    def add(self, ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return the records of the documents that end in `ids`, at the exclusive `ends` in it."""
-        content = memoryview(ids.astype("<u4").tobytes())
-        records = np.empty(len(ends), dtype=RECORD)
-        digests = []
-        start = 0
-        for end in ends.tolist():
-            self._digest.update(content[4 * start : 4 * end])
-            digests.append(self._digest.digest())
-            self._digest = hashlib.blake2b(digest_size=16)
-            start = end
-        halves = np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 2)
-        records["h0"], records["h1"] = halves[:, 0], halves[:, 1]
-        records["document"] = np.arange(self._next, self._next + len(ends))
-        records["split"] = self._split
-        lengths = np.diff(ends, prepend=0)
-        if len(ends):
-            lengths[0] += self._tokens
-            self._tokens = 0
-        records["tokens"] = lengths
-        self._digest.update(content[4 * start :])
-        self._tokens += len(ids) - start
-        self._next += len(ends)
-        return records
+def records_of(ids: np.ndarray, ends: np.ndarray, split: int, first_document: int) -> np.ndarray:
+    """Return a record for each of the documents in `ids`, at the exclusive `ends`."""
+    content = memoryview(ids.astype("<u4").tobytes())
+    starts = np.append(0, ends[:-1])
+    places = zip((4 * starts).tolist(), (4 * ends).tolist(), strict=True)
+    digests = [hashlib.blake2b(content[a:b], digest_size=16).digest() for a, b in places]
+    records = np.empty(len(ends), dtype=RECORD)
+    records["h0"], records["h1"] = np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 2).T
+    records["document"] = first_document + np.arange(len(ends))
+    records["tokens"] = ends - starts
+    records["split"] = split
+    return records
 
 
 def file_records(folder: Path, bits: int, records: np.ndarray) -> None:

@@ -186,6 +186,26 @@ def worker_killed() -> UserError:
     )
 
 
+# Shared memory can only be handed over to a worker at its start.
+_counts: "Array[c_longlong]"
+
+
+def _start_worker(counts: "Array[c_longlong]") -> None:
+    global _counts
+    _counts = counts
+    end_with_parent()
+
+
+def _run(job: UnitJob, slot: int, after: Callable[[], None] = lambda: None) -> None:
+    """Build a unit, its counts in `slot` of the shared memory."""
+
+    def report(so_far: Counts) -> None:
+        _counts[WIDTH * slot : WIDTH * (slot + 1)] = list(so_far)
+        after()
+
+    build_unit(job, report)
+
+
 def run_jobs(
     jobs: Sequence[UnitJob],
     workers: int,
@@ -196,7 +216,8 @@ def run_jobs(
 
     `tick` is called now and then with how far the run is, `wanted(unit)` right before a job starts.
     """
-    counts = RawArray(c_longlong, WIDTH * len(jobs))
+    global _counts
+    counts = _counts = RawArray(c_longlong, WIDTH * len(jobs))
 
     def show() -> None:
         tick(Counts(*(sum(counts[at::WIDTH]) for at in range(WIDTH))))
@@ -204,7 +225,7 @@ def run_jobs(
     if workers == 1 or len(jobs) < 2:
         for slot, job in enumerate(jobs):
             if wanted(job.unit):
-                _run(job, slot, counts, show)
+                _run(job, slot, show)
                 yield job.unit
         return
     with ProcessPoolExecutor(
@@ -238,33 +259,6 @@ def run_jobs(
             raise worker_killed() from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-# Set once at a worker's start: shared memory can only be handed over there.
-_shared: "Array[c_longlong] | None" = None
-
-
-def _start_worker(counts: "Array[c_longlong]") -> None:
-    global _shared
-    _shared = counts
-    end_with_parent()
-
-
-def _run(
-    job: UnitJob,
-    slot: int,
-    counts: "Array[c_longlong] | None" = None,
-    after: Callable[[], None] = lambda: None,
-) -> None:
-    """Build a unit, its counts in `slot` of `counts`, which a worker process has already."""
-    slots = _shared if counts is None else counts
-    assert slots is not None
-
-    def report(so_far: Counts) -> None:
-        slots[WIDTH * slot : WIDTH * (slot + 1)] = list(so_far)
-        after()
-
-    build_unit(job, report)
 
 
 class BuildProgress(Progress):

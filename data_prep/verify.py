@@ -193,33 +193,17 @@ def repair_parts(folder: Path, plan: Plan, damaged: Collection[Part], root: Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m data_prep verify`."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of a build")
-    parser.add_argument(
-        "--level",
-        choices=LEVELS,
-        default="full",
-        help="size: sizes, commit marks, manifests; sample: also the small files' hashes and some "
-        "blocks of each part; full: every byte (default)",
-    )
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="the --out of a build")
+    depths = "; ".join(f"{level}: {words}" for level, words in LEVELS.items())
+    add("--level", choices=LEVELS, default="full", help=f"{depths} (default: %(default)s)")
     add_workers(parser, "threads")
-    parser.add_argument(
-        "--repair",
-        action="store_true",
-        help="rebuild damaged parts, each alone, from their inputs; nothing is replaced unless "
-        "the bytes are the commit mark's",
-    )
-    parser.add_argument(
-        "--root",
-        type=Path,
-        metavar="FOLDER",
-        help="with --repair: the folder of the plan's inputs, where it has moved",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        metavar="S",
-        help="which blocks the level sample reads (default: others each time)",
-    )
+    mended = "rebuild damaged parts from their inputs, to the bytes of their commit marks"
+    add("--repair", action="store_true", help=mended)
+    moved = "with --repair: the folder of the plan's inputs, where it has moved"
+    add("--root", type=Path, metavar="FOLDER", help=moved)
+    seed = "which blocks the level sample reads (default: others each time)"
+    add("--seed", type=int, metavar="S", help=seed)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from canon_pretrain.core.files import write_json
-from canon_pretrain.data.shard_writer import UnitWriter, write_manifest
 from canon_pretrain.data.shards import (
     MAX_PART_TOKENS,
     make_manifest,
@@ -18,9 +17,11 @@ from canon_pretrain.data.shards import (
     read_mark,
 )
 from canon_pretrain.data.tokenizer import Tokenizer
+from data_prep.finish import write_manifests
 from data_prep.folder import TRAIN, VALIDATION
-from data_prep.plan import Input, Options, Plan, TokenizerRecord, save_plan
+from data_prep.plan import NO_LIMITS, Input, Options, Plan, TokenizerRecord, save_plan
 from data_prep.settle import train_tokenizer
+from data_prep.units import UnitJob
 
 WORDS = "the of and to in is was for on as with by he at from his an were are which".split()
 
@@ -81,14 +82,7 @@ def plant_data(
     for split, units in ((TRAIN, train), (VALIDATION, [validation, *[()] * (len(train) - 1)])):
         (folder / split).mkdir()
         for unit, texts in enumerate(units):
-            with UnitWriter(
-                folder / split,
-                unit,
-                vocab_size=known.vocab_size,
-                eos_id=known.eos_id,
-                plan_sha256=plan.sha256,
-                max_part_tokens=max_part_tokens,
-            ) as writer:
+            with UnitJob.of(folder, folder, plan, unit).writer(split) as writer:
                 for row, text in enumerate(texts):
                     writer.add(
                         np.append(known.encode(text), known.eos_id),
@@ -97,12 +91,5 @@ def plant_data(
                         group=groups[row % len(groups)],
                     )
                 writer.finish({"empty": 3} if split == TRAIN and unit == 0 else {})
-        write_manifest(
-            folder / split,
-            len(train),
-            vocab_size=known.vocab_size,
-            eos_id=known.eos_id,
-            tokenizer_sha256=known.sha256,
-            plan_sha256=plan.sha256,
-        )
+    write_manifests(folder, plan, NO_LIMITS)
     return plan

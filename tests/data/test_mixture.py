@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.mixture import Mixture, exact_weight, thresholds
-from canon_pretrain.data.sampler import philox_blocks
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 
@@ -51,16 +50,6 @@ def test_a_word_is_of_the_source_whose_exact_interval_holds_it(
     for word, source in zip(words, sources.tolist(), strict=True):
         # integers only: word < floor(end * 2**64 / total)
         assert source == next(k for k, end in enumerate(ends) if word < (end << 64) // total)
-
-
-def test_draws_have_the_shares(folders: list[Path]) -> None:
-    weights, draws = (0.5, 0.3, 0.2), 20_000
-    with Mixture.open(folders, weights) as mixture:
-        words = philox_blocks(5, 0, draws)[:, 1]
-        counts = np.bincount(mixture.draw(words), minlength=3)
-    expected = draws * np.array(weights)
-    chi_square = float(((counts - expected) ** 2 / expected).sum())
-    assert chi_square < 13.8  # 2 degrees of freedom: p = 0.001
 
 
 def test_the_fingerprint_is_of_data_shares_and_order(folders: list[Path], tmp_path: Path) -> None:

@@ -1,13 +1,10 @@
 """The disk format: round trips against numpy, and every error by really damaging files."""
 
-import ctypes
 import json
-import mmap
 import os
 import subprocess
 import sys
 import tempfile
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,18 +117,6 @@ def test_a_read_over_many_blocks_goes_in_pieces(tmp_path: Path, vocab_size: int)
         assert into.tolist() == [-1, *stream[99_995:100_005], -1]
 
 
-def test_memory_does_not_grow_with_what_is_read(tmp_path: Path) -> None:
-    write_shards(tmp_path, [np.arange(3_000_000) % VOCAB], vocab_size=VOCAB, eos_id=2)
-    tokens = np.empty(3_000_000, dtype=np.int64)
-    with TokenShards.open(tmp_path) as shards:
-        tracemalloc.start()
-        shards.read_into(tokens, 0)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert peak < 200_000
-    np.testing.assert_array_equal(tokens, np.arange(3_000_000) % VOCAB)
-
-
 def test_without_isal_reading_is_checked_by_zlib_and_says_so_once(split: Path) -> None:
     flip(split / "part-00000-0.bin", 70_000)
     program = """
@@ -151,6 +136,15 @@ opened.read(32_768, 1)
     assert done.stdout == "[0, 1, 2]\n[0, 1, 2]\n"
     assert done.stderr.count("pip install isal") == 1
     assert "ShardError" in done.stderr and "64-KiB block 1" in done.stderr
+
+
+def test_parts_are_little_endian_and_cut_at_document_ends(tmp_path: Path) -> None:
+    both = [np.array([1, 2]), np.array([258])]
+    write_shards(tmp_path / "a", both, vocab_size=300, eos_id=2, max_part_tokens=2)
+    assert (tmp_path / "a/part-00000-0.bin").read_bytes() == b"\x01\x00\x02\x00"
+    assert (tmp_path / "a/part-00000-1.bin").read_bytes() == b"\x02\x01"
+    write_shards(tmp_path / "b", [np.array([65_537])], vocab_size=65_538, eos_id=2)
+    assert (tmp_path / "b/part-00000-0.bin").read_bytes() == b"\x01\x00\x01\x00"
 
 
 def test_fingerprint_names_the_stream(tmp_path: Path) -> None:
@@ -261,6 +255,7 @@ def edit_manifest(folder: Path, edit: Callable[[dict], object]) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no split": (lambda f: [path.unlink() for path in f.iterdir()], "data_prep build"),
     "bin truncated": (lambda f: os.truncate(f / "part-00000-0.bin", 7), "7 bytes, expected 200000"),
     "bin missing": (lambda f: (f / "part-00000-1.bin").unlink(), "part-00000-1.bin: is missing"),
     "docs missing": (lambda f: (f / "part-00000-0.docs").unlink(), "0.docs: is missing, expected"),
@@ -299,42 +294,3 @@ def test_opening_a_damaged_split_is_refused(split: Path, name: str) -> None:
     with pytest.raises(ShardError, match=message) as caught:
         TokenShards.open(split)
     assert str(split) in str(caught.value)
-
-
-def test_a_folder_without_shards_says_how_to_make_them(tmp_path: Path) -> None:
-    for folder, message in [
-        (tmp_path / "none", "no manifest.json"),
-        (tmp_path, "no manifest.json"),
-    ]:
-        with pytest.raises(ShardError, match=rf"{message}.*python -m data_prep build"):
-            TokenShards.open(folder)
-
-
-def test_a_window_brings_no_more_of_its_file_into_memory(tmp_path: Path) -> None:
-    """Windows are drawn at random: what the system reads ahead of one is of no use to the next."""
-    path = tmp_path / "train"
-    write_shards(path, [np.arange(1 << 20) % VOCAB], vocab_size=VOCAB, eos_id=2)
-    (file,) = path.glob("*.bin")
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        if cached_bytes(descriptor):
-            pytest.skip("this file system's files are always in memory")
-        with TokenShards.open(path) as shards:
-            shards.read(0, 100)
-            shards.read(500_000, 100)
-        assert cached_bytes(descriptor) <= 2 * blocks.BLOCK_BYTES
-    finally:
-        os.close(descriptor)
-
-
-def cached_bytes(descriptor: int) -> int:
-    """Bytes of a file's pages that are in memory."""
-    size = os.fstat(descriptor).st_size
-    pages = (ctypes.c_ubyte * (size // mmap.PAGESIZE + 1))()
-    with mmap.mmap(descriptor, size, mmap.MAP_PRIVATE) as content:  # writable, for from_buffer
-        start = ctypes.c_char.from_buffer(content)
-        assert not ctypes.CDLL(None).mincore(ctypes.byref(start), ctypes.c_size_t(size), pages)
-        del start
-    return mmap.PAGESIZE * sum(page & 1 for page in pages)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 import zstandard
 
 from canon_pretrain.core.errors import UserError
@@ -22,6 +23,8 @@ from data_prep import settle, sources
 from data_prep.__main__ import main
 from data_prep.build import build
 from data_prep.plan import Limits, Options, is_held_out
+from data_prep.settle import train_tokenizer
+from data_prep.units import BuildProgress, Counts
 from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
 
 OPTIONS = Options(holdout=0.3, unit_bytes=600, max_part_tokens=700)
@@ -336,3 +339,41 @@ def test_a_tokenizer_learns_from_all_over_a_large_source(
     assert {text.partition(".")[0] for text in chosen} == {"0", "5", "10", "15", "20", "25"}
     assert set(chosen) < set(rest)
     assert 20_000 <= sum(len(text.encode()) for text in chosen) < 26_000
+
+
+def test_a_limit_that_ends_the_run_sooner_counts() -> None:
+    progress = BuildProgress(9, 0, Counts(tokens=400, read=1000))
+    progress.tick(Counts(1, 100, 1))
+    assert progress.share() == 0.25
+    progress.tick(Counts(1, 500, 1))
+    assert progress.share() == 1.0
+    assert BuildProgress(9, 0, Counts()).share() == 0.0
+
+
+TEXTS = ["def f(x):\n    return x + 2024\n", "the cat sat on the mat, then the end\n" * 5]
+
+
+def test_settings_and_determinism(capfd: pytest.CaptureFixture[str]) -> None:
+    model = train_tokenizer(TEXTS, 330)
+    assert model == train_tokenizer(iter(TEXTS), 330)
+    assert capfd.readouterr().err == ""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert [processor.id_to_piece(i) for i in range(4)] == ["<unk>", "<s>", "</s>", "<0x00>"]
+    assert processor.encode("\n", out_type=str) == ["▁", "<0x0A>"]
+    assert processor.encode("2024", out_type=str) == ["▁", "2", "0", "2", "4"]
+    pieces = {processor.id_to_piece(i) for i in range(330)}
+    assert "▁▁" in pieces and "▁the" in pieces
+
+
+@pytest.mark.parametrize(
+    ("texts", "vocab_size", "message"),
+    [
+        (TEXTS, 100, "train:100: too small: .* 259"),
+        (TEXTS, 260, "smaller than required_chars"),
+        (TEXTS, 10**6, "too high .* <= [0-9]+"),
+        ([], 300, "there is no text to train on"),
+    ],
+)
+def test_impossible_vocabularies(texts: list[str], vocab_size: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train_tokenizer(texts, vocab_size)

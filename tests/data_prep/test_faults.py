@@ -20,7 +20,6 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.__main__ import main
 from data_prep.plan import Options, load_plan
-from data_prep.units import UnitJob, build_unit
 from tests.checkpoint_folders import fill, small_disk
 from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
 from tests.support import ROOT
@@ -234,27 +233,6 @@ def test_large_inputs_are_hashed_while_they_are_read(
         build_corpus(out, corpus)
 
 
-def test_an_input_that_changes_while_it_is_built(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the hashing of the small inputs and the reading: its unit is not committed."""
-    corpus, out = corpus_copy(base, tmp_path / "corpus"), tmp_path / "data"
-    from data_prep import build as build_module
-
-    real = build_module._encode
-
-    def change_first(*arguments: object) -> None:
-        path = corpus / "part7.jsonl"
-        path.write_bytes(path.read_bytes().replace(b"the", b"thx", 1))
-        real(*arguments)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(build_module, "_encode", change_first)
-        with pytest.raises(UserError, match=r"part7\.jsonl"):
-            build_corpus(out, corpus)
-    assert not list(out.glob("*/part-00003-*")) and committed(out)
-
-
 def test_a_bad_input_ends_the_build_once_the_other_worker_is_done(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +298,7 @@ def test_bos_before_every_document(base: Path, tmp_path: Path) -> None:
         assert bos >= 0 and (ids[starts] == bos).all()
         assert np.array_equal(np.delete(ids, starts), expected)
         assert np.array_equal(ends, plain_ends + np.arange(1, len(ends) + 1))
+    main(["verify", str(tmp_path / "data")])
     with pytest.raises(UserError, match="bos: True -> False"):
         build_corpus(tmp_path / "data", base / "corpus")
 
@@ -328,48 +307,17 @@ def tokenizer_of(base: Path) -> Tokenizer:
     return Tokenizer.load(base / "tokenizer.model")
 
 
-def test_a_vocabulary_of_70_000(tmp_path: Path) -> None:
+def test_a_tokenizer_json_of_70_000_words(tmp_path: Path) -> None:
     vocabulary = {"<unk>": 0} | {f"w{i}": i for i in range(1, 69_999)}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     model.add_special_tokens(["</s>"])
     model.save(str(tmp_path / "tokenizer.json"))
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
     # the last of them, and EOS itself, would be 4462 and 4463 in 16 bits
-    ids = [[69_998, 3, 65_535], [65_536, 65_537], [4462, 4463]]
-    rows = [json.dumps({"text": " ".join(f"w{i}" for i in row)}) for row in ids]
-    (corpus / "a.jsonl").write_text("\n".join(rows) + "\n")
-    out = tmp_path / "data"
-    arguments = ["build", "--source", "local", "--files", str(corpus), "--workers", "1",
-                 "--tokenizer", str(tmp_path / "tokenizer.json"), "--holdout", "0"]  # fmt: skip
-    main([*arguments, "--out", str(out)])
-    with TokenShards.open(out / "train") as shards:
-        assert shards.read(0, shards.num_tokens).tolist() == [
-            i for row in ids for i in (*row, 69_999)
-        ]
-        assert (shards.vocab_size, shards.num_tokens) == (70_000, 10)
-    raw = np.fromfile(out / "train/part-00000-0.bin", dtype="<u4")
-    assert raw.max() == 69_999 and (out / "tokenizer.json").exists()
-    before = snapshot(out)
-    main([*arguments, "--out", str(out)])
-    assert snapshot(out) == before
-    main(["verify", str(out)])
-    with pytest.raises(SystemExit, match="2"):
-        main([*arguments, "--out", str(tmp_path / "other"), "--eos", "<nothing>"])
-
-
-def test_a_unit_whose_inputs_are_gone_keeps_its_parts(base: Path, tmp_path: Path) -> None:
-    """One part is damaged, and what it was made from is not there: the others stay."""
-    corpus = corpus_copy(base, tmp_path / "corpus")
-    build_corpus(tmp_path / "data", corpus)
-    plan = load_plan(tmp_path / "data")
-    (damaged := tmp_path / "data/train/part-00000-0.bin").write_bytes(b"x")
-    before = snapshot(tmp_path / "data")
-    for path in corpus.iterdir():
-        path.unlink()
-    with pytest.raises(UserError, match="is missing; every input is needed"):
-        build_unit(UnitJob.of(tmp_path / "data", corpus, plan, 0))
-    after = snapshot(tmp_path / "data")
-    del after["locks/unit-00000.lock"]
-    assert after == before and damaged.exists()
+    (tmp_path / "a.txt").write_text("w69998 w3 w65535 w4462")
+    arguments = ["--files", str(tmp_path / "a.txt"), "--out", str(tmp_path / "data")]
+    arguments += ["--tokenizer", str(tmp_path / "tokenizer.json"), "--holdout", "0"]
+    main(["build", "--source", "local", *arguments])
+    with TokenShards.open(tmp_path / "data/train") as shards:
+        assert shards.read(0, 5).tolist() == [69_998, 3, 65_535, 4462, 69_999]
+    main(["verify", str(tmp_path / "data")])

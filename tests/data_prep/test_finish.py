@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.shards import Cut, ShardError, TokenShards
+from canon_pretrain.data.shards import ShardError, TokenShards
 from data_prep import finish as finish_module
 from data_prep.__main__ import main
 from data_prep.build import Shard
@@ -15,7 +15,7 @@ from data_prep.finish import finish
 from data_prep.folder import SPLITS
 from data_prep.plan import Limits, is_held_out
 from tests.corpora import OPTIONS, build_corpus, snapshot, write_corpus, write_tokenizer
-from tests.data_folders import forge_manifest, tokenizer
+from tests.data_folders import tokenizer
 
 UNITS = 5
 
@@ -119,47 +119,6 @@ def test_a_limited_build_makes_what_finish_makes_and_no_more(base: Path, tmp_pat
     assert snapshot(tmp_path / "data1") == snapshot(base / "data")
 
 
-def test_the_fingerprint_names_the_stream_and_not_the_limits(base: Path) -> None:
-    """A limit that cuts nothing leaves it; so does one of the training stream, in validation."""
-    fingerprints = set()
-    finish(base / "data", Limits(max_tokens=10**9))
-    with TokenShards.open(base / "data/train") as shards:
-        fingerprints.add(shards.fingerprint)
-    for limits in (Limits(), Limits(max_documents=30), Limits(max_documents=31)):
-        finish(base / "data", limits)
-        with TokenShards.open(base / "data/train") as shards:
-            fingerprints.add(shards.fingerprint)
-    assert len(fingerprints) == 3
-
-    path = base / "data/train/manifest.json"
-    good = path.read_bytes()
-    manifest = json.loads(good)
-    assert manifest["limits"] == {"max_documents": 31, "max_tokens": None}
-    assert manifest["cut"]["documents"] == manifest["parts"][-1]["documents"]
-    for key, value in (
-        ("cut", None),
-        ("cut", {**manifest["cut"], "documents": manifest["cut"]["documents"] - 1}),
-        ("cut", {**manifest["cut"], "tokens": 10**6}),
-    ):
-        path.write_text(json.dumps({**manifest, key: value}))
-        with pytest.raises(ShardError, match="does not fit its own fingerprint"):
-            TokenShards.open(base / "data/train")
-    path.write_bytes(good)
-
-
-def test_a_cut_elsewhere_than_at_a_document_end_is_found(base: Path) -> None:
-    """The hash of a manifest can be made again; its cut must still fit the document ends."""
-    finish(base / "data", Limits(max_documents=31))
-    folder = base / "data/train"
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    names = [part["name"] for part in manifest["parts"]]
-    cut = Cut(**manifest["cut"] | {"tokens": manifest["cut"]["tokens"] - 1})
-    forge_manifest(folder, names, cut=cut)
-    with TokenShards.open(folder) as shards, pytest.raises(ShardError, match="ends at token"):
-        shards.document_ends()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
 def test_limits_that_nothing_fits_in_are_refused(base: Path) -> None:
     before = snapshot(base / "data")
     with pytest.raises(UserError, match="below the first document"):
@@ -258,16 +217,3 @@ def test_a_limited_shard_builds_what_may_be_needed(base: Path, tmp_path: Path) -
     build_corpus(out, base / "corpus", shard=Shard(2, 2), limits=limits)
     finish(out, limits)
     check_limited(base, out, limits)
-
-
-def test_a_changed_mark_is_not_taken_for_the_truth(base: Path, tmp_path: Path) -> None:
-    """It was listed with another hash before: its unit counts as not built."""
-    out = tmp_path / "data"
-    build_corpus(out, base / "corpus")
-    path = out / "train/part-00002-0.json"
-    path.write_text(path.read_text().replace('"text_bytes": ', '"text_bytes": 1'))
-    with pytest.raises(UserError, match=r"unit 2 is not built \(1 of 5"):
-        finish(out, Limits(max_tokens=10**9))
-    build_corpus(out, base / "corpus")
-    finish(base / "data", Limits())
-    assert snapshot(out) == snapshot(base / "data")

@@ -107,17 +107,6 @@ def test_another_file_than_the_known_one(suffix: str, tmp_path: Path) -> None:
         list(one.rows())
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_closing_the_rows_closes_the_file(suffix: str, tmp_path: Path) -> None:
-    path = any_file(tmp_path, suffix)
-    before = os.listdir("/proc/self/fd")
-    iterator = reader(path).rows()
-    next(iterator)
-    assert len(os.listdir("/proc/self/fd")) == len(before) + 1
-    iterator.close()
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
 # The schemas of both datasets
 
 
@@ -143,11 +132,6 @@ def test_a_zst_that_is_cut_anywhere(checksum: bool, tmp_path: Path) -> None:
         # without the checksum that ends a frame, all its rows are there
         rest = 4 if checksum else 0
         assert ("row 1:" in str(raised.value)) == (length < len(frames[0]) - rest)
-    # the reader that this one is not: no error, and fewer documents
-    write(path, content[: len(frames[0]) // 2])
-    with open(path, "rb") as file:
-        stream = zstandard.ZstdDecompressor().stream_reader(file)
-        assert len(stream.read()) < len(jsonl(TEXTS[:20]))
 
 
 def flips(content: bytes, step: int) -> Iterator[bytes]:
@@ -273,29 +257,18 @@ def test_lines(tmp_path: Path) -> None:
         (b'{"content": "x", "id": 1}', "no field 'text' for the text; there are 'content', 'id';"),
         (b"{}", "no field 'text' for the text; there are ; .*--text-field"),
         (b'{"text": 5}', "the field 'text' is a int, no string"),
-        (b'{"text": ["x"]}', "the field 'text' is a list, no string"),
         (b'["x"]', "a JSON list, expected an object with 'text'"),
         (b'{"text": "x"', "no JSON: .*cut short"),
         (b"\0\0\0\0", "no JSON"),
         (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "no JSON: Exceeds the limit"),
         (b'{"text": "x", "n": ' + b"[" * 200_000, "no JSON"),
         (b'{"\\u001b[31m": 1}', r".*there are '\\x1b\[31m'"),
-        (b'{"\\ud800": 1}', r".*there are '\\ud800'"),
     ],
 )
 def test_rows_that_are_no_rows(line: bytes, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", jsonl(["fine", "fine"]) + line + b"\n" + jsonl(["fine"]))
     with pytest.raises(UserError, match=r"x\.jsonl, row 3: " + message):
         rows(path)
-
-
-def test_fields_by_name_and_path(tmp_path: Path) -> None:
-    lines = [b'{"a": {"b": "x"}, "g": "G"}', b'{"a.b": "y", "a": {"b": "z"}, "g": {"no": 1}}']
-    path = write(tmp_path / "x.jsonl", b"\n".join(lines))
-    found = rows(path, text_field="a.b", group_field="g")
-    assert found == [Document("x", b"x", "G"), Document("y", b"y", "")]
-    with pytest.raises(UserError, match="row 2: no field 'a.c'|row 1: no field 'a.c'"):
-        rows(path, text_field="a.c")
 
 
 def test_columns(tmp_path: Path) -> None:
@@ -318,13 +291,12 @@ def test_columns(tmp_path: Path) -> None:
 # Size
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst", ".jsonl.gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
 def test_a_line_of_30_megabytes(suffix: str, tmp_path: Path) -> None:
     words = "thirty megabytes in a line " * 1_200_000
     assert len(words) > 30_000_000
     content = jsonl(["before", words, "after"])
-    pack = {".jsonl.zst": zst, ".jsonl.gz": lambda raw: gzip.compress(raw, 1)}.get(suffix, bytes)
-    path = write(tmp_path / f"x{suffix}", pack(content))
+    path = write(tmp_path / f"x{suffix}", zst(content) if suffix.endswith("zst") else content)
     started = time.monotonic()
     assert texts(rows(path)) == ["before", words, "after"]
     # a part of this here; a line joined again with every piece that arrives would take minutes

@@ -11,7 +11,7 @@ import pytest
 
 from canon_pretrain.data.shards import ShardError
 from data_prep import stats, stats_pass
-from data_prep.stats_pass import DocumentHasher, bucket_bits, file_records, find_duplicates
+from data_prep.stats_pass import bucket_bits, file_records, find_duplicates, records_of
 from tests.browser import Browser, chromium
 from tests.data_folders import plant_data, sentence, tokenizer
 
@@ -48,7 +48,7 @@ def tokens_of(text: str) -> list[int]:
 def test_every_figure_is_the_one_counted_by_hand(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stats_pass, "CHUNK_TOKENS", 17)  # documents then lie across pieces
+    monkeypatch.setattr(stats_pass, "CHUNK_TOKENS", 17)  # or a document of more
     content = stats.stats(data)
     train, validation = content["splits"]
     documents = [tokens_of(text) for unit in texts() for text in unit]
@@ -98,13 +98,7 @@ def test_duplicates_of_many_documents(tmp_path: Path, bits: int) -> None:
     for split, documents in enumerate(splits):
         ids = np.array([i for document in documents for i in document])
         ends = np.cumsum([len(document) for document in documents])
-        hasher = DocumentHasher(split, 0)
-        begin = 0
-        while begin < len(ids):
-            end = min(begin + chance.randrange(1, 40), len(ids))
-            inside = ends[(ends > begin) & (ends <= end)] - begin
-            file_records(tmp_path, bits, hasher.add(ids[begin:end], inside))
-            begin = end
+        file_records(tmp_path, bits, records_of(ids, ends, split, 0))
     keys = [Counter(tuple(document) for document in documents) for documents in splits]
     for split, found in enumerate(find_duplicates(tmp_path, bits, 2)):
         mine, other = keys[split], keys[1 - split]
