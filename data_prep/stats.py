@@ -7,7 +7,6 @@ writes a page with the same tables and plots.
 """
 
 import argparse
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,22 +18,14 @@ import rich.table
 from rich.markup import escape
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import free_bytes, write_atomic
+from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console, Progress
 from canon_pretrain.core.text import printable, size
 from canon_pretrain.data.shards import CommitMark, TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.folder import SPLITS, add_workers, disk_errors, load_tokenizer, say
 from data_prep.plan import Plan, load_plan
-from data_prep.stats_pass import (
-    MAX_COUNTED_LENGTH,
-    RECORD,
-    Counts,
-    Duplicates,
-    bucket_bits,
-    count_parts,
-    find_duplicates,
-)
+from data_prep.stats_pass import Counts, Duplicates, count_parts, find_duplicates
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLOTTED = ("split", "documents", "tokens", "lengths", "frequencies", "groups")
@@ -50,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="the --out of a build")
     add("--html", type=Path, metavar="FILE", help="also write a page with plots, one file")
-    add_workers(parser, f"processes; each document needs {RECORD.itemsize} bytes of TMPDIR")
+    add_workers(parser, "processes")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -59,10 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def stats(folder: Path, html: Path | None = None, *, workers: int = 1) -> dict[str, Any]:
-    """Print what `folder` holds, write the page `html`, and return the same as JSON values.
-
-    Needs 29 bytes a document in the folder for temporary files (TMPDIR). Raises UserError.
-    """
+    """Print what `folder` holds, write the page `html`, and return the same as JSON values."""
     if html is not None and (html.is_dir() or not html.parent.is_dir()):
         raise UserError(f"--html {html}: expected the path of a file in a folder that exists")
     content = data_content(folder, load_plan(folder), workers)
@@ -80,31 +68,23 @@ def stats(folder: Path, html: Path | None = None, *, workers: int = 1) -> dict[s
 def data_content(folder: Path, plan: Plan, workers: int) -> dict[str, Any]:
     """All that the tables and the page show of `folder`, JSON values only. Raises UserError."""
     tokenizer = load_tokenizer(folder, plan.tokenizer)
-    opened = []
-    for split in SPLITS:
-        with TokenShards.open(folder / split) as shards:
-            opened.append(shards)
-    parts = [(at, part) for at, shards in enumerate(opened) for part in shards.parts]
-    num_documents = sum(shards.num_documents for shards in opened)
-    scratch, needed = Path(tempfile.gettempdir()), num_documents * RECORD.itemsize
-    if (free := free_bytes(scratch)) < needed:
-        raise UserError(
-            f"{scratch}: {size(free)} are free, finding duplicates needs {size(needed)} for a "
-            f"while; make room, or name another folder with TMPDIR"
-        )
-    bits = bucket_bits(num_documents)
+    opened = [TokenShards.open(folder / split) for split in SPLITS]
+    parts = [part for shards in opened for part in shards.parts]
     vocab_size = plan.tokenizer.vocab_size
-    totals = [Counts(vocab_size) for _ in SPLITS]
-    with tempfile.TemporaryDirectory(prefix="canon-stats-") as buckets, Progress() as progress:
-        total = sum(shards.num_tokens for shards in opened) or 1
-        done = 0
-        counted = count_parts(parts, vocab_size, Path(buckets), bits, workers)
-        for (at, part), counts in zip(parts, counted, strict=True):
-            totals[at].add(counts)
+    total = sum(shards.num_tokens for shards in opened) or 1
+    done, counted = 0, []
+    with Progress() as progress:
+        for part, counts in zip(parts, count_parts(parts, vocab_size, workers), strict=True):
+            counted.append(counts)
             done += part.entry.tokens
             progress.update(done / total, f"stats: {done:,} of {total:,} tokens")
-        duplicates = find_duplicates(Path(buckets), bits, len(SPLITS))
-    found = zip(SPLITS, opened, totals, duplicates, strict=True)
+    num_train = len(opened[0].parts)
+    train = Counts.joined(vocab_size, counted[:num_train])
+    held_out = Counts.joined(vocab_size, counted[num_train:])
+    contents = [
+        _split_content(tokenizer, opened[0], train, find_duplicates(train, [held_out])),
+        _split_content(tokenizer, opened[1], held_out, find_duplicates(held_out, [train])),
+    ]
     return {
         "folder": printable(str(folder)),
         "source": plan.source,
@@ -113,7 +93,7 @@ def data_content(folder: Path, plan: Plan, workers: int) -> dict[str, Any]:
         "tokenizer": {
             name: getattr(plan.tokenizer, name) for name in ("requested", "sha256", "vocab_size")
         },
-        "splits": [{"split": split, **_split_content(tokenizer, *rest)} for split, *rest in found],
+        "splits": [{"split": name, **own} for name, own in zip(SPLITS, contents, strict=True)],
     }
 
 
@@ -138,7 +118,7 @@ def _split_content(
         "tokens": shards.num_tokens,
         "bytes": shards.num_bytes,
         "stored_bytes": sum(sizes),
-        "lengths": _length_content(counts, shards.num_documents, shards.num_tokens),
+        "lengths": _length_content(counts.lengths),
         "duplicates": asdict(duplicates),
         "top_tokens": [
             {
@@ -159,29 +139,25 @@ def _split_content(
     }
 
 
-def _length_content(counts: Counts, documents: int, tokens: int) -> dict[str, Any]:
-    """Lengths in tokens, the EOS among them; a quantile beyond MAX_COUNTED_LENGTH is None."""
-    quantiles: dict[str, int | None] = {}
-    below = np.cumsum(counts.lengths)
-    for percent in (1, 50, 99):
-        # the smallest length that this share of the documents does not exceed
-        length = int(np.searchsorted(below, percent / 100 * documents, side="left"))
-        quantiles[str(percent)] = length if documents and length < MAX_COUNTED_LENGTH else None
-    used = np.flatnonzero(counts.bin_documents)
+def _length_content(lengths: np.ndarray) -> dict[str, Any]:
+    """Lengths in tokens, the EOS among them; bin k has those in [2^k, 2^(k+1))."""
+    if not len(lengths):
+        return {"quantiles": {}, "longest": None, "longest_document": None, "bins": []}
+    quantiles = np.quantile(lengths, [0.01, 0.5, 0.99], method="inverted_cdf").astype(int)
+    bins = np.frexp(lengths.astype(np.float64))[1] - 1
+    documents, tokens = np.bincount(bins), np.bincount(bins, weights=lengths)
     return {
-        "mean": tokens / documents if documents else None,
-        "quantiles": quantiles,
-        "counted_to": MAX_COUNTED_LENGTH - 1,
-        "longest": counts.longest[0] if documents else None,
-        "longest_document": -counts.longest[1] if documents else None,
+        "quantiles": dict(zip(("1", "50", "99"), quantiles.tolist(), strict=True)),
+        "longest": int(lengths.max()),
+        "longest_document": int(lengths.argmax()),
         "bins": [
             {
                 "from": 1 << k,
                 "to": (2 << k) - 1,
-                "documents": int(counts.bin_documents[k]),
-                "tokens": int(counts.bin_tokens[k]),
+                "documents": int(documents[k]),
+                "tokens": int(tokens[k]),
             }
-            for k in (range(used[0], used[-1] + 1) if len(used) else ())
+            for k in range(int(bins.min()), len(documents))
         ],
     }
 
@@ -274,6 +250,7 @@ def tables(content: dict[str, Any]) -> list[Table]:
                 _ratio(row["bytes"], row["tokens"]),
             )
             for row in split["groups"]
+            if split["num_groups"] > 1
         ]
         top = [(str(r["id"]), r["text"], *_share(r["count"], tokens)) for r in split["top_tokens"]]
         copied = [tuple(map(str, row.values())) for row in split["duplicates"]["most_copied"]]
@@ -291,10 +268,7 @@ def facts(split: dict[str, Any]) -> dict[str, str]:
     """The figures of a split by name."""
     lengths, duplicates = split["lengths"], split["duplicates"]
     documents, tokens = split["documents"], split["tokens"]
-    low, middle, high = (
-        f"over {lengths['counted_to']:,}" if length is None else f"{length:,}"
-        for length in (lengths["quantiles"][percent] for percent in ("1", "50", "99"))
-    )
+    middle = [f"{lengths['quantiles'].get(percent, 0):,}" for percent in ("1", "50", "99")]
     return {
         "documents": f"{documents:,}",
         "tokens": f"{tokens:,}",
@@ -303,8 +277,8 @@ def facts(split: dict[str, Any]) -> dict[str, str]:
         "on disk": size(split["stored_bytes"]),
         "text to disk": _ratio(split["bytes"], split["stored_bytes"]),
         "tokens a document": _ratio(tokens, documents),
-        "median (1 % to 99 %)": f"{middle} ({low} to {high})" if documents else "–",
-        "longest document": f"{lengths['longest']:,}" if documents else "–",
+        "median (1 % to 99 %)": "{1} ({0} to {2})".format(*middle),
+        "longest document": f"{lengths['longest'] or 0:,}",
         "exact copies": " = ".join(_share(duplicates["copies"], documents)),
         "tokens in them": " = ".join(_share(duplicates["copied_tokens"], tokens)),
         "also in the other split": f"{duplicates['elsewhere']:,}",

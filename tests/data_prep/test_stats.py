@@ -11,10 +11,11 @@ import pytest
 
 from canon_pretrain.data.shards import ShardError
 from data_prep import stats, stats_pass
-from data_prep.stats_pass import bucket_bits, file_records, find_duplicates, records_of
+from data_prep.stats_pass import Counts, find_duplicates
 from tests.browser import Browser, chromium
 from tests.data_folders import plant_data, sentence, tokenizer
 
+KEPT = ((len, np.uint32), (lambda text: hash(text) % 2**64, np.uint64))
 EVIL = "</script><img src=x onerror=alert(1)>[red]%{y}\x1b]0;gone\x07"
 COPIED = sentence(7, 30)
 
@@ -82,33 +83,29 @@ def test_every_figure_is_the_one_counted_by_hand(
     assert validation["duplicates"]["copies"] == 0
 
 
-def test_workers_and_buckets_change_nothing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = stats.stats(data)
-    monkeypatch.setattr(stats_pass, "BUCKET_BYTES", 500)
-    assert bucket_bits(60) > 1
-    assert stats.stats(data, workers=2) == alone
+def test_workers_change_nothing(data: Path) -> None:
+    assert stats.stats(data, workers=2) == stats.stats(data)
 
 
-@pytest.mark.parametrize("bits", [0, 3])
-def test_duplicates_of_many_documents(tmp_path: Path, bits: int) -> None:
-    """Documents of few different contents, in pieces of any size, against a dict."""
-    chance = random.Random(bits)
+def test_duplicates_of_many_documents() -> None:
+    """Documents of few different contents, against a dict."""
+    chance = random.Random(0)
     contents = [[chance.randrange(9) for _ in range(chance.randrange(1, 12))] for _ in range(50)]
-    splits = [[chance.choice(contents) for _ in range(count)] for count in (300, 80)]
-    for split, documents in enumerate(splits):
-        ids = np.array([i for document in documents for i in document])
-        ends = np.cumsum([len(document) for document in documents])
-        file_records(tmp_path, bits, records_of(ids, ends, split, 0))
-    keys = [Counter(tuple(document) for document in documents) for documents in splits]
-    for split, found in enumerate(find_duplicates(tmp_path, bits, 2)):
-        mine, other = keys[split], keys[1 - split]
+    splits = [[tuple(chance.choice(contents)) for _ in range(count)] for count in (300, 80)]
+    counts = [
+        Counts(np.zeros(9), *(np.array(list(map(of, texts)), kind) for of, kind in KEPT))
+        for texts in splits
+    ]
+    for split, texts in enumerate(splits):
+        found = find_duplicates(counts[split], [counts[1 - split]])
+        mine, other = Counter(texts), set(splits[1 - split])
         assert found.copies == sum(count - 1 for count in mine.values())
         assert found.copied_tokens == sum((n - 1) * len(text) for text, n in mine.items())
         assert found.elsewhere == sum(count for text, count in mine.items() if text in other)
         for copied in found.most_copied:
-            text = tuple(splits[split][copied.first])
+            text = texts[copied.first]
             assert (mine[text], len(text)) == (copied.count, copied.tokens)
-            assert splits[split].index(list(text)) == copied.first
+            assert texts.index(text) == copied.first
         assert [copied.count for copied in found.most_copied] == sorted(mine.values())[:-11:-1]
 
 
