@@ -78,7 +78,6 @@ ALL_UNITS = Shard(1, 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `build`."""
     add = parser.add_argument
     add("--source", required=True, metavar="NAME", help=", ".join(sources.SOURCES))
     mirror = f"files or folders: a mirror of the source, or what local reads ({' '.join(SUFFIXES)})"
@@ -101,7 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Build as the command line says. Raises UserError."""
     names = ("out", "source", "tokenizer", "workers", "files", "revision", "text_field", "eos")
     build(
         **{name: getattr(arguments, name) for name in names},

@@ -43,13 +43,11 @@ from data_prep.plan import Limits, Plan, load_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `finish`."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of the builds")
     add_limits(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """`python -m data_prep finish` with parsed arguments. Raises UserError."""
     finish(arguments.folder, limits_of(arguments))
 
 

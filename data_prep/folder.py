@@ -79,21 +79,18 @@ def positive(text: str) -> int:
 
 
 def add_workers(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add --workers."""
     words = f"{what} (default: the cores, %(default)s)"
     cores = available_cores()
     parser.add_argument("--workers", type=positive, default=cores, metavar="N", help=words)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Add --max-documents and --max-tokens."""
     for unit in ("documents", "tokens"):
         words = f"end the training stream where it has N {unit} at most (default: no limit)"
         parser.add_argument(f"--max-{unit}", type=positive, metavar="N", help=words)
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:
-    """The limits that the command line names."""
     return Limits(arguments.max_documents, arguments.max_tokens)
 
 

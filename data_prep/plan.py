@@ -160,7 +160,6 @@ def cut_units(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int
 
 
 def save_plan(folder: Path, plan: Plan) -> None:
-    """Write plan.json."""
     write_json(folder / PLAN, {"version": plan.version, "sha256": plan.sha256, **plan.record()})
 
 

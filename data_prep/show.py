@@ -106,7 +106,6 @@ def _lines(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m data_prep show`."""
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="the --out of a build")
     what = parser.add_mutually_exclusive_group(required=True)
@@ -123,7 +122,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """`python -m data_prep show` with parsed arguments. Raises UserError."""
     options = {name: getattr(arguments, name) for name in ("folder", "split", "ids")}
     if arguments.document is not None:
         print(show_document(number=arguments.document, **options))

@@ -15,7 +15,7 @@ so that a folder may move, and a mirror makes the same plan as a download.
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -230,17 +230,8 @@ def _list_mirror(
     return revision or commit or ON_DISK, root, to_inputs(root, paths, hashes)
 
 
-def fetch(
-    source: str,
-    version: str,
-    root: Path,
-    inputs: Sequence[Input],
-    advance: Callable[[int], None] | None = None,
-) -> None:
-    """Make sure that the inputs are on disk, downloading what the hub's cache does not hold yet.
-
-    `advance` receives the bytes that arrived. Processes may fetch at once. Raises UserError.
-    """
+def fetch(source: str, version: str, root: Path, inputs: Sequence[Input]) -> None:
+    """Make sure that the inputs are on disk, downloading what the hub's cache does not hold yet."""
     missing = [known for known in inputs if not (root / known.path).exists()]
     if not missing:
         return
@@ -248,7 +239,7 @@ def fetch(
     if hub_source is None or not hub.is_snapshot(root, hub_source.repo, version):
         raise UserError(f"{root / missing[0].path}: is missing; every input is needed")
     files = [hub.HubFile(known.path, known.size, known.sha256) for known in missing]
-    hub.fetch(hub_source.repo, version, root, files, WAYS_OUT, advance)
+    hub.fetch(hub_source.repo, version, root, files, WAYS_OUT)
 
 
 def source_root(source: str) -> Path:

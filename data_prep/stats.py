@@ -37,7 +37,6 @@ SHOWN_ROWS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m data_prep stats`."""
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="the --out of a build")
     add("--html", type=Path, metavar="FILE", help="also write a page with plots, one file")
@@ -45,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """`python -m data_prep stats` with parsed arguments. Raises UserError."""
     stats(arguments.folder, arguments.html, workers=arguments.workers)
 
 

@@ -42,12 +42,11 @@ TICK_S = 0.5
 
 
 class Counts(NamedTuple):
-    """How far a unit is, or a run: documents, tokens, bytes of inputs read and downloaded."""
+    """How far a unit is, or a run: documents, tokens, bytes of inputs read."""
 
     documents: int = 0
     tokens: int = 0
     read: int = 0
-    downloaded: int = 0
 
 
 WIDTH = len(Counts())
@@ -100,21 +99,13 @@ def build_unit(job: UnitJob, report: Report = lambda counts: None) -> None:
         if is_complete(job.folder, job.unit, job.plan_sha256):
             return
         tokenizer = _kept_tokenizer(job.folder, job.plan.tokenizer)
-        downloaded = 0
-
-        def advance(more: int) -> None:
-            nonlocal downloaded
-            downloaded += more
-            report(Counts(downloaded=downloaded))
-
         # before anything that the inputs made is removed
-        plan = job.plan
-        sources.fetch(plan.source, plan.source_version, job.root, plan.inputs, advance)
+        sources.fetch(job.plan.source, job.plan.source_version, job.root, job.plan.inputs)
         for split in SPLITS:
             (job.folder / split).mkdir(exist_ok=True)
             remove_unit(job.folder / split, job.unit)
         try:
-            _write_unit(job, tokenizer, report, downloaded)
+            _write_unit(job, tokenizer, report)
         except BaseException:
             # half a unit is of no use to the next run, and may be what fills the disk
             for split in SPLITS:
@@ -123,7 +114,7 @@ def build_unit(job: UnitJob, report: Report = lambda counts: None) -> None:
             raise
 
 
-def _write_unit(job: UnitJob, tokenizer: Tokenizer, report: Report, downloaded: int) -> None:
+def _write_unit(job: UnitJob, tokenizer: Tokenizer, report: Report) -> None:
     plan = job.plan
     bos = np.array([plan.tokenizer.bos_id] if plan.options.bos else [], dtype=np.int64)
     eos = np.array([plan.tokenizer.eos_id], dtype=np.int64)
@@ -153,13 +144,13 @@ def _write_unit(job: UnitJob, tokenizer: Tokenizer, report: Report, downloaded: 
                 documents += 1
                 tokens += len(ids)
                 if documents % REPORT_DOCUMENTS == 0:
-                    report(Counts(documents, tokens, finished + reader.bytes_read, downloaded))
+                    report(Counts(documents, tokens, finished + reader.bytes_read))
             finished += known.size
             hashes[known.path] = reader.sha256
         validation.finish()
         # rows that made no document belong to no split: counted once, in train's last mark
         train.finish(skipped, hashes)
-    report(Counts(documents, tokens, job.size, downloaded))
+    report(Counts(documents, tokens, job.size))
 
 
 # ---- processes
@@ -282,11 +273,10 @@ class BuildProgress(Progress):
         """Show how far this run is in all."""
         self.counts = counts
         seconds = max(self._clock() - self._started, 1e-9)
-        fetched = f", {size(counts.downloaded)} downloaded" if counts.downloaded else ""
         self.update(
             self.share(),
             f"{self._finished}/{self._num_units} units, {size(counts.read)} of "
-            f"{size(self._goal.read)} read{fetched}; {counts.documents / seconds:,.0f} "
+            f"{size(self._goal.read)} read; {counts.documents / seconds:,.0f} "
             f"documents/s, {counts.tokens / seconds:,.0f} tokens/s, "
             f"{size(counts.read / seconds)}/s",
         )
@@ -297,5 +287,5 @@ class BuildProgress(Progress):
 
     def share(self) -> float:
         """How much of the run is done, in [0, 1]: the limit that ends it first counts."""
-        pairs = zip(self.counts[:3], self._goal[:3], strict=True)
+        pairs = zip(self.counts, self._goal, strict=True)
         return min(1.0, max((done / goal for done, goal in pairs if goal), default=0.0))

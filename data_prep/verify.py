@@ -192,7 +192,6 @@ def repair_parts(folder: Path, plan: Plan, damaged: Collection[Part], root: Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m data_prep verify`."""
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="the --out of a build")
     depths = "; ".join(f"{level}: {words}" for level, words in LEVELS.items())
@@ -207,7 +206,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """`python -m data_prep verify` with parsed arguments. Raises UserError."""
     options = vars(arguments)
     if options["seed"] is None:
         options["seed"] = random.SystemRandom().getrandbits(32)

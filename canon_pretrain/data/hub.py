@@ -6,10 +6,9 @@ cache's snapshot, so that other jobs need no network.
 """
 
 import errno
-import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,19 +99,13 @@ def list_files(repo: str, commit: str, folder: str, ways_out: WaysOut) -> list[H
     return [HubFile(*entry) for entry in listing]
 
 
-def fetch(
-    repo: str,
-    commit: str,
-    root: Path,
-    files: Sequence[HubFile],
-    ways_out: WaysOut,
-    advance: Callable[[int], None] | None = None,
-) -> None:
+def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], ways_out: WaysOut) -> None:
     """Make sure that `files` are in `root`, the commit's snapshot folder, with their sizes.
 
-    `advance` receives the bytes that arrived, repeatedly and in all at least the files' sizes.
     Processes may fetch at once. Raises UserError.
     """
+    from huggingface_hub import hf_hub_download
+
     for known in files:
         path = root / known.path
         if not path.exists():
@@ -122,39 +115,14 @@ def fetch(
                     f"room, or set HF_HOME to a folder on another disk and run the same command "
                     f"again"
                 )
+            place: dict[str, Any] = {"revision": commit, "cache_dir": root.parents[2]}
             with hub_errors(repo, commit, ways_out, known.path):
-                _download(repo, commit, root, known, advance or (lambda num_bytes: None))
+                hf_hub_download(repo, known.path, repo_type="dataset", **place)
         if (found := path.stat().st_size) != known.size:
             raise UserError(
                 f"{path}: {found:,} bytes, the hub has {known.size:,}; delete it and its target in "
                 f"blobs/, and run the same command again"
             )
-
-
-def _download(
-    repo: str, commit: str, root: Path, known: HubFile, advance: Callable[[int], None]
-) -> None:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import tqdm
-
-    arrived = 0
-
-    class Counter(tqdm):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "disable": True})
-
-        def update(self, n: float | None = 1) -> None:
-            nonlocal arrived
-            arrived += int(n or 0)
-            advance(int(n or 0))
-
-    # its first releases draw a bar of their own
-    has_bar = "tqdm_class" in inspect.signature(hf_hub_download).parameters
-    bar: dict[str, Any] = {"tqdm_class": Counter} if has_bar else {}
-    cache = root.parents[2]
-    hf_hub_download(repo, known.path, repo_type="dataset", revision=commit, cache_dir=cache, **bar)
-    if arrived < known.size:  # what was there already, or was not counted
-        advance(known.size - arrived)
 
 
 def known_hashes(root: Path, paths: dict[str, Path]) -> tuple[str, dict[str, str]]:

@@ -15,7 +15,6 @@ from data_prep.plan import (
     TokenizerRecord,
     cut_units,
     differences,
-    hash_small,
     is_held_out,
     load_plan,
     refuse_changes,
@@ -103,16 +102,3 @@ def test_differences_name_each_field() -> None:
     assert "another order" in differences(PLAN, replace(PLAN, inputs=INPUTS[::-1]))[0]
     with pytest.raises(UserError, match="and 4 more"):
         refuse_changes(Path("x"), PLAN, replace(PLAN, inputs=()))
-
-
-def test_small_inputs_are_hashed_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").write_bytes(b"one")
-    (tmp_path / "b").write_bytes(b"other")
-    told = Input("b", 5, "told by the hub")
-    unknown = Input("a", 3, "")
-    hashed = Input("a", 3, hashlib.sha256(b"one").hexdigest())
-    assert hash_small(tmp_path, [unknown, told]) == (hashed, told)
-    with pytest.raises(UserError, match="cannot be read: No such file"):
-        hash_small(tmp_path, [Input("absent", 4, "")])
-    monkeypatch.setattr("data_prep.plan.HASH_AHEAD_BYTES", 2)
-    assert hash_small(tmp_path, [unknown]) == (unknown,)

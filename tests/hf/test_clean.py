@@ -19,7 +19,7 @@ from canon_pretrain.hf.export import export
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
-from tests.data.test_tokenizer_exact import FRAGMENTS
+from tests.data.test_tokenizer import FRAGMENTS
 from tests.hf.test_tokenizer import training_tokenizer
 from tests.hf_exports import (
     STEP,

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
-from tests.data.test_tokenizer_exact import FRAGMENTS, LINES, LLAMA, MODELS
+from tests.data.test_tokenizer import FRAGMENTS, LINES, LLAMA, MODELS
 
 # what is matched by a text of its name, where a vocabulary can't write the name otherwise
 NAMES = "0123456789ABCDEFx<>/s"
