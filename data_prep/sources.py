@@ -108,15 +108,15 @@ def select(
     Without `files` a source of the hub is listed there. Raises UserError.
     """
     check_choice("--source", source, SOURCES)
-    if text_field is not None and (source != LOCAL or not text_field):
-        raise UserError(f"--text-field {text_field!r} with --source {source}: give --source local")
-    if revision is not None and source not in HUB_SOURCES:
-        raise UserError(
-            f"--revision {revision} with --source {source}: only a dataset of the hub has "
-            f"revisions ({', '.join(HUB_SOURCES)})"
-        )
+    for option, value, takers in (
+        ("--text-field", text_field, (LOCAL,)),
+        ("--revision", revision, tuple(HUB_SOURCES)),
+        ("--files", files or None, (*HUB_SOURCES, LOCAL)),
+    ):
+        if value is not None and source not in takers:
+            raise UserError(f"{option} with --source {source}: only {', '.join(takers)} take it")
     if source == STDLIB:
-        return _select_stdlib(files)
+        return _select_stdlib()
     if source == LOCAL:
         return _select_local(files, text_field or TEXT_FIELD)
     known = HUB_SOURCES[source]
@@ -124,23 +124,12 @@ def select(
     version, root, inputs = list_files(source, known, files, revision)
     if len(inputs) != known.num_files:
         say(f"{source}: {len(inputs):,} files, the whole dataset has {known.num_files:,}")
-    return Selection(
-        source,
-        version,
-        root,
-        inputs,
-        group_field=known.group_field,
-        unit_files=known.unit_files,
-    )
+    group, unit_files = known.group_field, known.unit_files
+    return Selection(source, version, root, inputs, group_field=group, unit_files=unit_files)
 
 
-def _select_stdlib(files: Sequence[Path]) -> Selection:
+def _select_stdlib() -> Selection:
     """The help topics, then the .py files of the library without its tests."""
-    if files:
-        raise UserError(
-            f"--files {files[0]} with --source {STDLIB}: it is the running Python's own library; "
-            f"give --source {LOCAL} for files"
-        )
     root = source_root(STDLIB)
     found = {}
     for folder, folders, names in os.walk(root):

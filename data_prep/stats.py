@@ -8,7 +8,7 @@ writes a page with the same tables and plots.
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -194,7 +194,7 @@ class Table:
 
     title: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
     def is_number(self, column: int) -> bool:
         return self.columns[column] not in ("", "group", "text")
@@ -218,8 +218,15 @@ def html_page(content: dict[str, Any]) -> str:
     from canon_pretrain.core.page import html_page as page  # imports plotly
 
     plotted = [{name: split[name] for name in PLOTTED} for split in content["splits"]]
-    shown = {"tables": tables(content), "notes": notes(content)}
-    return page(TEMPLATES, "stats", plotted, filters={}, content=content, **shown)
+    return page(
+        TEMPLATES,
+        "stats",
+        plotted,
+        filters={},
+        content=content,
+        tables=tables(content),
+        notes=notes(content),
+    )
 
 
 def tables(content: dict[str, Any]) -> list[Table]:
@@ -252,13 +259,14 @@ def tables(content: dict[str, Any]) -> list[Table]:
         ]
         top = [(str(r["id"]), r["text"], *_share(r["count"], tokens)) for r in split["top_tokens"]]
         copied = [tuple(map(str, row.values())) for row in split["duplicates"]["most_copied"]]
-        for title, columns, rows in (
+        bodies: Sequence[tuple[str, str, Sequence[tuple[str, ...]]]] = (
             ("documents by length", "tokens/documents/share/tokens in them/share", lengths),
             ("by group", "group/documents/tokens/share/bytes a token", groups),
             ("most frequent tokens", "id/text/count/share", top),
             ("most copied documents", "times/tokens/first document", copied),
-        ):
-            found.append(Table(f"{split['split']}: {title}", tuple(columns.split("/")), rows))
+        )
+        for title, columns, body in bodies:
+            found.append(Table(f"{split['split']}: {title}", tuple(columns.split("/")), body))
     return [table for table in found if table.rows]
 
 

@@ -80,7 +80,7 @@ def count_part(part: Part, vocab_size: int) -> Counts:
             reader.read(part.entry.name, part.files, begin, ids)
             tokens += np.bincount(ids, minlength=vocab_size)
             for document in np.split(ids.astype("<u4"), ends[first : last - 1] - begin):
-                digests.append(hashlib.blake2b(document, digest_size=8).digest())
+                digests.append(hashlib.blake2b(document.data, digest_size=8).digest())
             begin, first = begin + len(ids), last
     lengths = np.diff(ends, prepend=0).astype("<u4")
     return Counts(tokens, lengths, np.frombuffer(b"".join(digests), dtype="<u8"))

@@ -7,10 +7,6 @@ Two orders:
   from 116B tokens, 58 % of the stream is seen at least once.
 - "permute": the stream is cut into windows of seq_len, and each is seen once an epoch, in an order
   of its own in every epoch.
-
-Philox4x64-10 (Salmon et al., SC 2011) is written out on Python ints because NumPy promises its raw
-bits but not its distributions across versions; the same block is
-`np.random.Philox(key=seed, counter=i - 1).random_raw(4)`, by which `philox_blocks` gets many.
 """
 
 from functools import lru_cache
@@ -24,38 +20,16 @@ from canon_pretrain.core.errors import UserError
 Order = Literal["random", "permute"]
 
 _MASK = (1 << 64) - 1
-_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
-_WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
-_ROUNDS = 10
-
-
-def philox4x64(key0: int, counter0: int) -> tuple[int, int, int, int]:
-    """The Philox4x64-10 block of key (key0, 0) and counter (counter0, 0, 0, 0), four 64-bit words.
-
-    Raises ValueError where one of the two is no unsigned 64-bit number.
-    """
-    if not (0 <= key0 <= _MASK and 0 <= counter0 <= _MASK):
-        raise ValueError(f"key {key0} and counter {counter0} must be in [0, 2**64)")
-    k0, k1 = key0, 0
-    c0, c1, c2, c3 = counter0, 0, 0, 0
-    for _ in range(_ROUNDS):
-        product0 = c0 * _MULTIPLIERS[0]
-        product1 = c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (product1 >> 64) ^ c1 ^ k0,
-            product1 & _MASK,
-            (product0 >> 64) ^ c3 ^ k1,
-            product0 & _MASK,
-        )
-        k0 = (k0 + _WEYL[0]) & _MASK
-        k1 = (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
 
 
 def philox_blocks(seed: int, first: int, count: int) -> np.ndarray:
-    """`philox4x64(seed, i)` for i in [first, first + count), uint64 [count, 4]."""
-    if count < 4:  # numpy's generator takes as long to make as four blocks to compute
-        return np.array([philox4x64(seed, first + j) for j in range(count)], dtype=np.uint64)
+    """The Philox4x64-10 blocks (Salmon et al., SC 2011) of samples, uint64 [count, 4].
+
+    Key is the seed, counters are [first, first + count). NumPy promises these raw bits in all its
+    versions, and not its distributions. Raises ValueError for numbers outside [0, 2**64).
+    """
+    if not (0 <= seed <= _MASK and 0 <= first and first + count <= 1 << 64):
+        raise ValueError(f"seed {seed} and samples {first} + {count} must be in [0, 2**64)")
     # numpy raises its 256-bit counter before each block
     generator = np.random.Philox(key=seed, counter=(first - 1) % (1 << 256))
     return generator.random_raw(4 * count).reshape(count, 4)
@@ -82,7 +56,7 @@ def window_offset(seed: int, i: int, num_tokens: int, seq_len: int) -> int:
     ValueError for a seed or i outside [0, 2**64).
     """
     check_length(num_tokens, seq_len)
-    return offset_of_word(philox4x64(seed, i)[0], num_tokens, seq_len)
+    return offset_of_word(int(philox_blocks(seed, i, 1)[0, 0]), num_tokens, seq_len)
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
@@ -94,8 +68,6 @@ def num_windows(num_tokens: int, seq_len: int) -> int:
 def permuted_offset(seed: int, i: int, num_tokens: int, seq_len: int) -> int:
     """The offset of sample `i` in order "permute"; raises as `window_offset` does."""
     check_length(num_tokens, seq_len)
-    if not 0 <= i <= _MASK:
-        raise ValueError(f"sample {i} must be in [0, 2**64)")
     windows = num_windows(num_tokens, seq_len)
     epoch, place = divmod(i, windows)
     return _permute(place, windows, _round_keys(seed, epoch)) * seq_len
@@ -103,7 +75,7 @@ def permuted_offset(seed: int, i: int, num_tokens: int, seq_len: int) -> int:
 
 @lru_cache(maxsize=16)
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    return (*philox4x64(seed, 2 * epoch), *philox4x64(seed, 2 * epoch + 1))
+    return tuple(philox_blocks(seed, 2 * epoch, 2).ravel().tolist())
 
 
 def _permute(place: int, size: int, keys: tuple[int, ...]) -> int:

@@ -146,10 +146,9 @@ def test_hashes_that_the_hub_left_behind(tmp_path: Path) -> None:
     [
         ("pile", [], {}, '"pile" is not known; expected one of stdlib, fineweb-edu'),
         ("slimpyjama", [], {}, '"slimpyjama" .*"slimpajama"'),
-        ("stdlib", ["a"], {}, "--files .* with --source stdlib"),
-        ("local", ["a"], {"revision": "main"}, "--revision main with --source local"),
-        ("fineweb-edu", ["a"], {"text_field": "body"}, "--text-field 'body' with"),
-        ("local", ["a"], {"text_field": ""}, "--text-field '' with --source local"),
+        ("stdlib", ["a"], {}, "--files with --source stdlib"),
+        ("local", ["a"], {"revision": "main"}, "--revision with --source local"),
+        ("fineweb-edu", ["a"], {"text_field": "body"}, "--text-field with --source fineweb-edu"),
         ("local", [], {}, "needs --files FILE_OR_FOLDER"),
         ("local", ["c"], {}, "--files .*/c: no file or folder"),
         ("local", ["a/y.csv"], {}, r"y\.csv: no file of a known format"),
