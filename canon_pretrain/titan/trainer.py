@@ -74,12 +74,17 @@ class CanonTrainer(torchtitan.train.Trainer):
         asked = job.training.local_batch_size
         job.training.local_batch_size = micro_batch_size(job, world_size)
         self.session, self.folder = session, session.folder
-        self._record, self._own_data = record, data
+        self._record = record
         self.config = job.to_dict()
         # whoever reads the run may be in another folder
         self.config["data"] |= absolute_folders(job.data)
         if job.validation.path:
             self.config["validation"]["path"] = str(Path(job.validation.path).resolve())
+        compared: Comparison | None = None
+        if os.environ["RANK"] == "0":
+            assert data is not None
+            compared = compare(job, self.folder, data, self.config)
+        self._own = (data, compared)
         self.tokens = 0
         self.skipped_steps = 0  # since the run began, but for the last two steps
         self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
@@ -112,12 +117,8 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """Meet the other ranks, receive what rank 0 has read, and decide who computes Canon."""
-        data, compared = self._own_data, None
-        if os.environ["RANK"] == "0":
-            assert data is not None
-            compared = compare(self.job_config, self.folder, data, self.config)
         dims = super().init_distributed()
-        self.data, self.compared = share(self.job_config, data, compared)
+        self.data, self.compared = share(self.job_config, *self._own)
         self.canon = choose_canon(self.job_config, self.device, self.compared.code)
         if self.canon is not None:
             self.job_config.model.canon_backend = self.canon.backend  # type: ignore[assignment]
