@@ -39,6 +39,13 @@ MAX_MARKS = 300
 MARKED_POINTS = 60
 """A line of at most so many points shows each of them."""
 
+MARKS: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "gap": ([0.02], {"mode": "markers", "marker": {"symbol": "x", "size": 8}}),
+    "skip": ([0.06], {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 8}}),
+    "restart": ([0, 1, None], {"mode": "lines", "line": {"dash": "dot", "width": 1}}),
+}
+"""By role, the heights of a mark between bottom and top, and its look."""
+
 Json = dict[str, Any]
 
 
@@ -247,8 +254,8 @@ class _Drawing:
                     there = np.isfinite(summary.mean)
                     means = Curve(summary.step[there], summary.mean[there])
                     found.append(_line(chart, label, means, meta | {"role": "smooth"}, {}))
-                meta["entry"] = number
-                found += _marks(chart, self.runs[k], curve, bounds, meta)
+                own = meta | {"entry": number}
+                found += _marks(chart, self.runs[k], curve, bounds, own)
         return found
 
     def _band(self, chart: Chart, number: int, band: Band) -> list[Json]:
@@ -295,54 +302,53 @@ def _marks(
     """Return symbols at values that are not finite and at skipped steps, and lines at restarts."""
     from plotly.graph_objects import Scatter
 
-    hover = "%{fullData.name}: %{text}<extra></extra>"
-    common: Json = {"name": run.label, "yaxis": "y2", "hovertemplate": hover}
-    found: list[Json] = []
-
-    def symbols(role: str, symbol: str, height: float, at: Sequence[tuple[int, str]]) -> None:
-        steps, words = zip(*at, strict=True) if at else ((), ())
-        own = {"mode": "markers", "meta": meta | {"role": role}, **common}
-        made = Scatter(x=steps, y=[height] * len(steps), text=words, **own)
-        made.marker = {"symbol": symbol, "size": 8}
-        if at:
-            found.append(made.to_plotly_json())
-
     bad = np.flatnonzero(~np.isfinite(curve.values))
     _, first = np.unique(np.searchsorted(bounds, bad, side="right"), return_index=True)
-    gaps = Curve(curve.steps[bad[first]], curve.values[bad[first]])
-    values = zip(gaps.steps.tolist(), json_value(gaps.values.tolist()), strict=True)
-    symbols("gap", "x", 0.02, [(n, f"<b>{value}</b>, step {n:,}") for n, value in values])
+    values = json_value(curve.values[bad[first]].tolist())
+    gaps = zip(curve.steps[bad[first]].tolist(), values, strict=True)
+    found: dict[str, list[tuple[int, str]]] = {
+        "gap": [(step, f"<b>{value}</b>, step {step:,}") for step, value in gaps],
+        "skip": [],
+        "restart": [],
+    }
     if chart.skips:
         kept = np.linspace(0, len(run.skips) - 1, min(len(run.skips), MAX_MARKS)).round()
-        skips = []
         for skip in (run.skips[int(k)] for k in kept):
-            told = (figure(json_value(skip.get(name)), ".4g") for name in ("loss", "grad_norm"))
-            reason = escape(str(skip.get("reason", "")), quote=False)
-            words = "<b>skipped</b> step {:,}<br>{}<br>loss {}, norm {}"
-            skips.append((skip["step"], words.format(skip["step"], reason, *told)))
-        symbols("skip", "triangle-up", 0.06, skips)
-    if (chart.restarts or chart.id == "loss") and run.launches[1:]:  # `hours` shows them
-        restarts = [launch for launch in run.launches[1:] for _ in range(3)]
-        words = [
-            f"<b>restart</b> from step {launch.from_step:,}<br>on {launch.world_size or '?'} "
-            f"devices, {escape((launch.time or '')[:16].replace('T', ' '), quote=False)}"
-            for launch in restarts
-        ]
-        at = {
-            name: [getattr(one, name) for one in restarts]
-            for name in ("training_hours", "wall_hours")
-        }
+            loss, norm = (figure(json_value(skip.get(x)), ".4g") for x in ("loss", "grad_norm"))
+            words = f"<b>skipped</b> step {skip['step']:,}<br>{_plain(skip.get('reason', ''))}"
+            found["skip"].append((skip["step"], f"{words}<br>loss {loss}, norm {norm}"))
+    if chart.restarts or chart.id == "loss":  # `hours` shows those of `loss`
+        for launch in run.launches[1:]:
+            words = (
+                f"<b>restart</b> from step {launch.from_step:,}<br>on {launch.world_size or '?'}"
+            )
+            words += f" devices, {_plain((launch.time or '')[:16].replace('T', ' '))}"
+            found["restart"].append((launch.from_step, words))
+    traces = []
+    for role, at in found.items():
+        heights, style = MARKS[role]
+        repeated = [mark for mark in at for _ in heights]
+        own = meta | {"role": role}
+        if role == "restart":
+            hours = {
+                name: [getattr(launch, name) for launch in run.launches[1:] for _ in heights]
+                for name in ("training_hours", "wall_hours")
+            }
+            own["at"] = hours
         made = Scatter(
-            x=[launch.from_step for launch in restarts],
-            y=[0, 1, None] * (len(restarts) // 3),
-            text=words,
-            mode="lines",
-            line={"dash": "dot", "width": 1},
-            meta=meta | {"role": "restart", "at": at},
-            **common,
+            x=[step for step, _ in repeated],
+            y=heights * len(at),
+            text=[words for _, words in repeated],
+            **{"name": run.label, "yaxis": "y2", "meta": own, **style},
+            hovertemplate="%{fullData.name}: %{text}<extra></extra>",
         )
-        found.append(made.to_plotly_json())
-    return found
+        traces += [made.to_plotly_json()] if at else []
+    return traces
+
+
+def _plain(text: object) -> str:
+    """Return a text of a log for plotly, which reads a kind of HTML."""
+    return escape(str(text), quote=False)
 
 
 def _figures(run: RunRecord) -> Json:

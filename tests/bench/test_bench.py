@@ -17,10 +17,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from canon_pretrain.bench import __main__ as bench_main
-from canon_pretrain.bench import generate, step, trainer, variants
+from canon_pretrain.bench import step, trainer, variants
 from canon_pretrain.bench.__main__ import main
 from canon_pretrain.bench.attention import use_flash
-from canon_pretrain.bench.limits import block_flops_per_token
 from canon_pretrain.bench.machine import Machine
 from canon_pretrain.bench.variants import Variant
 from canon_pretrain.core.errors import UserError
@@ -155,34 +154,14 @@ def test_attention_times_each_package_with_its_own_kernel_in_place() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alone", [False, True], ids=["CPU", "as on a GPU"])
-def test_generate_compares_prompts_and_answers(
-    run: Run, monkeypatch: pytest.MonkeyPatch, alone: bool
-) -> None:
-    blocks, make = counted_blocks(monkeypatch), generate._model
-
-    def made(*given: Any) -> Any:
-        assert not (alone and len(blocks))
-        return make(*given)
-
-    monkeypatch.setattr(generate, "_model", made)
-    if alone:
-        as_on_a_gpu(monkeypatch, generate)
+def test_generate_compares_prompts_and_answers(run: Run) -> None:
     tokens = ("--prompt-tokens", 8, "--new-tokens", 4, "--pairs", 2, "--batches", 1, 2)
     result, _ = run("generate", "--flavor", "debug", "--sets", "AC", "ABCD", *tokens)
-    assert [(row["batch"], row["canon_set"]) for row in result["rows"]] == [
-        (1, "AC"), (2, "AC"), (1, "ABCD"), (2, "ABCD"),
-    ]  # fmt: skip
+    rows = [(row["batch"], row["canon_set"]) for row in result["rows"]]
+    assert rows == [(1, "AC"), (2, "AC"), (1, "ABCD"), (2, "ABCD")]
     for row in result["rows"]:
         assert row["operators"] > row["base_operators"] > 0
         assert row["decode"]["pairs"] == 2
-
-
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, bench: Any) -> None:
-    """Let a bench hold one subject in memory at a time."""
-    compare = bench.compare_subjects
-    alone = lambda *given, **options: compare(*given, **options | {"alone": True})  # noqa: E731
-    monkeypatch.setattr(bench, "compare_subjects", alone)
 
 
 def test_step_compares_with_the_least_bytes_and_the_target(run: Run) -> None:
@@ -269,54 +248,28 @@ def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(
     assert "before and after ours" in " ".join(page.split())
 
 
-@pytest.mark.parametrize("unit", ["block", "model"])
-def test_a_gpu_holds_one_model_at_a_time(
-    run: Run, monkeypatch: pytest.MonkeyPatch, unit: str
-) -> None:
+def test_a_gpu_holds_one_model_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of a GPU, on a CPU: what it builds is gone before the next."""
     build, built, blocks = step.build, [], counted_blocks(monkeypatch)
 
     def watched(setting: Any, variant: Variant, device: torch.device) -> Any:
         gc.collect()
         assert not len(blocks)
-        made = build(setting, variant, device)
-        assert len(blocks) == (1 if unit == "block" else setting.args.num_layers)
-        built.append((variant.canon_set, setting.alone))
-        return made
+        built.append(variant.canon_set)
+        return build(setting, variant, device)
 
     setting = step.Setting
     monkeypatch.setattr(step, "Setting", lambda **given: setting(**given | {"alone": True}))
-    whole_of = step._whole_step
-
-    def watched_whole(*given: Any, plain: bool) -> Any:
-        if not plain:
-            built.append(("", False))
-        return whole_of(*given, plain=plain)
-
-    monkeypatch.setattr(step, "_whole_step", watched_whole)
     monkeypatch.setattr(step, "build", watched)
-    result, page = run(
-        "step", *SMALL, *QUICK, "--unit", unit, "--backends", "reference", "--sets", "AC"
-    )
-    order = [("", True), ("AC", True), ("", True)]
-    whole = [("", False)] if unit == "model" else []
-    assert built == order + whole
+    options = ("--unit", "model", "--backends", "reference", "--sets", "AC")
+    result, page = run("step", *SMALL, *QUICK, *options)
+    assert built == ["", "AC", ""]
     assert result["timed"] == "forward and backward" and result["base"]["drift"] > 0
-    for row in result["rows"]:
-        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
-        assert row["mfu_of_measured"] == pytest.approx(
-            step_flops(result, row["canon_set"]) / row["other_s"] / 1e11
-        )
-    if whole:
-        assert result["whole"]["forward_backward_s"] > 0 and result["whole"]["update_s"] > 0
-        assert "clipping and AdamW of all parameters" in page
-
-
-def step_flops(result: dict[str, Any], canon_set: str) -> float:
-    """By the formula, of all tokens of a step."""
-    args = ModelArgs(**result["args"] | {"canon_set": canon_set})
-    count = flops_per_token if result["unit"] == "model" else block_flops_per_token
-    return float(count(args, result["num_tokens"]) * result["num_tokens"] * result["micro_batch"])
+    (row,) = result["rows"]
+    flops = flops_per_token(ModelArgs(**result["args"] | {"canon_set": "AC"}), 32) * 2 * 32
+    assert row["mfu_of_measured"] == pytest.approx(flops / row["other_s"] / 1e11)
+    assert result["whole"]["forward_backward_s"] > 0 and result["whole"]["update_s"] > 0
+    assert "clipping and AdamW of all parameters" in page
 
 
 def test_a_plain_steps_gradients_are_those_under_fsdp() -> None:
