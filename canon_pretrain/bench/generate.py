@@ -20,7 +20,6 @@ from canon_pretrain.bench.machine import Machine
 from canon_pretrain.bench.timing import Subject, compare_subjects, no_garbage, now, synchronize
 from canon_pretrain.bench.variants import NONE, Variant, Workload
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.kernels.backends import BACKENDS
 from canon_pretrain.model.args import num_parameters
 from canon_pretrain.model.decode import generate
 from canon_pretrain.model.transformer import Transformer
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens", type=int, default=128, metavar="T", help="(default: %(default)s)")
     add("--new-tokens", type=int, default=64, metavar="T", help="(default: %(default)s)")
     add("--sets", nargs="+", default=list(variants.SETS), metavar="SET", help="Canon sets, as AC")
-    add("--backend", choices=BACKENDS, default="auto", help="of Canon (default: %(default)s)")
     add("--pairs", type=int, default=9, help="pairs of calls (default: %(default)s)")
 
 
@@ -47,9 +45,7 @@ def measure(
     num_prompt, num_new = arguments.prompt_tokens, arguments.new_tokens
     work = variants.workload(arguments, machine, num_prompt + num_new)
     args = work.args
-    if arguments.backend != "auto":
-        variants.available([arguments.backend], work.device, work.dtype)
-    chosen = variants.variants(arguments.sets, [arguments.backend], [arguments.backend])
+    chosen = variants.variants(arguments.sets, ["auto"], ["auto"])
     generator = torch.Generator().manual_seed(0)
     prompts = {
         batch: torch.randint(args.vocab_size, (batch, num_prompt), generator=generator).tolist()

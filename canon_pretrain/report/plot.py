@@ -433,5 +433,5 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the page; returns the exit code. Raises UserError."""
     count = len(plot(arguments.runs, arguments.out)["runs"])
     written = size(arguments.out.stat().st_size)
-    print(f"plot: {arguments.out} ({count} runs, {written})")
+    print(f"plot: {arguments.out} ({count} run{'s' * (count > 1)}, {written})")
     return 0

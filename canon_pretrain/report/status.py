@@ -296,7 +296,8 @@ class Overview:
 
     def __rich_console__(self, console: object, options: ConsoleOptions) -> Iterator[Any]:
         place = f" in {self.base}" if self.base else ""
-        yield Text(f"{len(self.runs)} runs{place}, {self.now:%Y-%m-%d %H:%M:%S} UTC", "bold")
+        count = f"{len(self.runs)} run{'s' * (len(self.runs) != 1)}"
+        yield Text(f"{count}{place}, {self.now:%Y-%m-%d %H:%M:%S} UTC", "bold")
         rows = [_cells(run) for run in self.runs]
         shown = [title for title in COLUMNS if title == "run" or any(row[title] for row in rows)]
         widths = {t: max(map(cell_len, (t, *(row[t] for row in rows)))) for t in shown}
