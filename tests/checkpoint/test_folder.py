@@ -186,21 +186,6 @@ def test_damaged_weights_do_not_cost_the_full_step(folder: CheckpointFolder) -> 
     assert len(folder.quarantined()) == 1
 
 
-def test_what_can_not_be_deleted_does_not_stop_the_start(
-    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_step(folder.path, 5)
-    make_step(folder.path, 6, name=".deleting-step-6")
-
-    def refuse(path: Path) -> None:
-        raise OSError(16, "Device or resource busy")
-
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    (said,) = folder.recover()
-    assert ".deleting-step-6" in said and "Device or resource busy" in said
-    assert folder.steps() == [5]
-
-
 # ---- archives
 
 

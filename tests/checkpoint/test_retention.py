@@ -17,11 +17,9 @@ from canon_pretrain.checkpoint.retention import Retention, held_steps, hold, rel
 from tests.checkpoint_folders import (
     contents,
     fake_strip,
-    fill,
     flip_byte,
     killed_everywhere,
     make_step,
-    small_disk,
 )
 
 STEPS = [10, 20, 30, 40, 50]
@@ -220,43 +218,6 @@ def test_killed_anywhere_nothing_verified_is_lost(run: Path, tmp_path: Path) -> 
         (aside,) = [q for q in folder.quarantined() if q.path.name.startswith("step-")]
         assert contents(aside.path) == bad
     assert moments > 15
-
-
-def test_a_full_disk_stops_neither_the_others_nor_the_run(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "size=512k") as disk:
-        for step in STEPS:
-            make_step(disk / "checkpoint", step, num_bytes=9000)
-        for step in (10, 20):
-            hold(disk, step, "test")
-
-        def strip(checkpoint: Path, temporary: Path) -> None:
-            if checkpoint.name == "step-10":
-                temporary.mkdir()
-                fill(temporary)  # another process was faster than we
-                (temporary / "more").write_bytes(bytes(9000))
-            fake_strip(checkpoint, temporary)
-
-        kept = Retention(folder_of(disk), 2, holds=lambda: held_steps(disk), strip=strip)
-        outcome = kept.apply()
-        assert (outcome.deleted, outcome.stripped) == ([30], [20])
-        (error,) = outcome.errors
-        assert "step 10" in error and "No space left" in error
-        assert folder_of(disk).unfinished() == folder_of(disk).leftovers() == []
-        assert kinds(disk) == {10: "full", 20: "weights", 40: "full", 50: "full"}
-
-        fill(disk)
-        flip_byte_in_place(folder_of(disk).step_path(50) / "__0_0.distcp")
-        outcome = kept.apply()
-        assert list(outcome.bad) == [50] and folder_of(disk).steps() == [10, 20, 40]
-        assert len(folder_of(disk).quarantined()) == 1
-
-
-def flip_byte_in_place(path: Path) -> None:
-    """As `flip_byte`, without a block more."""
-    with open(path, "r+b") as file:
-        byte = file.read(1)
-        file.seek(0)
-        file.write(bytes([byte[0] ^ 1]))
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "another step", "short"])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -184,11 +185,8 @@ def test_kill_9_on_this_machine_is_seen_at_once(path: Path, launch: Start) -> No
     assert answer["held"] and "its process is gone" in answer["said"][0]
     assert time.monotonic() - began < 4.0
     assert os.listdir(path.parent) == ["lock.json"]
-
-
-def test_a_pid_that_was_given_away_again_is_not_the_holder(path: Path) -> None:
     ours = Holder.of_this_process()
-    assert ours.boot is not None
+    assert ours.boot is not None  # nor is a process that was given the pid again the holder
     stale(path, host=ours.host, pid=os.getpid(), boot=f"{ours.boot.rpartition('/')[0]}/1")
     assert live_holder(path) is None
 
@@ -222,14 +220,6 @@ def test_a_beating_holder_elsewhere_is_safe_whatever_its_clock_says(
         LinkLock.acquire(path, heartbeat_s=1.0, say=lambda message: None)
     assert time.monotonic() - began < 2.0
     assert first.ask("lost")["lost"] is False
-
-
-def test_what_is_long_silent_by_the_file_servers_clock_is_waited_for_less(path: Path) -> None:
-    stale(path, age_s=3600)
-    assert live_holder(path) is None
-    began = time.monotonic()
-    LinkLock.acquire(path, **QUIET | {"expiry_s": 60.0}).release()
-    assert 2 * BEAT_S <= time.monotonic() - began < 5.0
 
 
 @pytest.mark.parametrize(
@@ -447,16 +437,10 @@ def test_a_heartbeat_that_fails_is_reported_once_and_costs_nothing(
 def test_without_hard_links_the_lock_holds_as_well(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_links(*arguments: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", no_links)
+    refusal = OSError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(os, "link", mock.Mock(side_effect=refusal))
     lock = LinkLock.acquire(path, **FAST)
     with pytest.raises(UserError, match="in use by another launch"):
         LinkLock.acquire(path, **QUIET)
-    lock.release()
-    stale(path, age_s=3600)
-    lock = LinkLock.acquire(path, **QUIET)
-    assert os.listdir(path.parent) == ["lock.json"]
     lock.release()
     assert os.listdir(path.parent) == []
