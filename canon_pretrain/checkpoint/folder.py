@@ -60,12 +60,12 @@ class CheckpointFolder:
 
     def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
         self.path = path
-        self._may_change = may_change
+        self.may_change = may_change
         self.trial_path = path / f"{_DELETING}step-0"
         """A folder for files that show whether a save could be written; `recover` deletes it."""
 
     def _check_may_change(self) -> None:
-        if not self._may_change():
+        if not self.may_change():
             text = "no longer this launch's: another one took the run folder over"
             raise PermissionError(errno.EPERM, text, str(self.path))
 

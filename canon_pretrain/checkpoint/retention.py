@@ -49,7 +49,7 @@ class Retention:
     Nothing is deleted before `keep` verified ones are found. An older step that `holds` names is
     replaced by its weights alone, which `strip(step_path, temporary)` writes as a whole, synced
     checkpoint; of these the newest `max_held` stay while they are held. Steps that are links, or
-    that name another run than `run_id()`, are skipped. `may_act` is asked before each act.
+    that name another run than `run_id()`, are skipped.
     """
 
     def __init__(
@@ -62,11 +62,10 @@ class Retention:
         max_held: int = MAX_HELD,
         run_id: Callable[[], str | None] = lambda: None,
         workers: int = 1,
-        may_act: Callable[[], bool] = lambda: True,
     ) -> None:
         self.folder, self.keep, self.max_held = folder, keep, max_held
         self._run_id, self._holds, self._strip_weights = run_id, holds, strip
-        self._workers, self._may_act = workers, may_act
+        self._workers = workers
         self._verified: dict[int, _Signature] = {}
         self._lock = threading.Lock()
 
@@ -153,7 +152,7 @@ class Retention:
             acts += [(self._delete, "deleted", step) for step in plan.deleted]
             acts += [(self._strip, "replaced by its weights", step) for step in plan.stripped]
             for act, what, step in acts:
-                if not self._may_act():
+                if not self.folder.may_change():
                     outcome.errors.append("left as it is: the folder is another launch's now")
                     break
                 try:

@@ -157,8 +157,9 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
-        are_tables = isinstance(old, dict) and isinstance(value, dict)
-        result[key] = merge(old, value) if are_tables else value
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = merge(old, value)
+        result[key] = value
     return result
 
 

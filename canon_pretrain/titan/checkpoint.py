@@ -161,7 +161,6 @@ class CanonCheckpointManager:
             max_held=checkpoint_config.max_held,
             strip=strip_to_weights,
             run_id=lambda: launch.run_id if launch else None,
-            may_act=still_ours,
         )
 
     def load(self, step: int = -1) -> bool:
