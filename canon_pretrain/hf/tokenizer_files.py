@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.pieces import SPACE, ModelFacts
@@ -71,99 +72,78 @@ def _from_sentencepiece(model: bytes) -> dict[str, Any]:
             raise UserError(f"the tokenizer can't become a tokenizer.json: {reason}")
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    build = _bpe if facts.model_type == _BPE else _unigram
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": i, "content": piece, **flags, "special": True}
-            for i, piece in enumerate(pieces)
-            if processor.is_control(i)
-        ],
-        "normalizer": {"type": "Sequence", "normalizers": _normalizers(facts)},
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": _decoders(facts, pieces[processor.unk_id()])},
-        "model": {**build(processor, pieces), "byte_fallback": facts.byte_fallback},
-    }
+    made = tokenizers.Tokenizer(_model(processor, pieces, facts))
+    made.normalizer = normalizers.Sequence(_normalizers(facts))
+    made.decoder = decoders.Sequence(_decoders(facts, pieces[processor.unk_id()]))
+    control = [piece for i, piece in enumerate(pieces) if processor.is_control(i)]
+    made.add_special_tokens([AddedToken(piece, normalized=False) for piece in control])
+    return json.loads(made.to_str())
 
 
-def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-def _normalizers(facts: ModelFacts) -> list[dict[str, Any]]:
-    steps: list[dict[str, Any]] = []
+def _normalizers(facts: ModelFacts) -> list[Any]:
+    steps: list[Any] = []
     if facts.drops_spaces:
-        steps += [_replace({"Regex": r"\A +| +\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
+        steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     if facts.dummy_prefix:
-        steps.append({"type": "Prepend", "prepend": SPACE})
-    steps.append(_replace({"String": " "}, SPACE))
+        steps.append(normalizers.Prepend(SPACE))
+    steps.append(normalizers.Replace(" ", SPACE))
     if facts.drops_spaces:  # at the end of a text those too that it had as U+2581
-        steps.append(_replace({"Regex": rf"{SPACE}+\z"}, ""))
+        steps.append(normalizers.Replace(Regex(rf"{SPACE}+\z"), ""))
     return steps
 
 
-def _decoders(facts: ModelFacts, unknown: str) -> list[dict[str, Any]]:
-    steps: list[dict[str, Any]] = [
-        _replace({"Regex": rf"\A{re.escape(unknown)}\z"}, UNKNOWN),
-        _replace({"String": SPACE}, " "),
+def _decoders(facts: ModelFacts, unknown: str) -> list[Any]:
+    steps: list[Any] = [
+        decoders.Replace(Regex(rf"\A{re.escape(unknown)}\z"), UNKNOWN),
+        decoders.Replace(SPACE, " "),
     ]
     if facts.byte_fallback:
         # a run of bytes that is no UTF-8, as of a character cut off, is lost as a whole there: let
         # no line end be lost with it
         lone = [byte for byte in range(128) if chr(byte) not in facts.pieces]
-        steps += [_replace({"String": f"<0x{byte:02X}>"}, chr(byte)) for byte in lone]
-        steps.append({"type": "ByteFallback"})
-    steps.append({"type": "Fuse"})
+        steps += [decoders.Replace(f"<0x{byte:02X}>", chr(byte)) for byte in lone]
+        steps.append(decoders.ByteFallback())
+    steps.append(decoders.Fuse())
     leading = _ALL if facts.drops_spaces else int(facts.dummy_prefix)
-    if leading:
-        steps.append({"type": "Strip", "content": " ", "start": leading, "stop": 0})
-    return steps
+    return [*steps, decoders.Strip(" ", leading, 0)] if leading else steps
 
 
-def _is_special(processor: sentencepiece.SentencePieceProcessor, i: int) -> bool:
-    return processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)
-
-
-def _unigram(processor: sentencepiece.SentencePieceProcessor, pieces: list[str]) -> dict[str, Any]:
-    """Return pieces with scores; those that no text matches get one that no path takes."""
-    vocab = [
-        [piece, _NEVER if _is_special(processor, i) else processor.get_score(i)]
-        for i, piece in enumerate(pieces)
-    ]
-    return {"type": "Unigram", "unk_id": processor.unk_id(), "vocab": vocab}
-
-
-def _bpe(processor: sentencepiece.SentencePieceProcessor, pieces: list[str]) -> dict[str, Any]:
-    """Return pieces, and every pair of pieces that makes one, the best first.
+def _model(
+    processor: sentencepiece.SentencePieceProcessor, pieces: list[str], facts: ModelFacts
+) -> models.Model:
+    """Return pieces with scores, or with every pair of pieces that makes one, the best first.
 
     SentencePiece merges the pair whose piece has the highest score, so all pairs of a piece rank
     alike, and the leftmost goes first; here they rank one after the other.
     """
-    plain = [i for i in range(len(pieces)) if not _is_special(processor, i)]
+    scores = [processor.get_score(i) for i in range(len(pieces))]
+    # no text matches the others
+    plain = [
+        i
+        for i in range(len(pieces))
+        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
+    ]
     known = {pieces[i] for i in plain}
-    ranked = sorted(plain, key=lambda i: (-processor.get_score(i), i))
+    if facts.model_type == _UNIGRAM:
+        vocab = [
+            (piece, score if piece in known else _NEVER)
+            for piece, score in zip(pieces, scores, strict=True)
+        ]
+        return models.Unigram(vocab, processor.unk_id(), facts.byte_fallback)
     merges = [
-        [pieces[i][:at], pieces[i][at:]]
-        for i in ranked
+        (pieces[i][:at], pieces[i][at:])
+        for i in sorted(plain, key=lambda i: (-scores[i], i))
         for at in range(1, len(pieces[i]))
         if pieces[i][:at] in known and pieces[i][at:] in known
     ]
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": pieces[processor.unk_id()],
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": True,
-        "byte_fallback": True,
-        "ignore_merges": False,
-        "vocab": {piece: i for i, piece in enumerate(pieces)},
-        "merges": merges,
-    }
+    return models.BPE(
+        {piece: i for i, piece in enumerate(pieces)},
+        merges,
+        unk_token=pieces[processor.unk_id()],
+        fuse_unk=True,
+        byte_fallback=facts.byte_fallback,
+    )
 
 
 def _without_special_tokens(post_processor: dict[str, Any] | None) -> dict[str, Any] | None:

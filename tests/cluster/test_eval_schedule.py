@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -182,26 +181,6 @@ def test_watchers_that_race_give_out_each_piece_once(slurm: FakeSlurm, tmp_path:
     for lease in (Leases(path).current() for run in runs for path in run.glob("evals/*/*/leases")):
         assert lease is not None and lease.job is not None
         assert jobs[lease.job] == ("PENDING", lease.name)
-
-
-def test_of_many_that_claim_one_wins(tmp_path: Path) -> None:
-    leases, barrier, won = Leases(tmp_path / "leases"), threading.Barrier(12), []
-
-    def claims() -> None:
-        for number in range(1, 21):
-            lease = new_lease(number)
-            barrier.wait()
-            if leases.claim(lease):
-                won.append((number, lease.id))
-
-    threads = [threading.Thread(target=claims) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [number for number, _ in won] == [*range(1, 21)]
-    assert [(lease.number, lease.id) for lease in leases.all()] == won
-    assert [path.name for path in leases.folder.iterdir() if "tmp" in path.name] == []
 
 
 @pytest.mark.parametrize("state", ["FAILED", "COMPLETED", None])
