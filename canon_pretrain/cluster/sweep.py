@@ -6,26 +6,23 @@ An array job that is submitted again means the same runs under the same numbers.
 import hashlib
 import itertools
 import json
-import math
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.run.config import Data, read_experiment
 from canon_pretrain.run.folder import PLAN
 
-MAX_SEED = (1 << 63) - 1
-"""Of torch's generators and TOML's integers."""
-
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]  # torch's generators and TOML take no larger ones
 SeedOf = Literal["init", "data", "both"]
 SEED_KEYS: dict[SeedOf, tuple[str, ...]] = {
     "init": ("model.init_seed",),
@@ -93,8 +90,8 @@ def make_sweep(
 
     Raises UserError for bad values, two runs of one name, and an argument that the sweep sets.
     """
-    rates: list[float | None] = [_rate(word) for word in learning_rates] or [None]
-    numbers: list[int | None] = [_seed(word) for word in seeds] or [None]
+    rates: list[float | None] = [_value("--lr", word, Rate) for word in learning_rates] or [None]
+    numbers: list[int | None] = [_value("--seeds", word, Seed) for word in seeds] or [None]
     own = {FOLDER_KEY: "its folder in the sweep's", "job.config_file": "--configs"}
     own |= {RATE_KEY: "--lr"} if learning_rates else {}
     own |= dict.fromkeys(SEED_KEYS[seed_of] if seeds else (), "--seeds")
@@ -115,20 +112,11 @@ def make_sweep(
     return Sweep(runs, {path: config_hash(path) for path in paths}, seed_of, list(arguments))
 
 
-def _rate(word: str) -> float:
+def _value(option: str, word: str, kind: Any) -> Any:
     try:
-        rate = float(word)
-    except ValueError:
-        rate = math.nan
-    if not (math.isfinite(rate) and rate > 0):
-        raise UserError(f"--lr {word}: expected a learning rate above 0, such as 3e-3")
-    return rate
-
-
-def _seed(word: str) -> int:
-    if not re.fullmatch("[0-9]+", word) or int(word) > MAX_SEED:
-        raise UserError(f"--seeds {word}: expected whole numbers from 0 to 2**63 - 1")
-    return int(word)
+        return TypeAdapter(kind).validate_strings(word)
+    except ValidationError as error:
+        raise UserError(f"{option} {word}: {error.errors()[0]['msg']}") from None
 
 
 def _key(word: str) -> str:
