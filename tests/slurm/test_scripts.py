@@ -277,6 +277,6 @@ def test_help_is_the_header_and_a_script_is_no_job_without_slurm(programs: Path,
     script = ROOT / "slurm" / f"{name}.sh"
     shown = bash(programs, script, "--help")
     assert shown.returncode == 0 and f"slurm/{name}.sh" in shown.stdout
-    assert "#SBATCH" not in shown.stdout and "set -euo" not in shown.stdout
+    assert "#SBATCH --" not in shown.stdout and "set -euo" not in shown.stdout
     refused = bash(programs, script, ".")
     assert refused.returncode == 2 and refused.stderr.startswith("error: "), refused
