@@ -19,6 +19,7 @@ import numpy as np
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes
+from canon_pretrain.core.terminal import Progress
 from canon_pretrain.core.text import duration, size
 from canon_pretrain.data.hub import COMMIT
 from canon_pretrain.data.shard_writer import drop_changed_marks, unit_marks
@@ -33,7 +34,6 @@ from data_prep.folder import (
     add_workers,
     disk_errors,
     is_complete,
-    limits_of,
     positive,
     say,
     settling,
@@ -50,7 +50,7 @@ from data_prep.plan import (
 )
 from data_prep.readers import SUFFIXES
 from data_prep.settle import TokenizerRequest, settle_plan
-from data_prep.units import BuildProgress, Counts, UnitJob, run_jobs
+from data_prep.units import Counts, UnitJob, run_jobs
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
         options=Options(
             holdout=arguments.holdout, bos=arguments.bos, max_line_bytes=arguments.max_line_bytes
         ),
-        limits=limits_of(arguments),
+        limits=Limits(arguments.max_documents, arguments.max_tokens),
         shard=Shard.parse(arguments.shard) if arguments.shard else None,
     )
 
@@ -248,15 +248,27 @@ def _encode(stream: TrainingStream, jobs: list[UnitJob], workers: int, shard: Sh
         read=sum(job.size for job in jobs),
     )
     width = dtype_for(plan.tokenizer.vocab_size).itemsize
-    warned = False
-    with BuildProgress(num_units, finished, goal) as progress:
-        for _ in run_jobs(jobs, workers, progress.tick, stream.needs):
-            progress.unit_done()
-            share = progress.share()
-            still = progress.counts.tokens * width * (1 / share - 1) if share else 0
-            if not warned and still > (free := free_bytes(out)):
-                warned = True
-                say(
-                    f"warning: {out} will need about {size(still)} more, {size(free)} are free; "
-                    f"a run that fills the disk can be continued"
-                )
+    started, warned = time.monotonic(), False
+
+    def tick(counts: Counts) -> None:
+        """Show how far this run is: the limit that ends it first counts."""
+        nonlocal warned
+        pairs = zip(counts, goal, strict=True)
+        share = min(1.0, max((done / total for done, total in pairs if total), default=0.0))
+        documents_s, tokens_s, read_s = (n / (time.monotonic() - started + 1e-9) for n in counts)
+        progress.update(
+            share,
+            f"{finished}/{num_units} units, {size(counts.read)} of {size(goal.read)} read; "
+            f"{documents_s:,.0f} documents/s, {tokens_s:,.0f} tokens/s, {size(read_s)}/s",
+        )
+        still = counts.tokens * width * (1 / share - 1) if share else 0
+        if not warned and still > (free := free_bytes(out)):
+            warned = True
+            say(
+                f"warning: {out} will need about {size(still)} more, {size(free)} are free; a run "
+                f"that fills the disk can be continued"
+            )
+
+    with Progress() as progress:
+        for _ in run_jobs(jobs, workers, tick, stream.needs):
+            finished += 1

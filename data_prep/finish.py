@@ -35,7 +35,6 @@ from data_prep.folder import (
     add_limits,
     disk_errors,
     is_complete,
-    limits_of,
     say,
     settling,
 )
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    finish(arguments.folder, limits_of(arguments))
+    finish(arguments.folder, Limits(arguments.max_documents, arguments.max_tokens))
 
 
 def finish(folder: Path, limits: Limits) -> None:

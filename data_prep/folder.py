@@ -16,7 +16,7 @@ from canon_pretrain.core.lock import locked
 from canon_pretrain.core.text import size
 from canon_pretrain.data.shard_writer import unit_marks
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.plan import Limits, TokenizerRecord
+from data_prep.plan import TokenizerRecord
 
 TRAIN = "train"
 VALIDATION = "validation"
@@ -88,10 +88,6 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     for unit in ("documents", "tokens"):
         words = f"end the training stream where it has N {unit} at most (default: no limit)"
         parser.add_argument(f"--max-{unit}", type=positive, metavar="N", help=words)
-
-
-def limits_of(arguments: argparse.Namespace) -> Limits:
-    return Limits(arguments.max_documents, arguments.max_tokens)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from data_prep import build
-from data_prep.folder import limits_of, positive
+from data_prep.folder import positive
 from data_prep.plan import NO_LIMITS, PLAN, Limits, load_plan
 
 
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in ("max_documents", "max_tokens"):
             if (limit := getattr(arguments, name)) is not None:
                 finish += [f"--{name.replace('_', '-')}", str(limit)]
-        left = unbuilt_shards(arguments.out, shards, limits_of(arguments))
+        limits = Limits(arguments.max_documents, arguments.max_tokens)
+        left = unbuilt_shards(arguments.out, shards, limits)
         words = (",".join(map(str, left)), str(arguments.out), *finish)
         sys.stdout.write("".join(f"{word}\0" for word in words))
 

@@ -79,14 +79,7 @@ def settle_plan(
         record = replace(old.tokenizer, requested=request.name)
     else:
         tokenizer = tokenizer or _train(selection, options, request)
-        record = TokenizerRecord(
-            requested=request.name,
-            sha256=tokenizer.sha256,
-            vocab_size=tokenizer.vocab_size,
-            bos_id=tokenizer.bos_id,
-            eos_id=tokenizer.eos_id,
-            probe_ids=tokenizer.probe_ids(),
-        )
+        record = record_of(tokenizer, request.name)
     if options.bos and record.bos_id < 0:
         raise UserError("--bos: this tokenizer has no BOS token; leave --bos out")
     if options.unit_files is None and options.unit_bytes is None:
@@ -117,6 +110,18 @@ def settle_plan(
             )
         write_atomic(path, tokenizer.model)
     return plan, load_tokenizer(out, plan.tokenizer)
+
+
+def record_of(tokenizer: Tokenizer, requested: str) -> TokenizerRecord:
+    """What a plan knows of its tokenizer."""
+    return TokenizerRecord(
+        requested=requested,
+        sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        probe_ids=tokenizer.probe_ids(),
+    )
 
 
 def _train(selection: sources.Selection, options: Options, request: TokenizerRequest) -> Tokenizer:

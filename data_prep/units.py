@@ -10,7 +10,6 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -26,8 +25,6 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.terminal import Progress
-from canon_pretrain.core.text import size
 from canon_pretrain.data.shard_writer import UnitWriter, remove_unit
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep import sources
@@ -250,42 +247,3 @@ def run_jobs(
             raise worker_killed() from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-class BuildProgress(Progress):
-    """Progress over `num_units` units, of which `num_finished` were there before.
-
-    `goal` is what this run has to do: bytes to read, and documents or tokens of a limit (0: none).
-    """
-
-    def __init__(
-        self,
-        num_units: int,
-        num_finished: int,
-        goal: Counts,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(clock=clock)
-        self.counts = Counts()
-        self._num_units, self._finished, self._goal = num_units, num_finished, goal
-
-    def tick(self, counts: Counts) -> None:
-        """Show how far this run is in all."""
-        self.counts = counts
-        seconds = max(self._clock() - self._started, 1e-9)
-        self.update(
-            self.share(),
-            f"{self._finished}/{self._num_units} units, {size(counts.read)} of "
-            f"{size(self._goal.read)} read; {counts.documents / seconds:,.0f} "
-            f"documents/s, {counts.tokens / seconds:,.0f} tokens/s, "
-            f"{size(counts.read / seconds)}/s",
-        )
-
-    def unit_done(self) -> None:
-        self._finished += 1
-        self.tick(self.counts)
-
-    def share(self) -> float:
-        """How much of the run is done, in [0, 1]: the limit that ends it first counts."""
-        pairs = zip(self.counts, self._goal, strict=True)
-        return min(1.0, max((done / goal for done, goal in pairs if goal), default=0.0))

@@ -19,8 +19,8 @@ from canon_pretrain.data.shards import (
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.finish import write_manifests
 from data_prep.folder import TRAIN, VALIDATION
-from data_prep.plan import NO_LIMITS, Input, Options, Plan, TokenizerRecord, save_plan
-from data_prep.settle import train_tokenizer
+from data_prep.plan import NO_LIMITS, Input, Options, Plan, save_plan
+from data_prep.settle import record_of, train_tokenizer
 from data_prep.units import UnitJob
 
 WORDS = "the of and to in is was for on as with by he at from his an were are which".split()
@@ -57,21 +57,13 @@ def plant_data(
 ) -> Plan:
     """A finished folder whose training units hold these texts; groups take turns."""
     known = tokenizer()
-    record = TokenizerRecord(
-        requested="train:300",
-        sha256=known.sha256,
-        vocab_size=known.vocab_size,
-        bos_id=known.bos_id,
-        eos_id=known.eos_id,
-        probe_ids=known.probe_ids(),
-    )
     plan = Plan(
         source="local",
         source_version="planted",
         text_field="text",
         group_field=None,
         options=Options(holdout=0.1, max_part_tokens=max_part_tokens),
-        tokenizer=record,
+        tokenizer=record_of(known, "train:300"),
         units=tuple((unit, unit + 1) for unit in range(len(train))),
         inputs=tuple(Input(f"{unit}.txt", 1, "0" * 64) for unit in range(len(train))),
         root=str(folder / "nowhere"),

@@ -234,7 +234,6 @@ class TokenShards:
         self.num_bytes, self.fingerprint = manifest.num_bytes, manifest.fingerprint
         self.vocab_size, self.eos_id = manifest.vocab_size, manifest.eos_id
         self.tokenizer_sha256 = manifest.tokenizer_sha256
-        self.plan_sha256 = manifest.plan_sha256
         self._manifest = manifest
         self._starts = [part.entry.first_token for part in parts]
         self._blocks = BlockReader(folder, dtype_for(self.vocab_size))

@@ -76,15 +76,6 @@ def test_round_trip(
                 np.testing.assert_array_equal(tokens, stream[offset : offset + count])
 
 
-def test_reads_cross_blocks_and_parts(split: Path) -> None:
-    stream = np.concatenate([np.arange(100_000) % VOCAB, np.arange(5)])
-    with TokenShards.open(split) as shards:
-        for offset, count in [(0, 100_005), (32_767, 2), (65_535, 1), (99_999, 6), (100_005, 0)]:
-            np.testing.assert_array_equal(
-                shards.read(offset, count), stream[offset : offset + count]
-            )
-
-
 def test_more_parts_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MAX_OPEN_FILES", 3)
     documents = some_documents(30, 10)

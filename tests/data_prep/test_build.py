@@ -24,7 +24,6 @@ from data_prep.__main__ import main
 from data_prep.build import build
 from data_prep.plan import Limits, Options, is_held_out
 from data_prep.settle import train_tokenizer
-from data_prep.units import BuildProgress, Counts
 from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
 
 OPTIONS = Options(holdout=0.3, unit_bytes=600, max_part_tokens=700)
@@ -323,31 +322,6 @@ def test_only_the_inputs_that_a_limit_needs_are_fetched(
     assert len(fetched) == 4
 
 
-def test_a_tokenizer_learns_from_all_over_a_large_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = write_corpus(tmp_path / "corpus", files=30)
-    selection = sources.select("local", [tmp_path / "corpus"])
-    held_out = [text for text in texts if is_held_out(text.encode(), 0.2)]
-    rest = [text for text in texts if text not in held_out]
-    assert held_out and list(settle.training_texts(selection, Options(holdout=0.2))) == rest
-    monkeypatch.setattr(settle, "TRAIN_BYTES", 20_000)
-    monkeypatch.setattr(settle, "TRAIN_INPUTS", 6)
-    chosen = list(settle.training_texts(selection, Options(holdout=0.2)))
-    assert {text.partition(".")[0] for text in chosen} == {"0", "5", "10", "15", "20", "25"}
-    assert set(chosen) < set(rest)
-    assert 20_000 <= sum(len(text.encode()) for text in chosen) < 26_000
-
-
-def test_a_limit_that_ends_the_run_sooner_counts() -> None:
-    progress = BuildProgress(9, 0, Counts(tokens=400, read=1000))
-    progress.tick(Counts(1, 100, 1))
-    assert progress.share() == 0.25
-    progress.tick(Counts(1, 500, 1))
-    assert progress.share() == 1.0
-    assert BuildProgress(9, 0, Counts()).share() == 0.0
-
-
 TEXTS = ["def f(x):\n    return x + 2024\n", "the cat sat on the mat, then the end\n" * 5]
 
 
@@ -375,3 +349,19 @@ def test_settings_and_determinism(capfd: pytest.CaptureFixture[str]) -> None:
 def test_impossible_vocabularies(texts: list[str], vocab_size: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         train_tokenizer(texts, vocab_size)
+
+
+def test_a_tokenizer_learns_from_all_over_a_large_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = write_corpus(tmp_path / "corpus", files=30)
+    selection = sources.select("local", [tmp_path / "corpus"])
+    held_out = [text for text in texts if is_held_out(text.encode(), 0.2)]
+    rest = [text for text in texts if text not in held_out]
+    assert held_out and list(settle.training_texts(selection, Options(holdout=0.2))) == rest
+    monkeypatch.setattr(settle, "TRAIN_BYTES", 20_000)
+    monkeypatch.setattr(settle, "TRAIN_INPUTS", 6)
+    chosen = list(settle.training_texts(selection, Options(holdout=0.2)))
+    assert {text.partition(".")[0] for text in chosen} == {"0", "5", "10", "15", "20", "25"}
+    assert set(chosen) < set(rest)
+    assert 20_000 <= sum(len(text.encode()) for text in chosen) < 26_000
