@@ -64,11 +64,10 @@ def open_tasks(
     """
     with harness():
         try:
+            manager, spec = _loader(name, path, metadata)
             is_theirs = path.is_relative_to(harness_tasks())
-            manager = _manager(name, path, metadata)
-            wanted: list[Any] = [_spec(name, path, is_theirs)] if only is None else [*only]
             plans = {}
-            for key, task in manager.load(wanted)["tasks"].items():
+            for key, task in manager.load([spec] if only is None else only)["tasks"].items():
                 entry = manager.task_index.get(key) if is_theirs else None
                 plans[key] = _plan(key, task, entry.yaml_path if entry else path, limit)
             if not plans:
@@ -86,30 +85,32 @@ def open_tasks(
             raise UserError(f"{path}: this task file does not load: {reason}") from error
 
 
-def _spec(name: str, path: Path, is_theirs: bool) -> str | dict[str, Any]:
+def _loader(
+    name: str, path: Path, metadata: Mapping[str, Any]
+) -> tuple[TaskManager, str | dict[str, Any]]:
+    """Return the harness's loader, and what it loads a task file by."""
     group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
-    if is_theirs or not group:
-        return name if is_theirs else str(path)
-    if name == group[1]:
-        return name
-    content: dict[str, Any] = load_yaml(path)  # one member, as the group makes it
-    members = [t for t in content["task"] if isinstance(t, dict) and t["task"] == name]
-    return {**content, "task": members} if members else group[1]
-
-
-def _manager(name: str, path: Path, metadata: Mapping[str, Any]) -> TaskManager:
-    folders = [harness_tasks() / folder for folder in HARNESS_FOLDERS] + [TASKS]
-    needs_all = False
+    spec: str | dict[str, Any] = name
     if path.is_relative_to(harness_tasks()):
-        folders = [path.parent]
-        needs_all = harness_names()[name].kind != "task"  # its members may be anywhere
-    elif not path.resolve().is_relative_to(TASKS):
-        folders.append(path.resolve().parent)  # a group of the user's names tasks beside it
-    return TaskManager(
-        include_path=[] if needs_all else [str(folder) for folder in folders],
-        include_defaults=needs_all,
+        # the members of a group may be anywhere: all are read
+        folders = [path.parent] if harness_names()[name].kind == "task" else []
+    else:
+        folders = [harness_tasks() / folder for folder in HARNESS_FOLDERS] + [TASKS]
+        if not path.resolve().is_relative_to(TASKS):
+            folders.append(path.resolve().parent)  # a group of the user's names tasks beside it
+        if not group:
+            spec = str(path)
+        elif name != group[1]:  # one member, as the group makes it
+            content: dict[str, Any] = load_yaml(path)
+            members = [t for t in content["task"] if isinstance(t, dict) and t["task"] == name]
+            # a group is found by its name only
+            spec = {**content, "task": members} if members else group[1]
+    manager = TaskManager(
+        include_path=[str(folder) for folder in folders],
+        include_defaults=not folders,
         metadata=dict(metadata),
     )
+    return manager, spec
 
 
 def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
@@ -130,7 +131,11 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
         documents.update(text.encode() + b"\n")
     files = {path, *(file for file in path.parent.iterdir() if file.suffix in FILE_KINDS)}
     content = b"".join(file.read_bytes() for file in sorted(files))
-    own = json.dumps(config, default=_source_text, sort_keys=True)
+
+    def source(value: Any) -> str:
+        return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
+
+    own = json.dumps(config, default=source, sort_keys=True)
     better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
     primary = metadata.get("primary") or list(better)[:1]
     kept = ("part_of", "part", "chance", "source")
@@ -163,10 +168,6 @@ def _counts(task: Task) -> dict[str, Any]:
         if isinstance(counts, dict):
             return {"counts": counts}
     return {}
-
-
-def _source_text(value: Any) -> str:
-    return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
 
 
 def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:

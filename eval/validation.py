@@ -126,23 +126,16 @@ class CountModels:
         self.vocab_size = vocab_size
         counts = np.bincount(tokens, minlength=vocab_size)
         self.unigram = (counts + 1.0) / (counts.sum() + vocab_size)
-        pairs = self._pairs(tokens)
+        pairs = tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
         self.pairs, self.pair_counts = np.unique(pairs, return_counts=True)
         first = self.pairs // vocab_size
         self.context = np.bincount(first, weights=self.pair_counts, minlength=vocab_size)
         self.followers = np.bincount(first, minlength=vocab_size)
 
-    def _pairs(self, tokens: np.ndarray) -> np.ndarray:
-        return tokens[:-1].astype(np.int64) * self.vocab_size + tokens[1:]
-
-    def unigram_nats(self, tokens: np.ndarray) -> float:
-        """Return the summed negative log-likelihood of tokens[1:]."""
-        return float(-np.log(self.unigram[tokens[1:]]).sum())
-
-    def bigram_nats(self, tokens: np.ndarray) -> float:
-        """Return that of tokens[1:], each given the token before it."""
+    def nats(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the unigram's and the bigram's summed negative log-likelihood of tokens[1:]."""
         first, second = tokens[:-1], tokens[1:]
-        pairs = self._pairs(tokens)
+        pairs = first.astype(np.int64) * self.vocab_size + second
         place = np.searchsorted(self.pairs, pairs)
         place[place == self.pairs.size] = 0
         seen = np.where(self.pairs[place] == pairs, self.pair_counts[place], 0)
@@ -150,7 +143,8 @@ class CountModels:
         safe = np.maximum(context, 1)
         direct = np.maximum(seen - self.discount, 0) / safe
         backoff = np.where(context > 0, self.discount * self.followers[first] / safe, 1.0)
-        return float(-np.log(direct + backoff * self.unigram[second]).sum())
+        unigram = self.unigram[second]
+        return -np.array([np.log(unigram).sum(), np.log(direct + backoff * unigram).sum()])
 
 
 def baseline_losses(
@@ -158,10 +152,9 @@ def baseline_losses(
 ) -> dict[str, HeldOutLoss]:
     """Return unigram and bigram losses, of BASELINE_TOKENS, on the tokens of `model_loss`."""
     models = CountModels(train.read(0, min(train.num_tokens, BASELINE_TOKENS)), train.vocab_size)
-    unigram, bigram, count = 0.0, 0.0, 0
+    totals, count = np.zeros(2), 0
     for offset, size in windows(held_out.num_tokens, seq_len, limit):
-        tokens = held_out.read(offset, size)
-        unigram += models.unigram_nats(tokens)
-        bigram += models.bigram_nats(tokens)
+        totals += models.nats(held_out.read(offset, size))
         count += size - 1
-    return {"unigram": _loss(unigram, count, held_out), "bigram": _loss(bigram, count, held_out)}
+    losses = [_loss(total, count, held_out) for total in totals.tolist()]
+    return dict(zip(("unigram", "bigram"), losses, strict=True))

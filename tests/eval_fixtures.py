@@ -1,13 +1,7 @@
 """Small data sets in the schema of every staged one, written as `eval stage` leaves them.
 
-`stage_fixtures(folder)` gives a folder that the tasks of all suites load; the rows never differ.
-Where the columns are from:
-- discriminative: lm_eval's task files for what is used; the columns that no task uses (ind, ctx,
-  split, split_type, id, idx), source_id and the exact types are from memory of the data cards.
-- jrt: text, key, value, context, question, orig_question, answers, doc_id and the optional
-  alt_answers and tok_pos are those that the public task code reads; file_name and title are from
-  memory. That SQuAD's `context` holds "Question:" follows from that code cutting there.
-- babilong: input, question, target as on the data card.
+The columns are those that the tasks read; SQuAD's `context` holds "Question:" since the public task
+code cuts there. The rows never differ.
 """
 
 import random
@@ -37,9 +31,6 @@ def words(seed: object, count: int) -> str:
     return ". ".join(lines) + "."
 
 
-# ---- discriminative
-
-
 def piqa() -> Rows:
     return [
         {
@@ -56,11 +47,9 @@ def hellaswag() -> Rows:
     """With brackets, " [title]" and double spaces, which the task cleans; sources are shared."""
     return [
         {
-            "ind": at,
             "activity_label": f"Carrying a {thing}",
             "ctx_a": f"[header] How to carry a {thing} [title] Lift it. [step] {NAMES[at]} bends.",
             "ctx_b": "the man" if at % 2 else "",
-            "ctx": f"How to carry a {thing}. {NAMES[at]} bends.",
             "endings": [
                 f"sings to the {thing}  for an hour",
                 f"lifts it [substeps] and walks{' on' * (at % 4)}.",
@@ -68,8 +57,6 @@ def hellaswag() -> Rows:
                 f"eats the {thing} and then {NAMES[-1 - at]} eats it too.",
             ],
             "source_id": f"wikihow~{at // 3}",
-            "split": "val",
-            "split_type": "indomain" if at % 2 else "zeroshot",
             "label": str(at % 4),
         }
         for at, thing in enumerate(THINGS)
@@ -97,7 +84,6 @@ def arc(word: str, labels: Collection[str]) -> Rows:
         texts = [f"{word} {THINGS[at - k]}{' and more' * (k % 3)}" for k in range(count)]
         rows.append(
             {
-                "id": f"{word}_{at}",
                 "question": f"Which one is made of {thing}?",
                 "choices": {"text": texts, "label": names},
                 "answerKey": names[at % count],
@@ -107,7 +93,6 @@ def arc(word: str, labels: Collection[str]) -> Rows:
 
 
 def social_iqa() -> Rows:
-    """Each context comes three times, with other questions."""
     return [
         {
             "context": f"{NAMES[at // 3]} gave {NAMES[-1 - at // 3]} a {THINGS[at // 3]}.",
@@ -122,12 +107,10 @@ def social_iqa() -> Rows:
 
 
 def boolq() -> Rows:
-    """Each passage is asked about twice."""
     return [
         {
             "question": f"is the {THINGS[at]} older than the {THINGS[at - 1]}",
             "passage": words(("boolq", at // 2), 30 + 20 * (at // 2)),
-            "idx": at,
             "label": (at // 3) % 2,
         }
         for at in range(len(THINGS))
@@ -135,7 +118,6 @@ def boolq() -> Rows:
 
 
 def lambada_openai() -> Rows:
-    """The last word stands in the text before; quotes and an accent are there as in the books."""
     return [
         {
             "text": f"“Is it the {thing}?” {name} asked. {words(('lambada', at), 12 + 5 * at)} "
@@ -156,11 +138,7 @@ def wikitext() -> Rows:
     ]
 
 
-# ---- just read twice
-
-
 def document(seed: object, before: int, fact: str, after: int) -> str:
-    """`fact` between so many words."""
     parts = [words((seed, "before"), before) if before else "", fact]
     parts += [words((seed, "after"), after)] if after else []
     return " ".join(filter(None, parts))
@@ -209,8 +187,6 @@ def jrt_squad() -> Rows:
             question = f"Where is the {THINGS[at]}?"
             rows.append(
                 {
-                    "doc_id": f"{len(rows)}",
-                    "title": THINGS[at].capitalize(),
                     "context": f"{context}\nQuestion: {question}",
                     "question": question,
                     "text": f" {context} {part} ",
@@ -229,7 +205,6 @@ def jrt_questions(name: str, form: str, mark: str = "") -> Rows:
         question = form.format(name=NAMES[at])
         rows.append(
             {
-                "doc_id": f"{name}-{at}",
                 "context": f"{mark}{context} {question}" if at % 2 else f"{mark}{context}",
                 "question": question,
                 "orig_question": f"Where was {NAMES[at]} born?{':' if at % 2 else ''}",
@@ -237,7 +212,7 @@ def jrt_questions(name: str, form: str, mark: str = "") -> Rows:
             }
         )
     # the first answer is nowhere in it: the cut falls back
-    rows.append(rows[2] | {"doc_id": f"{name}-x", "answers": ["nowhere to be seen"]})
+    rows.append(rows[2] | {"answers": ["nowhere to be seen"]})
     return rows
 
 
@@ -252,9 +227,6 @@ def jrt_nq() -> Rows:
 
 def jrt_drop() -> Rows:
     return jrt_questions("drop", "Answer: {name} was born in")
-
-
-# ---- Babilong
 
 
 def babilong(task: str, length: str) -> Rows:
@@ -304,8 +276,6 @@ def _babilong_row(task: str, fill: int, at: int) -> dict[str, Any]:
     return {"target": target, "question": question, "input": text}
 
 
-# ---- all of them
-
 PLAIN: tuple[Callable[[], Rows], ...] = (
     *(piqa, hellaswag, winogrande, social_iqa, boolq, lambada_openai, wikitext),
     *(jrt_swde, jrt_fda, jrt_squad, jrt_triviaqa, jrt_nq, jrt_drop),
@@ -318,10 +288,10 @@ _TEXTS = Sequence(TEXT)
 _TYPES: dict[str, dict[str, Any]] = {
     # all others are strings
     "piqa": {"label": Value("int64")},
-    "hellaswag": {"ind": Value("int32"), "endings": _TEXTS},
+    "hellaswag": {"endings": _TEXTS},
     "arc_easy": {"choices": {"text": _TEXTS, "label": _TEXTS}},
     "arc_challenge": {"choices": {"text": _TEXTS, "label": _TEXTS}},
-    "boolq": {"idx": Value("int32"), "label": ClassLabel(names=["False", "True"])},
+    "boolq": {"label": ClassLabel(names=["False", "True"])},
     "jrt_triviaqa": {"answers": _TEXTS},
     "jrt_nq": {"answers": _TEXTS, "alt_answers": _TEXTS, "tok_pos": Value("int64")},
     "jrt_drop": {"answers": _TEXTS},
@@ -329,7 +299,6 @@ _TYPES: dict[str, dict[str, Any]] = {
 
 
 def rows_of(key: str) -> Rows:
-    """The fixture rows of a data set of the catalogue."""
     if CATALOGUE[key].suite == BABILONG:
         _, task, length = key.split("_")
         return babilong(task, length)

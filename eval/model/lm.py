@@ -1,9 +1,7 @@
 """A checkpoint as lm_eval sees it: the three kinds of request, answered by our Transformer.
 
-Fixed here is what the harness's `hf` model leaves to the tokenizer: no BOS unless asked for, EOS
-where a text needs a token before its first one (as in training), log-softmax in float32, greedy
-decoding. A context that is too long loses its beginning and is counted. Batches do not depend on
-the number of ranks.
+No BOS unless asked for, EOS where a text needs a token before its first one (as in training),
+log-softmax in float32, greedy decoding. Batches do not depend on the number of ranks.
 """
 
 import sys
@@ -110,7 +108,6 @@ class CanonLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """The most tokens that are read at once."""
         return self._max_length
 
     @max_length.setter
@@ -129,7 +126,6 @@ class CanonLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """EOS, which ends an answer."""
         return self.text.eos_id
 
     @property
@@ -277,7 +273,7 @@ class CanonLM(TemplateLM):
                         "take --dtype bfloat16, or a device with more memory"
                     )
                 if fits == most:
-                    self.say(f"out of memory with {fits} tokens a batch: going on with {fits // 2}")
+                    self.say(f"out of memory with {fits} tokens a batch: going on with fewer")
                 fits = max(1, fits // 2)
                 smaller = plan(fits, items)
                 if len(smaller) == 1:  # a sequence longer than the budget: fewer items at least

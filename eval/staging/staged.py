@@ -50,7 +50,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json; `features` are the columns' types by split."""
+    """The content of manifest.json, which also has `features`, `packages` and `time`."""
 
     version: int
     key: str
@@ -58,9 +58,6 @@ class Manifest:
     config: str | None
     revision: str
     splits: dict[str, Split]
-    features: dict[str, Any]
-    packages: dict[str, str]
-    time: str
 
 
 def staged_folder(given: str | Path | None = None) -> Path:
@@ -181,17 +178,13 @@ def write_staged(
         hashlib.sha256(content).hexdigest(),
         rows_sha256.hexdigest(),
     )
-    manifest = Manifest(
-        MANIFEST_VERSION,
-        key,
-        data.path,
-        data.config,
-        revision,
-        splits={data.split: split},
-        features={data.split: rows.features.to_dict()},
-        packages={"datasets": datasets.__version__, "pyarrow": pyarrow.__version__},
-        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    )
+    splits = {data.split: split}
+    manifest = Manifest(MANIFEST_VERSION, key, data.path, data.config, revision, splits)
+    facts = {
+        "features": {data.split: rows.features.to_dict()},
+        "packages": {"datasets": datasets.__version__, "pyarrow": pyarrow.__version__},
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
     temporary = target / f"{split.file}.tmp"
     try:
         temporary.unlink(missing_ok=True)  # a killed staging's
@@ -205,5 +198,5 @@ def write_staged(
     (target / MANIFEST).unlink(missing_ok=True)
     fsync_folder(target)  # or a crash could leave the old manifest beside a new file
     publish(temporary, target / split.file)
-    write_json(target / MANIFEST, asdict(manifest))
+    write_json(target / MANIFEST, asdict(manifest) | facts)
     return manifest

@@ -139,7 +139,7 @@ def test_memory_that_runs_out_halves_the_budget(model: Transformer) -> None:
     plenty = CanonLM(model, Bytes(), max_length=MAX_LENGTH)
     asked = [(TEXT[n : n + 20], TEXT[n + 20 : n + k]) for n in range(40) for k in (22, 24)]
     assert scored(lm, asked) == pytest.approx(scored(plenty, asked), abs=1e-4)
-    assert len(lines) == 1 and "2000" in lines[0] and "1000" in lines[0]
+    assert len(lines) == 1 and "2000" in lines[0]
     assert lm.batch_tokens < 250
     prompts = [(TEXT[n : 2 * n], {"until": [], "max_gen_toks": 5}) for n in range(3, 30)]
     lm.batch_tokens = 2000

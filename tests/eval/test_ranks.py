@@ -72,7 +72,7 @@ def test_a_rank_with_less_memory_lowers_the_budget_of_all(ended: dict[str, Ended
     assert first["batch_tokens"] == last["batch_tokens"]
     assert first["batch_tokens"] in (150, 75, 37)  # 300, halved until 60 are enough
     assert first["said"] == []
-    assert last["said"] == ["out of memory with 300 tokens a batch: going on with 150"]
+    assert last["said"] == ["out of memory with 300 tokens a batch: going on with fewer"]
 
 
 @pytest.mark.parametrize(

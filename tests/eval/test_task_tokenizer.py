@@ -102,7 +102,7 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for metadata in ({}, {"tokenizer": None, "pretrained": ""}, {"max_length": 8}):
         with pytest.raises(UserError, match="needs the evaluated model's tokenizer: name it with"):
             task_tokenizer(metadata)
-    with pytest.raises(UserError, match=f"{tmp_path}.*missing.*name it with --metadata"):
+    with pytest.raises(UserError, match=f"{tmp_path}.*holds no tokenizer.*name it with --metadata"):
         task_tokenizer({"tokenizer": str(tmp_path)})
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match=f"{tmp_path}: no tokenizer.*name it with --metadata"):

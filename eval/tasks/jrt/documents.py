@@ -273,23 +273,15 @@ def load(
     rows, counts = _cut_rows(dataset, str(folder), sha256, tokenizer, *options)
     template = style.twice if twice else style.once
     items = []
-    for row in rows:
-        labels = _texts(_field(row.fields, style.labels, dataset))
+    for number, row, centre, source in rows:
+        labels = _texts(_field(row, style.labels, dataset))
         try:
-            prompt = template(row.fields)
+            prompt = template(row)
         except KeyError as error:
-            _field(row.fields, error.args[0], dataset)
+            _field(row, error.args[0], dataset)
             raise
-        items.append(
-            {
-                "row": row.number,
-                "prompt": prompt,
-                "labels": labels,
-                "target": next(iter(labels), ""),
-                "centre": row.centre,
-                "source": row.source,
-            }
-        )
+        item = {"row": number, "prompt": prompt, "labels": labels, "target": [*labels, ""][0]}
+        items.append(item | {"centre": centre, "source": source})
     max_length = known_max_length(metadata)
     if max_length is not None:
         prompts = [str(item["prompt"]) for item in items]
@@ -325,14 +317,6 @@ def _options(dataset: str, metadata: Mapping[str, Any]) -> tuple[int, str, tuple
     return int(given), str(metadata.get(f"{dataset}_context", style.context)).strip(), fields
 
 
-@dataclass(frozen=True)
-class _CutRow:
-    number: int
-    fields: dict[str, Any]
-    centre: str
-    source: str
-
-
 # a task and its twice variant, which follows it, share the work
 @functools.lru_cache(maxsize=2)
 def _cut_rows(
@@ -343,9 +327,9 @@ def _cut_rows(
     num_tokens: int,
     field: str,
     around: tuple[str, ...],
-) -> tuple[list[_CutRow], dict[str, int]]:
+) -> tuple[list[tuple[int, Row, str, str]], dict[str, int]]:
     style = STYLES[dataset]
-    rows: list[_CutRow] = []
+    rows: list[tuple[int, Row, str, str]] = []
     counts = {"rows": 0, "dropped": 0, "kept": 0, "cut": 0} | dict.fromkeys(CENTRES, 0)
     for number, raw in enumerate(load_staged(dataset, folder).to_list()):
         counts["rows"] += 1
@@ -369,7 +353,7 @@ def _cut_rows(
         named = next((row[name] for name in style.documents if row.get(name)), None)
         document = style.passage(row) if named is None else str(named)
         source = hashlib.sha256(document.encode()).hexdigest()[:16]
-        rows.append(_CutRow(number, {**row, field: found.text}, found.centre, source))
+        rows.append((number, {**row, field: found.text}, found.centre, source))
     if not rows:
         raise UserError(
             f"{Path(folder) / dataset}: none of {counts['rows']} rows has an answer of two "
