@@ -12,9 +12,8 @@ simpler rules do. No torch.
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from rich import box
@@ -341,53 +340,40 @@ def main(argv: list[str] | None = None) -> None:
     """Print the figures as tables."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulate_statistics")
     parser.add_argument("--experiments", type=int, default=1000, help="of each kind (%(default)s)")
-    arguments = parser.parse_args(argv)
-    generator = np.random.default_rng(0)
-    outcomes = [simulate(scenario, arguments.experiments, generator) for scenario in SCENARIOS]
-    breaches = [simulate(scenario, arguments.experiments, generator, ()) for scenario in BREACHES]
-    style: dict[str, Any] = {"box": box.SIMPLE, "pad_edge": False}
-    title = f"false alarms in {arguments.experiments} experiments without a difference"
-    alarms = Table(title=title, **style)
-    rules = [f"anywhere, {rule}" for rule in outcomes[0].naive]
-    power = Table(title="planted differences that are found", **style)
-    sizes = [f"{100 * size:g} %" for size in outcomes[0].found]
-    kinds = ("mean of a suite", "task", "task, all one family")
-    for each, columns in (
-        (alarms, ["in a suite", "anywhere", *rules]),
-        (power, [*(f"{kind}: {size}" for kind in kinds for size in sizes), "detectable"]),
-    ):
-        each.add_column("runs and their noise", min_width=18)
+    count = parser.parse_args(argv).experiments
+    generator, console = np.random.default_rng(0), Console()
+    outcomes = [simulate(scenario, count, generator) for scenario in SCENARIOS]
+    breaches = [simulate(scenario, count, generator, ()) for scenario in BREACHES]
+
+    def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float]]) -> None:
+        table = Table("runs and their noise", title=title, box=box.SIMPLE, pad_edge=False)
         for column in columns:
-            each.add_column(column, justify="right")
-    for outcome in outcomes:
-        found = outcome.found_means, outcome.found, outcome.found_in_one_family
-        rates = [rate for by_size in found for rate in by_size.values()]
-        for each, shown in (
-            (alarms, [outcome.false_alarms, outcome.anywhere, *outcome.naive.values()]),
-            (power, [*rates, outcome.found_at_detectable]),
-        ):
-            each.add_row(outcome.scenario.words, *(f"{100 * rate:.1f} %" for rate in shown))
-    unlike = Table(title="where what is assumed does not hold", **style)
-    unlike.add_column("runs, and what does not hold")
-    for column in ("false alarm in a suite", "anywhere"):
-        unlike.add_column(column, justify="right")
-    for outcome in breaches:
-        both = outcome.false_alarms, outcome.anywhere
-        unlike.add_row(outcome.scenario.words, *(f"{100 * rate:.1f} %" for rate in both))
-    console = Console()
-    for each in (alarms, power, unlike):
-        console.print(each)
-    lines = [
+            table.add_column(column, justify="right")
+        for words, rates in rows.items():
+            table.add_row(words, *(f"{100 * rate:.1f} %" for rate in rates))
+        console.print(table)
+
+    rules = [f"anywhere, {rule}" for rule in outcomes[0].naive]
+    alarms = {x.scenario.words: [x.false_alarms, x.anywhere, *x.naive.values()] for x in outcomes}
+    title = f"false alarms in {count} experiments without a difference"
+    show(title, ["in a suite", "anywhere", *rules], alarms)
+    kinds = ("mean of a suite", "task", "task, all one family")
+    power = {}
+    for x in outcomes:
+        by_size = x.found_means, x.found, x.found_in_one_family
+        rates = [rate for found in by_size for rate in found.values()]
+        power[x.scenario.words] = [*rates, x.found_at_detectable]
+    columns = [f"{kind}: {100 * size:g} %" for kind in kinds for size in outcomes[0].found]
+    show("planted differences that are found", [*columns, "detectable"], power)
+    unlike = {x.scenario.words: (x.false_alarms, x.anywhere) for x in breaches}
+    show("where what is assumed does not hold", ["false alarm in a suite", "anywhere"], unlike)
+    print(
         f"beyond the spread of 8 seeds on any of {len(SPREADS)} tasks, were seeds the only noise: "
         f"{100 * spread_rule(generator):.1f} % false alarms"
-    ]
-    lines += [
-        f"best of {count} equally good runs: too good by {best_of_bias(count, generator):.3f} "
-        f"sigma (expected {expected_maximum(count):.3f})"
-        for count in (2, 4)
-    ]
-    for line in lines:
-        console.print(line, soft_wrap=True)
+    )
+    for runs in (2, 4):
+        bias = best_of_bias(runs, generator), expected_maximum(runs)
+        print(f"best of {runs} equals: too good by {bias[0]:.3f} sigma (expected {bias[1]:.3f})")
 
 
 if __name__ == "__main__":

@@ -163,18 +163,11 @@ def anchors(shown: Iterable[tuple[str, str]]) -> Row | None:
 
     Accuracies are fractions, as ours are.
     """
-    rows = [
-        {
-            "task": task,
-            "metric": metric,
-            "values": [
-                round(value / (100 if metric.startswith("acc") else 1), 6)
-                for value in PUBLISHED[task, metric]
-            ],
-        }
-        for task, metric in dict.fromkeys(shown)
-        if (task, metric) in PUBLISHED
-    ]
+    rows = []
+    for task, metric in dict.fromkeys(shown):
+        scale = 100 if metric.startswith("acc") else 1
+        if values := [round(x / scale, 6) for x in PUBLISHED.get((task, metric), ())]:
+            rows.append({"task": task, "metric": metric, "values": values})
     return {"source": SOURCE, "models": list(MODELS), "rows": rows} if rows else None
 
 
@@ -210,20 +203,15 @@ def _architecture(each: Architecture, choice: Choice) -> Row:
 def _scores(
     found: Sequence[Architecture], choices: Mapping[str, Choice], measure: Measure, steps: Steps
 ) -> list[Row]:
-    """A row per question with each architecture's best run and its chosen learning rate's mean."""
     rows = []
-    for suite in steps:
+    for suite, shown in steps.items():
         if suite == VALIDATION:
             continue
-        at = {
-            each.label: [
-                there[step]
-                for run in each.runs
-                if (step := steps[suite].get(each.label))
-                in (there := answers(run, suite, measure.options.step))
-            ]
-            for each in found
-        }
+        at: dict[str, list[Evaluation]] = {}
+        for each in found:
+            by_step = [answers(run, suite, measure.options.step) for run in each.runs]
+            step = shown.get(each.label, -1)
+            at[each.label] = [there[step] for there in by_step if step in there]
         for question in questions([e for side in at.values() for e in side], suite):
             scores = {
                 label: [(e, x) for e in side if (x := e.score(question)) is not None]
@@ -234,23 +222,22 @@ def _scores(
             noise = measure.noise([question], bounded=bounded)
             cells = []
             for label, side in scores.items():
-                if ours := [(e, x) for e, x in side if math.isfinite(x)]:
-                    recipe = choices[label].recipe
-                    names = [run.label for run in recipe.runs] if recipe else []
-                    chosen = [(e, x) for e, x in ours if e.run in names]
+                ours = [(e, x) for e, x in side if math.isfinite(x)]
+                recipe = choices[label].recipe
+                names = [run.label for run in recipe.runs] if recipe else []
+                chosen = [(e, x) for e, x in ours if e.run in names]
+                if ours:
                     cell = {"architecture": label, "step": ours[0][0].step}
                     cell["best"] = _best(question, ours, noise)
                     cell["chosen"] = _mean(question, chosen, noise, measure) if chosen else None
                     cells.append(cell)
-            shown = suite_step(steps[suite])
-            rows.append({**question._asdict(), "suite_step": shown, "cells": cells})
+            rows.append({**question._asdict(), "suite_step": suite_step(shown), "cells": cells})
     return rows
 
 
 def _best(
     question: Question, ours: Sequence[tuple[Evaluation, float]], noise: SeedNoise | None
 ) -> Row:
-    """The best run, and by how much its choice flatters it."""
     pick = max if ours[0][0].higher_is_better(question) else min
     best, value = pick(ours, key=lambda pair: pair[1])
     bias = None
@@ -266,7 +253,6 @@ def _mean(
     noise: SeedNoise | None,
     measure: Measure,
 ) -> Row:
-    """The mean over seeds; `stderr` of seeds and items, None if one of the two is not known."""
     scale = Scale.of(question.metric)
     value = scale.score(math.fsum(scale.mean(score) for _, score in ours) / len(ours))
     stderr = measure.stderr(question, [each for each, _ in ours], noise) if noise else None
@@ -282,21 +268,16 @@ def _notes(
     baseline: str | None,
     steps: Steps,
 ) -> list[str]:
-    """Sentences on what has no verdict or is left out, and why."""
     notes = []
     if len(found) == 1:
         notes.append("One architecture only: there is nothing to compare it with.")
-    if tried := {len(each.recipes) for each in found} - {1}:
-        notes.append("One learning rate each, never chosen by the scores compared.")
-        if len({len(each.recipes) for each in found}) > 1:
-            notes.append(
-                f"Not all architectures were tried at {max(tried)} learning rates: the best of "
-                "more of them is better by luck alone if lucky seeds have lower losses too."
-            )
-    for each in found:
-        for recipe in each.recipes:
-            for run in recipe.repeats:
-                notes.append(f"{run.label}: the seeds of another run here; not used.")
+    if len(tried := {len(each.recipes) for each in found}) > 1:
+        notes.append(
+            f"Not all architectures were tried at {max(tried)} learning rates: the best of more of "
+            "them is better by luck alone if lucky seeds have lower losses too."
+        )
+    repeats = [run for each in found for recipe in each.recipes for run in recipe.repeats]
+    notes += [f"{run.label}: the seeds of another run here; not used." for run in repeats]
     for run in runs:
         limits = [each.limit for each in evaluations_of(run)]
         if limits and None not in limits:
@@ -311,8 +292,6 @@ def _notes(
             for run in each.runs:
                 there = answers(run, suite)
                 if there and at not in there:
-                    notes.append(
-                        f"{suite}: {run.label}, evaluated at step {max(there):,}, is left out of "
-                        "the scores by architecture."
-                    )
+                    last = f"{run.label}, evaluated at step {max(there):,}"
+                    notes.append(f"{suite}: {last}, is left out of the scores by architecture.")
     return notes

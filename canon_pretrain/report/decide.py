@@ -1,11 +1,8 @@
 """From a difference and its two noises to a verdict: p, Holm's correction, what could be shown.
 
-The tested difference has two estimated variances, of items and of seeds, the latter from a handful
-of runs. Student's t with Welch and Satterthwaite's degrees of freedom calls far too many
-differences real there (60 % of families of 15 at one degree of freedom, by
-tests/simulate_statistics.py), so the variances are averaged over what their estimates leave open:
-the Behrens-Fisher distribution, which is never too bold (Robinson 1976). With one variance nil it
-is Student's t.
+Both variances, of items and of a handful of seeds, are estimates: they are averaged over what the
+estimates leave open, by the Behrens-Fisher distribution, which is never too bold (Robinson 1976);
+Welch's t is (tests/simulate_statistics.py). With one variance nil it is Student's t.
 """
 
 import math
@@ -128,8 +125,8 @@ def detectable(
 ) -> float:
     """Return the smallest true difference that a two-sided test at `alpha` shows with that power.
 
-    Another experiment would estimate the noise anew, and with few degrees of freedom that costs
-    power: with one of the two variances this is the power of Student's test, by the noncentral t.
+    Another experiment would estimate the noise anew: with one of the two variances nil this is the
+    power of Student's test, by the noncentral t.
     """
     noise = math.sqrt(item_variance + seed_variance)
     critical = critical_value(alpha, item_variance, item_df, seed_variance, seed_df)

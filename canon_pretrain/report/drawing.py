@@ -44,7 +44,6 @@ def _short(values: Iterable[Any]) -> list[Any]:
 
 
 def _figure(traces: Sequence[Figure], x: str, **layout: Any) -> Figure:
-    """A small figure over `x`."""
     axes: Figure = {
         "margin": {"l": 46, "r": 10, "t": 6, "b": 36},
         "hovermode": "closest",
@@ -136,7 +135,6 @@ def over_training(curve: Content, labels: Sequence[str]) -> Figure:
 
 
 def _means(lines: Sequence[Content], x: Mapping[str, Any], labels: Sequence[str]) -> list[Figure]:
-    """A line per architecture: the mean over its runs; a bar is their lowest and highest."""
     traces = []
     for line in lines:
         ends = list(zip(line["values"], line["low"], line["high"], strict=True))

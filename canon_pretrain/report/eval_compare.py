@@ -17,7 +17,7 @@ from rich.text import Text
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.report.architectures import Recipe, architectures, recipe_of
+from canon_pretrain.report.architectures import architectures, recipe_of
 from canon_pretrain.report.comparison import add_noise_arguments, check_seed_sigma, family, finite
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.record import RunRecord
@@ -72,7 +72,8 @@ def execute(arguments: argparse.Namespace) -> None:
     sides, recipes = [], []
     notes = [line for run in runs for line in run.left_out]
     for name, given in (("A", a), ("B", b)):
-        recipe, alike = _as_recipe(given)
+        recipe = recipe_of(given)  # as the user says; what it has is another matter
+        alike = [each for found in architectures(recipe.runs) for each in found.recipes]
         sides.append(Side(name, recipe.runs))
         recipes += alike
         notes += [f"{name}: {x.label} repeats the seeds of another run" for x in recipe.repeats]
@@ -102,7 +103,6 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def _sides(arguments: argparse.Namespace) -> tuple[list[RunRecord], list[RunRecord]]:
-    """The runs of A and of B; one sweep is compared if it has two architectures."""
     pair, a, b = arguments.pair, arguments.a or [], arguments.b or []
     if len(pair) == 2 and not (a or b):
         a, b = pair[:1], pair[1:]
@@ -130,14 +130,7 @@ def _sides(arguments: argparse.Namespace) -> tuple[list[RunRecord], list[RunReco
     return first, second
 
 
-def _as_recipe(runs: Sequence[RunRecord]) -> tuple[Recipe, list[Recipe]]:
-    """A side as the one recipe that the user says it is, and the recipes that it has."""
-    recipe = recipe_of(runs)
-    return recipe, [each for found in architectures(recipe.runs) for each in found.recipes]
-
-
 def _nothing(runs: Sequence[RunRecord], refused: Sequence[dict[str, Any]], options: Options) -> str:
-    """Why there is not one row."""
     if reasons := [f"{x['task']} {x['metric']}: {x['why']}" for x in refused if x["task"]]:
         return f"nothing to compare: {'; '.join(reasons)}"
     words = []
@@ -175,7 +168,6 @@ def _print(content: dict[str, Any]) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]], wide: bool) -> Table:
-    """The rows of one suite."""
     steps = f"A at step {rows[0]['baseline_step']}, B at step {rows[0]['step']}"
     title = Text(f"{rows[0]['suite']}, {steps}", style="bold")
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from canon_pretrain.core import page
@@ -143,14 +143,10 @@ def _print(content: Content, path: Path) -> None:
         console.print(Text(sentence, style="bold red"), soft_wrap=True)
     for sentence in content["comparison"]["held_out"]:
         console.print(Text(sentence, style="bold"), soft_wrap=True)
-    table = Table("run", "state")
-    table.add_column("tokens", justify="right", no_wrap=True)
-    table.add_column("last training loss", justify="right")
-    table.columns[0].no_wrap = True
-    lines = content["curves"][0]["lines"]
-    for run, line in zip(content["runs"], lines, strict=True):
+    table = Table(*(Column(x, no_wrap=True) for x in ("run", "tokens", "last loss")), "state")
+    for run, line in zip(content["runs"], content["curves"][0]["lines"], strict=True):
         loss = number(line["figures"]["last"]["value"] if line["figures"] else None)
-        table.add_row(Text(run["label"]), Text(state_words(run)), f"{run['tokens']:,}", loss)
+        table.add_row(Text(run["label"]), f"{run['tokens']:,}", loss, Text(state_words(run)))
     console.print(table)
     for label, tally in tallies(content).items():
         counts = ", ".join(f"{len(found)} {verdict}" for verdict, found in tally.items())
@@ -177,13 +173,10 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
         lines[each["label"]] = tuple(chosen[0] if chosen else each["runs"])
     baseline = lines[comparison["baseline"]] if len(lines) > 1 else ()
     warnings = [line for run in runs for line in run.left_out]
-    data = [f"{run.label}: {str(run.identity.get('data_fingerprint'))[:12]}" for run in runs]
-    if len({run.identity.get("data_fingerprint") for run in runs}) > 1:
-        warnings.insert(
-            0,
-            f"These runs were trained on different data ({'; '.join(data)}). A difference between "
-            "their curves or scores may come from the data as well as from the model.",
-        )
+    data = {str(run.identity.get("data_fingerprint"))[:12]: run.label for run in runs}
+    if len(data) > 1:
+        each = "; ".join(f"{label}: {fingerprint}" for fingerprint, label in data.items())
+        warnings.insert(0, f"These runs were trained on different data ({each}).")
     settings = differing(runs)
     if len(runs) == 1:
         identity = runs[0].identity.items()
@@ -207,7 +200,6 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
 
 
 def _run(run: RunRecord) -> dict[str, Any]:
-    """The facts of one run."""
     identity, failure = run.identity, run.failure
     model = {k.removeprefix("model."): v for k, v in identity.items() if k.startswith("model.")}
     try:
@@ -248,12 +240,13 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 
 def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str, Any]:
-    """One suite's table: every score of each run at its latest step."""
     found = [[e for e in evaluations_of(run) if e.suite == suite] for run in runs]
     latest = [(run, each[-1]) for run, each in zip(runs, found, strict=True) if each]
     columns = [each for _, each in latest]
-    questions = {(x, y): None for e in columns for x, ys in e.results.scores.items() for y in ys}
-    tasks = dict.fromkeys(task for task, _ in questions)
+    tasks: dict[str, dict[str, None]] = {}
+    for each in columns:
+        for task, metrics in each.results.scores.items():
+            tasks.setdefault(task, {}).update(dict.fromkeys(metrics))
     rows = [
         {
             "task": printable(task),
@@ -261,7 +254,8 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
             "primary": any(metric in each.primary_metrics(task) for each in columns),
             "cells": [_cell(each, task, metric) for each in columns],
         }
-        for task, metric in sorted(questions, key=lambda key: list(tasks).index(key[0]))
+        for task, metrics in tasks.items()
+        for metric in metrics
     ]
     warnings = [
         f"{each.run}: the first {each.limit} items only: not a result."
@@ -289,7 +283,6 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
 
 
 def _cell(each: Evaluation, task: str, metric: str) -> dict[str, Any] | None:
-    """A score as JSON holds it; a value that is not finite is a string, as in the log."""
     score = each.results.scores.get(task, {}).get(metric)
     if score is None:
         return None

@@ -97,7 +97,6 @@ class Evaluation:
         return not is_loss(question.metric)
 
     def _declarations(self, task: str) -> list[dict[str, Any]]:
-        """Those of the task and of its parts."""
         found = [(name, self.described(name)) for name in self._tasks]
         return [each for name, each in found if task in (name, each.get("part_of"))]
 
@@ -270,7 +269,6 @@ def differing_questions(evaluations: Sequence[Evaluation], task: str) -> list[st
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The leaves of nested dictionaries as JSON, under dotted names."""
     leaves: dict[str, str] = {}
     for name, inner in value.items():
         if isinstance(inner, dict):

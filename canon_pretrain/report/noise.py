@@ -67,11 +67,9 @@ class Clusters:
         """Return clusters with the plain mean of the tasks' means; codes are shared."""
         if len(tasks) == 1:
             return tasks[0]
-        shares = [1 / (len(tasks) * task.weights_G.sum()) for task in tasks]
-        return cls(
-            np.sum([x * task.sums_G for x, task in zip(shares, tasks, strict=True)], axis=0),
-            np.sum([x * task.weights_G for x, task in zip(shares, tasks, strict=True)], axis=0),
-        )
+        shares = [(1 / (len(tasks) * task.weights_G.sum()), task) for task in tasks]
+        sums_G = np.sum([share * task.sums_G for share, task in shares], axis=0)
+        return cls(sums_G, np.sum([share * task.weights_G for share, task in shares], axis=0))
 
     @property
     def mean(self) -> float:
@@ -118,21 +116,15 @@ def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
 def interaction_variance(*tasks: tuple[np.ndarray, np.ndarray, np.ndarray]) -> float:
     """Return what a run's own answers add to the variance of its mean, from R >= 2 runs.
 
-    Runs that differ in the seed alone answer some items differently, so that their means vary even
-    if they are equally good: the spread of runs and the variance over items both contain it. A task
-    is (values_RN, weights_N, clusters_N); of several, it is of the plain mean of their means.
+    The spread of equally good runs and the variance over items both contain it. A task is
+    (values_RN, weights_N, clusters_N); of several, it is of the plain mean of their means.
     """
     count = 1 + max(int(clusters_N.max()) for *_, clusters_N in tasks)
     residuals = [values_RN - values_RN.mean(axis=0) for values_RN, *_ in tasks]
-    each = [
-        mean_variance(
-            *(
-                Clusters.of(row_N, weights_N, clusters_N, count)
-                for row_N, (_, weights_N, clusters_N) in zip(rows, tasks, strict=True)
-            )
-        )
-        for rows in zip(*residuals, strict=True)
-    ]
+    each = []
+    for rows in zip(*residuals, strict=True):
+        pairs = zip(rows, tasks, strict=True)
+        each.append(mean_variance(*(Clusters.of(x, w, codes, count) for x, (_, w, codes) in pairs)))
     return float(sum(each) / (len(each) - 1))
 
 
@@ -226,10 +218,9 @@ def vary_more(groups: Sequence[Sequence[float]], compared: Sequence[bool]) -> bo
 
     Scores near 0 or 1 hardly vary: pooled with them, others would seem surer than they are.
     """
-    ours, df = pooled_variance([g for g, is_of in zip(groups, compared, strict=True) if is_of])
-    rest, rest_df = pooled_variance(
-        [g for g, is_of in zip(groups, compared, strict=True) if not is_of]
-    )
+    pairs = list(zip(groups, compared, strict=True))
+    ours, df = pooled_variance([group for group, is_ours in pairs if is_ours])
+    rest, rest_df = pooled_variance([group for group, is_ours in pairs if not is_ours])
     if not (df and rest_df and ours > rest):
         return False
     return rest == 0 or float(fdtrc(df, rest_df, ours / rest)) < UNLIKE
@@ -363,12 +354,9 @@ def paired(tasks: Sequence[Answers], seeds: SeedNoise) -> Paired:
         over_items = difference_variance(clusters, bounded=bounded)
     else:
         over_items = mean_variance(*differences)
-    own_answers = _own_answers(
-        [
-            [(t.a_RN, t.weights_N, t.clusters_N) for t in tasks],
-            [(t.b_RN, t.weights_N, t.clusters_N) for t in tasks],
-        ]
-    )
+    a = [(t.a_RN, t.weights_N, t.clusters_N) for t in tasks]
+    b = [(t.b_RN, t.weights_N, t.clusters_N) for t in tasks]
+    own_answers = _own_answers([a, b])
     counts = len(tasks[0].a_RN), len(tasks[0].b_RN)
     runs = 1 / counts[0] + 1 / counts[1]
     noise = Noise(

@@ -25,6 +25,9 @@ READING = (
     "include training seeds: no table of a suite says that one run is better; “Which differences "
     "are real” does, with both counted in."
 )
+CHOSEN = "Chosen learning rates: one an architecture, by validation loss"
+CHOSEN_BY = "No score had a part in the choice. ± is the standard error over items and seeds."
+BEST = "Best of learning rates, as in the paper"
 BEST_OF = (
     "As in the paper: the best run of each architecture, over learning rates and seeds, task by "
     "task. The best of N equally good runs is too good by 0.56 sigma of the seed noise for N = 2, "
@@ -135,7 +138,6 @@ def _joined(*parts: object) -> str:
 
 
 def _text(look: str, *sentences: str) -> list[Block]:
-    """Paragraphs that look like a warning, headline or note."""
     return [{"kind": "text", "look": look, "words": sentence} for sentence in sentences if sentence]
 
 
@@ -144,18 +146,16 @@ def _section(name: str, title: str, *blocks: Block) -> Block:
 
 
 def _card(title: str, *blocks: Block, small: str = "", folded: bool | None = None) -> Block:
-    """A card; `folded` or not if it can be opened and closed."""
+    """`folded` or not if it can be opened and closed."""
     return {"kind": "card", "title": title, "small": small, "folded": folded, "blocks": blocks}
 
 
 def _plots(*plots: tuple[str, str, drawing.Figure | None], small: bool = True) -> list[Block]:
-    """Plots beside each other, with title and subtitle."""
     shown = [plot for plot in plots if plot[2] is not None]
     return [{"kind": "plots", "plots": shown, "small": small}] * bool(shown)
 
 
 def _legend(of: str, labels: Sequence[str]) -> list[Block]:
-    """Buttons that hide runs ("run") or architectures ("entry"); none for one line."""
     return [{"kind": "legend", "of": of, "labels": labels}] * (len(labels) > 1)
 
 
@@ -260,14 +260,11 @@ def _verdicts(content: Content) -> Block:
 
 
 def _detectable(within: Sequence[Content]) -> str:
-    """The range over the tasks within noise; perplexities have another scale."""
-    shown = [x["detectable"] for x in within if x["log_difference"] is None]
-    known = [x for x in shown if x is not None]
-    if not known:
-        return NONE
-    return (
-        f"{figure(min(known))} to {figure(max(known))}, median {figure(statistics.median(known))}"
-    )
+    # a perplexity has another scale
+    rows = [x for x in within if x["log_difference"] is None and x["detectable"] is not None]
+    known = [x["detectable"] for x in rows]
+    ends = figure(min(known, default=None)), figure(max(known, default=None))
+    return f"{ends[0]} to {ends[1]}, median {figure(statistics.median(known))}" if known else NONE
 
 
 PAIR_COLUMNS: tuple[tuple[str, Callable[[Content], str]], ...] = (
@@ -295,11 +292,8 @@ PAIR_COLUMNS: tuple[tuple[str, Callable[[Content], str]], ...] = (
 
 
 def _seed_sigma(noise: Content | None) -> str:
-    if noise is None:
-        return NONE
-    return _joined(
-        figure(noise["sigma"]), "of the log" * (noise["scale"] == "log"), noise["source"]
-    )
+    of = "of the log" if noise and noise["scale"] == "log" else ""
+    return _joined(figure(noise["sigma"]), of, noise["source"]) if noise else NONE
 
 
 def _mcnemar(test: Content | None) -> str:
@@ -319,17 +313,9 @@ def _pairs(comparison: Content) -> list[Block]:
     for pair in pairs:
         verdict = pair["verdict"]
         level = f"both at {pair['uninformative']}" if verdict == UNINFORMATIVE else ""
-        rows.append(
-            [
-                _cell(
-                    pair["task"],
-                    _joined(pair["metric"], other_step(pair["step"], pair["suite_step"])),
-                ),
-                pair["architecture"],
-                _cell(verdict, level, chip=verdict),
-                *(show(pair) for _, show in shown),
-            ]
-        )
+        small = _joined(pair["metric"], other_step(pair["step"], pair["suite_step"]))
+        first = [_cell(pair["task"], small), pair["architecture"]]
+        rows.append([*first, _cell(verdict, level, chip=verdict), *(x(pair) for _, x in shown)])
     note = (
         f"A difference is the architecture minus {comparison['baseline']}. “Could have shown”: the "
         "smallest difference that these items and seeds show with "
@@ -349,56 +335,45 @@ def _scores(content: Content) -> Block:
     labels = [each["label"] for each in comparison["architectures"]]
     anchors = content["anchors"] or {"models": [], "rows": [], "source": ""}
     published = {(row["task"], row["metric"]): row["values"] for row in anchors["rows"]}
+    beside = [Column(model, "num more", "published") for model in anchors["models"]]
+    nothing = [None] * len(beside)
 
-    def table(name: str, names: Sequence[str], rows: Sequence[tuple[Content, list[Cell]]]) -> Block:
-        columns = [Column("task", ""), *map(Column, names)]
-        columns += [Column(model, "num more", "published") for model in anchors["models"]]
-        nothing = [None] * len(anchors["models"])
+    def card(
+        title: str, about: str, names: Sequence[str], rows: Sequence[tuple[Content, list[Cell]]]
+    ) -> Block:
         cells = [
-            [
-                _cell(x["task"], x["metric"]),
-                *row,
-                *map(figure, published.get((x["task"], x["metric"]), nothing)),
-            ]
-            for x, row in rows
+            [_cell(row["task"], row["metric"]), *shown]
+            + [figure(x) for x in published.get((row["task"], row["metric"]), nothing)]
+            for row, shown in rows
         ]
-        more = "published scores beside them" if published else ""
-        return _table(columns, cells, name, more=more)
+        columns = [Column("task", ""), *map(Column, names), *beside]
+        more = "published scores beside them" if beside else ""
+        table = _table(columns, cells, title.split()[0].lower(), more=more)
+        folded = title != CHOSEN or None
+        return _card(title, *_text("note", about), table, folded=folded)
 
-    best, chosen, primary = [], [], []
-    for row in comparison["scores"]:
-        cells = {cell["architecture"]: cell for cell in row["cells"]}
-        found = [cells.get(label) for label in labels]
-        best.append((row, [_score_cell(row, x, "best") for x in found]))
-        if any(x and x["chosen"] for x in found):
-            chosen.append((row, [_score_cell(row, x, "chosen") for x in found]))
+    blocks = [_architectures(comparison), *_text("note", anchors["source"])]
+    for kind, title, about in (("chosen", CHOSEN, CHOSEN_BY), ("best", BEST, BEST_OF)):
+        rows = []
+        for row in comparison["scores"]:
+            cells = {cell["architecture"]: cell for cell in row["cells"] if cell[kind]}
+            rows.append((row, [_score_cell(row, cells.get(label), kind) for label in labels]))
+        blocks += [card(title, about, labels, rows)] if kind == "chosen" or len(runs) > 1 else []
+    primary = []
     for suite in content["suites"]:
         at = [column["run"] for column in suite["columns"]]
-        for row in suite["rows"] if suite["suite"] != VALIDATION else ():
-            shown = dict(zip(at, row["cells"], strict=True))
-            if row["primary"]:
-                primary.append((row, [score(shown.get(run))[0] for run in runs]))
-    about = "No score had a part in the choice. ± is the standard error over items and seeds."
-    source = _text("note", anchors["source"])
-    title = "One learning rate an architecture, chosen on validation loss"
-    blocks = [_architectures(comparison)]
-    if chosen:
-        card = _card(title, *_text("note", about), table("chosen-table", labels, chosen), *source)
-        blocks.append(card)
-    if len(runs) > 1:
-        title = "Best of learning rates, as in the paper"
-        best_table = table("best-table", labels, best)
-        blocks.append(_card(title, *_text("note", BEST_OF), best_table, folded=True))
+        for row in suite["rows"]:
+            cells = dict(zip(at, row["cells"], strict=True))
+            if row["primary"] and suite["suite"] != VALIDATION:
+                primary.append((row, [score(cells.get(run))[0] for run in runs]))
     if len(runs) > len(labels):
         about = "Each task’s primary metric; the suites’ own tables have the rest, with errors."
-        run_table = table("runs-table", runs, primary)
-        blocks.append(_card("Every run", *_text("note", about), run_table, folded=True))
+        blocks.append(card("Every run", about, runs, primary))
     return _section("tables", "Scores by architecture", *blocks)
 
 
 def _score_cell(row: Content, cell: Content | None, kind: str) -> Cell:
-    """The best run of an architecture, or the mean of its chosen learning rate's."""
-    if cell is None or not cell[kind]:
+    if cell is None:
         return NONE
     shown = cell[kind]
     count, at = shown["num_runs"], other_step(cell["step"], row["suite_step"])
@@ -429,7 +404,6 @@ def _architectures(comparison: Content) -> Block:
 
 
 def _figures(content: Content) -> list[Block]:
-    """Scores over training, and over length."""
     sections = []
     labels = [run["label"] for run in content["runs"]]
     if curves := content["score_curves"]:
@@ -465,22 +439,14 @@ def _figures(content: Content) -> list[Block]:
                 ]
                 tables.append(_table(columns, rows))
             limited = [f"{x}: first items only: not a result." for x in shown["limited"]]
-            blocks.append(
-                _card(
-                    shown["title"],
-                    *_text("warning", *limited),
-                    *_plots(*drawn),
-                    *tables,
-                    small=f"over {shown['unit']}",
-                    folded=True,
-                )
-            )
+            inside = [*_text("warning", *limited), *_plots(*drawn), *tables]
+            over = f"over {shown['unit']}"
+            blocks.append(_card(shown["title"], *inside, small=over, folded=True))
         sections.append(_section("over-length", "Accuracy over length", *blocks))
     return sections
 
 
 def _runs(content: Content) -> list[Block]:
-    """The runs and their settings, the training curves, and the suites' own tables."""
     runs, labels = content["runs"], [run["label"] for run in content["runs"]]
     several = len(runs) > 1
     rows: list[list[Cell]] = [
@@ -490,7 +456,7 @@ def _runs(content: Content) -> list[Block]:
     ]
     rows += [[name, *(_value(run["facts"][name]) for run in runs)] for name in runs[0]["facts"]]
     columns = [Column("", ""), *(Column(label, "") for label in labels)]
-    blocks = [_card("Facts", _table(columns, rows), folded=True if several else None)]
+    blocks = [_card("Facts", _table(columns, rows), folded=several or None)]
     # of one run all settings
     settings = content["differing_settings"]
     rows = [[x["setting"], *map(_value, x["values"])] for x in settings]
@@ -545,26 +511,20 @@ def _curve(content: Content, curve: Content) -> Block:
         cells: list[Cell] = [NONE] * 4
         if figures:
             ends = [figures[name] for name in ("last", "lowest", "highest")]
-            values = [number(x["value"], curve["decimals"]) for x in ends]
-            steps = [f"step {x['step']:,}" for x in ends]
-            cells = [_cell(value, step) for value, step in zip(values, steps, strict=True)]
-            cells.append(number(figures["median"], curve["decimals"]))
+            form = curve["decimals"]
+            cells = [_cell(number(x["value"], form), f"step {x['step']:,}") for x in ends]
+            cells.append(number(figures["median"], form))
         rows.append([line["run"], *cells])
-        if not logged:
-            notes.append(f"{line['run']}: no step logged yet.")
         if line["not_finite"]:
             notes.append(
                 f"{line['run']}: {line['not_finite']:,} of {logged:,} logged values are missing or "
                 f"not finite (the first at step {line['first_not_finite_step']:,})."
             )
         if drawn < logged:
-            notes.append(
-                f"{line['run']}: {drawn:,} of {logged:,} logged points are drawn: of each stretch "
-                "the lowest and the highest."
-            )
+            notes.append(f"{line['run']}: {drawn:,} of {logged:,} logged points are drawn.")
     columns = [Column("run", ""), *map(Column, ("last", "lowest", "highest", "median"))]
     blocks += [_table(columns, rows), *_text("note", *notes)]
-    folded = True if len(labels) > 1 and field != "loss" else None
+    folded = (len(labels) > 1 and field != "loss") or None
     return _card(curve["title"], *blocks, small=curve["unit"], folded=folded)
 
 
@@ -585,4 +545,4 @@ def _suite(suite: Content, place: int, *, several: bool) -> Block:
     table = _table(columns, rows, f"suite-{place}")
     small = f"step {suite_step:,}, {len(rows)} scores per run"
     warnings = _text("warning", *suite["warnings"])
-    return _card(suite["suite"], *warnings, table, small=small, folded=True if several else None)
+    return _card(suite["suite"], *warnings, table, small=small, folded=several or None)

@@ -148,20 +148,17 @@ class Measure:
                 groups.append(group)
                 compared.append(is_ours)
         given = self.options.seed_sigma
+        only = self.options.own_noise_only
+        spreads = [published_spread(q.task, suite) if bounded and not only else None for q in asked]
+        sigmas = [
+            given.get(f"{q.task}:{q.metric}", None if scale.is_log else given.get(q.task))
+            for q in asked
+        ]
         return seed_noise(
             groups,
-            spread=_mean_if_all(
-                [published_spread(q.task, suite) if bounded else None for q in asked]
-            )
-            if not self.options.own_noise_only
-            else None,
-            given=_mean_if_all(
-                [
-                    given.get(f"{q.task}:{q.metric}", None if scale.is_log else given.get(q.task))
-                    for q in asked
-                ]
-            ),
-            own_only=self.options.own_noise_only,
+            spread=_mean_if_all(spreads),
+            given=_mean_if_all(sigmas),
+            own_only=only,
             compared=compared if sides else None,
         )
 
@@ -197,6 +194,7 @@ class Measure:
         items_ci = bootstrap_interval(difference, np.random.default_rng(0))
         single = len(a_RN) == len(b_RN) == 1 and np.isin([a_RN, b_RN], (0.0, 1.0)).all()
         several = num_clusters > 1
+        extreme = _extreme(sides, weights_N, clusters_N, guess) if bounded and several else None
         row = {
             **question._asdict(),
             "higher_is_better": ours[0].higher_is_better(question),
@@ -215,9 +213,7 @@ class Measure:
             "mcnemar": mcnemar_test(a_RN[0], b_RN[0]) if single else None,
             "chance": guess,
             "seed_noise": _noise_content(noise, scale),
-            "uninformative": _extreme(sides, weights_N, clusters_N, guess)
-            if bounded and several
-            else None,
+            "uninformative": extreme,
         }
         on_items = Answers(a_RN, b_RN, weights_N, clusters_N)
         found = paired([on_items], noise) if noise and several else None
@@ -242,7 +238,7 @@ class Measure:
             replace(on_items, clusters_N=place_G[on_items.clusters_N])
             for (on_items, _), place_G in zip(given, np.split(codes, ends), strict=True)
         ]
-        asked = [Question(row["suite"], row["task"], row["metric"]) for row in rows]
+        asked = [Question(x["suite"], x["task"], x["metric"]) for x in rows]
         noise = self.noise(asked, bounded=True, sides=[ours, theirs])
         value, baseline_value = (
             math.fsum(row[key] for row in rows) / len(rows) for key in ("value", "baseline_value")
@@ -256,9 +252,7 @@ class Measure:
             "difference": value - baseline_value,
             "num_items": sum(row["num_items"] for row in rows),
             "num_clusters": int(sources.size),
-            "asked_differently": list(
-                dict.fromkeys(x for row in rows for x in row["asked_differently"])
-            ),
+            "asked_differently": [*dict.fromkeys(x for r in rows for x in r["asked_differently"])],
             "items_ci": None,
             "mcnemar": None,
             "chance": _mean_if_all([row["chance"] for row in rows]),
@@ -273,7 +267,7 @@ class Measure:
     def stderr(
         self, question: Question, evaluations: Sequence[Evaluation], noise: SeedNoise
     ) -> float | None:
-        """Return the standard error of one side's mean, on the scale that is averaged."""
+        """Return the standard error of one side, on the scale that is averaged; None if unknown."""
         try:
             values_RN, weights_N, items = self._answers(question, evaluations)
         except Refused:
@@ -451,7 +445,7 @@ def _not_judged(each: Measured) -> Row:
 def _judged(
     each: Measured, found: Paired, p: float, p_holm: float, level: float, first_level: float
 ) -> Row:
-    """The verdict; `ci` is at the `level` of this test, which begins at `first_level`."""
+    # `ci` is at the level of this test, which begins at `first_level`
     scale, row = each.scale, each.row
     size, noise = found.difference, found.noise
     half = decide.critical_value(level, *noise.parts)

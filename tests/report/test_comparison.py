@@ -400,10 +400,9 @@ def test_one_row_by_hand(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("seeds", [1, 2, 6])
-def test_seeds_needed_and_intervals_agree_with_the_verdict(tmp_path: Path, seeds: int) -> None:
+def test_seeds_needed_and_intervals_agree_with_the_verdict(tmp_path: Path) -> None:
     """Issue 17, item 3: what is within noise needs more seeds; an interval excludes 0 iff real."""
-    rng, tasks = generator(), [f"task_{k}" for k in range(12)]
+    rng, tasks, seeds = generator(), [f"task_{k}" for k in range(12)], 2
     for name, canon in (("nope", ""), ("canon", "ABCD")):
         for seed in range(seeds):
             run = planted_run(tmp_path / f"{name}-{seed}", seed, model__canon_set=canon)
@@ -422,35 +421,6 @@ def test_seeds_needed_and_intervals_agree_with_the_verdict(tmp_path: Path, seeds
         assert excludes_0 == (row["verdict"] != "within noise")
         assert row["seeds_needed"] is None or (not excludes_0 and row["seeds_needed"] > seeds)
     assert any(row["seeds_needed"] for row in noise)
-
-
-def test_seeds_are_averaged_and_their_spread_is_pooled(tmp_path: Path) -> None:
-    found = content(*two_architectures(tmp_path, 0.5, 0.8, seeds=4))
-    (row,) = found["pairs"]
-    assert row["num_runs"] == [4, 4] and row["mcnemar"] is None
-    assert row["difference"] == pytest.approx(0.3)
-    noise = row["seed_noise"]
-    assert (noise["source"], noise["df"]) == ("own", 6.0)
-    assert noise["sigma"] == pytest.approx(np.std([0, 0.002, 0.004, 0.006], ddof=1))
-    assert "8 runs, 2 recipes" in noise["words"]
-    assert [x["num_runs"] for x in cells(found["scores"][0], "chosen").values()] == [4, 4]
-
-
-def test_items_of_one_source_count_as_one_draw(tmp_path: Path) -> None:
-    errors = []
-    for name, width in (("own", 1), ("shared", 20)):
-        for run_name, canon, share in (("a", "", 0.5), ("b", "ABCD", 0.6)):
-            run = planted_run(tmp_path / name / run_name, model__canon_set=canon)
-            blocks = right_or_wrong(100, share, np.random.default_rng(len(canon)))
-            answers = np.repeat(blocks, 20).tolist()
-            sources = [f"source {k // width}" for k in range(2000)]
-            items = records({"acc": answers}, sources=sources)
-            plant_answers(run, 20, SUITE, {"boolq": items}, described={"boolq": ACC})
-        paths = [tmp_path / name / run_name for run_name in "ab"]
-        (row,) = content(*paths)["pairs"]
-        assert row["num_clusters"] == 2000 // width
-        errors.append(row["stderr_items"])
-    assert errors[1] / errors[0] == pytest.approx(math.sqrt(20), rel=0.02)
 
 
 def test_items_of_one_source_alone_are_not_judged(tmp_path: Path) -> None:
@@ -539,19 +509,6 @@ def test_a_perplexity_is_compared_in_nats_and_shown_on_its_scale(tmp_path: Path)
     for shown, log in zip(row["ci"], row["log_ci"], strict=True):
         assert shown == pytest.approx(row["baseline_value"] * math.expm1(log))
     assert row["seed_noise"]["scale"] == "log"
-
-
-def test_a_perplexity_of_log_likelihoods(tmp_path: Path) -> None:
-    for seed in range(4):
-        for name, canon, nats in (("a", "", 3.0), ("b", "ABCD", 2.0)):
-            run = planted_run(tmp_path / f"{name}{seed}", seed, model__canon_set=canon)
-            values = [-(nats + 0.1 * seed + 0.001 * k) for k in range(100)]
-            plant_answers(run, 20, SUITE, {"lambada_openai": records({"perplexity": values})})
-    paths = [tmp_path / f"{name}{seed}" for name in "ab" for seed in range(4)]
-    (row,) = content(*paths)["pairs"]
-    assert row["higher_is_better"] is False and row["verdict"] == "better"
-    assert row["log_difference"] == pytest.approx(-1.0)
-    assert row["seed_noise"]["sigma"] == pytest.approx(np.std([0, 0.1, 0.2, 0.3], ddof=1))
 
 
 def test_simulated_verdicts_are_those_of_a_report(tmp_path: Path) -> None:
@@ -698,13 +655,6 @@ def test_what_was_asked_otherwise_is_told_and_refused_where_it_matters(tmp_path:
     assert refused["why"] == f"asked differently, on which it depends ({'; '.join(told)})"
 
 
-def test_the_order_of_the_records_does_not_matter(tmp_path: Path) -> None:
-    items = records({"acc": [1.0, 0.0, 1.0, 1.0]}, names=["a", "b", "a", "c"])
-    (row,) = content(*planted_pair(tmp_path, items, [items[3], *items[:3]]))["pairs"]
-    assert row["difference"] == 0 and row["num_items"] == 4
-    assert (row["mcnemar"]["only_a"], row["mcnemar"]["only_b"]) == (0, 0)
-
-
 def test_a_score_that_is_no_mean_over_its_items_is_refused(tmp_path: Path) -> None:
     items = records({"acc": [1.0, 0.0]})
     why = refusal(tmp_path, items, items, scores={"boolq": {"acc": 0.7}})
@@ -731,14 +681,6 @@ def test_trials_and_other_steps_are_no_results(tmp_path: Path) -> None:
     found = content(*paths, step=20)
     assert found["pairs"] == []
     assert [row["why"] for row in found["refused"]] == ["no whole result at a step that both have"]
-
-
-def test_a_run_without_the_suite_at_that_step_is_named(tmp_path: Path) -> None:
-    paths = two_architectures(tmp_path, 0.5, 0.8, seeds=2)
-    planted_run(tmp_path / "late", 9, model__canon_set="ABCD")
-    found = content(*paths, tmp_path / "late")
-    assert "discriminative at step 20: no whole result of late" in found["notes"]
-    assert found["pairs"][0]["num_runs"] == [2, 2]
 
 
 def test_little_is_no_error(tmp_path: Path) -> None:

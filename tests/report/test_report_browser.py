@@ -162,12 +162,12 @@ def test_tables_sort_filter_and_show_more(browser: Browser, page: Path) -> None:
     browser.open(page, *DESKTOP)
     click = """const head = document.getElementById(arguments[0]).tHead.rows[0].cells[arguments[1]];
         head.querySelector("button").click(); return head.ariaSort"""
-    original = column(browser, "chosen-table", 1)
+    original = column(browser, "chosen", 1)
     given = [float(cell.split()[0].replace(",", "")) for cell in original]
     assert max(given) > 1000 and min(given) < 1  # 1,809 comes before 7.4 among strings
     for expected in ("ascending", "descending", "none"):
-        assert browser.run(click, "chosen-table", 1) == expected
-        cells = column(browser, "chosen-table", 1)
+        assert browser.run(click, "chosen", 1) == expected
+        cells = column(browser, "chosen", 1)
         order = sorted(given, reverse=expected == "descending") if expected != "none" else given
         assert [float(cell.split()[0].replace(",", "")) for cell in cells] == order
     # p of tasks whose seed noise is unknown is missing: last both ways
