@@ -258,7 +258,7 @@ def simulate(
         p = _p(drawn)[:, ~is_mean]
         before[shift] = float(((holm(p) <= ALPHA) & _better(drawn)[:, ~is_mean]).mean())
     typical = [test for one in null[:20] for test in one if test.spread == OTHER_GENERATIVE]
-    mean = np.mean([test.pair.noise.parts for test in typical], axis=0)
+    mean = np.mean([test.pair.noise for test in typical], axis=0)
     level = ALPHA / sum(test.weight for test in tests if test.suite == typical[0].suite)
     smallest = detectable(level, *mean)
     at_smallest = [compare_all(scenario, smallest, generator) for _ in range(few)]
@@ -302,7 +302,7 @@ def _naive(experiments: Sequence[Sequence[Test]]) -> dict[str, float]:
     spreads = np.array([test.spread for one in experiments for test in one])
     size = np.abs([pair.difference for pair in pairs])
     over_items = np.sqrt([max(mean_variance(pair.clusters), 1e-12) for pair in pairs])
-    items, item_df, seeds, df = np.array([pair.noise.parts for pair in pairs]).T
+    items, item_df, seeds, df = np.array([pair.noise for pair in pairs]).T
     total = items + seeds
     welch = total**2 / (items**2 / item_df + seeds**2 / df)
     p_welch = 2 * stats.t.sf(size / np.sqrt(total), welch)

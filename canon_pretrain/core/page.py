@@ -6,7 +6,7 @@ any script but those whose hashes it names.
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,13 @@ def html_page(
     *,
     filters: Mapping[str, Callable[..., Any]],
     dark: bool = True,
-    scripts: Sequence[str] = (),
     **values: Any,
 ) -> str:
     """Return the page `name`: `values` fill its template, its script draws `plotted` (JSON)."""
     # autoescape covers every value; only files of ours and plotly's are marked as safe
     looks = ["page.css", *(["dark.css"] if dark else [])]
     sheets = [*(COMMON / look for look in looks), templates / f"{name}.css"]
-    ours = [COMMON / "page.js", *(templates / script for script in (*scripts, f"{name}.js"))]
+    ours = [COMMON / "page.js", templates / f"{name}.js"]
     run = [get_plotlyjs(), *(path.read_text("utf-8") for path in ours)]
     hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in run]
     return (

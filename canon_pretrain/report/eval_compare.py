@@ -21,6 +21,7 @@ from canon_pretrain.report.architectures import architectures, recipe_of
 from canon_pretrain.report.comparison import add_noise_arguments, check_seed_sigma, family, finite
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.record import RunRecord
+from canon_pretrain.report.sections import figure, interval, p_value, signed
 from canon_pretrain.report.verdicts import (
     BETTER,
     WORSE,
@@ -135,15 +136,14 @@ def _nothing(runs: Sequence[RunRecord], refused: Sequence[dict[str, Any]], optio
         return f"nothing to compare: {'; '.join(reasons)}"
     words = []
     for run in runs:
-        have = [
-            f"{asked['suite']} at step {asked['step']}"
-            + (" with --limit (not a result)" if asked["limit"] is not None else "")
-            for asked in (results.asked for results in run.evaluations)
-        ]
-        words.append(f"{run.label} has {', '.join(dict.fromkeys(have)) or 'no results'}")
-    asked = f"suites {', '.join(options.suites)}" if options.suites else "no suite"
+        asked = [results.asked for results in run.evaluations]
+        cut = [" with --limit (not a result)" * (x["limit"] is not None) for x in asked]
+        have = {f"{x['suite']} at step {x['step']}{y}": 0 for x, y in zip(asked, cut, strict=True)}
+        words.append(f"{run.label} has {', '.join(have) or 'no results'}")
+    suites = f"suites {', '.join(options.suites)}" if options.suites else "no suite"
     at = "" if options.step is None else f" at step {options.step}"
-    return f"{asked} in common{at}: {'; '.join(words)}. `python -m eval run` evaluates a checkpoint"
+    how = "`python -m eval run` evaluates a checkpoint"
+    return f"{suites} in common{at}: {'; '.join(words)}. {how}"
 
 
 def _print(content: dict[str, Any]) -> None:
@@ -170,30 +170,21 @@ def _print(content: dict[str, Any]) -> None:
 def _table(rows: Sequence[dict[str, Any]], wide: bool) -> Table:
     steps = f"A at step {rows[0]['baseline_step']}, B at step {rows[0]['step']}"
     title = Text(f"{rows[0]['suite']}, {steps}", style="bold")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    table.add_column("task, metric")  # it alone may wrap
-    for name in ("A", "B", "B - A", "p (Holm)"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict on B", no_wrap=True)
+    table = Table("task, metric", title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for name in ("A", "B", "B - A", "p (Holm)", "verdict on B"):
+        table.add_column(name, no_wrap=True)  # the first alone may wrap
     for name in ("95 % interval", "detectable") if wide else ():
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, no_wrap=True)
     styles = {BETTER: "green", WORSE: "red"}
     for row in rows:
-        low, high = row["ci"] or (None, None)
-        more = [f"{_figure(low, '+')} {_figure(high, '+')}", _figure(row["detectable"])]
+        more = [interval(row["ci"]), figure(row["detectable"])]
         table.add_row(
             Text(f"{row['task']} {row['metric']}"),
-            _figure(row["baseline_value"]),
-            _figure(row["value"]),
-            _figure(row["difference"], "+"),
-            "–" if row["p_holm"] is None else f"{row['p_holm']:.2g}",
+            figure(row["baseline_value"]),
+            figure(row["value"]),
+            signed(row["difference"]),
+            p_value(row["p_holm"]),
             Text(row["verdict"], style=styles.get(row["verdict"], "")),
             *(more if wide else ()),
         )
     return table
-
-
-def _figure(value: float | None, sign: str = "") -> str:
-    if value is None:
-        return "–"
-    return f"{value:{sign}.3f}" if abs(value) < 10 else f"{value:{sign}.4g}"

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import integrate, stats
@@ -279,18 +279,13 @@ def expected_maximum(count: int) -> float:
 # -- both -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Noise:
+class Noise(NamedTuple):
     """The two variances of a difference and their degrees of freedom, as `decide.py` takes them."""
 
     item_variance: float
     item_df: float
     seed_variance: float
     seed_df: float
-
-    @property
-    def parts(self) -> tuple[float, float, float, float]:
-        return self.item_variance, self.item_df, self.seed_variance, self.seed_df
 
     @property
     def stderr(self) -> float:
@@ -322,16 +317,13 @@ class Paired:
     num_runs: tuple[int, int]
     seeds: SeedNoise
 
-    def noise_with(self, runs: int) -> tuple[float, float, float, float]:
-        """Return the parts of `noise` if both sides had `runs` seeds."""
+    def noise_with(self, runs: int) -> Noise:
+        """Return `noise` if both sides had `runs` seeds."""
         a, b = self.num_runs
         share = 2 / runs / (1 / a + 1 / b)
-        return (
-            self.lasting + (self.noise.item_variance - self.lasting) * share,
-            self.noise.item_df,
-            self.noise.seed_variance * share,
-            self.seeds.df_with(2 * runs - a - b),
-        )
+        items = self.lasting + (self.noise.item_variance - self.lasting) * share
+        seeds = self.noise.seed_variance * share
+        return Noise(items, self.noise.item_df, seeds, self.seeds.df_with(2 * runs - a - b))
 
 
 def paired(tasks: Sequence[Answers], seeds: SeedNoise) -> Paired:

@@ -338,7 +338,7 @@ def _extreme(
     found = [one_side(values_RN, weights_N, clusters_N, NO_NOISE) for values_RN in sides]
     for name, level in (("floor", 0.0), ("ceiling", 1.0), ("chance", chance)):
         if level is not None and all(
-            abs(mean - level) <= critical_value(ALPHA, *noise.parts) for mean, noise in found
+            abs(mean - level) <= critical_value(ALPHA, *noise) for mean, noise in found
         ):
             return name
     return None
@@ -420,7 +420,7 @@ def _with_means(
 def _family(measured: Sequence[Measured]) -> list[Row]:
     """The rows of one suite, which is a family, with p, Holm's p and verdicts."""
     tests = [(each, each.found) for each in measured if each.found]
-    p = np.array([float(decide.two_sided_p(x.difference, *x.noise.parts)) for _, x in tests])
+    p = np.array([float(decide.two_sided_p(x.difference, *x.noise)) for _, x in tests])
     weights = np.array([each.weight for each, _ in tests])
     adjusted, levels = decide.holm(p, weights), decide.holm_levels(p, weights)
     first = ALPHA * weights / weights.sum() if tests else weights
@@ -448,13 +448,13 @@ def _judged(
     # `ci` is at the level of this test, which begins at `first_level`
     scale, row = each.scale, each.row
     size, noise = found.difference, found.noise
-    half = decide.critical_value(level, *noise.parts)
+    half = decide.critical_value(level, *noise)
     ci = [size - half, size + half]
     is_real = p_holm <= ALPHA
     says_nothing = row["uninformative"] is not None and not is_real
     direction = BETTER if (size > 0) == row["higher_is_better"] else WORSE
     verdict = direction if is_real else UNINFORMATIVE if says_nothing else WITHIN
-    detectable = decide.detectable(first_level, *noise.parts)
+    detectable = decide.detectable(first_level, *noise)
     # None if it is more than there can be, or all sides are at floor
     is_shown = not (says_nothing or (each.bounded and detectable > 1))
     return {
