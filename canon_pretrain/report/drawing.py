@@ -23,9 +23,7 @@ def entries(content: Content) -> list[str]:
     return [label for label in known if label in drawn]
 
 
-def _trace(
-    of: str, labels: Sequence[str], label: str, x: Any, y: Any, hover: str, **more: Any
-) -> Figure:
+def _trace(of: str, labels: Sequence[str], label: str, x: Any, y: Any, **more: Any) -> Figure:
     few = len(y) <= FEW_POINTS or None in y  # a value between two gaps has no line to be seen by
     return {
         "mode": "lines+markers" if few else "lines",
@@ -33,9 +31,12 @@ def _trace(
         "meta": f"{of} {labels.index(label)}",
         "x": x,
         "y": _short(y),
-        "hovertemplate": f"%{{fullData.name}}: {hover}<extra></extra>",
         **more,
     }
+
+
+def _hover(words: str) -> str:
+    return f"%{{fullData.name}}: {words}<extra></extra>"
 
 
 def _short(values: Iterable[Any]) -> list[Any]:
@@ -43,15 +44,17 @@ def _short(values: Iterable[Any]) -> list[Any]:
     return [float(f"{x:.7g}") if isinstance(x, float) else x for x in values]
 
 
-def _figure(traces: Sequence[Figure], x: str, **layout: Any) -> Figure:
-    axes: Figure = {
+def _figure(traces: Sequence[Figure], x: str, hover: str) -> Figure:
+    layout = {
         "margin": {"l": 46, "r": 10, "t": 6, "b": 36},
         "hovermode": "closest",
         "dragmode": False,
         "xaxis": {"title": {"text": x, "standoff": 4}, "nticks": 5, "fixedrange": True},
         "yaxis": {"nticks": 5, "fixedrange": True},
+        # of all traces, once
+        "template": {"data": {"scatter": [{"hovertemplate": _hover(hover)}]}},
     }
-    return {"data": traces, "layout": axes | layout}
+    return {"data": traces, "layout": layout}
 
 
 def training(
@@ -76,8 +79,9 @@ def training(
              "<b>not finite</b>,", cross),
             (ends, [0, 1, None] * len(known), begun, "<b>restart</b> from", dotted),
         ):  # fmt: skip
-            hover = f"{words} step %{{customdata:,d}}"
-            trace = _trace("run", labels, line["run"], x, y, hover, customdata=at, **more)
+            hover = _hover(f"{words} step %{{customdata:,d}}")
+            trace = _trace("run", labels, line["run"], x, y, customdata=at, hovertemplate=hover)
+            trace |= more
             traces += [trace] * bool(x)
     if not traces:
         return None
@@ -99,13 +103,10 @@ def training(
 
 def late(content: Content, kind: str, labels: Sequence[str]) -> Figure | None:
     """Draw the last half of the loss, or its difference to the baseline's; None without any."""
-    lines = [line for line in content["lines"] if line[kind]]
+    lines, x = [line for line in content["lines"] if line[kind]], _short(content["tokens"])
+    traces = [_trace("run", labels, each["run"], x, each[kind], mode="lines") for each in lines]
     hover = f"<b>%{{y:{'+' if kind == 'differences' else ''}.4f}}</b>"
-    traces = [
-        _trace("run", labels, x["run"], _short(content["tokens"]), x[kind], hover, mode="lines")
-        for x in lines
-    ]
-    return _figure(traces, "tokens") if traces else None
+    return _figure(traces, "tokens", hover) if traces else None
 
 
 def over_training(curve: Content, labels: Sequence[str]) -> Figure:
@@ -129,55 +130,43 @@ def over_training(curve: Content, labels: Sequence[str]) -> Figure:
         if len(labels) <= MAX_BARS:
             bars = [x if isinstance(x, float | int) else 0 for x in line["stderrs"]]
             more["error_y"] = {"array": _short(bars), "visible": True}
-        hover = "<b>%{y:,.4f}</b>%{text}"
-        traces.append(_trace("run", labels, line["run"], line[over], finite, hover, **more))
-    return _figure(traces, over)
+        traces.append(_trace("run", labels, line["run"], line[over], finite, **more))
+    return _figure(traces, over, "<b>%{y:,.4f}</b>%{text}")
 
 
-def _means(lines: Sequence[Content], x: Mapping[str, Any], labels: Sequence[str]) -> list[Figure]:
-    traces = []
+def _means(
+    lines: Sequence[Content], x: Mapping[str, Any], labels: Sequence[str], over: str
+) -> Figure:
+    traces = []  # an architecture each: the mean over its runs, and a bar over all of them
     for line in lines:
         ends = list(zip(line["values"], line["low"], line["high"], strict=True))
-        bars = {
-            "symmetric": False,
-            "visible": max(line["n"]) > 1,
-            "array": _short(0 if value is None else high - value for value, _, high in ends),
-            "arrayminus": _short(0 if value is None else value - low for value, low, _ in ends),
-        }
-        hover = "%{x}: <b>%{y:.4f}</b>, %{text} run(s)"
-        traces.append(
-            _trace(
-                "entry",
-                labels,
-                line["label"],
-                x[line["label"]],
-                line["values"],
-                hover,
-                text=line["n"],
-                error_y=bars,
-            )
-        )
-    return traces
+        more: Figure = {"text": line["n"]}
+        if max(line["n"]) > 1:
+            above = _short(0 if value is None else high - value for value, _, high in ends)
+            below = _short(0 if value is None else value - low for value, low, _ in ends)
+            more["error_y"] = {"symmetric": False, "visible": True, "array": above}
+            more["error_y"]["arrayminus"] = below
+        label = line["label"]
+        traces.append(_trace("entry", labels, label, x[label], line["values"], **more))
+    return _figure(traces, over, "%{x}: <b>%{y:.4f}</b>, %{text} run(s)")
 
 
 def held_out(content: Content, labels: Sequence[str]) -> Figure:
     """Draw held-out loss over tokens by architecture."""
     lines = content["lines"]
-    return _figure(_means(lines, {x["label"]: x["tokens"] for x in lines}, labels), "tokens")
+    return _means(lines, {x["label"]: x["tokens"] for x in lines}, labels, "tokens")
 
 
 def over_length(panel: Content, unit: str, labels: Sequence[str]) -> Figure:
     """Draw accuracy over length by architecture, with chance."""
     lines, chance = panel["lines"], panel["chance"]
     names = [str(length) for length in panel["lengths"]]
-    traces = _means(lines, {line["label"]: names for line in lines}, labels)
-    drawn = _figure(traces, unit)
+    drawn = _means(lines, {line["label"]: names for line in lines}, labels, unit)
     drawn["layout"]["xaxis"] |= {"type": "category", "categoryarray": names}
     drawn["layout"]["yaxis"] |= {"range": [-0.03, 1.03]}
     if chance is not None:
         line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": chance, "y1": chance}
         label = {"text": f"chance {chance:.3f}", "textposition": "end"}
-        drawn["layout"]["shapes"] = [
-            {**line, "line": {"dash": "dash", "width": 1.2}, "label": label}
-        ]
+        line |= {"line": {"dash": "dash", "width": 1.2}, "label": label}
+        drawn["layout"]["shapes"] = [line]
     return drawn
