@@ -58,7 +58,7 @@ def test_as_a_user_types_it(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     (cells,) = [x.split() for x in done.stdout.splitlines() if x.strip().startswith("boolq acc ")]
-    assert cells[2:5] == ["0.5500", "0.8500", "+0.3000"] and cells[6] == "better"
+    assert cells[2:5] == ["0.5500", "0.8500", "+0.3000"] and "better" in cells
     assert "boolq acc: seed noise the paper's: 8 seeds within 3 %" in done.stdout
     (row,) = json.loads(out.read_text())["pairs"]
     assert row["verdict"] == "better" and row["difference"] == pytest.approx(0.3)
