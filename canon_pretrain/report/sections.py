@@ -359,7 +359,7 @@ def _scores(content: Content) -> Block:
             cells = {cell["architecture"]: cell for cell in row["cells"] if cell[kind]}
             rows.append((row, [_score_cell(row, cells.get(label), kind) for label in labels]))
         blocks += [card(title, about, labels, rows)] if kind == "chosen" or len(runs) > 1 else []
-    primary = []
+    primary: list[tuple[Content, list[Cell]]] = []
     for suite in content["suites"]:
         at = [column["run"] for column in suite["columns"]]
         for row in suite["rows"]:
