@@ -197,23 +197,19 @@ def test_our_own_exports(args: ModelArgs, tmp_path: Path) -> None:
 
 
 def test_tied_with_a_stored_head(tmp_path: Path) -> None:
+    """In either order: names are read sorted in a file, and files as the index names them."""
     config = BASE | {"tie_word_embeddings": True, "rope_version": "lingua"}
     state = random_state(config)
-    embedding = state["model.embed_tokens.weight"]
-    head = {"lm_head.weight": embedding.clone()}
-    check(tmp_path / "both", config, state | head)
-    check(tmp_path / "files", config, state | head, num_files=3)
+    head = {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
+    for num_files in (1, 3):
+        check(tmp_path / f"both{num_files}", config, state | head, num_files=num_files)
     alone = {name: t for name, t in state.items() if "embed" not in name} | head
-    folder = write_folder(tmp_path / "head", config, alone)
-    found = import_folder(folder, tmp_path / "out")
+    found = import_folder(write_folder(tmp_path / "head", config, alone), tmp_path / "out")
     expected = llama_canon.logits(config, state, TOKENS)
     assert (our_logits(found) - expected).abs().max() < 1e-4
-    # in either order: the names are read sorted in a file, and files as the index names them
     head["lm_head.weight"][3, 5] += 1
-    for num_files in (1, 3):
-        folder = write_folder(
-            tmp_path / f"other{num_files}", config, state | head, num_files=num_files
-        )
+    for k in (1, 3):
+        folder = write_folder(tmp_path / f"other{k}", config, state | head, num_files=k)
         refused(folder, r"lm_head\.weight and model\.embed_tokens\.weight differ")
 
 

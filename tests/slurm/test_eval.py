@@ -99,16 +99,6 @@ def test_the_time_limit_costs_the_running_task_at_most(
     assert not [*tmp_path.glob("**/HIT")] and not (ROOT / "HIT").exists()
 
 
-def test_a_job_that_another_has_overtaken_does_nothing(jobs: Jobs, run: Path) -> None:
-    """What a watcher submits that slept between its claim and sbatch."""
-    checkpoint = run / "checkpoint/step-12"
-    script = (SCRIPT, "--lease", "0123456789abcdef", checkpoint, "validation")
-    job = jobs.submit(*script, flags=("--gpus-per-node=0",))
-    assert job.until_ended() == "COMPLETED"
-    assert "another job has this work" in job.text()
-    assert not (run / "evals/step-12/validation").exists()
-
-
 def test_by_hand_and_scancel(jobs: Jobs, run: Path, tmp_path: Path) -> None:
     """A job that a person submits, from elsewhere; and one that is cancelled leaves no process."""
     work = (SCRIPT, run / "checkpoint/step-3", "validation", "--batch_tokens", 4096)

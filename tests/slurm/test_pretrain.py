@@ -293,19 +293,6 @@ def test_a_node_that_is_not_fit_is_named_and_left_out(
     assert status(run).host == "n2" and status(run).state == "done"
 
 
-def test_a_full_disk_on_one_node_of_two_is_that_nodes(
-    jobs: Jobs, data_folder: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    jobs.set(PREFLIGHT=1)
-    job = jobs.submit(SCRIPT, *train(data_folder, run), flags=("--nodes=2",), TEST_FULL_NODE="n2")
-    job.until_requeued(1)
-    job.until(lambda: job.field("ExcNodeList") == "n2", "the exclusion")
-    job.cancel()
-    assert "node n2 is not fit: 0 bytes are free" in log_of(run)
-    assert not RunFolder(run).log_file.exists(), "nothing was trained"
-
-
 def test_nodes_that_do_not_divide_the_batch_are_refused(jobs: Jobs, tmp_path: Path) -> None:
     """By the job at once; slurm/submit.sh refuses before anything is queued (test_sweep.py)."""
     jobs.set(RANKS_PER_NODE=5)
