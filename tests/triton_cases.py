@@ -266,30 +266,14 @@ def _check_additions(width: int, num_tokens: int, *, activation: bool) -> None:
         assert torch.equal(gradients(run, halves)[0], gradients(apart, halves)[0])
 
 
-def gradients_repeat_bit_by_bit() -> None:
-    """Two runs, over several programs along the tokens."""
-    inputs = [random(2, 35, 8, seed=1), random(8, seed=2), random(8, 1, 4, seed=3)]
-    run = functools.partial(norm_canon, **PLAIN)
-    assert_equal(gradients(run, inputs), gradients(run, inputs))
-
-
-def only_the_inputs_are_kept() -> None:
-    """Saved for backward: the inputs themselves, and one float32 number a token of a norm."""
-    h, gate, up = (random(2, 4, 8, seed=i) for i in range(3))
-    weight, gain, weights = random(8, 1, 4, seed=4), random(8, seed=5), random(16, 1, 4, seed=6)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        norm_canon(h, gain, weight, **PLAIN)
-        fused().canon_gate_triton(gate, up, weights, relu2=False, **PLAIN)
-    own = {x.data_ptr() for x in (h, gate, up, weight, gain, weights)}
-    others = [x for x in saved if x.data_ptr() not in own]
-    assert [(tuple(x.shape), x.dtype) for x in others] == [((2, 4), FP32)]
-    assert len(saved) == 7, len(saved)
-
-
 def what_needs_no_gradient_gets_none() -> None:
-    """A frozen weight (cst-Canon) costs no sums, and a frozen input gets nothing."""
+    """A frozen weight (cst-Canon) costs no sums, a frozen input gets nothing; nor do no rows."""
     x, weight = random(1, 5, 8, seed=1), random(8, 1, 4, seed=2)
+    empty = x[:0].detach().requires_grad_()
+    dx, dweight = torch.autograd.grad(
+        fused().canon_triton(empty, weight, **PLAIN).sum(), (empty, weight)
+    )
+    assert dx.shape == empty.shape and not dweight.any()
     dy = random(1, 5, 8, seed=5).detach()
     want = torch.autograd.grad(fused().canon_triton(x, weight, **PLAIN), (x, weight), dy)
     for inputs, index in (((x, weight.detach()), 0), ((x.detach(), weight), 1)):
@@ -335,16 +319,6 @@ def nothing_leaks_out_of_a_document() -> None:
             values.append((y[:, others], dx[:, others]))
         assert values[1][0].isfinite().all() and not y.isfinite().all()
         assert_equal(*values)
-
-
-def empty_inputs_give_empty_outputs() -> None:
-    """No rows: nothing is launched."""
-    weight = random(8, 1, 4, seed=1)
-    x = torch.empty(0, 5, 8, device=DEVICE, requires_grad=True)
-    y = fused().canon_triton(x, weight, **PLAIN)
-    dx, dweight = torch.autograd.grad(y.sum(), [x, weight])
-    assert y.shape == dx.shape == x.shape
-    assert torch.equal(dweight, torch.zeros_like(weight))
 
 
 def wrong_shapes_are_refused() -> None:
@@ -516,12 +490,9 @@ PROPERTIES: dict[str, Callable[[], None]] = {
     function.__name__.replace("_", " "): function
     for function in (
         additions_beside_the_norm_are_the_streams,
-        gradients_repeat_bit_by_bit,
-        only_the_inputs_are_kept,
         what_needs_no_gradient_gets_none,
         any_strides_are_taken,
         nothing_leaks_out_of_a_document,
-        empty_inputs_give_empty_outputs,
         wrong_shapes_are_refused,
         too_wide_a_row_takes_the_norm_of_pytorch,
         blocks_follow_from_the_shape,
@@ -540,18 +511,14 @@ def _cases() -> dict[str, Callable[[], None]]:
     norm: Any = {"norm": True}
     relu2: Any = {"relu2": True}
     shapes: list[tuple[Any, ...]] = [
-        *((check_canon, (FP32, 2, t, 7), {}) for t in (1, 3)),
-        (check_canon, (FP32, 2, 17, 40), {}),
+        *((check_canon, (FP32, 2, t, 40), {}) for t in (1, 3, 17)),
         (check_canon, (BF16, 1, 130, 8), {}),
         (check_canon, (FP32, 2, 17, 9, 2), no),
         (check_canon, (FP16, 2, 18, 9, 3), docs),
         (check_canon, (FP32, 2, 18, 9), yes | docs),
         (check_canon, (BF16, 1, 5, 9), yes | no | {"weight_dtype": BF16}),
-        *((check_canon, (FP32, 2, t, 7), norm) for t in (1, 3)),
-        (check_canon, (FP32, 1, 35, 40), norm),
+        *((check_canon, (FP32, 1, t, 40), norm) for t in (1, 3, 35)),
         (check_canon, (BF16, 2, 18, 33), norm | docs),
-        (check_canon, (FP32, 1, 17, 12, 2), norm | no),
-        (check_canon, (FP32, 2, 17, 12), norm | yes),
         (check_canon, (FP32, 2, 17, 12, 3), norm | yes | no | docs),
         (check_qkv, (FP32, 2, 5, 4, 2, 6), docs),
         (check_qkv, (BF16, 1, 17, 2, 1, 8), {"rope": "rope"}),
@@ -560,8 +527,7 @@ def _cases() -> dict[str, Callable[[], None]]:
         (check_qkv, (FP32, 1, 17, 8, 4, 8), {"norm": "per_head", "rope": "b"} | docs),
         (check_qkv, (BF16, 2, 5, 2, 2, 8, 3), {"norm": "per_head", "rope": "c"} | yes),
         (check_qkv, (FP32, 1, 18, 3, 1, 5), {"norm": "per_head"} | no),
-        *((check_gate, (FP32, 2, t, 7), {}) for t in (1, 3)),
-        (check_gate, (FP32, 1, 35, 40), {}),
+        *((check_gate, (FP32, 1, t, 40), {}) for t in (1, 3, 35)),
         (check_gate, (BF16, 2, 5, 9), relu2 | docs),
         (check_gate, (FP32, 1, 17, 9, 3), yes),
         (check_gate, (FP32, 1, 5, 9, 2), yes | no | docs | relu2),

@@ -1,9 +1,8 @@
-"""Every kernel of `kernels/triton/` compiled for a GPU that is not there: `python -m
-tests.triton_compiled OUT.json [COMPUTE_CAPABILITY]`.
+"""Every kernel of `kernels/triton/` compiled for a GPU that is not there, without TRITON_INTERPRET:
+`python -m tests.triton_compiled OUT.json COMPUTE_CAPABILITY`.
 
 The interpreter takes programs that the compiler refuses (types that change in a loop, reads of
-memory of the wrong kind). Run by kernels/test_triton_compiled.py, in a process
-without TRITON_INTERPRET.
+memory of the wrong kind).
 """
 
 import importlib
@@ -45,25 +44,17 @@ def variants() -> list[tuple[str, str, dict[str, Any], int]]:
             found.append(("rows", f"canon_rows_{way}_kernel", constants, warps))
         constants = some | {"relu2": seg, "block": 256}
         found.append(("gate", f"canon_gate_{way}_kernel", constants, 1 if way == "forward" else 2))
-    found += [
-        (module, kernel, two_taps(constants) | ones(constants), warps)
-        for module, kernel, constants, warps in found
-        if constants["block"] != 4096
-    ]
+    for module, kernel, constants, warps in list(found):
+        if constants["block"] != 4096:
+            two_taps = {"taps": 2, "num_sums": constants["num_sums"] - 2}
+            # Triton takes whatever is 1 for a constant
+            ones = ("rope_pairs", "rope_heads") if constants.get("rope") else ("width",)
+            two_taps |= dict.fromkeys(("num_tokens", *ones), 1)
+            found.append((module, kernel, constants | two_taps, warps))
     for norm, num_sums in ((False, 4), (True, 4), (True, 5)):
         constants = common | {"norm": norm, "num_sums": num_sums, "block": 32, "programs": 32}
         found.append(("blocks", "canon_sums_kernel", constants, 4))
     return found
-
-
-def two_taps(constants: dict[str, Any]) -> dict[str, Any]:
-    return constants | {"taps": 2, "num_sums": constants["num_sums"] - 2}
-
-
-def ones(constants: dict[str, Any]) -> dict[str, int]:
-    """Sizes that Triton takes for constants, as it does whatever is 1."""
-    sizes = ("rope_pairs", "rope_heads") if constants.get("rope") else ("width",)
-    return dict.fromkeys(("num_tokens", *sizes), 1)
 
 
 def compiled(
@@ -110,11 +101,10 @@ def resources(cubin: bytes) -> str:
 
 def main() -> None:
     """Write {variant: [its PTX, its resources]} to argv[1]; what does not compile ends it."""
-    capability = int(sys.argv[2]) if len(sys.argv) > 2 else 90
     result = {}
     for i, (module, kernel, constants, warps) in enumerate(variants()):
         dtype = ("bf16", "fp32", "bf16", "fp16")[i % 4]
-        made = compiled(module, kernel, constants, warps, dtype, capability)
+        made = compiled(module, kernel, constants, warps, dtype, int(sys.argv[2]))
         name = f"{kernel} {dtype} {constants}"
         result[name] = (made.asm["ptx"], resources(made.asm["cubin"]))
     Path(sys.argv[1]).write_text(json.dumps(result))

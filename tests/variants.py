@@ -1,8 +1,7 @@
 """Small models of every variant, for the tests of all that must work on the whole family.
 
 A variant's name is its definition: the words of WORDS that it holds, on top of BASE. Any two words
-that may stand together do so in one of them at least (model/test_variants.py counts
-them), so a fault that needs two settings to meet is met.
+that may stand together do so in one of them at least: a fault that needs both is met.
 """
 
 from dataclasses import replace

@@ -156,7 +156,8 @@ class Attend(nn.Module):
         return read(q, k, v, mask).transpose(1, 2)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        num_heads, dtype, num_queries, num_keys = self.args.num_heads, q.dtype, *_lengths(q, k)
+        num_heads, dtype = self.args.num_heads, q.dtype
+        num_queries, num_keys = q.shape[2], k.shape[2]
         is_causal = mask is None and num_queries > 1
         if self.args.position == "alibi":
             # a bias of 8 bits would lose the distance: it is added to float32 scores
@@ -287,10 +288,6 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """Return 2^(-8h/H) for the heads h = 1 .. H, float32 [H] (Press et al. 2022, section 3)."""
     heads_H = torch.arange(1, num_heads + 1, device=device, dtype=torch.float32)
     return torch.exp2(-8.0 * heads_H / num_heads)
-
-
-def _lengths(q: Tensor, k: Tensor) -> tuple[int, int]:
-    return q.shape[2], k.shape[2]
 
 
 @functools.cache

@@ -9,7 +9,7 @@ rotated pairs of a head (rope_dim / 2).
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +140,18 @@ class Attention(nn.Module):
         # an export's user may have put an adapter around canon_b
         if cache is None and isinstance(self.canon_b, CanonOfParts):
             if kernels := triton_kernels(self.canon_b.backend, q):
-                return self._heads_at_once(kernels, self.canon_b, q, k, v, near_BN)
+                options = self.canon_b.options(near_BN) | {"qk_norm": self.qk_norm}
+                if self.q_norm is not None and self.k_norm is not None:
+                    options |= {"q_gain": self.q_norm.weight, "k_gain": self.k_norm.weight}
+                if self.rope is not None:
+                    options["rope_share"] = self.rope.args.rope_share
+                    options["cos_TR"] = self.rope.cos_TR[: q.shape[1]]
+                    options["sin_TR"] = self.rope.sin_TR[: q.shape[1]]
+                options |= {"head_dim": self.head_dim, "eps": self.norm_eps}
+                heads: tuple[Tensor, Tensor, Tensor] = kernels.canon_qkv_triton(
+                    q, k, v, self.canon_b.weight, **options
+                )
+                return heads
         q, k = self._norm("full", q, k)
         if self.canon_b is not None:
             q, k, v = self.canon_b((q, k, v), near_BN, cache)
@@ -150,28 +161,6 @@ class Attention(nn.Module):
             start = cache.start if cache is not None else 0
             q_BTHK, k_BTGK = self.rope(q_BTHK, start), self.rope(k_BTGK, start)
         return q_BTHK, k_BTGK, v_BTGK
-
-    def _heads_at_once(
-        self,
-        kernels: Any,
-        canon_b: CanonOfParts,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        near_BN: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `heads` of a whole sequence by one kernel for each of q, k and v."""
-        options = canon_b.options(near_BN) | {"head_dim": self.head_dim, "qk_norm": self.qk_norm}
-        if self.q_norm is not None and self.k_norm is not None:
-            options |= {"q_gain": self.q_norm.weight, "k_gain": self.k_norm.weight}
-        if self.rope is not None:
-            tables = (self.rope.cos_TR, self.rope.sin_TR)
-            options["cos_TR"], options["sin_TR"] = (table[: q.shape[1]] for table in tables)
-            options["rope_share"] = self.rope.args.rope_share
-        heads: tuple[Tensor, Tensor, Tensor] = kernels.canon_qkv_triton(
-            q, k, v, canon_b.weight, eps=self.norm_eps, **options
-        )
-        return heads
 
     def _norm(self, scope: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Apply QK-norm, if `scope` is this model's place for it."""

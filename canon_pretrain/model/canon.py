@@ -60,30 +60,6 @@ class Canon(nn.Module):
             memory = cache.canon[self.site] = CanonMemory(parts[0], self.weight, **options)
         return memory.read(parts, self.weight, near_BN, self.backend)
 
-    def after_norm(
-        self,
-        norm: nn.RMSNorm | nn.LayerNorm,
-        h_BTD: Tensor,
-        added_BTD: Tensor | None = None,
-        near_BN: Tensor | None = None,
-        cache: LayerCache | None = None,
-        readers: int = 1,
-    ) -> tuple[Tensor, Tensor | tuple[Tensor, ...]]:
-        """Return h + added and Canon(norm(h + added)), [B, T, D], both of which the block reads.
-
-        One kernel, if the backend has one (for RMSNorm). It adds up their gradients too, so each of
-        the `readers` receives a result of its own: a tuple (`for_readers`).
-        """
-        fused = triton_kernels(self.backend, h_BTD) if cache is None else None
-        if fused is None or isinstance(norm, nn.LayerNorm):
-            h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
-            return h_BTD, self(norm(h_BTD), near_BN, cache)
-        options = self.options(near_BN) | {"added_BTD": added_BTD, "readers": readers}
-        h_BTD, *x_BTD = fused.norm_canon_stream_triton(
-            h_BTD, norm.weight, self.weight, eps=norm.eps, **options
-        )
-        return h_BTD, tuple(x_BTD)
-
     def options(self, near_BN: Tensor | None) -> dict[str, Any]:
         """Return what every kernel takes: residual, activation and segments."""
         if near_BN is not None and self.backend == "compiled" and torch.compiler.is_compiling():
@@ -138,8 +114,36 @@ class CanonGate(CanonOfParts):
         return canon_gate(*parts, self.weight, **options)
 
 
+def normed(
+    norm: nn.RMSNorm | nn.LayerNorm,
+    canon: nn.Module | None,
+    h_BTD: Tensor,
+    added_BTD: Tensor | None = None,
+    near_BN: Tensor | None = None,
+    cache: LayerCache | None = None,
+    *,
+    readers: int = 1,
+) -> tuple[Tensor, Tensor | tuple[Tensor, ...]]:
+    """Return h + added and Canon(norm(h + added)), [B, T, D], both of which a block reads.
+
+    One kernel, if Canon's backend has one (for RMSNorm). It adds up their gradients too, so each of
+    the `readers` receives a result of its own: a tuple (`for_readers`).
+    """
+    # an export's user may have put an adapter around `canon`
+    if isinstance(canon, Canon) and isinstance(norm, nn.RMSNorm) and cache is None:
+        if fused := triton_kernels(canon.backend, h_BTD):
+            options = canon.options(near_BN) | {"added_BTD": added_BTD, "readers": readers}
+            h_BTD, *x_BTD = fused.norm_canon_stream_triton(
+                h_BTD, norm.weight, canon.weight, eps=norm.eps, **options
+            )
+            return h_BTD, tuple(x_BTD)
+    h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
+    y_BTD = norm(h_BTD)
+    return h_BTD, y_BTD if canon is None else canon(y_BTD, near_BN, cache)
+
+
 def for_readers(x_BTD: Tensor | tuple[Tensor, ...], readers: int) -> tuple[Tensor, ...]:
-    """Return x for each of its readers: itself, or the results of `Canon.after_norm`."""
+    """Return x for each of its readers: itself, or the results of `normed`."""
     return x_BTD if isinstance(x_BTD, tuple) else (x_BTD,) * readers
 
 

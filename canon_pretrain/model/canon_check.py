@@ -19,7 +19,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Attention, Rope
 from canon_pretrain.model.cache import document_numbers, near_segments
-from canon_pretrain.model.canon import Canon, CanonGate, CanonOfParts, for_readers
+from canon_pretrain.model.canon import Canon, CanonGate, CanonOfParts, for_readers, normed
 from canon_pretrain.model.transformer import norm_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
@@ -111,7 +111,7 @@ class _Norm(nn.Module):
     ) -> tuple[Tensor, ...]:
         # the residual stream continues, and its gradient meets the norm's
         added = added_BTD if self.adds else None
-        h_BTD, x_BTD = self.canon.after_norm(self.norm, h_BTD, added, near_BN, readers=self.readers)
+        h_BTD, x_BTD = normed(self.norm, self.canon, h_BTD, added, near_BN, readers=self.readers)
         h_BTD = h_BTD if self.adds else h_BTD + added_BTD
         return h_BTD, *for_readers(x_BTD, self.readers)
 

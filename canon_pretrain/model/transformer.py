@@ -23,7 +23,7 @@ from canon_pretrain.model.cache import (
     document_numbers,
     near_segments,
 )
-from canon_pretrain.model.canon import Canon, CanonGate, canon_at, for_readers
+from canon_pretrain.model.canon import Canon, CanonGate, canon_at, for_readers, normed
 from canon_pretrain.model.init import InitialValue, initial_value
 
 Writer = Callable[[nn.Parameter, InitialValue], None]
@@ -96,10 +96,10 @@ class TransformerBlock(nn.Module):
         at, None for one. `cache`: what this block remembers of earlier tokens, updated here.
         """
         near = near_BN, cache
-        h_BTD, x_BTD = _normed(self.attention_norm, self.canon_a, h_BTD, None, *near, readers=3)
+        h_BTD, x_BTD = normed(self.attention_norm, self.canon_a, h_BTD, None, *near, readers=3)
         y_BTD = self.attention(x_BTD, mask, *near)
         readers = 1 if self.feed_forward.w3 is None else 2
-        h_BTD, x_BTD = _normed(self.ffn_norm, self.canon_c, h_BTD, y_BTD, *near, readers=readers)
+        h_BTD, x_BTD = normed(self.ffn_norm, self.canon_c, h_BTD, y_BTD, *near, readers=readers)
         return h_BTD + self.feed_forward(x_BTD, *near)
 
 
@@ -108,25 +108,6 @@ def norm_of(args: ModelArgs) -> nn.RMSNorm | nn.LayerNorm:
     if args.norm == "layernorm":
         return nn.LayerNorm(args.dim, eps=args.norm_eps, bias=args.bias)
     return nn.RMSNorm(args.dim, eps=args.norm_eps)
-
-
-def _normed(
-    norm: nn.RMSNorm | nn.LayerNorm,
-    canon: nn.Module | None,
-    h_BTD: Tensor,
-    added_BTD: Tensor | None,
-    near_BN: Tensor | None,
-    cache: LayerCache | None,
-    *,
-    readers: int,
-) -> tuple[Tensor, Tensor | tuple[Tensor, ...]]:
-    """Return h + added, and its norm as the next half of the block reads it."""
-    if isinstance(canon, Canon):
-        return canon.after_norm(norm, h_BTD, added_BTD, near_BN, cache, readers)
-    h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
-    x_BTD = norm(h_BTD)
-    # an export's user may have put an adapter around it
-    return h_BTD, x_BTD if canon is None else canon(x_BTD, near_BN, cache)
 
 
 class Head(nn.Linear):

@@ -16,8 +16,11 @@ from canon_pretrain.kernels.backends import canon_reference
 from canon_pretrain.kernels.decode_step import CanonMemory, steps_of
 from canon_pretrain.model.cache import NOWHERE, PADDING
 
+PLAIN = {"residual": True, "activation": False}
 KINDS = [(True, False), (False, False), (True, True), (False, True)]
-every_kind = pytest.mark.parametrize(("residual", "activation"), KINDS)
+every_kind = pytest.mark.parametrize(
+    "kind", [{"residual": residual, "activation": activation} for residual, activation in KINDS]
+)
 WIDTHS = [5, 2, 4]  # of the parts
 
 
@@ -40,8 +43,10 @@ def _inputs(
     return x.to(dtype), weight.to(dtype)
 
 
-def _segments(num_tokens: int, reach: int, every: int = 4) -> Tensor:
+def _segments(num_tokens: int, reach: int, every: int = 4) -> Tensor | None:
     """A row of documents of `every` tokens, one with padding before it, and one document."""
+    if not every:
+        return None
     tokens = torch.arange(num_tokens)
     padded = torch.where(tokens < num_tokens // 3, PADDING, 0)
     rows = torch.stack((tokens // every, padded, torch.zeros_like(tokens))).int()
@@ -71,32 +76,23 @@ def _read(
     return torch.cat(outputs, dim=1)
 
 
-CUTS = [
-    [12],
-    [1] * 12,
-    [2] * 6,
-    [3, 1, 8],
-    [1, 11],
-    [5, 1, 1, 5],
-    [4, 0, 4, 1, 3],
-    [10, 2],
-]
+def _same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+CUTS = [[12], [1] * 12, [2] * 6, [3, 1, 8], [1, 11], [5, 1, 1, 5], [4, 0, 4, 1, 3], [10, 2]]
 
 
 @without_gradients
 @every_kind
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("every", [0, 1, 2, 5])
-def test_parts_of_any_size_are_the_whole(
-    width: int, every: int, residual: bool, activation: bool
-) -> None:
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("every", [0, 1, 5])
+def test_parts_of_any_size_are_the_whole(width: int, every: int, kind: dict[str, bool]) -> None:
     x, weight = _inputs(12, width)
-    segments = _segments(12, width - 1, every) if every else None
-    kind = {"residual": residual, "activation": activation}
+    segments = _segments(12, width - 1, every)
     expected = canon_reference(x, weight, **kind, segments_BN=segments)
     for sizes in CUTS:
-        found = _read(x, weight, sizes, segments, **kind)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        _same(_read(x, weight, sizes, segments, **kind), expected)
 
 
 @settings(max_examples=40, deadline=None)
@@ -109,28 +105,24 @@ def test_any_cut_of_any_documents(sizes: list[int], width: int, every: int) -> N
     num_tokens = max(1, sum(sizes))
     x, weight = _inputs(num_tokens, width)
     segments = _segments(num_tokens, width - 1, every)
-    kind = {"residual": True, "activation": False}
-    expected = canon_reference(x, weight, **kind, segments_BN=segments)[:, : sum(sizes)]
+    expected = canon_reference(x, weight, **PLAIN, segments_BN=segments)[:, : sum(sizes)]
     for enabled in (False, True):
         with torch.set_grad_enabled(enabled):
-            found = _read(x, weight, sizes, segments, **kind)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            _same(_read(x, weight, sizes, segments, **PLAIN), expected)
 
 
 @without_gradients
-@every_kind
-def test_segments_are_wanted_only_where_one_begins(residual: bool, activation: bool) -> None:
+def test_segments_are_wanted_only_where_one_begins() -> None:
     """Between them the memory may be read as if there were none."""
     x, weight = _inputs(20)
     segments = _segments(20, 3, every=7)
+    assert segments is not None
     begins = (segments[:, 3:] != segments[:, 2:-1]).any(0).tolist()
-    kind: dict[str, Any] = {"residual": residual, "activation": activation}
-    expected = canon_reference(x, weight, **kind, segments_BN=segments)
-    memory = CanonMemory(x, weight, **kind)
+    expected = canon_reference(x, weight, **PLAIN, segments_BN=segments)
+    memory = CanonMemory(x, weight, **PLAIN)
     for t in range(20):
         near = segments[:, t : t + 4] if begins[t] else None
-        (y,) = memory.read((x[:, t : t + 1],), weight, near)
-        torch.testing.assert_close(y, expected[:, t : t + 1], rtol=1e-12, atol=1e-12)
+        _same(memory.read((x[:, t : t + 1],), weight, near)[0], expected[:, t : t + 1])
     assert 0 < sum(begins) < 8
 
 
@@ -138,20 +130,17 @@ def test_segments_are_wanted_only_where_one_begins(residual: bool, activation: b
 def test_rows_are_taken_into_memory_of_their_own() -> None:
     """Both go on, in turns, and neither sees what the other writes."""
     x, weight = _inputs(40)
-    kind = {"residual": True, "activation": False}
-    expected = canon_reference(x, weight, **kind)
+    expected = canon_reference(x, weight, **PLAIN)
     rows = torch.tensor([2, 0, 0, 1])
-    for read in (1, 2, 5, 17):
-        trunk = CanonMemory(x, weight, **kind)
+    for read in (1, 2, 17):
+        trunk = CanonMemory(x, weight, **PLAIN)
         _read(x, weight, [1] * read, memory=trunk)
         branch = trunk.take(rows)
         for t in range(read, 40):
-            found = branch.read((x[rows, t : t + 1],), weight)[0]
-            torch.testing.assert_close(found, expected[rows, t : t + 1], rtol=1e-12, atol=1e-12)
+            _same(branch.read((x[rows, t : t + 1],), weight)[0], expected[rows, t : t + 1])
             if t % 3 == 0:  # a branch of a branch, left behind
                 branch.take(torch.tensor([3, 3])).read((x[:2, :1] * 100,), weight)
-            found = trunk.read((x[:, t : t + 1],), weight)[0]
-            torch.testing.assert_close(found, expected[:, t : t + 1], rtol=1e-12, atol=1e-12)
+            _same(trunk.read((x[:, t : t + 1],), weight)[0], expected[:, t : t + 1])
 
 
 def _step(
@@ -169,15 +158,13 @@ def _step(
 
 @without_gradients
 @every_kind
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("every", [0, 1, 3])
+@pytest.mark.parametrize(("width", "every"), [(2, 3), (3, 0), (4, 1)])
 def test_sites_that_step_together_are_the_whole_each(
-    width: int, every: int, residual: bool, activation: bool
+    width: int, every: int, kind: dict[str, bool]
 ) -> None:
     """With parts of several tokens and reads of one site alone between the steps."""
     given = [_inputs(num_tokens, width) for num_tokens in (30, 31, 32)]
-    segments = _segments(30, width - 1, every) if every else None
-    kind: dict[str, Any] = {"residual": residual, "activation": activation}
+    segments = _segments(30, width - 1, every)
     expected = [canon_reference(x[:, :30], w, **kind, segments_BN=segments) for x, w in given]
     memories = [CanonMemory(x, w, **kind) for x, w in given]
     weights, t = [w for _, w in given], 0
@@ -185,16 +172,15 @@ def test_sites_that_step_together_are_the_whole_each(
         for _ in range(size if together else 1):
             stop = t + (1 if together else size)
             near = None if segments is None else segments[:, t : stop + width - 1]
-            tokens = [x[:, t:stop] for x, _ in given]
             if together:
-                found = _step(memories, tokens, weights, near)
+                found = _step(memories, [x[:, t:stop] for x, _ in given], weights, near)
             else:
                 found = [
                     _read(x, w, [size], segments, memory, t)
                     for memory, (x, w) in zip(memories, given, strict=True)
                 ]
             for one, whole in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, whole[:, t:stop], rtol=1e-12, atol=1e-12)
+                _same(one, whole[:, t:stop])
             t = stop
     assert t == 29
 
@@ -203,7 +189,7 @@ def test_sites_that_step_together_are_the_whole_each(
 def test_outputs_stay_as_they_were_given() -> None:
     """Also where they are views of the memory's own numbers."""
     x, weight = _inputs(20)
-    memory = CanonMemory(x, weight, residual=True, activation=False)
+    memory = CanonMemory(x, weight, **PLAIN)
     steps = [_read(x, weight, [1], memory=memory, start=t) for t in range(4)]
     steps.append(memory.read((x[:, 4:5],), weight)[0])  # one part, not copied
     steps += memory.read(x[:, 5:6].split(WIDTHS, -1), weight)
@@ -217,9 +203,8 @@ def test_outputs_stay_as_they_were_given() -> None:
 @without_gradients
 def test_a_step_that_leaves_a_site_out_counts_for_the_others() -> None:
     x, weight = _inputs(12)
-    kind = {"residual": True, "activation": False}
-    expected = canon_reference(x, weight, **kind)
-    one, other = (CanonMemory(x, weight, **kind) for _ in range(2))
+    expected = canon_reference(x, weight, **PLAIN)
+    one, other = (CanonMemory(x, weight, **PLAIN) for _ in range(2))
     for memory in (one, other):
         _read(x, weight, [4], memory=memory)
     _step([one, other], [x[:, 4:5]] * 2, [weight] * 2, None)
@@ -229,63 +214,50 @@ def test_a_step_that_leaves_a_site_out_counts_for_the_others() -> None:
     step.end()
     for memory, start in ((one, 6), (other, 5)):
         found = _read(x, weight, [1] * 6, memory=memory, start=start)
-        torch.testing.assert_close(found, expected[:, start : start + 6], rtol=1e-12, atol=1e-12)
+        _same(found, expected[:, start : start + 6])
 
 
 @without_gradients
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_kind
-def test_sums_are_float32_and_rounded_once(
-    dtype: torch.dtype, residual: bool, activation: bool
-) -> None:
+def test_sums_are_float32_and_rounded_once(dtype: torch.dtype, kind: dict[str, bool]) -> None:
     x, weight = _inputs(200, dtype=dtype)
-    kind = {"residual": residual, "activation": activation}
     truth = canon_reference(x.double(), weight.double(), **kind)
     theirs = (canon_reference(x, weight, **kind).double() - truth).norm()
     memory = CanonMemory(x, weight, **kind)
     steps = [_read(x, weight, [1], memory=memory)]
     steps += [_step([memory], [x[:, t : t + 1]], [weight], None)[0] for t in range(1, 200)]
-    cuts = ([1] * 200, [150] + [1] * 50, [2] * 100, [50] * 4)
-    reads = [_read(x, weight, sizes, **kind) for sizes in cuts]
-    for found in (torch.cat(steps, dim=1), *reads):
+    cuts = ([150] + [1] * 50, [2] * 100, [50] * 4)
+    for found in (torch.cat(steps, dim=1), *(_read(x, weight, sizes, **kind) for sizes in cuts)):
         assert found.dtype == dtype
         assert (found.double() - truth).norm() <= 1.001 * theirs
 
 
 @every_kind
-@pytest.mark.parametrize("sizes", [[9], [1] * 9, [2, 1, 6], [5, 4], [1, 8]], ids=str)
 @pytest.mark.parametrize("every", [0, 4])
-def test_gradients_reach_earlier_parts(
-    sizes: list[int], every: int, residual: bool, activation: bool
-) -> None:
+def test_gradients_reach_earlier_parts(every: int, kind: dict[str, bool]) -> None:
     x, weight = (tensor.requires_grad_() for tensor in _inputs(9))
-    segments = _segments(9, 3, every) if every else None
-    kind = {"residual": residual, "activation": activation}
+    segments = _segments(9, 3, every)
     dy = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1))
     whole = canon_reference(x, weight, **kind, segments_BN=segments)
     expected = torch.autograd.grad(whole, (x, weight), dy)
-    found = torch.autograd.grad(_read(x, weight, sizes, segments, **kind), (x, weight), dy)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    for sizes in ([1] * 9, [2, 1, 6], [5, 4]):
+        found = torch.autograd.grad(_read(x, weight, sizes, segments, **kind), (x, weight), dy)
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_gradients_and_none_in_turns() -> None:
     """A prompt read without gradients is a constant of what follows; the weight's is of its own."""
     x, weight = _inputs(12)
     weight.requires_grad_()
-    kind = {"residual": True, "activation": False}
-    expected = canon_reference(x, weight, **kind)
-    memory = CanonMemory(x, weight, **kind)
-    with torch.no_grad():
-        found = [_read(x, weight, [1, 1, 1], memory=memory)]
-    found.append(_read(x, weight, [1], memory=memory, start=3))
-    with torch.no_grad():
-        found.append(_read(x, weight, [1, 4], memory=memory, start=4))
+    memory, found = CanonMemory(x, weight, **PLAIN), []
+    for start, sizes, enabled in ((0, [3], False), (3, [1], True), (4, [1, 4], False)):
+        with torch.set_grad_enabled(enabled):
+            found.append(_read(x, weight, sizes, memory=memory, start=start))
     found.append(_read(x, weight, [3], memory=memory, start=9))
-    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-12, atol=1e-12)
+    _same(torch.cat(found, dim=1), canon_reference(x, weight, **PLAIN))
     (alone,) = torch.autograd.grad(found[1].sum(), weight)
-    own_tap = x[:, 3].sum(0)
-    torch.testing.assert_close(alone[:, 0, 3], own_tap)
+    torch.testing.assert_close(alone[:, 0, 3], x[:, 3].sum(0))  # its own tap
     assert not alone[:, 0, :3].any()
 
 
@@ -297,28 +269,27 @@ class Kernels(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
         if not func.is_view and "empty" not in func.__name__:
             self.names.append(func.__name__.split(".")[0])
-        return result
+        return func(*args, **(kwargs or {}))
 
 
 @without_gradients
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_is_one_kernel_a_part_and_one_a_tap_for_all_sites(dtype: torch.dtype) -> None:
     x, weight = _inputs(1, dtype=dtype)
-    memories = [CanonMemory(x, weight, residual=True, activation=False) for _ in range(5)]
+    memories = [CanonMemory(x, weight, **PLAIN) for _ in range(5)]
     for memory in memories:
         _read(x, weight, [1], memory=memory)
     (step,) = steps_of(memories, [])
-    parts = x.split(WIDTHS, dim=-1)
-    for _ in range(3):
+    for _ in range(2):
         with Kernels() as seen:
             step.begin(None)
             for memory in memories:
-                memory.read(parts, weight)
+                memory.read(x.split(WIDTHS, dim=-1), weight)
             step.end()
-        assert seen.names == ["addcmul"] * 3 * 5 + ["cat"] + ["addcmul"] * 2 + ["mul"]
+        computed = [name for name in seen.names if not name.startswith("split")]
+        assert computed == ["addcmul"] * 3 * 5 + ["cat"] + ["addcmul"] * 2 + ["mul"]
 
 
 @without_gradients
@@ -331,11 +302,9 @@ def test_a_compiled_step_is_compiled_twice_at_most() -> None:
     def step(memory: CanonMemory, x_B1C: Tensor) -> Tensor:
         return memory.read((x_B1C,), weight)[0]
 
-    kind = {"residual": True, "activation": False}
-    memory = CanonMemory(x, weight, **kind)
-    expected = canon_reference(x, weight, **kind)
+    memory = CanonMemory(x, weight, **PLAIN)
     found = [memory.read((x[:, :10],), weight)[0]]
     found += [step(memory, x[:, t : t + 1].clone()) for t in range(10, x.shape[1])]
-    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-12, atol=1e-12)
+    _same(torch.cat(found, dim=1), canon_reference(x, weight, **PLAIN))
     assert counter.frame_count <= 2
     torch._dynamo.reset()

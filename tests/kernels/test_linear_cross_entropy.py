@@ -15,6 +15,7 @@ from canon_pretrain.kernels.linear_cross_entropy import IGNORE_INDEX, linear_cro
 from canon_pretrain.run.config import Loss
 from canon_pretrain.titan.spec import cross_entropy_and_objective, head_loss
 
+slow = pytest.mark.slow
 TERMS = [{}, {"z_loss": 0.03}, {"squared_loss": 0.05}]
 every_term = pytest.mark.parametrize("terms", TERMS, ids=str)
 # one chunk, even ones, uneven ones, one token each
@@ -49,41 +50,19 @@ def test_derivatives_in_float64(terms: dict[str, float], chunk_tokens: int) -> N
     loss = functools.partial(linear_cross_entropy, chunk_tokens=chunk_tokens, **terms)
     assert torch.autograd.gradcheck(lambda h, w: loss(h, w, labels)[1], (h, weight))
     found, expected = loss(h, weight, labels), whole(h, weight, labels, **terms)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == torch.float64
-        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
-    assert found[0].tolist()[2] == found[0].tolist()[-1] == 0.0
-    for one, other in zip(
-        grads_of(found[1], h, weight, scale=0.3),
-        grads_of(expected[1], h, weight, scale=0.3),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    assert not grads_of(loss(h, weight, labels)[1], h)[0][[2, -1]].any()
-
-
-@every_term
-@every_chunk
-def test_float32_is_the_whole_logits_loss_to_rounding(
-    terms: dict[str, float], chunk_tokens: int
-) -> None:
-    h, weight, labels = problem(torch.float32, num_tokens=64, dim=32, vocab=300)
-    found = linear_cross_entropy(h, weight, labels, chunk_tokens=chunk_tokens, **terms)
-    expected = whole(h, weight, labels, **terms)
-    assert not found[0].requires_grad
-    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(
-        grads_of(found[1], h, weight), grads_of(expected[1], h, weight), rtol=1e-5, atol=1e-5
-    )
+    assert not found[0].requires_grad and not found[0][[2, -1]].any()
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     with torch.no_grad():
-        asked = linear_cross_entropy(h, weight, labels, chunk_tokens=chunk_tokens, **terms)
-    torch.testing.assert_close(asked, expected, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(loss(h, weight, labels), expected, rtol=1e-13, atol=1e-13)
+    grads = [grads_of(each[1], h, weight, scale=0.3) for each in (found, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+    assert not grads[0][0][[2, -1]].any()
 
 
 @every_term
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk_tokens", [4096, 32])
-def test_half_precision_is_no_further_from_the_truth(
+def test_low_precision_is_no_further_from_the_truth(
     terms: dict[str, float], dtype: torch.dtype, chunk_tokens: int
 ) -> None:
     """With the factor of a step, which is no power of two: it may cost no rounding of its own."""
@@ -102,20 +81,19 @@ def test_half_precision_is_no_further_from_the_truth(
         pairs = [(nats, truth[0]), *zip(grads, true_grads, strict=True)]
         errors.append([(a.double() - b).norm().item() for a, b in pairs])
     for ours, plain in zip(*errors, strict=True):
-        assert ours <= 1.02 * plain
+        assert ours <= (2 if dtype == torch.float32 else 1.02) * plain
 
 
-@every_chunk
-def test_a_loss_whose_square_overflows_is_still_a_number(chunk_tokens: int) -> None:
+def test_a_loss_whose_square_overflows_is_still_a_number() -> None:
     """Without a term that squares it: a factor of 0 makes no NaN of an infinite square."""
     h, weight, labels = problem(torch.float32)
     h = (h.detach() * 1e22).requires_grad_()
-    found = linear_cross_entropy(h, weight, labels, chunk_tokens=chunk_tokens)
+    found = linear_cross_entropy(h, weight, labels, chunk_tokens=5)
     expected = whole(h, weight, labels)
     assert expected[1].isfinite()
     torch.testing.assert_close(found, expected)
     with torch.no_grad():
-        asked = linear_cross_entropy(h, weight, labels, chunk_tokens=chunk_tokens)
+        asked = linear_cross_entropy(h, weight, labels, chunk_tokens=5)
     torch.testing.assert_close(asked, expected)
     for grad in grads_of(found[1], h, weight):
         assert grad.isfinite().all()
@@ -174,13 +152,14 @@ def test_a_label_outside_of_the_vocabulary_is_an_error() -> None:
             linear_cross_entropy(h, weight, labels, chunk_tokens=4)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=slow)])
 @every_term
-def test_the_part_between_the_products_compiles(terms: dict[str, float]) -> None:
+def test_the_part_between_the_products_compiles(terms: dict[str, float], backend: str) -> None:
     h, weight, labels = problem(torch.float32, num_tokens=40)
     torch._dynamo.reset()
     plain, compiled = (
         linear_cross_entropy(h, weight, labels, chunk_tokens=10, compile_backend=name, **terms)
-        for name in (None, "aot_eager")
+        for name in (None, backend)
     )
     torch.testing.assert_close(compiled, plain)
     torch.testing.assert_close(grads_of(compiled[1], h, weight), grads_of(plain[1], h, weight))
@@ -197,18 +176,6 @@ def test_a_compiled_caller_sees_no_graph_break(chunk_tokens: int) -> None:
     found, expected = compiled(h, weight, labels), loss(h, weight, labels)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(grads_of(found[1], h, weight), grads_of(expected[1], h, weight))
-
-
-@pytest.mark.slow
-@every_term
-def test_inductor_computes_the_same(terms: dict[str, float]) -> None:
-    h, weight, labels = problem(torch.bfloat16, num_tokens=40, vocab=100)
-    plain, compiled = (
-        linear_cross_entropy(h, weight, labels, chunk_tokens=20, compile_backend=name, **terms)
-        for name in (None, "inductor")
-    )
-    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(grads_of(compiled[1], h, weight), grads_of(plain[1], h, weight))
 
 
 @pytest.mark.gpu

@@ -312,20 +312,6 @@ def test_the_operator_is_what_torch_expects(backend, documents):
     torch.library.opcheck(package_forward, (x, taps, segments, backend, True, True))
 
 
-@with_stand_ins
-@each_package
-def test_one_graph_with_the_same_numbers(backend):
-    def block(x: Tensor, weight: Tensor) -> Tensor:
-        segments = _segments(11, 3) if backend == "causal_conv1d" else None
-        return F.silu(canon_by_package(backend, x * 2, weight, **PLAIN, segments_BN=segments))
-
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    eager, traced = (_with_gradients(run, *_given()) for run in (block, compiled))
-    torch.testing.assert_close(traced, eager, rtol=1e-6, atol=1e-6)
-    assert calls == ["forward", "backward"] * 2
-    torch._dynamo.reset()
-
-
 @each_package
 def test_why_it_can_not_be_had(stand_ins, monkeypatch, backend):
     package = PACKAGES[backend]

@@ -34,9 +34,14 @@ def test_any_split_of_the_rows_gives_the_same_bits(data, kind, shape):
     assert torch.equal(torch.cat(parts), value.rows(0, shape[0]))
 
 
-def test_seed_name_and_block_all_change_the_values():
+def test_seed_name_and_block_change_the_values_and_global_state_does_not():
     value = initial_value(ARGS, "layers.0.attention.wq.weight", torch.Size((256, 512)))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
     whole = value.rows(0, 256)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(2)
+    assert torch.equal(whole, value.rows(0, 256))
     assert not torch.equal(whole, replace(value, seed=1).rows(0, 256))
     other = initial_value(ARGS, "layers.1.attention.wq.weight", torch.Size((256, 512)))
     assert not torch.equal(whole, other.rows(0, 256))
@@ -44,18 +49,7 @@ def test_seed_name_and_block_all_change_the_values():
     assert not torch.equal(whole[:128], whole[128:])
 
 
-def test_global_random_state_is_neither_read_nor_advanced():
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    first = _whole(ARGS, "output.weight", 64, 64)
-    assert torch.equal(state, torch.get_rng_state())
-    torch.manual_seed(2)
-    assert torch.equal(first, _whole(ARGS, "output.weight", 64, 64))
-
-
-@pytest.mark.parametrize(
-    "name", ["tok_embeddings.weight", "output.weight", "layers.3.feed_forward.w2.weight"]
-)
+@pytest.mark.parametrize("name", ["tok_embeddings.weight", "layers.3.feed_forward.w2.weight"])
 def test_paper_init_is_normal_with_std_002(name):
     values = _whole(ARGS, name, 2000, 512)
     assert abs(values.mean()) < 1e-4
@@ -70,7 +64,6 @@ def test_paper_init_is_normal_with_std_002(name):
     [
         ("tok_embeddings.weight", (2000, 256)),
         ("layers.0.attention.wo.weight", (256, 256)),
-        ("layers.0.feed_forward.w1.weight", (768, 256)),
         ("layers.0.feed_forward.w2.weight", (256, 768)),
     ],
 )
@@ -83,7 +76,7 @@ def test_lingua_init_is_cut_at_three_sigma_of_the_fan_in(name, shape):
     assert abs(values.mean()) < 5 * std / values.numel() ** 0.5
 
 
-@pytest.mark.parametrize("kernel", [2, 3, 4])
+@pytest.mark.parametrize("kernel", [2, 4])
 @pytest.mark.parametrize("init", ["paper", "lingua"])
 def test_canon_init_is_the_conv1d_default_with_either_preset(kernel, init):
     args = replace(ARGS, canon_kernel=kernel, init=init, canon_set="ABCD")
@@ -93,11 +86,10 @@ def test_canon_init_is_the_conv1d_default_with_either_preset(kernel, init):
     assert abs(values.std() / (bound / 3**0.5) - 1) < 1e-2
 
 
-@pytest.mark.parametrize(
-    "name", ["norm.weight", "layers.0.ffn_norm.weight", "layers.0.attention.q_norm.weight"]
-)
-def test_norm_gains_start_at_one(name):
-    assert torch.equal(_whole(ARGS, name, 64), torch.ones(64))
+def test_norm_gains_start_at_one_and_biases_at_zero():
+    for name in ("norm.weight", "layers.0.ffn_norm.weight", "layers.0.attention.q_norm.weight"):
+        assert torch.equal(_whole(ARGS, name, 64), torch.ones(64))
+    assert not _whole(ARGS, "layers.0.attention.wq.bias", 4).any()
 
 
 def _initialised(args: ModelArgs) -> dict[str, torch.Tensor]:
@@ -114,6 +106,8 @@ def test_model_built_on_meta_equals_the_one_built_directly():
     with torch.device("meta"):
         built = Transformer(FULL)
     assert all(t.is_meta for t in [*built.parameters(), *built.buffers()])
+    with pytest.raises(ValueError, match="to_empty"):
+        built.init_weights()
     built.to_empty(device="cpu")
     built.init_weights()
     tokens = torch.arange(24).reshape(2, 12)
@@ -122,9 +116,8 @@ def test_model_built_on_meta_equals_the_one_built_directly():
         assert torch.equal(buffer, built.get_buffer(name))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_shards_written_by_each_rank_add_up_to_the_single_process_value(world):
-    whole = _initialised(FULL)
+def test_shards_written_by_each_rank_add_up_to_the_single_process_value():
+    whole, world = _initialised(FULL), 3
     shards: dict[str, list[torch.Tensor]] = {name: [] for name in whole}
     for rank in range(world):
         with torch.device("meta"):
@@ -147,7 +140,7 @@ def test_names_and_values_are_the_same_under_compile_and_checkpoint_wrappers():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     whole = _initialised(FULL)
-    model = Transformer(FULL)
+    model = Transformer(FULL).to(torch.bfloat16)
     for name, block in model.layers.named_children():
         block = torch.compile(checkpoint_wrapper(block), backend="eager")
         model.layers.register_module(name, block)
@@ -155,52 +148,30 @@ def test_names_and_values_are_the_same_under_compile_and_checkpoint_wrappers():
     wrapped = dict(model.named_parameters())
     assert any("_orig_mod._checkpoint_wrapped_module." in name for name in wrapped)
     assert {plain_name(name) for name in wrapped} == set(whole)
-    for name, parameter in wrapped.items():
-        assert torch.equal(parameter, whole[plain_name(name)])
+    for name, parameter in wrapped.items():  # cast to the parameter's dtype
+        assert torch.equal(parameter, whole[plain_name(name)].bfloat16())
 
 
-def test_parameters_are_cast_to_their_own_dtype():
-    model = Transformer(FULL).to(torch.bfloat16)
-    model.init_weights()
-    expected = _initialised(FULL)["output.weight"].to(torch.bfloat16)
-    assert torch.equal(model.output.weight, expected)
-
-
-def test_meta_parameters_are_refused_by_the_default_writer():
-    with torch.device("meta"):
-        model = Transformer(FULL)
-    with pytest.raises(ValueError, match="to_empty"):
-        model.init_weights()
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 6)])
-def test_rows_that_do_not_exist_are_refused(start, stop):
-    value = initial_value(ARGS, "norm.weight", torch.Size((5,)))
-    with pytest.raises(ValueError, match="it has 5"):
-        value.rows(start, stop)
-
-
-def test_unknown_laws_names_and_shapes_are_refused():
+def test_unknown_laws_names_shapes_and_rows_are_refused():
     with pytest.raises(ValueError, match="cauchy"):
         InitialValue("w", torch.Size((2,)), 0, "cauchy", 1.0)
     with pytest.raises(ValueError, match="rows to fill"):
         InitialValue("w", torch.Size(()), 0, "normal", 1.0)
     with pytest.raises(ValueError, match="no initialisation is known for wq.scale"):
         initial_value(ARGS, "wq.scale", torch.Size((4,)))
-    assert not initial_value(ARGS, "wq.bias", torch.Size((4,))).rows(1, 3).any()
+    for start, stop in ((-1, 2), (2, 1), (0, 6)):
+        with pytest.raises(ValueError, match="it has 5"):
+            initial_value(ARGS, "norm.weight", torch.Size((5,))).rows(start, stop)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"canon_trainable": False},
-        {"canon_activation": True, "canon_residual": False},
-        {"document_mask": True},
-        {"position": "alibi"},
-        {"ffn_activation": "relu2"},
+        {"document_mask": True, "canon_activation": True},
+        {"position": "alibi", "ffn_activation": "relu2"},
         {"tie_embeddings": True},
-        {"ffn": "standard"},
-        {"norm": "layernorm"},
+        {"ffn": "standard", "norm": "layernorm"},
     ],
     ids=str,
 )
@@ -212,7 +183,7 @@ def test_what_a_variant_shares_with_others_starts_at_the_same_values(changes):
         if value.shape == expected[name].shape:
             assert torch.equal(value, expected[name]), name
         else:  # Canon-D without the gate's channels
-            assert changes == {"ffn": "standard"} and "canon_d" in name
+            assert "ffn" in changes and "canon_d" in name
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
@@ -220,8 +191,6 @@ def test_cst_canon_asks_for_no_gradient_and_everything_else_does(on_meta):
     for trainable in (True, False):
         with torch.device("meta" if on_meta else "cpu"):
             model = Transformer(replace(FULL, canon_trainable=trainable))
-        if on_meta:
-            model.to_empty(device="cpu")
-        model.init_weights()
+        model.to_empty(device="cpu").init_weights()
         for name, parameter in model.named_parameters():
             assert parameter.requires_grad == (trainable or "canon" not in name), name
