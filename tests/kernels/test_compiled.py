@@ -104,15 +104,6 @@ def test_inputs_and_gradients_need_not_be_contiguous(options):
 
 
 @every_form
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_each_dtype_is_summed_like_the_reference(dtype, weight_dtype):
-    x, weight = _random(2, 37, 5, dtype=dtype), _random(5, 1, 4, dtype=weight_dtype)
-    for options in OPTIONS:
-        _same(canon_compiled, canon_reference, (x, weight), options, rtol=1.6e-2, atol=1e-2)
-
-
-@every_form
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_as_near_to_the_truth_as_the_reference(dtype):
     inputs = _random(3, 129, 16).to(dtype), 0.5 * _random(16, 1, 4).to(dtype)
@@ -126,6 +117,7 @@ def test_low_precision_is_as_near_to_the_truth_as_the_reference(dtype):
         ):
             leaves = [x.to(each).requires_grad_() for x in inputs]
             y = used(*leaves, **options)
+            assert y.dtype == each
             found.append([y, *torch.autograd.grad(y, leaves, dy.to(each))])
         for truth, ours, theirs in zip(*found, strict=True):
             errors = [(one.double() - truth).abs().mean() for one in (ours, theirs)]

@@ -112,21 +112,6 @@ def test_any_cut_of_any_documents(sizes: list[int], width: int, every: int) -> N
 
 
 @without_gradients
-def test_segments_are_wanted_only_where_one_begins() -> None:
-    """Between them the memory may be read as if there were none."""
-    x, weight = _inputs(20)
-    segments = _segments(20, 3, every=7)
-    assert segments is not None
-    begins = (segments[:, 3:] != segments[:, 2:-1]).any(0).tolist()
-    expected = canon_reference(x, weight, **PLAIN, segments_BN=segments)
-    memory = CanonMemory(x, weight, **PLAIN)
-    for t in range(20):
-        near = segments[:, t : t + 4] if begins[t] else None
-        _same(memory.read((x[:, t : t + 1],), weight, near)[0], expected[:, t : t + 1])
-    assert 0 < sum(begins) < 8
-
-
-@without_gradients
 def test_rows_are_taken_into_memory_of_their_own() -> None:
     """Both go on, in turns, and neither sees what the other writes."""
     x, weight = _inputs(40)

@@ -275,19 +275,6 @@ def test_what_the_kernels_do_not_take_goes_to_compiled(backend, changes, segment
     assert not calls
 
 
-@with_stand_ins
-@each_package
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_no_gradient_where_none_is_asked(backend, frozen):
-    x, weight, dy = given = _given()
-    truth = _truth(*given, **PLAIN)[2 - frozen]
-    given[frozen].requires_grad_(False)
-    (canon_by_package(backend, x, weight, **PLAIN) * dy).sum().backward()
-    found = given[1 - frozen].grad
-    assert given[frozen].grad is None and found is not None
-    torch.testing.assert_close(found, truth.float(), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("flag", [(False, False), (True, True)])
 def test_torchs_flag_is_as_it_was(stand_ins, flag):
     torch.use_deterministic_algorithms(flag[0], warn_only=flag[1])

@@ -1,6 +1,5 @@
-"""Attention's three ways: explicit biases and masks, one another, refusals, what a log says."""
+"""Attention's ways against one another (test_variants.py has the truth), refusals, the log."""
 
-import math
 import sys
 from dataclasses import replace
 
@@ -47,60 +46,6 @@ def _read(
     num_tokens = parts[0].shape[1]
     with torch.no_grad():
         return attend(*parts, attend.mask(num_tokens, segments, num_tokens, CPU))
-
-
-def _weights(args: ModelArgs, segments: torch.Tensor | None = None) -> torch.Tensor:
-    """What each head's weights are where all scores are alike, [B, T, H, S].
-
-    The values are the unit vectors of the keys' places, so what is read are the weights.
-    """
-    q = torch.zeros(2, NUM_TOKENS, args.num_heads, NUM_TOKENS)
-    v = torch.eye(NUM_TOKENS)[None, :, None].expand(2, -1, args.kv_heads, -1)
-    return _read(args, [q, torch.zeros_like(v), v], segments)
-
-
-@pytest.mark.parametrize("num_heads", [4, 8])
-def test_alibi_takes_a_power_of_two_off_for_every_token_of_distance(num_heads):
-    weights = _weights(_args("alibi", num_heads))
-    for head in range(num_heads):
-        for t in range(NUM_TOKENS):
-            terms = [math.exp(-(t - s) / 2 ** (8 * (head + 1) / num_heads)) for s in range(t + 1)]
-            expected = [term / sum(terms) for term in terms] + [0.0] * (NUM_TOKENS - 1 - t)
-            torch.testing.assert_close(weights[0, t, head], torch.tensor(expected))
-
-
-@pytest.mark.parametrize("kv_heads", [0, 2])
-def test_h_alibi_gives_head_h_of_the_first_half_the_nearest_h_tokens(kv_heads):
-    weights = _weights(_args("h_alibi", num_heads=8, kv_heads=kv_heads))
-    for head in range(8):
-        window = head + 1 if head < 4 else NUM_TOKENS
-        for t in range(NUM_TOKENS):
-            seen = min(window, t + 1)
-            expected = torch.zeros(NUM_TOKENS)
-            expected[t - seen + 1 : t + 1] = 1 / seen
-            torch.testing.assert_close(weights[0, t, head], expected)
-
-
-@pytest.mark.parametrize("position", ["nope", "alibi", "h_alibi"])
-def test_nothing_is_read_from_another_segment_and_padding_reads_without_a_nan(position):
-    weights = _weights(_args(position), SEGMENTS)
-    assert torch.isfinite(weights).all()
-    for row, t, s in torch.cartesian_prod(torch.arange(2), *[torch.arange(NUM_TOKENS)] * 2):
-        seen = weights[row, t, :, s] > 0
-        own = s <= t and bool(SEGMENTS[row, t] == SEGMENTS[row, s])
-        # the last head has no window
-        assert bool(seen[-1]) == own and (own or not seen.any())
-
-
-def test_neighbouring_heads_of_q_share_a_head_of_k_and_v():
-    args = _args("nope", num_heads=4, kv_heads=2)
-    q, k, v = _inputs(args)
-    for backend in ("sdpa", "flex"):
-        y = _read(args, [q, k, v], SEGMENTS, backend)
-        for head in range(4):
-            one = [q[:, :, head : head + 1], *(x[:, :, head // 2 : head // 2 + 1] for x in (k, v))]
-            expected = _read(_args("nope", num_heads=1), one, SEGMENTS)
-            torch.testing.assert_close(y[:, :, head : head + 1], expected)
 
 
 @pytest.mark.parametrize("kv_heads", [0, 2])

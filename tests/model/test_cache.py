@@ -9,7 +9,6 @@ from torch import Tensor
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.cache import (
     FIRST_CAPACITY,
     NOWHERE,
@@ -58,17 +57,6 @@ def test_chunks_and_single_tokens_give_the_logits_of_one_pass(args):
     places = torch.tensor([0, 32, 7, 7, 21])
     given = model(tokens, logits_at_M=places)
     torch.testing.assert_close(given, expected.flatten(0, 1)[places], rtol=1e-5, atol=1e-5)
-
-
-@without_gradients
-@pytest.mark.parametrize("name", ["rope ABCD documents", "nope BD documents k2"])
-def test_a_chunk_may_end_inside_a_documents_first_tokens(name):
-    model = build(variant(name))
-    tokens = torch.tensor([[5, 6, 7, 8, EOS_ID, 9, 10, 11, 12, 13, EOS_ID, EOS_ID, 14]])
-    expected = model(tokens)
-    for cut in range(1, 13):
-        for sizes in ([cut, 13 - cut], [cut, 1, 12 - cut]):
-            torch.testing.assert_close(_in_parts(model, tokens, sizes), expected, **TOLERANCE)
 
 
 @without_gradients
@@ -168,22 +156,6 @@ def test_a_row_that_ends_sooner_is_padded_in_the_last_part(name):
 
 
 @without_gradients
-@pytest.mark.parametrize("name", ["nope A", "rope"])
-def test_a_chunk_that_forgets_what_was_read_is_noticed(name):
-    # the released model ignores Canon's state there: its logits differ by O(1)
-    model = build(variant(name))
-    tokens = random_tokens(model.args, rows=1, num_tokens=8)
-    expected, cache = model(tokens)[:, 5:], Cache(model.args.num_layers)
-    model(tokens[:, :5], cache=cache)
-    for layer in cache.layers:
-        if layer.canon:
-            layer.canon.clear()
-        else:
-            layer._keys.zero_()
-    assert (model(tokens[:, 5:], cache=cache) - expected).abs().max() > 1e-2
-
-
-@without_gradients
 def test_a_cached_sequence_past_max_seq_len_is_refused_and_changes_nothing():
     model = build(VARIANTS["rope"])
     tokens = random_tokens(model.args, rows=1, num_tokens=160)
@@ -193,16 +165,6 @@ def test_a_cached_sequence_past_max_seq_len_is_refused_and_changes_nothing():
         model(tokens[:, :2], cache=cache)
     last = model(tokens[:, 159:], cache=cache)
     torch.testing.assert_close(last, model(tokens)[:, -1:], **TOLERANCE)
-
-
-@without_gradients
-def test_a_bfloat16_model_keeps_bfloat16_and_reads_the_same_in_parts():
-    model = build(variant("alibi ABCD gqa documents")).bfloat16()
-    tokens = random_tokens(model.args, rows=2, num_tokens=12)
-    cache = Cache(model.args.num_layers)
-    given, expected = _in_parts(model, tokens, [5, 1, 6], cache), model(tokens)
-    assert cache.layers[0]._keys.dtype == torch.bfloat16
-    assert (given - expected).norm() < 0.02 * expected.norm()
 
 
 @without_gradients
@@ -295,15 +257,3 @@ def test_without_the_option_documents_are_mixed(name):
     crossed = _crossed(build(variant(name)))
     assert not crossed[: len(DOCUMENTS[0])].any()
     assert crossed[len(DOCUMENTS[0]) :].all()
-
-
-@pytest.mark.parametrize("kernel", [2, 4])
-@pytest.mark.parametrize("canon_set", ["A", "B", "C", "D"])
-def test_each_canon_site_alone_stops_at_a_documents_start(monkeypatch, canon_set, kernel):
-    # attention that mixes no tokens: each reads its own value
-    monkeypatch.setattr(Attend, "forward", lambda self, q, k, v, mask: v)
-    args = replace(BASE, num_layers=1, canon_set=canon_set, canon_kernel=kernel)
-    assert not _crossed(build(replace(args, document_mask=True))).any()
-    reached = [i < kernel - 1 for document in DOCUMENTS for i in range(len(document))]
-    reached[: len(DOCUMENTS[0])] = [False] * len(DOCUMENTS[0])
-    assert _crossed(build(args)).tolist() == reached

@@ -71,10 +71,6 @@ def test_all_blocks_are_one_graph_and_no_batch_recompiles_it(args):
     _assert_one_graph(args, "auto")
 
 
-def test_with_the_reference_all_blocks_are_one_graph_too():
-    _assert_one_graph(variant("h_alibi BD documents"), "auto", "reference")
-
-
 @pytest.mark.parametrize(
     ("mode", "name"),
     [
