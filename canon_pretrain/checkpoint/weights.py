@@ -3,7 +3,6 @@
 Model parameters are at its top level under their own names. No torchtitan here.
 """
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from canon_pretrain.checkpoint.architecture import run_of_checkpoint
-from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.checkpoint.folder import CheckpointFolder, step_number
 from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.safe_load import (
     METADATA,
@@ -36,12 +35,10 @@ TRAINING_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", 
 
 def checkpoint_step(checkpoint: Path) -> int:
     """Return the N of a folder named step-N. Raises UserError for any other name."""
-    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
-    if match is None:
-        raise UserError(
-            f"{checkpoint} is not a checkpoint: expected RUN or RUN/{CHECKPOINTS}/step-N"
-        )
-    return int(match.group(1))
+    if (step := step_number(checkpoint.name)) is None:
+        where = f"RUN or RUN/{CHECKPOINTS}/step-N"
+        raise UserError(f"{checkpoint} is not a checkpoint: expected {where}")
+    return step
 
 
 def check_checkpoint(checkpoint: Path) -> None:
@@ -101,19 +98,13 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
         raise UserError(f"{checkpoint} cannot be read: {error}") from None
     stored = tensor_shapes(checkpoint)
     config = run_of_checkpoint(checkpoint).config_file
-    for name, tensor in like.items():
-        size = stored.get(name)
-        if size != tensor.shape:
-            found = "absent" if size is None else f"of shape {tuple(size)}"
+    for name in [*like, *(name for name in stored if not name.startswith(TRAINING_STATE))]:
+        sizes = stored.get(name), like[name].shape if name in like else None
+        if sizes[0] != sizes[1]:
+            found, expected = ("absent" if s is None else f"of shape {tuple(s)}" for s in sizes)
             raise UserError(
-                f"{checkpoint} is of another model: {name} is {found} there, expected "
-                f"{tuple(tensor.shape)} from {config}"
-            )
-    for name in stored:
-        if name not in like and not name.startswith(TRAINING_STATE):
-            raise UserError(
-                f"{checkpoint} is of another model: it holds {name}, which the model of {config} "
-                "does not have"
+                f"{checkpoint} is of another model: {name} is {found} there, expected {expected} "
+                f"by {config}"
             )
     return manifest
 
@@ -137,10 +128,8 @@ def tensor_shapes(checkpoint: Path) -> dict[str, torch.Size]:
 
 
 def _stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    stored = read_metadata(checkpoint).state_dict_metadata
-    return {
-        name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)
-    }
+    stored = read_metadata(checkpoint).state_dict_metadata.items()
+    return {name: entry for name, entry in stored if isinstance(entry, TensorStorageMetadata)}
 
 
 def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
@@ -169,7 +158,6 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
         if not name.startswith(TRAINING_STATE)
     }
     load_alone(weights, checkpoint)
-    save_alone(weights, temporary, step=manifest.step, kind="weights", in_place=True)
-    run_id, launch, content = manifest.run_id, manifest.launch, manifest.content
-    stripped = Manifest.read(temporary)
-    replace(stripped, run_id=run_id, launch=launch, weights_of=content).write(temporary)
+    whose: dict[str, Any] = {"run_id": manifest.run_id, "launch": manifest.launch}
+    save_alone(weights, temporary, step=manifest.step, kind="weights", in_place=True, **whose)
+    replace(Manifest.read(temporary), weights_of=manifest.content).write(temporary)
