@@ -160,7 +160,7 @@ def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> dict[s
     others: dict[str, Encode] = {}
     if model.file_name != HF_FILE:
         processor = sentencepiece.SentencePieceProcessor(model_proto=model.model)
-        others["sp.encode"] = lambda texts: [processor.encode(text) for text in texts]
+        others["sp.encode"] = _one_by_one(processor.encode)
     if content := as_tokenizer_json(model):
         plain = tokenizers.Tokenizer.from_str(content)
         plain.encode_special_tokens = True
@@ -168,7 +168,7 @@ def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> dict[s
     seconds: dict[str, list[float]] = {}
     for _ in range(repeats):
         ours = Tokenizer(model.model, "bench", eos=model.eos_id)
-        own: Encode = lambda texts, ours=ours: [ours.encode(text) for text in texts]  # noqa: E731
+        own = _one_by_one(ours.encode)
         for name, encode in {"cold": own, "warm": own, **others}.items():
             started = time.process_time()
             encode(texts)
@@ -184,6 +184,10 @@ def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> dict[s
         "rates": {name: tokens / statistics.median(taken) for name, taken in seconds.items()},
         "ratios": {f"{n} / {other}": ratio(n, other) for n in ("cold", "warm") for other in others},
     }
+
+
+def _one_by_one(encode: Callable[[str], Any]) -> Encode:
+    return lambda texts: [encode(text) for text in texts]
 
 
 def as_tokenizer_json(model: Tokenizer) -> str:

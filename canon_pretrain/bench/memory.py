@@ -90,8 +90,8 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         "Canon": lambda row: row["canon_set"] or "none",
         "backend": lambda row: row["backend"],
         "bytes/token": lambda row: f"{row['bytes_per_token']:,.0f}",
-        "Canon's": lambda row: f"{row.get('extra_per_token', 0):+,.0f}",
-        "per channel": lambda row: f"{row.get('extra_per_channel', 0):.3f}",
+        "Canon's": lambda row: f"{row['extra_per_token']:+,.0f}" if row["canon_set"] else "",
+        "per channel": lambda row: f"{row['extra_per_channel']:.3f}" if row["canon_set"] else "",
         "target": goal,
     }
     tables.print_table(console, result["rows"], columns)

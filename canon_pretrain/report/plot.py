@@ -279,9 +279,9 @@ def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Js
 
     there = np.isfinite(np.concatenate([[np.nan], curve.values, [np.nan]]))
     alone = there[1:-1] & ~there[:-2] & ~there[2:]  # between two gaps: no line to be seen by
-    style = {"mode": "lines+markers" if len(alone) <= MARKED_POINTS else "lines"} | style
-    if style["mode"] == "lines" and alone.any():
-        style |= {"mode": "lines+markers", "marker": {"size": np.where(alone, 5, 0).tolist()}}
+    look: Json = {"mode": "lines+markers" if len(alone) <= MARKED_POINTS else "lines"}
+    if look["mode"] == "lines" and alone.any():
+        look = {"mode": "lines+markers", "marker": {"size": np.where(alone, 5, 0).tolist()}}
     words = "%{text}" if "text" in style else ""
     hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}{words}"
     made = Scatter(
@@ -290,7 +290,7 @@ def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Js
         name=label,
         meta=meta,
         hovertemplate=None if "hoverinfo" in style else f"{hover}<extra></extra>",
-        **style,
+        **look | style,
     )
     found: Json = made.to_plotly_json()
     return found
