@@ -89,7 +89,7 @@ def test_nobody_is_asked_whether_to_run_the_models_code(
 def test_a_tokenizer_json_whose_eos_only_the_shards_know(folder: Path, tmp_path: Path) -> None:
     content = byte_level().replace(b"<|end_of_text|>", b"<stop>")
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(UserError, match="no added tokens|usual name.*This task reads text"):
+    with pytest.raises(UserError, match="--eos TOKEN.*This task reads text"):
         task_tokenizer({"tokenizer": str(tmp_path)})
     (tmp_path / "train").symlink_to(folder / "data" / "train")
     found = task_tokenizer({"tokenizer": str(tmp_path)})
