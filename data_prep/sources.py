@@ -170,7 +170,7 @@ def _list_hub(
     root = hub.snapshot(known.repo, commit)
     pattern = re.compile("/".join(known.tail))
     inputs = tuple(
-        Input(file.path, file.size, file.sha256)
+        Input(*file)
         for file in hub.list_files(known.repo, commit, known.folder, WAYS_OUT)
         if pattern.fullmatch(file.path)
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
@@ -27,8 +27,7 @@ class HubUnavailable(UserError):
     """No hub or no room: any other download would fail as well."""
 
 
-@dataclass(frozen=True)
-class HubFile:
+class HubFile(NamedTuple):
     """A file of a repository: its path, size and, if the hub has it, SHA-256 ("" otherwise)."""
 
     path: str
@@ -71,14 +70,14 @@ def is_snapshot(root: Path, repo: str, commit: str) -> bool:
 @dataclass(frozen=True)
 class _Listing:
     version: Literal[1]
-    files: tuple[tuple[str, int, str], ...]
+    files: tuple[HubFile, ...]
 
 
 def list_files(repo: str, commit: str, folder: str, ways_out: WaysOut) -> list[HubFile]:
     """Return all files below `folder`, unsorted. Raises UserError without network or access."""
     kept = snapshot(repo, commit).parents[1] / f"listing-{commit}-{folder.replace('/', '--')}.json"
     try:
-        return [HubFile(*entry) for entry in read_record(kept, _Listing).files]
+        return list(read_record(kept, _Listing).files)
     except UnreadableFile:
         pass  # listing again is all that it costs
     from huggingface_hub import HfApi
@@ -90,13 +89,13 @@ def list_files(repo: str, commit: str, folder: str, ways_out: WaysOut) -> list[H
             repo, folder, recursive=True, revision=commit, repo_type="dataset"
         )
         listing = tuple(
-            (entry.path, entry.size, entry.lfs.sha256 if entry.lfs else "")
+            HubFile(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else "")
             for entry in entries
             if isinstance(entry, RepoFile)
         )
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_json(kept, asdict(_Listing(1, listing)))
-    return [HubFile(*entry) for entry in listing]
+    return list(listing)
 
 
 def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], ways_out: WaysOut) -> None:
