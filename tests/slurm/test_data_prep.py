@@ -141,6 +141,21 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(
     assert not [*tmp_path.rglob("HIT")] and not (ROOT / "HIT").exists()
 
 
+@pytest.mark.slurm
+def test_nothing_is_submitted_of_a_wrong_build(slurm: SlurmCluster, tmp_path: Path) -> None:
+    environ = Jobs(slurm, tmp_path).environ({})
+    before = slurm.run("squeue", "-h").stdout
+    for words, says in (
+        (("--shards", 2, "--", "--source", "local", "--out", "x"), "--tokenizer"),
+        (("--shards", 0, "--", "--out", "x"), "--shards 0: expected a whole number above 0"),
+        (("--shards", 2, "--", *options(tmp_path, tmp_path, "x"), "--shard", "1/2"), "its own"),
+        (("--", *options(tmp_path, tmp_path, "x")), "--shards N is missing"),
+    ):
+        done = script("submit", *words, environ=environ, cwd=tmp_path)
+        assert done.returncode == 2 and says in done.stderr, done
+    assert slurm.run("squeue", "-h").stdout == before and not (tmp_path / "x.logs").exists()
+
+
 def test_locally_it_is_the_same_build(tmp_path: Path) -> None:
     """Without Slurm, in one go and shard by shard, and again."""
     corpus, tokenizer = corpus_in(tmp_path)

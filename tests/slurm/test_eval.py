@@ -99,6 +99,16 @@ def test_the_time_limit_costs_the_running_task_at_most(
     assert not [*tmp_path.glob("**/HIT")] and not (ROOT / "HIT").exists()
 
 
+def test_a_job_that_another_has_overtaken_does_nothing(jobs: Jobs, run: Path) -> None:
+    """What a watcher submits that slept between its claim and sbatch."""
+    checkpoint = run / "checkpoint/step-12"
+    script = (SCRIPT, "--lease", "0123456789abcdef", checkpoint, "validation")
+    job = jobs.submit(*script, flags=("--gpus-per-node=0",))
+    assert job.until_ended() == "COMPLETED"
+    assert "another job has this work" in job.text()
+    assert not (run / "evals/step-12/validation").exists()
+
+
 def test_by_hand_and_scancel(jobs: Jobs, run: Path, tmp_path: Path) -> None:
     """A job that a person submits, from elsewhere; and one that is cancelled leaves no process."""
     work = (SCRIPT, run / "checkpoint/step-3", "validation", "--batch_tokens", 4096)
@@ -121,3 +131,24 @@ def test_by_hand_and_scancel(jobs: Jobs, run: Path, tmp_path: Path) -> None:
     job.until(lambda: not processes_of(f"{run}/checkpoint/step-6"), "the end of its processes")
     assert time.monotonic() - began < 20, "SIGTERM was not obeyed; KillWait is 25 s"
     assert not [*(run / "evals/step-6").glob("*/*/results.json")]
+
+
+def test_an_evaluation_takes_one_gpu_of_a_node(jobs: Jobs, run: Path) -> None:
+    """By sbatch as by `eval submit`; EVAL_GPUS and flags say another number."""
+    jobs.set(CANON_CPU=0)
+    work = (run / "checkpoint/step-3", "validation")
+
+    def asked(*command: object, **variables: object) -> list[str]:
+        words = [*map(str, command), str(ROOT / SCRIPT), *map(str, work)]
+        submitted = jobs.cluster.run(*words, cwd=ROOT, environ=jobs.environ(variables))
+        job = Job(jobs.cluster, submitted.stdout.strip(), jobs.folder)
+        assert job.field("OverSubscribe") == "OK"
+        found = [job.field("NumCPUs"), job.field("TresPerNode").replace("/", ":")]
+        job.cancel()
+        return found
+
+    sbatch = ("sbatch", "--parsable", "--hold")
+    submit = ("bash", ROOT / "slurm/submit.sh", *sbatch[1:])
+    assert asked(*sbatch) == asked(*submit) == ["8", "gres:gpu:1"]
+    assert asked(*submit, EVAL_GPUS=2, CPUS_PER_GPU=3) == ["6", "gres:gpu:2"]
+    assert asked(*submit, "--gres=gpu:8", CPUS_PER_GPU=1) == ["8", "gres:gpu:8"]

@@ -12,6 +12,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -293,12 +295,107 @@ def test_a_node_that_is_not_fit_is_named_and_left_out(
     assert status(run).host == "n2" and status(run).state == "done"
 
 
+def test_a_full_disk_on_one_node_of_two_is_that_nodes(
+    jobs: Jobs, data_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    jobs.set(PREFLIGHT=1)
+    job = jobs.submit(SCRIPT, *train(data_folder, run), flags=("--nodes=2",), TEST_FULL_NODE="n2")
+    job.until_requeued(1)
+    job.until(lambda: job.field("ExcNodeList") == "n2", "the exclusion")
+    job.cancel()
+    assert "node n2 is not fit: 0 bytes are free" in log_of(run)
+    assert not RunFolder(run).log_file.exists(), "nothing was trained"
+
+
 def test_nodes_that_do_not_divide_the_batch_are_refused(jobs: Jobs, tmp_path: Path) -> None:
-    """By the job at once; slurm/submit.sh refuses before anything is queued (test_sweep.py)."""
+    """By the job at once, and by slurm/submit.sh before anything is queued."""
+    folder = ("--job.dump_folder", tmp_path / "run")
+    words = "Numbers of nodes that can: 1, 2, 3, 6"
+    began = time.monotonic()
+    jobs.set(RANKS_PER_NODE=8)
+    job = jobs.submit(SCRIPT, *folder, flags=("--nodes=2",), RDZV_TIMEOUT_S=1, CANON_CPU=1)
+    submitted = subprocess.run(
+        ["bash", "slurm/submit.sh", "--nodes", "5", SCRIPT, *map(str, folder)],
+        cwd=ROOT, env=jobs.environ({}), capture_output=True, text=True,
+    )  # fmt: skip
+    assert submitted.returncode == 2 and words in submitted.stderr, submitted
+    assert "5 node(s) of 8 can't share training.global_batch_size = 48" in submitted.stderr
+    # two nodes can: what this job is refused for is the data, which is not there
+    assert job.until_ended() == "FAILED" and job.restarts == 0
+    assert time.monotonic() - began < 120 and "error: " in job.text()
     jobs.set(RANKS_PER_NODE=5)
-    job = jobs.submit(SCRIPT, "--job.dump_folder", tmp_path / "run", flags=("--nodes=2",))
+    job = jobs.submit(SCRIPT, *folder, flags=("--nodes=2",))
     assert job.until_ended() == "FAILED" and job.restarts == 0
     assert "2 node(s) of 5 can't share" in job.text() and not (tmp_path / "run").exists()
+
+
+def test_submit_passes_settings_and_flags_on(jobs: Jobs, data_folder: Path, tmp_path: Path) -> None:
+    jobs.settings.write_text(
+        jobs.settings.read_text()
+        + "export SBATCH_PARTITION=high\nSBATCH_FLAGS=(--hold '--comment=a b; $(c)')\n"
+    )
+    run = tmp_path / "run"
+    command = ["bash", "slurm/submit.sh", "--parsable", "--nodes=2", "-J", "mine", SCRIPT]
+    done = subprocess.run(
+        [*command, *map(str, train(data_folder, run))],
+        cwd=ROOT, env=jobs.environ({}), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    job = Job(jobs.cluster, done.stdout.strip(), tmp_path)
+    assert job.field("Partition") == "high" and job.field("JobName") == "mine"
+    assert job.field("NumNodes").startswith("2") and job.state == "PENDING"
+    shown = jobs.cluster.run("scontrol", "show", "job", job.id).stdout
+    assert "Comment=a b; $(c)" in shown
+    job.cancel()
+
+
+def test_local_is_the_same_without_slurm(
+    reference: Path, data_folder: Path, tmp_path: Path
+) -> None:
+    """kill -9 of a rank: the script starts again by itself. Ctrl-C: it saves, and stays ended."""
+    run, pace = tmp_path / "a run", tmp_path / "pace"
+    set_pace(pace, **SLOW)
+    environ = os.environ | {
+        "CANON_CPU": "1", "TEST_PACE": str(pace), "PYTHONPATH": str(ROOT / "tests" / "slurm_site"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }  # fmt: skip
+    command = ["bash", str(ROOT / SCRIPT), "--local", *map(str, train(data_folder, run, *LONG))]
+
+    def start() -> subprocess.Popen[str]:
+        # a shell's background job, as this suite may be, hands an ignored SIGINT on
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return subprocess.Popen(
+                command, cwd=tmp_path, env=environ, stderr=subprocess.STDOUT,
+                stdout=subprocess.PIPE, text=True, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def wait_for_step(step: int) -> None:
+        end = time.monotonic() + 240
+        while logged_step(run) < step or status(run).phase != "training":
+            assert script.poll() is None and time.monotonic() < end, script.communicate()[0]
+            time.sleep(0.1)
+
+    script = start()
+    wait_for_step(2)
+    first = status(run).pid
+    os.kill(first, signal.SIGKILL)
+    while status(run).pid == first:
+        time.sleep(0.1)
+    wait_for_step(3)
+    os.killpg(script.pid, signal.SIGINT)  # as a terminal does
+    output = script.communicate(timeout=120)[0]
+    assert script.returncode == 0, output
+    assert "requeue: the launch failed: it was killed at step" in output
+    assert status(run).state == "stopped" and not (run / "STOP").exists(), output
+    set_pace(pace)
+    script = start()
+    output = script.communicate(timeout=240)[0]
+    assert script.returncode == 0 and "done: step" in output, output
+    assert_same_run(run, reference, step=STEPS)
 
 
 def preflight_ranks(node: str) -> list[int]:

@@ -4,14 +4,17 @@ TEST_PACE       a file with what a phase takes longer at each of its signs of li
                 phase ("training": each step); read each time
 TEST_CRASH_AT   kill -9 of rank 0 after this step, in every launch
 TEST_RANK_0_ON  the node whose agent comes first in the rendezvous
+TEST_FULL_NODE  a node where no byte is free, as shutil.disk_usage has it
 TEST_DEAD_NODE  a node that does not report to the preflight
 """
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
+from collections import namedtuple
 from pathlib import Path
 
 _node = os.environ.get("SLURMD_NODENAME", "")
@@ -35,6 +38,10 @@ if "TEST_RANK_0_ON" in os.environ and _node:
     # agents are numbered in the order of their addresses
     _is_first = _node == os.environ["TEST_RANK_0_ON"]
     os.environ["PET_LOCAL_ADDR"] = "127.0.0.1" if _is_first else "127.0.0.2"
+
+if _node and _node == os.environ.get("TEST_FULL_NODE"):
+    Usage = namedtuple("Usage", "total used free")
+    shutil.disk_usage = lambda path: Usage(1 << 40, 1 << 40, 0)  # type: ignore[assignment]
 
 if _node and _node == os.environ.get("TEST_DEAD_NODE") and sys.orig_argv[3:4] == ["node"]:
     os._exit(1)
