@@ -4,7 +4,6 @@ Needs Debian's chromium and chromium-driver and the package selenium; `chromium(
 with the reason where one of them is missing.
 """
 
-import base64
 import json
 import shutil
 from collections.abc import Iterator
@@ -65,21 +64,36 @@ class Browser:
             "Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y}
         )
 
-    def hover(self, plot: str, x: float) -> str:
-        """The hover box's text, with the pointer on the plot of that id at `x`."""
+    def hover(self, plot: str, x: object, y: float | None = None) -> str:
+        """The hover box's text, with the pointer on a plot (its id, or a selector) at `x`; halfway
+        up without `y`."""
+        plot = plot if plot.startswith("[") else f"#{plot}"
+        self.wait_for(
+            """const plot = document.querySelector(arguments[0]);
+            plot.scrollIntoView({ block: "center" });
+            const top = plot.getBoundingClientRect().top, still = page.top === top;
+            page.top = top;
+            return still && plot._fullLayout !== undefined""",
+            plot,
+        )
         left, top = self.run(
-            """const plot = document.getElementById(arguments[0]);
-            plot.scrollIntoView({block: "center"});
-            const box = plot.getBoundingClientRect(), layout = plot._fullLayout;
-            return [box.left + layout.xaxis._offset + layout.xaxis.d2p(arguments[1]),
-              box.top + layout.yaxis._offset + layout.yaxis._length / 2];""",
+            """const plot = document.querySelector(arguments[0]);
+            const box = plot.getBoundingClientRect(), { xaxis, yaxis } = plot._fullLayout;
+            const up = arguments[2] === null ? yaxis._length / 2 : yaxis.d2p(arguments[2]);
+            const across = xaxis._offset + xaxis.d2p(arguments[1]);
+            return [box.left + across, box.top + yaxis._offset + up]""",
             plot,
             x,
+            y,
         )
-        for dx in (-3, 0):
+        for dx in (-1, 0):
             self.move_to(left + dx, top)
-        box = "return document.querySelector(`#${arguments[0]} .hoverlayer .legend`)?.textContent"
-        return self.wait_for(box, plot)
+        return self.wait_for(
+            """const layer = document.querySelector(`${arguments[0]} .hoverlayer`);
+            const box = layer.querySelector(".legend") ?? layer.querySelector(".hovertext");
+            return box?.textContent""",
+            plot,
+        )
 
     def run(self, script: str, *arguments: Any) -> Any:
         """The value that JavaScript `script` returns."""
@@ -97,13 +111,6 @@ class Browser:
             for message in messages
             if message["method"] == "Network.requestWillBeSent"
         ]
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, top to bottom, as PNG."""
-        shot = self.driver.execute_cdp_cmd(
-            "Page.captureScreenshot", {"captureBeyondViewport": True, "format": "png"}
-        )
-        path.write_bytes(base64.b64decode(shot["data"]))
 
 
 @contextmanager

@@ -55,9 +55,10 @@ def two_sided_p(
     weights = np.outer(item_weight, seed_weight).ravel()
     found = np.empty(size.size)
     step = max(1, CELLS // weights.size)
-    flat = size.ravel(), np.ravel(items), np.ravel(seeds)
     for begin in range(0, size.size, step):
-        d, v_items, v_seeds = (part[begin : begin + step, None] for part in flat)
+        d, v_items, v_seeds = (
+            np.ravel(part)[begin : begin + step, None] for part in (size, items, seeds)
+        )
         deviation = np.sqrt(v_items * ratios[0] + v_seeds * ratios[1])
         with np.errstate(divide="ignore", invalid="ignore"):
             tails = np.where(d > 0, 2 * ndtr(-d / deviation), 1.0)
@@ -101,29 +102,21 @@ def holm(p: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     return found
 
 
-def holm_levels(
-    p: np.ndarray, weights: np.ndarray | None = None, alpha: float = ALPHA
-) -> np.ndarray:
-    """Return the level at which `holm` tests each p: `holm(p) <= alpha` iff `p <= level`."""
-    weights = np.broadcast_to(1.0 if weights is None else weights, p.shape)
+def holm_levels(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the level at which `holm` tests each p: `holm(p) <= ALPHA` iff `p <= level`."""
     left, stopped = float(weights.sum()), False
     levels = np.empty(p.size)
     for index in np.argsort(p / weights, kind="stable"):
-        levels[index] = alpha * weights[index] / left
+        levels[index] = ALPHA * weights[index] / left
         stopped = stopped or bool(p[index] > levels[index])
         left -= 0.0 if stopped else float(weights[index])
     return levels
 
 
 def detectable(
-    alpha: float,
-    item_variance: float,
-    item_df: float,
-    seed_variance: float,
-    seed_df: float,
-    power: float = POWER,
+    alpha: float, item_variance: float, item_df: float, seed_variance: float, seed_df: float
 ) -> float:
-    """Return the smallest true difference that a two-sided test at `alpha` shows with that power.
+    """Return the smallest true difference that a two-sided test at `alpha` shows with POWER.
 
     Another experiment would estimate the noise anew: with one of the two variances nil this is the
     power of Student's test, by the noncentral t.
@@ -145,7 +138,7 @@ def detectable(
     weights = np.outer(item_weight, seed_weight)
 
     def missing(difference: float) -> float:
-        return power - float((ndtr((difference - criticals) / noise) * weights).sum())
+        return POWER - float((ndtr((difference - criticals) / noise) * weights).sum())
 
     high = critical + noise
     while missing(high) > 0:

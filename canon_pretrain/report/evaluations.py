@@ -222,13 +222,15 @@ def steps_shown(
     in common with it at its own last. A side without whole results is left out.
     """
     base = sides.get(baseline or "", ())
-    others = {label: runs for label, runs in sides.items() if label != baseline}
-    common = {label: common_step(runs, base, suite, step) for label, runs in others.items()}
-    first = max((at for at in common.values() if at is not None), default=None)
-    shown = {baseline or "": first if first is not None else common_step(base, base, suite, step)}
-    for label, runs in others.items():
-        at = common[label]
-        shown[label] = at if at is not None else common_step(runs, runs, suite, step)
+    own = {label: common_step(runs, runs, suite, step) for label, runs in sides.items()}
+    common = {
+        label: common_step(runs, base, suite, step)
+        for label, runs in sides.items()
+        if label != baseline
+    }
+    known = [at for at in common.values() if at is not None]
+    shown = {baseline or "": max(known, default=own.get(baseline or ""))}
+    shown |= {label: own[label] if at is None else at for label, at in common.items()}
     return {label: at for label, at in shown.items() if at is not None}
 
 

@@ -76,36 +76,6 @@ def draw_all(browser: Browser) -> None:
     )
 
 
-def hover(browser: Browser, selector: str, x: object, y: float | None = None) -> str:
-    """The hover label of a plot at `x`; halfway up without `y`."""
-    browser.wait_for(
-        """const plot = document.querySelector(arguments[0]);
-        plot.scrollIntoView({ block: "center" });
-        const top = plot.getBoundingClientRect().top, still = page.top === top;
-        page.top = top;
-        return still && plot._fullLayout !== undefined""",
-        selector,
-    )
-    left, top = browser.run(
-        """const plot = document.querySelector(arguments[0]);
-        const box = plot.getBoundingClientRect(), { xaxis, yaxis } = plot._fullLayout;
-        const up = arguments[2] === null ? yaxis._length / 2 : yaxis.d2p(arguments[2]);
-        const across = xaxis._offset + xaxis.d2p(arguments[1]);
-        return [box.left + across, box.top + yaxis._offset + up]""",
-        selector,
-        x,
-        y,
-    )
-    for dx in (-1, 0):
-        browser.move_to(left + dx, top)
-    return browser.wait_for(
-        """const layer = document.querySelector(`${arguments[0]} .hoverlayer`);
-        const box = layer.querySelector(".legend") ?? layer.querySelector(".hovertext");
-        return box?.textContent""",
-        selector,
-    )
-
-
 def column(browser: Browser, table: str, at: int) -> list[str]:
     """The texts of one column's visible cells, top to bottom."""
     return browser.run(
@@ -127,16 +97,16 @@ def test_plots_draw_hover_and_hide(browser: Browser, page: Path) -> None:
     length, piqa = (found[plots.index(name)] for name in ("1-hop exact", "piqa acc"))
     curves = [found[k] for k, name in enumerate(plots) if not name.strip()]
     loss, norm, speed = curves
-    text = hover(browser, loss, 100 * TOKENS_A_STEP)
+    text = browser.hover(loss, 100 * TOKENS_A_STEP)
     assert EVIL in text  # as text
     for top in (8, 8.25, 8.5):
         assert f"{top - math.log(101) / 2:.4f}, step 100" in text
-    assert "not finite, step 70" in hover(browser, norm, 70 * TOKENS_A_STEP)
-    assert "restart from step 250" in hover(browser, speed, 250 * TOKENS_A_STEP)
+    assert "not finite, step 70" in browser.hover(norm, 70 * TOKENS_A_STEP)
+    assert "restart from step 250" in browser.hover(speed, 250 * TOKENS_A_STEP)
     line = content(page)["score_curves"][0]["lines"][1]
-    text = hover(browser, piqa, 500 * TOKENS_A_STEP, line["values"][1])
+    text = browser.hover(piqa, 500 * TOKENS_A_STEP, line["values"][1])
     assert f"{line['values'][1]:.4f} ± {line['stderrs'][1]:.4f}step 500, n = 300" in text
-    assert hover(browser, length, 1, 0.6) == "nope: 256: 0.6000, 1 run(s)"
+    assert browser.hover(length, 1, 0.6) == "nope: 256: 0.6000, 1 run(s)"
     late = f'return document.querySelector("{found[plots.index("The last half, smoothed ")]}")'
     drawn = browser.run(f"{late}.data[1].y")
     assert drawn == pytest.approx(content(page)["late_loss"]["lines"][1]["values"], rel=1e-6)
