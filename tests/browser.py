@@ -6,6 +6,7 @@ with the reason where one of them is missing.
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,14 +87,18 @@ class Browser:
             x,
             y,
         )
-        for dx in (-1, 0):
-            self.move_to(left + dx, top)
-        return self.wait_for(
-            """const layer = document.querySelector(`${arguments[0]} .hoverlayer`);
-            const box = layer.querySelector(".legend") ?? layer.querySelector(".hovertext");
-            return box?.textContent""",
-            plot,
-        )
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:  # a busy page may miss a move
+            for dx in (-1, 0):
+                self.move_to(left + dx, top)
+            if text := self.run(
+                """const layer = document.querySelector(`${arguments[0]} .hoverlayer`);
+                const box = layer.querySelector(".legend") ?? layer.querySelector(".hovertext");
+                return box?.textContent""",
+                plot,
+            ):
+                return text
+        raise AssertionError(f"no hover box on {plot} at {x}")
 
     def run(self, script: str, *arguments: Any) -> Any:
         """The value that JavaScript `script` returns."""

@@ -128,7 +128,7 @@ def comparison_content(
             "power": POWER,
             "baseline": label,
             "architectures": [_architecture(each, choices[each.label]) for each in found],
-            "held_out": [held_out_words(rows, refused, pair) for pair in pairs],
+            "held_out": [*{held_out_words(rows, refused, pair): 0 for pair in pairs}],
             "family": family(rows),
             "pairs": rows,
             "refused": refused,
