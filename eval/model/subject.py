@@ -132,9 +132,7 @@ class Subject:
             tokenizer = Tokenizer.find(self.data, eos=self.train.eos_id)
         except UserError as error:
             raise UserError(f"{error}. This suite reads text; {ONLY_VALIDATION}") from None
-        wrong = (
-            f"{tokenizer.file_name} in {self.data} is not the tokenizer that it was written with"
-        )
+        wrong = f"the {tokenizer.file_name} in {self.data} is not that of its shards"
         _expect(tokenizer.sha256, [self.train.tokenizer_sha256], wrong)
         return tokenizer
 
