@@ -85,11 +85,12 @@ class ModelArgs:
 
     def __post_init__(self) -> None:
         letters = self.canon_set.upper()
-        if not set(letters) <= set(CANON_SITES) or len(letters) > len(set(letters)):
-            raise UserError(
-                f'canon_set = "{self.canon_set}": expected each of the sites A, B, C and D at most '
-                'once, such as "AC" or "ABCD", or "" for no Canon'
-            )
+        for letter in letters:
+            if letter not in CANON_SITES or letters.count(letter) > 1:
+                raise UserError(
+                    f'canon_set = "{self.canon_set}" names "{letter}": expected each of the sites '
+                    'A, B, C and D at most once, such as "AC" or "ABCD", or "" for no Canon'
+                )
         # frozen: the one place where fields are rewritten, so that "ca" and "AC" are equal args
         object.__setattr__(self, "canon_set", "".join(sorted(letters)))
         if self.num_kv_heads == self.num_heads:
