@@ -363,8 +363,8 @@ def print_results(console: Console, subject: str, results: Results) -> None:
             for name, scores in results.scores.items()
         ]
         for bits, nats, name in sorted(losses):
-            label = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
-            rows.append((Text(label), f"{nats:.4f}", f"{bits:.4f}"))
+            model = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
+            rows.append((Text(model), f"{nats:.4f}", f"{bits:.4f}"))
     else:
         limit = asked["limit"]
         cut = "" if limit is None else f"; the first {limit:,} items only: not a result"
@@ -381,8 +381,8 @@ def print_results(console: Console, subject: str, results: Results) -> None:
                 rows.append((Text(task), label, f"{score.value:.4f}", noise, count))
     table = Table(title=Text(title), title_justify="left")
     for column in columns:
-        justify = "left" if column in ("model", "task", "metric") else "right"
-        table.add_column(column, justify=justify, no_wrap=True)
+        is_text = column in ("model", "task", "metric")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -9,7 +9,7 @@ import errno
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -133,7 +133,7 @@ class Pins:
         """Return the commit to stage: this folder's pin, else the catalogue's, if any."""
         return self._commits.get(data.path) or data.revision
 
-    def add(self, commits: Mapping[str, str]) -> None:
+    def add(self, commits: dict[str, str]) -> None:
         """Pin repositories from now on."""
         if self._commits | commits != self._commits:
             self._commits |= commits

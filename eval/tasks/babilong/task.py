@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import datasets
 from pydantic import ConfigDict, Field, StringConstraints
@@ -41,7 +41,7 @@ LAYOUT = (
     "Question: {question}\nAnswer:"
 )
 EXAMPLE = "<context>\n{}\n</context>\n\nQuestion: {}\nAnswer: {}."
-TaskName = Literal["qa1", "qa2", "qa3", "qa4", "qa5"]
+TaskName = Annotated[str, StringConstraints(pattern="^qa[1-5]$")]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
@@ -192,8 +192,8 @@ def _of_release(text: str, task: str) -> Prompts:
     It is parsed, and never run.
     """
     values: dict[str, Any] = {}
-    for node in ast.parse(text).body:
-        for target in node.targets if isinstance(node, ast.Assign) else ():
+    for node in (node for node in ast.parse(text).body if isinstance(node, ast.Assign)):
+        for target in node.targets:
             if isinstance(target, ast.Name) and target.id in (RELEASED, RELEASED_LAYOUT):
                 values[target.id] = ast.literal_eval(node.value)
     parts = {"post_prompt": "", **values[RELEASED][task]}
