@@ -450,7 +450,17 @@ def test_a_run_shows_itself_in_tensorboard_while_it_trains(
     saved = [line for line in lines if line["event"] == "checkpoint"]
     assert [line["tokens"] for line in saved] == [line["step"] * 12 * 64 for line in saved]
     assert [line["step"] for line in saved] == [2, 3, 6, 7]
-    # what a save took is in the next step's line, also how long the step waited for it
-    seconds = {line["step"]: line["checkpoint_seconds"] for line in log}
-    assert seconds[4] == pytest.approx(saved[1]["seconds"]) and seconds[5] == 0
+    # what a save took stands in the next line of its launch, where there is one
+    for name in ("seconds", "stall_seconds"):
+        expected, waiting = [], 0.0
+        for line in lines:
+            if line["event"] in ("start", "resume"):
+                waiting = 0.0
+            elif line["event"] == "checkpoint":
+                waiting += line[name]
+            elif line["event"] == "step":
+                expected.append(waiting)
+                waiting = 0.0
+        assert sum(expected) > 0
+        assert [line[f"checkpoint_{name}"] for line in log] == pytest.approx(expected)
     assert all(line["skipped_steps"] == 0 for line in log)
