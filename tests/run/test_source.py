@@ -12,6 +12,7 @@ import pytest
 import canon_pretrain
 from canon_pretrain import chain
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.run import source
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.source import (
@@ -113,6 +114,17 @@ def test_damage_is_refused_with_the_way_out(
     harm(snapshot)
     with pytest.raises(UserError, match="--run.allow_changes code"):
         check_snapshot(snapshot)
+
+
+def test_the_way_out_of_damage_is_a_new_snapshot_and_another_users_is_none(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(take_snapshot(run))
+    assert take_snapshot(run) == run.code / "002"
+    check_snapshot(run.code / "002")
+    monkeypatch.setattr(os, "geteuid", lambda uid=os.geteuid(): uid + 1)
+    with pytest.raises(UserError, match="no folder of yours"):
+        check_snapshot(run.code / "002")
 
 
 def words(run: RunFolder, *more: str) -> list[str]:
@@ -238,6 +250,42 @@ def test_a_dirty_tree_can_be_put_together_again(repository: Path, tmp_path: Path
     for name in ("code.py", "staged.py", "__init__.py"):
         ours, theirs = (root / "package" / name for root in (clone, repository))
         assert ours.read_bytes() == theirs.read_bytes(), name
+
+
+def test_trees_without_a_branch_a_commit_or_a_repository(
+    repository: Path, tmp_path: Path
+) -> None:
+    git(repository, "checkout", "-q", "--detach")
+    assert look_at_source(repository / "package" / "__init__.py").branch is None
+    for folder in (repository / "data" / "site-packages", tmp_path / "plain", tmp_path / "empty"):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("x = 1\n")
+        found = look_at_source(folder / "__init__.py")  # in an ignored folder, and in none
+        assert (found.folder, found.commit, found.dirty, found.patch) == (None, None, None, b"")
+        assert "no git repository tracks it" in str(found.problem)
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    found = look_at_source(folder / "__init__.py")
+    assert (found.commit, found.dirty, found.problem) == (None, True, None)
+    assert b"+x = 1" in found.patch
+
+
+def test_a_tree_that_takes_long_to_walk_costs_only_its_untracked_files(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs and data in the working tree: millions of files that git would look through."""
+    (repository / "package" / "__init__.py").write_text("changed = 1\n")
+    for k in range(300):
+        (repository / f"{k}.py").touch()
+    found = look_at_source(repository / "package" / "__init__.py")
+    assert len(found.untracked) == 200 and found.problem is None
+    slow = f'case "$*" in *--others*) exec sleep 60;; esac; exec {shutil.which("git")} "$@"'
+    broken_git(slow)(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(source, "UNTRACKED_S", 0.3)
+    found = look_at_source(repository / "package" / "__init__.py")
+    assert found.commit and found.dirty and b"+changed = 1" in found.patch
+    assert "took longer" in str(found.problem) and not found.untracked
 
 
 def broken_git(script: str) -> Callable[[Path], None]:
