@@ -122,7 +122,8 @@ def test_the_way_out_of_damage_is_a_new_snapshot_and_another_users_is_none(
     flip(take_snapshot(run))
     assert take_snapshot(run) == run.code / "002"
     check_snapshot(run.code / "002")
-    monkeypatch.setattr(os, "geteuid", lambda uid=os.geteuid(): uid + 1)
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(UserError, match="no folder of yours"):
         check_snapshot(run.code / "002")
 
@@ -252,9 +253,7 @@ def test_a_dirty_tree_can_be_put_together_again(repository: Path, tmp_path: Path
         assert ours.read_bytes() == theirs.read_bytes(), name
 
 
-def test_trees_without_a_branch_a_commit_or_a_repository(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_trees_without_a_branch_a_commit_or_a_repository(repository: Path, tmp_path: Path) -> None:
     git(repository, "checkout", "-q", "--detach")
     assert look_at_source(repository / "package" / "__init__.py").branch is None
     for folder in (repository / "data" / "site-packages", tmp_path / "plain", tmp_path / "empty"):
