@@ -1,19 +1,24 @@
 """Small files are written whole beside planted links, and read in bounds whatever they hold."""
 
+import ctypes
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 from canon_pretrain.core.files import (
     UnreadableFile,
+    free_bytes,
     read_json,
     read_lines,
     rename,
+    reserve,
     write_atomic,
 )
+from tests.checkpoint_folders import small_disk
 
 
 def test_a_planted_link_is_never_written_through(tmp_path: Path) -> None:
@@ -58,6 +63,23 @@ def test_a_rename_whose_reply_is_lost_is_done(
     (tmp_path / "folder").mkdir()
     rename(tmp_path / "folder", tmp_path / "moved")
     assert (tmp_path / "moved").is_dir()
+
+
+def test_reserving_takes_room_and_writes_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 16: also where the file system can't reserve."""
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        reserve(disk / "a", 3 << 20)
+        assert (disk / "a").stat().st_size == 3 << 20 and free_bytes(disk) <= 1 << 20
+        with pytest.raises(OSError, match="No space left"):
+            reserve(disk / "b", 3 << 20)
+    no_fallocate = SimpleNamespace(fallocate=lambda *arguments: -1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: no_fallocate)
+    monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EOPNOTSUPP)
+    reserve(tmp_path / "c", 1 << 34)
+    assert (tmp_path / "c").stat().st_size == 1 << 34
+    assert (tmp_path / "c").stat().st_blocks * 512 <= 2 << 20
 
 
 def test_a_rename_that_fails_is_an_error_though_the_target_is_there(

@@ -238,6 +238,13 @@ def test_a_file_truncated_under_the_reader_is_a_short_read(split: Path) -> None:
             shards.read(60_000, 10)
 
 
+def test_a_file_removed_under_the_reader_is_named(split: Path) -> None:
+    with TokenShards.open(split) as shards:
+        (split / "part-00000-1.bin").unlink()
+        with pytest.raises(ShardError, match=r"part-00000-1\.bin: cannot be read"):
+            shards.read(100_000, 5)
+
+
 def edit_manifest(folder: Path, edit: Callable[[dict], object]) -> None:
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -285,3 +292,8 @@ def test_opening_a_damaged_split_is_refused(split: Path, name: str) -> None:
     with pytest.raises(ShardError, match=message) as caught:
         TokenShards.open(split)
     assert str(split) in str(caught.value)
+
+
+def test_a_finished_split_is_not_written_over(split: Path) -> None:
+    with pytest.raises(ShardError, match="holds a split"):
+        write_shards(split, [], vocab_size=VOCAB, eos_id=2)
