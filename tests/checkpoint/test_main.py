@@ -132,15 +132,6 @@ def test_list_shows_all_there_is(run: Path, capsys: Output) -> None:
     assert [len(found[name]) for name in ("unfinished", "archives", "strays")] == [2, 1, 1]
 
 
-def test_list_bears_steps_that_vanish_meanwhile(
-    run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CheckpointFolder, "steps", lambda folder: [5, 10, 20, 30, 40])
-    monkeypatch.setattr(CheckpointFolder, "unfinished", lambda folder: [folder.saving_path(50)])
-    output = output_of(capsys, "list", run)
-    assert "4 checkpoint(s)" in output and "damaged" not in output
-
-
 def test_a_run_is_found_by_its_folder_its_configuration_or_its_checkpoints(
     run: Path, capsys: Output
 ) -> None:

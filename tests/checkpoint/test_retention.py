@@ -260,26 +260,6 @@ def test_a_full_disk_stops_neither_the_others_nor_the_run(tmp_path: Path) -> Non
         assert len(folder_of(disk).quarantined()) == 1
 
 
-def test_a_failed_deletion_is_told_and_the_others_go_on(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rmtree = shutil.rmtree
-
-    def refuse(path: Path) -> None:
-        if "step-20" in path.name:
-            raise OSError(errno.EBUSY, "Device or resource busy")
-        rmtree(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", refuse)
-        outcome = retention(run, 2).apply()
-    assert outcome.deleted == [10, 20, 30]  # step 20 has lost its name at least
-    assert len(outcome.errors) == 1 and "step 20" in outcome.errors[0]
-    assert kinds(run) == {40: "full", 50: "full"}
-    folder_of(run).recover()
-    assert folder_of(run).leftovers() == []
-
-
 def test_two_threads_take_turns(run: Path) -> None:
     kept, inside = retention(run, 2), list[int]()
     plan = kept.plan

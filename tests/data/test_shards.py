@@ -238,13 +238,6 @@ def test_a_file_truncated_under_the_reader_is_a_short_read(split: Path) -> None:
             shards.read(60_000, 10)
 
 
-def test_a_file_removed_under_the_reader_is_named(split: Path) -> None:
-    with TokenShards.open(split) as shards:
-        (split / "part-00000-1.bin").unlink()
-        with pytest.raises(ShardError, match=r"part-00000-1\.bin: cannot be read"):
-            shards.read(100_000, 5)
-
-
 def edit_manifest(folder: Path, edit: Callable[[dict], object]) -> None:
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())

@@ -218,14 +218,6 @@ def test_a_disk_that_fills_up(tmp_path: Path, disk: Path, workers: int) -> None:
     assert snapshot(out) == whole
 
 
-def test_the_disk_is_foreseen_to_fill_up(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("data_prep.build.free_bytes", lambda path: 20_000)
-    build_corpus(tmp_path / "data", base / "corpus")
-    assert capsys.readouterr().out.count("warning: ") == 1
-
-
 # ---- changed inputs
 
 

@@ -12,7 +12,6 @@ import pytest
 import canon_pretrain
 from canon_pretrain import chain
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run import source
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.source import (
@@ -267,24 +266,6 @@ def test_trees_without_a_branch_a_commit_or_a_repository(repository: Path, tmp_p
     found = look_at_source(folder / "__init__.py")
     assert (found.commit, found.dirty, found.problem) == (None, True, None)
     assert b"+x = 1" in found.patch
-
-
-def test_a_tree_that_takes_long_to_walk_costs_only_its_untracked_files(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs and data in the working tree: millions of files that git would look through."""
-    (repository / "package" / "__init__.py").write_text("changed = 1\n")
-    for k in range(300):
-        (repository / f"{k}.py").touch()
-    found = look_at_source(repository / "package" / "__init__.py")
-    assert len(found.untracked) == 200 and found.problem is None
-    slow = f'case "$*" in *--others*) exec sleep 60;; esac; exec {shutil.which("git")} "$@"'
-    broken_git(slow)(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(source, "UNTRACKED_S", 0.3)
-    found = look_at_source(repository / "package" / "__init__.py")
-    assert found.commit and found.dirty and b"+changed = 1" in found.patch
-    assert "took longer" in str(found.problem) and not found.untracked
 
 
 def broken_git(script: str) -> Callable[[Path], None]:

@@ -24,7 +24,7 @@ from canon_pretrain.core.link_lock import LinkLock
 from canon_pretrain.run import log as log_module
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog, read_log
-from canon_pretrain.run.stop import STOP_FILE, StopRequests, describe
+from canon_pretrain.run.stop import STOP_FILE
 from canon_pretrain.titan.console import Printer
 from tests.ranks import events, logged_step, status
 from tests.support import ROOT, debug_run
@@ -214,18 +214,6 @@ def test_a_log_that_cannot_be_finished_is_left_in_time(
     log.close(timeout_s=0.2)
     assert 0.2 <= time.monotonic() - began < 5
     assert "the last 2 line(s) could not be written" in caplog.text
-
-
-def test_a_blocked_look_for_stop_holds_up_no_poll(disk: threading.Event, tmp_path: Path) -> None:
-    with StopRequests(file := tmp_path / "STOP") as requests:
-        disk.clear()
-        began = time.monotonic()
-        assert not any(any(requests.poll()) for _ in range(100))
-        assert time.monotonic() - began < 5
-        file.touch()
-        disk.set()
-        assert requests._looking.wait(10)
-        assert describe(requests.poll()) == STOP_FILE
 
 
 def test_a_log_keeps_its_lines_until_it_may_write(tmp_path: Path) -> None:
