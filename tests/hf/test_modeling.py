@@ -130,6 +130,12 @@ def test_chunked_prefill_and_sampling() -> None:
     options["attention_mask"] = torch.ones_like(ids)  # the pad token is in the prompt
     found = model.generate(ids, prefill_chunk_size=3, **options)
     assert found[0].tolist() == greedy(ours, PROMPTS[1], 4)
+    # on from an answer, by the cache that was handed back
+    first = model.generate(ids, return_dict_in_generate=True, **options)
+    more = torch.cat((first.sequences, torch.tensor([[7, 8, 9]])), dim=1)
+    given = options | {"attention_mask": torch.ones_like(more)}
+    found = model.generate(more, past_key_values=first.past_key_values, **given)
+    assert found[0].tolist() == greedy(ours, more[0].tolist(), 4)
     torch.manual_seed(0)
     options |= {"do_sample": True, "num_return_sequences": 4, "output_logits": True}
     sampled = model.generate(ids, return_dict_in_generate=True, **options)
