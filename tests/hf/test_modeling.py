@@ -316,6 +316,7 @@ def test_a_new_model_has_first_values_of_the_right_size(init: str) -> None:
     ("arguments", "message"),
     [
         ({"input_ids": None}, "reads input_ids"),
+        ({"inputs_embeds": torch.zeros(1, 2, 32)}, "reads input_ids"),
         ({"output_attentions": True}, "does not give its attention weights"),
         ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache"),
         ({"input_ids": torch.zeros(1, 161, dtype=torch.long)}, "max_position_embeddings = 160"),
