@@ -165,9 +165,7 @@ def test_without_wikitext_the_sets_without_text_are_asked(
     assert "eval stage" in ask("1-hop-256", *SHORT, of=copy, code=2)
 
 
-def test_a_junk_file_is_another_question_for_the_suite_and_for_one_probe(
-    copy: Path, ask: Ask, tmp_path: Path
-) -> None:
+def test_a_junk_file_is_another_question(copy: Path, ask: Ask, tmp_path: Path) -> None:
     """Issue 17, item 2: with its own sets and results, whatever was asked before."""
     words, junk = (*SHORT, "--limit", 1), tmp_path / "junk.txt"
     junk.write_text(" ".join(f"Here is a marked line of {word}." for word in WORDS * 5))

@@ -382,7 +382,7 @@ def test_the_mean_of_tasks_is_the_jackknife_that_leaves_out_a_source_of_all(
     assert found.noise.item_variance == pytest.approx(sum(alone) / 9, rel=0.05)
 
 
-def test_one_source_with_most_items_stays_a_noise_with_several_seeds(
+def test_a_source_with_most_items_stays_a_noise_with_more_seeds(
     rng: np.random.Generator,
 ) -> None:
     """What runs answer on their own is not taken off a variance that one source makes."""

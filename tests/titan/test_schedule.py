@@ -95,13 +95,13 @@ def test_the_rate_of_each_step(name: str, more: dict[str, object], begin: int, l
     assert found == pytest.approx(expected(begin, length, SHAPES[name]))
 
 
-def test_the_rows_of_the_readme_without_a_floor_and_without_a_decay() -> None:
+def test_a_line_to_zero_and_a_rate_that_stays() -> None:
     line_to_0 = rates(job_of(warmup_steps=0, decay_type="linear", min_lr_factor=0))
     assert line_to_0 == pytest.approx([1 - step / STEPS for step in range(STEPS)])
     assert rates(job_of(min_lr_factor=1.0))[WARMUP:] == pytest.approx([1.0] * (STEPS - WARMUP))
 
 
-def test_a_run_prolonged_while_its_rate_is_stable_is_the_longer_run() -> None:
+def test_a_run_prolonged_at_a_stable_rate_is_the_longer_run() -> None:
     """WSD and InfiniteLR do not depend on the run's length there; a cosine over the run does."""
 
     def prolonged(steps: int, **schedule: object) -> tuple[list[float], list[float]]:
