@@ -150,8 +150,8 @@ def test_a_run_that_meets_everything_is_the_run_that_met_nothing(
 OTHER_LOSS = """
 _before = head_loss
 
-def head_loss(*arguments):
-    inner = _before(*arguments)
+def head_loss(*arguments, **options):
+    inner = _before(*arguments, **options)
     return lambda *inputs: tuple(1.7 * value for value in inner(*inputs))
 """
 
@@ -172,9 +172,8 @@ def test_code_that_changes_in_mid_chain_changes_no_run(
     config = repository / "train_configs" / "debug.toml"
     job = jobs.submit(SCRIPT, config, *train(data_folder, run, *once)[1:], **where)
     job.until_step(run, 2)
-    restarts = (
-        job.restarts + 1
-    )  # the port of the rendezvous may be another cluster's on this machine
+    # not 1: the port of the rendezvous may be another cluster's on this machine
+    restarts = job.restarts + 1
     jobs.cluster.run("scancel", "--signal=USR1", "--batch", job.id)
     step = assert_stopped_and_requeued(job, run, restarts=restarts, reason="the file STOP")
     shutil.copytree(run, other)
