@@ -6,7 +6,7 @@ hours, smooths them and shows what the reader chooses. No torch.
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,22 @@ from canon_pretrain.core.text import printable, size
 from canon_pretrain.report.curves import (
     Band,
     Entry,
-    Summary,
     axis,
     join_seeds,
     rounded,
     stretches,
+    summarize,
     thin,
 )
-from canon_pretrain.report.record import Curve, RunRecord, differing, in_turn
+from canon_pretrain.report.record import Curve, Launch, RunRecord, differing, in_turn
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
-from canon_pretrain.run.results import Results
+from canon_pretrain.run.results import Score
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_ENDINGS = (".html", ".htm")
 MAX_STRETCHES, TOTAL_STRETCHES = 2000, 16_000
 """Of a run, and shared by the runs of a page, so that one of many runs stays a few MB."""
-MAX_MARKS = 300
 MARKED_POINTS = 60
 """A line of at most so many points shows each of them."""
 
@@ -47,6 +46,8 @@ MARKS: dict[str, tuple[list[Any], dict[str, Any]]] = {
 """By role, the heights of a mark between bottom and top, and its look."""
 
 Json = dict[str, Any]
+Scores = dict[int, tuple[Score, int | None]]
+"""By step; and the number of items, if it is a trial."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,13 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
     """Return all that the page says and draws of `runs`, JSON values only."""
     most = min(MAX_STRETCHES, TOTAL_STRETCHES // len(runs))
     drawing = _Drawing(runs, join_seeds(runs), most)
-    training: list[Json] = []
-    for chart in CHARTS:
-        if chart.same_as:
-            training += [asdict(chart) | {"variants": []}] if training else []
-        else:
-            training += drawing.chart(chart, {"": [run.curve(chart.id) for run in runs]})
+    training = [
+        made
+        for chart in CHARTS
+        for made in drawing.chart(
+            chart, {"": [run.curve(chart.same_as or chart.id) for run in runs]}
+        )
+    ]
     names = dict.fromkeys(name for run in runs for name in run.validation)
     by_source = {
         f"source {name}" if name else "all sources": [run.validation.get(name) for run in runs]
@@ -167,80 +169,60 @@ class _Drawing:
 
     def chart(self, chart: Chart, variants: dict[str, list[Curve | None]]) -> list[Json]:
         """Return the chart in a list; empty if no run has a value. `variants` take turns."""
-        made = [
-            {"name": name, "traces": self.traces(chart, curves, curves, {})}
-            for name, curves in variants.items()
-            if any(curve is not None for curve in curves)
+        there = {name: curves for name, curves in variants.items() if any(curves)}
+        drawn = [
+            {"name": name, "traces": self.traces(chart, curves, curves)}
+            for name, curves in there.items()
+            if not chart.same_as
         ]
-        return [asdict(chart) | {"variants": made}] if made else []
+        return [vars(chart) | {"variants": drawn}] if there else []
 
     def evaluations(self) -> list[Json]:
         """Return a chart per suite that a run was evaluated on; its variants are tasks' metrics."""
-        found: dict[str, dict[tuple[str, str], list[list[Results]]]] = {}
+        found: dict[str, dict[str, list[Scores]]] = {}
         for k, run in enumerate(self.runs):
-            for (suite, _), results in run.latest.items():
+            for (suite, step), results in run.latest.items():
                 for task, metrics in results.scores.items():
-                    for metric in metrics:
-                        measures = found.setdefault(suite, {})
-                        by_run = measures.setdefault((task, metric), [[] for _ in self.runs])
-                        by_run[k].append(results)
+                    for metric, score in metrics.items():
+                        nothing: list[Scores] = [{} for _ in self.runs]
+                        variants = found.setdefault(suite, {})
+                        by_run = variants.setdefault(printable(f"{task}, {metric}"), nothing)
+                        by_run[k][step] = score, results.asked["limit"]
         unit = "score ± standard error over items"
         charts = []
-        for number, (suite, rows) in enumerate(sorted(found.items())):
+        for number, (suite, variants) in enumerate(sorted(found.items())):
             chart = Chart(f"eval_{number}", printable(suite), unit, ",.4f", smooth=False)
-            variants = [self._scores(chart, *measure, by_run) for measure, by_run in rows.items()]
-            charts.append(asdict(chart) | {"variants": variants})
+            drawn = [
+                {"name": name, "traces": self._scores(chart, by_run)}
+                for name, by_run in variants.items()
+            ]
+            charts.append(vars(chart) | {"variants": drawn})
         return charts
 
-    def _scores(
-        self, chart: Chart, task: str, metric: str, by_run: Sequence[list[Results]]
-    ) -> Json:
-        """Return one metric's curves with standard errors; a trial is hollow, and in no mean."""
-        styles: dict[int, Json] = {}
-        for k, scored in enumerate(by_run):
-            kept = [one for _, one in sorted({r.asked["step"]: r for r in scored}.items())]
-            errors = [json_value(r.scores[task][metric].stderr) for r in kept]
-            limits = [r.asked["limit"] for r in kept]
-            styles[k] = {
-                "mode": "lines+markers",
-                "error_y": {"array": [e if isinstance(e, float) else 0 for e in errors]},
-                "marker": {
-                    "size": 7,
-                    "symbol": ["circle" if limit is None else "circle-open" for limit in limits],
-                },
-                "text": [
-                    ("" if error is None else f" ± {figure(error, '.2g')}")
-                    + ("" if limit is None else f"<br>of {limit:,} items only")
-                    for error, limit in zip(errors, limits, strict=True)
-                ],
-            }
+    def _scores(self, chart: Chart, by_run: Sequence[Scores]) -> list[Json]:
+        """Return one metric's curves with standard errors; a trial is in no mean."""
         curves, whole = (
             [
-                Curve.of(
-                    (r.asked["step"], r.scores[task][metric].value)
-                    for r in scored
-                    if trials or r.asked["limit"] is None
-                )
-                for scored in by_run
+                Curve.of((s, score.value) for s, (score, limit) in each.items() if limit in limits)
+                for each in by_run
             ]
-            for trials in (True, False)
+            for limits in ({limit for each in by_run for _, limit in each.values()}, {None})
         )
-        traces = self.traces(chart, curves, whole, styles)
-        return {"name": printable(f"{task}, {metric}"), "traces": traces}
+        styles = [_error_bars([each[step] for step in sorted(each)]) for each in by_run]
+        return self.traces(chart, curves, whole, styles)
 
     def traces(
         self,
         chart: Chart,
         curves: Sequence[Curve | None],
         joined: Sequence[Curve | None],
-        styles: dict[int, Json],
+        styles: Sequence[Json] = (),
     ) -> list[Json]:
         """Return a line per run, and a band of `joined` per entry; `styles` of lines, by run."""
         found: list[Json] = []
         for number, entry in enumerate(self.entries):
             band = Band.of([joined[k] for k in entry.runs], self.most)
-            if band is not None:
-                found += self._band(chart, number, band)
+            found += [] if band is None else self._band(chart, number, band)
             for k in entry.runs:
                 if (curve := curves[k]) is None:
                     continue
@@ -248,14 +230,13 @@ class _Drawing:
                 meta = {"entry": None if band else number, "run": k, "runs": [k], "role": "raw"}
                 kept = thin(curve.values, bounds)
                 drawn = Curve(curve.steps[kept], curve.values[kept])
-                found.append(_line(chart, label, drawn, meta, styles.get(k, {})))
+                found.append(_line(chart, label, drawn, meta, styles[k] if styles else {}))
                 if chart.smooth:
-                    summary = Summary.of(curve, bounds)
-                    there = np.isfinite(summary.mean)
-                    means = Curve(summary.step[there], summary.mean[there])
-                    found.append(_line(chart, label, means, meta | {"role": "smooth"}, {}))
-                own = meta | {"entry": number}
-                found += _marks(chart, self.runs[k], curve, bounds, own)
+                    steps, means, _, _ = summarize(curve, bounds)
+                    there = np.isfinite(means)
+                    smooth = Curve(steps[there], means[there])
+                    found.append(_line(chart, label, smooth, meta | {"role": "smooth"}))
+                found += _marks(chart, self.runs[k], curve, bounds, meta | {"entry": number})
         return found
 
     def _band(self, chart: Chart, number: int, band: Band) -> list[Json]:
@@ -274,76 +255,82 @@ class _Drawing:
         ]
 
 
-def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Json:
-    from plotly.graph_objects import Scatter
+def _error_bars(scores: Sequence[tuple[Score, int | None]]) -> Json:
+    """Return the look of scores at steps in order; a trial is hollow."""
+    errors = [json_value(score.stderr) for score, _ in scores]
+    words = [
+        ("" if error is None else f" ± {figure(error, '.2g')}")
+        + ("" if limit is None else f"<br>of {limit:,} items only")
+        for error, (_, limit) in zip(errors, scores, strict=True)
+    ]
+    symbols = ["circle" if limit is None else "circle-open" for _, limit in scores]
+    return {
+        "mode": "lines+markers",
+        "error_y": {"array": [e if isinstance(e, float) else 0 for e in errors]},
+        "marker": {"size": 7, "symbol": symbols},
+        "text": words,
+    }
 
-    there = np.isfinite(np.concatenate([[np.nan], curve.values, [np.nan]]))
-    alone = there[1:-1] & ~there[:-2] & ~there[2:]  # between two gaps: no line to be seen by
-    look: Json = {"mode": "lines+markers" if len(alone) <= MARKED_POINTS else "lines"}
-    if look["mode"] == "lines" and alone.any():
-        look = {"mode": "lines+markers", "marker": {"size": np.where(alone, 5, 0).tolist()}}
-    words = "%{text}" if "text" in style else ""
+
+def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json | None = None) -> Json:
+    words = "%{text}" if style and "text" in style else ""
     hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}{words}"
-    made = Scatter(
-        x=rounded(curve.steps),
-        y=rounded(curve.values),
-        name=label,
-        meta=meta,
-        hovertemplate=None if "hoverinfo" in style else f"{hover}<extra></extra>",
-        **look | style,
-    )
-    found: Json = made.to_plotly_json()
-    return found
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(curve.steps) <= MARKED_POINTS else "lines",
+        "x": rounded(curve.steps),
+        "y": rounded(curve.values),
+        "name": label,
+        "meta": meta,
+        "hovertemplate": f"{hover}<extra></extra>",
+        **(style or {}),
+    }
 
 
 def _marks(
     chart: Chart, run: RunRecord, curve: Curve, bounds: np.ndarray, meta: Json
 ) -> list[Json]:
     """Return symbols at values that are not finite and at skipped steps, and lines at restarts."""
-    from plotly.graph_objects import Scatter
-
     bad = np.flatnonzero(~np.isfinite(curve.values))
     _, first = np.unique(np.searchsorted(bounds, bad, side="right"), return_index=True)
     values = json_value(curve.values[bad[first]].tolist())
     gaps = zip(curve.steps[bad[first]].tolist(), values, strict=True)
-    found: dict[str, list[tuple[int, str]]] = {
-        "gap": [(step, f"<b>{value}</b>, step {step:,}") for step, value in gaps],
-        "skip": [],
-        "restart": [],
-    }
+    found = {"gap": [(step, f"<b>{value}</b>, step {step:,}") for step, value in gaps]}
     if chart.skips:
-        kept = np.linspace(0, len(run.skips) - 1, min(len(run.skips), MAX_MARKS)).round()
-        for skip in (run.skips[int(k)] for k in kept):
-            loss, norm = (figure(json_value(skip.get(x)), ".4g") for x in ("loss", "grad_norm"))
-            words = f"<b>skipped</b> step {skip['step']:,}<br>{_plain(skip.get('reason', ''))}"
-            found["skip"].append((skip["step"], f"{words}<br>loss {loss}, norm {norm}"))
+        found["skip"] = [(skip["step"], _skipped(skip)) for skip in run.skips]
+    restarts = run.launches[1:]
     if chart.restarts or chart.id == "loss":  # `hours` shows those of `loss`
-        for launch in run.launches[1:]:
-            words = (
-                f"<b>restart</b> from step {launch.from_step:,}<br>on {launch.world_size or '?'}"
-            )
-            words += f" devices, {_plain((launch.time or '')[:16].replace('T', ' '))}"
-            found["restart"].append((launch.from_step, words))
+        found["restart"] = [(launch.from_step, _restarted(launch)) for launch in restarts]
     traces = []
-    for role, at in found.items():
+    for role, marks in found.items():
         heights, style = MARKS[role]
-        repeated = [mark for mark in at for _ in heights]
         own = meta | {"role": role}
         if role == "restart":
-            hours = {
-                name: [getattr(launch, name) for launch in run.launches[1:] for _ in heights]
+            own["at"] = {
+                name: [getattr(launch, name) for launch in restarts for _ in heights]
                 for name in ("training_hours", "wall_hours")
             }
-            own["at"] = hours
-        made = Scatter(
-            x=[step for step, _ in repeated],
-            y=heights * len(at),
-            text=[words for _, words in repeated],
-            **{"name": run.label, "yaxis": "y2", "meta": own, **style},
-            hovertemplate="%{fullData.name}: %{text}<extra></extra>",
-        )
-        traces += [made.to_plotly_json()] if at else []
+        trace = {
+            **{"type": "scatter", "name": run.label, "yaxis": "y2", "meta": own, **style},
+            "x": [step for step, _ in marks for _ in heights],
+            "y": heights * len(marks),
+            "text": [words for _, words in marks for _ in heights],
+            "hovertemplate": "%{fullData.name}: %{text}<extra></extra>",
+        }
+        traces += [trace] if marks else []
     return traces
+
+
+def _skipped(skip: Json) -> str:
+    loss, norm = (figure(json_value(skip.get(name)), ".4g") for name in ("loss", "grad_norm"))
+    words = f"<b>skipped</b> step {skip['step']:,}<br>{_plain(skip.get('reason', ''))}"
+    return f"{words}<br>loss {loss}, norm {norm}"
+
+
+def _restarted(launch: Launch) -> str:
+    time = _plain((launch.time or "")[:16].replace("T", " "))
+    words = f"<b>restart</b> from step {launch.from_step:,}<br>on {launch.world_size or '?'}"
+    return f"{words} devices, {time}"
 
 
 def _plain(text: object) -> str:
@@ -352,43 +339,32 @@ def _plain(text: object) -> str:
 
 
 def _figures(run: RunRecord) -> Json:
-    loss, bits, hours = run.curve("loss"), run.validation.get(""), run.clock.training_hours
-
-    def median(field: str) -> float | None:
+    loss, bits, clock = run.curve("loss"), run.validation.get(""), run.clock
+    medians = {}
+    for field in ("tokens_per_second", "mfu"):
         curve = run.curve(field)
         finite = [] if curve is None else curve.values[np.isfinite(curve.values)]
-        return float(np.median(finite)) if len(finite) else None
-
+        medians[field] = float(np.median(finite)) if len(finite) else None
     return {
         "label": run.label,
         "folder": str(run.folder.path),
-        "step": int(run.clock.steps[-1]),
+        "step": int(clock.steps[-1]),
         "total_steps": run.identity.get("training.steps"),
-        "tokens": int(run.clock.tokens[-1]),
-        "hours": None if hours is None else float(hours[-1]),
+        "tokens": int(clock.tokens[-1]),
+        "hours": None if clock.training_hours is None else float(clock.training_hours[-1]),
         "loss": loss and json_value(float(loss.values[-max(1, len(loss.values) // 100) :].mean())),
         "bits_per_byte": bits and json_value(float(bits.values[-1])),
-        "tokens_per_second": median("tokens_per_second"),
-        "mfu": median("mfu"),
+        **medians,
         "restarts": len(run.launches[1:]),
         "world_sizes": in_turn(launch.world_size for launch in run.launches),
         "skipped": len(run.skips),
-        "init_seed": run.identity.get("model.init_seed"),
-        "data_seed": run.identity.get("data.data_seed"),
+        **dict(zip(("init_seed", "data_seed"), run.seeds, strict=True)),
     }
 
 
 def _notes(runs: Sequence[RunRecord], entries: Sequence[Entry], most: int) -> list[str]:
-    """Return sentences on how to read the charts, and on what is not in them."""
-    notes = [
-        "Steps that a restart repeated are there once, as they were done last.",
-        "Training hours join the launches: each counts from its first event, without the time "
-        "between launches and without repeated work. Wall-clock hours count from the first event "
-        "of the run's log and show those gaps.",
-        "Smoothing is an exponential moving average over steps, without the bias of its first "
-        "values: a value that is N steps old weighs exp(-N / S), S as chosen above. The logged "
-        "values stay behind it, faint. A cross at the bottom is a value that is not finite.",
-    ]
+    """Return sentences on what is joined or left out; plot.html has those on how to read."""
+    notes = []
     for entry in entries:
         if len(entry.runs) > 1:
             seeds = len({runs[k].seeds for k in entry.runs})
@@ -404,8 +380,6 @@ def _notes(runs: Sequence[RunRecord], entries: Sequence[Entry], most: int) -> li
                 "lowest, the highest and the first value that is not finite; smoothing and bands "
                 "use each stretch's mean."
             )
-        if len(run.skips) > MAX_MARKS:
-            notes.append(f"{run.label}: {MAX_MARKS} of {len(run.skips):,} skipped steps are marked")
         if run.clock.training_hours is None:
             notes.append(f"{run.label}: its log's times cannot be read: no place over hours")
         notes += [f"{run.label}: {sentence}" for sentence in run.notices]
