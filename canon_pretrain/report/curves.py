@@ -122,8 +122,8 @@ def axis(run: RunRecord) -> dict[str, Any]:
     begun = [launch.from_step for launch in run.launches]
     after = np.searchsorted(run.clock.steps, begun, side="right")  # both sides of a jump in time
     rows = np.unique(np.concatenate([even, after - 1, np.minimum(after, last)])).astype(np.int64)
-    columns = {name: getattr(run.clock, name) for name in run.clock.__dataclass_fields__}
-    return {name: None if x is None else rounded(x[rows]) for name, x in columns.items()}
+    columns = run.clock._asdict().items()
+    return {name: None if x is None else rounded(x[rows]) for name, x in columns}
 
 
 def rounded(values: np.ndarray) -> list[float | int | None]:
