@@ -5,7 +5,8 @@ hours, smooths them and shows what the reader chooses. No torch.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -26,7 +27,7 @@ from canon_pretrain.report.curves import (
     summarize,
     thin,
 )
-from canon_pretrain.report.record import Curve, Launch, RunRecord, differing, in_turn
+from canon_pretrain.report.record import Curve, Launch, RunRecord
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import Score
@@ -46,8 +47,6 @@ MARKS: dict[str, tuple[list[Any], dict[str, Any]]] = {
 """By role, the heights of a mark between bottom and top, and its look."""
 
 Json = dict[str, Any]
-Scores = dict[int, tuple[Score, int | None]]
-"""By step; and the number of items, if it is a trial."""
 
 
 @dataclass(frozen=True)
@@ -101,23 +100,7 @@ def html_page(content: Json) -> str:
     from canon_pretrain.core import page  # plotly takes a while to import
 
     plotted = {name: content[name] for name in ("runs", "entries", "sections")}
-    filters: dict[str, Callable[..., Any]] = {"figure": figure, "setting": setting}
-    return page.html_page(TEMPLATES, "plot", plotted, filters=filters, dark=False, content=content)
-
-
-def figure(value: object, form: str = ",.4f") -> str:
-    """Return a figure for a table: – for None, words ("NaN") as they are."""
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "–"
-    if value is None:
-        return "–"
-    return format(value, form) if isinstance(value, int | float) else str(value)
-
-
-def setting(value: object) -> str:
-    """Return a value of config.json for a table; a fingerprint is cut."""
-    text = "–" if value is None else '""' if value == "" else str(value)
-    return text if len(text) <= 24 else text[:12] + "…"
+    return page.html_page(TEMPLATES, "plot", plotted, filters={}, dark=False, content=content)
 
 
 # -- what the page shows
@@ -144,8 +127,6 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
         "runs": [{"label": run.label, "axis": axis(run)} for run in runs],
         "entries": [entry._asdict() for entry in drawing.entries],
-        "figures": [_figures(run) for run in runs],
-        "differing": differing(runs),
         "sections": [
             {"title": "Training", "charts": training},
             {"title": "Evaluation", "charts": evaluations},
@@ -171,57 +152,45 @@ class _Drawing:
         """Return the chart in a list; empty if no run has a value. `variants` take turns."""
         there = {name: curves for name, curves in variants.items() if any(curves)}
         drawn = [
-            {"name": name, "traces": self.traces(chart, curves, curves)}
+            {"name": name, "traces": self.traces(chart, curves)}
             for name, curves in there.items()
             if not chart.same_as
         ]
         return [vars(chart) | {"variants": drawn}] if there else []
 
     def evaluations(self) -> list[Json]:
-        """Return a chart per suite that a run was evaluated on; its variants are tasks' metrics."""
-        found: dict[str, dict[str, list[Scores]]] = {}
+        """Return a chart per suite; its variants are tasks' metrics, a trial's apart."""
+        suites: dict[str, dict[str, list[dict[int, Score]]]] = {}
         for k, run in enumerate(self.runs):
             for (suite, step), results in run.latest.items():
+                limit, variants = results.asked["limit"], suites.setdefault(suite, {})
+                trial = "" if limit is None else f", the first {limit:,} items only"
                 for task, metrics in results.scores.items():
                     for metric, score in metrics.items():
-                        nothing: list[Scores] = [{} for _ in self.runs]
-                        variants = found.setdefault(suite, {})
-                        by_run = variants.setdefault(printable(f"{task}, {metric}"), nothing)
-                        by_run[k][step] = score, results.asked["limit"]
-        unit = "score ± standard error over items"
-        charts = []
-        for number, (suite, variants) in enumerate(sorted(found.items())):
+                        name = printable(f"{task}, {metric}{trial}")
+                        variants.setdefault(name, [{} for _ in self.runs])[k][step] = score
+        unit, charts = "score ± standard error over items", []
+        for number, (suite, variants) in enumerate(sorted(suites.items())):
             chart = Chart(f"eval_{number}", printable(suite), unit, ",.4f", smooth=False)
-            drawn = [
-                {"name": name, "traces": self._scores(chart, by_run)}
-                for name, by_run in variants.items()
-            ]
+            drawn = []
+            for name, by_run in variants.items():
+                scores = [sorted(by_step.items()) for by_step in by_run]
+                curves = [Curve.of((step, one.value) for step, one in each) for each in scores]
+                styles = [_error_bars([one.stderr for _, one in each]) for each in scores]
+                drawn.append({"name": name, "traces": self.traces(chart, curves, styles)})
             charts.append(vars(chart) | {"variants": drawn})
         return charts
-
-    def _scores(self, chart: Chart, by_run: Sequence[Scores]) -> list[Json]:
-        """Return one metric's curves with standard errors; a trial is in no mean."""
-        curves, whole = (
-            [
-                Curve.of((s, score.value) for s, (score, limit) in each.items() if limit in limits)
-                for each in by_run
-            ]
-            for limits in ({limit for each in by_run for _, limit in each.values()}, {None})
-        )
-        styles = [_error_bars([each[step] for step in sorted(each)]) for each in by_run]
-        return self.traces(chart, curves, whole, styles)
 
     def traces(
         self,
         chart: Chart,
         curves: Sequence[Curve | None],
-        joined: Sequence[Curve | None],
         styles: Sequence[Json] = (),
     ) -> list[Json]:
-        """Return a line per run, and a band of `joined` per entry; `styles` of lines, by run."""
+        """Return a line per run, and a band per entry; `styles` of lines, by run."""
         found: list[Json] = []
         for number, entry in enumerate(self.entries):
-            band = Band.of([joined[k] for k in entry.runs], self.most)
+            band = Band.of([curves[k] for k in entry.runs], self.most)
             found += [] if band is None else self._band(chart, number, band)
             for k in entry.runs:
                 if (curve := curves[k]) is None:
@@ -244,10 +213,8 @@ class _Drawing:
         meta = {"entry": number, "run": None, "runs": entry.runs}
         low, high, *members = (rounded(row) for row in (band.low, band.high, *band.members))
         mean = Curve(band.steps, band.mean)
-        words = [
-            f"<br>{figure(a, '.4g')} to {figure(b, '.4g')}, n = {len(members)}"
-            for a, b in zip(low, high, strict=True)
-        ]
+        ends = zip(low, high, strict=True)
+        words = [f"<br>{_short(a)} to {_short(b)}, n = {len(members)}" for a, b in ends]
         area = {"role": "band", "low": low, "high": high, "members": members}
         return [
             _line(chart, entry.label, mean, meta | area, {"fill": "toself", "hoverinfo": "skip"}),
@@ -255,21 +222,10 @@ class _Drawing:
         ]
 
 
-def _error_bars(scores: Sequence[tuple[Score, int | None]]) -> Json:
-    """Return the look of scores at steps in order; a trial is hollow."""
-    errors = [json_value(score.stderr) for score, _ in scores]
-    words = [
-        ("" if error is None else f" ± {figure(error, '.2g')}")
-        + ("" if limit is None else f"<br>of {limit:,} items only")
-        for error, (_, limit) in zip(errors, scores, strict=True)
-    ]
-    symbols = ["circle" if limit is None else "circle-open" for _, limit in scores]
-    return {
-        "mode": "lines+markers",
-        "error_y": {"array": [e if isinstance(e, float) else 0 for e in errors]},
-        "marker": {"size": 7, "symbol": symbols},
-        "text": words,
-    }
+def _error_bars(errors: Sequence[float | None]) -> Json:
+    known = [e if e is not None and math.isfinite(e) else None for e in errors]
+    words = ["" if e is None else f" ± {e:.2g}" for e in known]
+    return {"mode": "lines+markers", "error_y": {"array": [e or 0 for e in known]}, "text": words}
 
 
 def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json | None = None) -> Json:
@@ -322,7 +278,7 @@ def _marks(
 
 
 def _skipped(skip: Json) -> str:
-    loss, norm = (figure(json_value(skip.get(name)), ".4g") for name in ("loss", "grad_norm"))
+    loss, norm = (_short(skip.get(name)) for name in ("loss", "grad_norm"))
     words = f"<b>skipped</b> step {skip['step']:,}<br>{_plain(skip.get('reason', ''))}"
     return f"{words}<br>loss {loss}, norm {norm}"
 
@@ -333,33 +289,13 @@ def _restarted(launch: Launch) -> str:
     return f"{words} devices, {time}"
 
 
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else _plain(value or "–")
+
+
 def _plain(text: object) -> str:
     """Return a text of a log for plotly, which reads a kind of HTML."""
     return escape(str(text), quote=False)
-
-
-def _figures(run: RunRecord) -> Json:
-    loss, bits, clock = run.curve("loss"), run.validation.get(""), run.clock
-    medians = {}
-    for field in ("tokens_per_second", "mfu"):
-        curve = run.curve(field)
-        finite = [] if curve is None else curve.values[np.isfinite(curve.values)]
-        medians[field] = float(np.median(finite)) if len(finite) else None
-    return {
-        "label": run.label,
-        "folder": str(run.folder.path),
-        "step": int(clock.steps[-1]),
-        "total_steps": run.identity.get("training.steps"),
-        "tokens": int(clock.tokens[-1]),
-        "hours": None if clock.training_hours is None else float(clock.training_hours[-1]),
-        "loss": loss and json_value(float(loss.values[-max(1, len(loss.values) // 100) :].mean())),
-        "bits_per_byte": bits and json_value(float(bits.values[-1])),
-        **medians,
-        "restarts": len(run.launches[1:]),
-        "world_sizes": in_turn(launch.world_size for launch in run.launches),
-        "skipped": len(run.skips),
-        **dict(zip(("init_seed", "data_seed"), run.seeds, strict=True)),
-    }
 
 
 def _notes(runs: Sequence[RunRecord], entries: Sequence[Entry], most: int) -> list[str]:
