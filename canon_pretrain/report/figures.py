@@ -238,8 +238,16 @@ def _spread(at: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
     }
 
 
-Series = dict[tuple[str, str], dict[int, tuple[float, float | None]]]
-"""(series, metric) -> length -> (value, chance)."""
+class _Point(NamedTuple):
+    """What a run scored at one length."""
+
+    run: str
+    each: Evaluation
+    series: str
+    metric: str
+    length: int
+    value: float
+    chance: float | None
 
 
 def length_figures(
@@ -255,86 +263,71 @@ def length_figures(
         ("probes", "1-hop and 2-hop over L", "tokens of junk text (L)", PROBES),
         ("babilong", "Babilong over context length", "thousand tokens of context", BABILONG),
     ):
-        shown = {run.label: _shown(run, pattern, architectures, steps) for run in runs}
-        tables = {label: _by_length(found, pattern) for label, found in shown.items()}
-        at = {
-            label: max((e.step for x in labels for e in shown.get(x, ())), default=None)
-            for label, labels in architectures.items()
-        }
-        first = next((step for step in at.values() if step is not None), None)
-        other = {label: None if step == first else step for label, step in at.items()}
-        names = {key for table in tables.values() for key in table}
-        # exact scores before ranks, the mean before its parts
-        ordered = sorted(names, key=lambda x: (x[1] == "rank", "" if x[0] == MEAN else x[0], x[1]))
-        limited = sorted(
-            label for label, found in shown.items() if any(e.limit is not None for e in found)
-        )
-        panels = [_panel(key, tables, architectures, other) for key in ordered]
+        points = []
+        for run in runs:
+            owners = [label for label, labels in architectures.items() if run.label in labels]
+            own = {
+                suite: at[owners[0]] for suite, at in steps.items() if owners and owners[0] in at
+            }
+            points += _points(run, pattern, own)
+        panels = _panels(points, architectures)
+        limited = sorted({point.run for point in points if point.each.limit is not None})
         if panels:
             about = {"name": name, "title": title, "unit": unit}
             figures.append({**about, "limited": limited, "panels": panels})
     return figures
 
 
-def _shown(
-    run: RunRecord,
-    pattern: re.Pattern[str],
-    architectures: Lines,
-    steps: Mapping[str, Mapping[str, int]],
-) -> list[Evaluation]:
-    """The evaluation to show of each suite with such tasks: a trial, or of the step to show."""
-    owner = next((label for label, labels in architectures.items() if run.label in labels), "")
-    return list(
-        {
-            each.suite: each
-            for each in evaluations_of(run)
-            if any(pattern.fullmatch(task) for task in each.results.scores)
-            and (each.limit or steps.get(each.suite, {}).get(owner, each.step) == each.step)
-        }.values()
-    )
+def _points(run: RunRecord, pattern: re.Pattern[str], steps: Mapping[str, int]) -> list[_Point]:
+    """Return what a run scored in each suite with such tasks, in a trial or at the step to show.
 
-
-def _by_length(shown: Sequence[Evaluation], pattern: re.Pattern[str]) -> Series:
-    """What a run scored; Babilong with the mean of its five tasks where all of them are there."""
-    series: Series = {}
-    for each in shown:
-        for task, metrics in each.results.scores.items():
-            if not (match := pattern.fullmatch(task)):
-                continue
-            for metric, score in metrics.items():
-                chance = each.chance(task, metric)
-                if chance is None:
-                    chance = CHANCE.get((match[1], metric))
-                if math.isfinite(score.value):
-                    key = match[1], metric
-                    series.setdefault(key, {})[int(match[2])] = score.value, chance
-    for metric in {metric for _, metric in series} if pattern is BABILONG else ():
-        parts = [series.get((f"qa{k}", metric), {}) for k in range(1, 6)]
-        if common := set.intersection(*(set(part) for part in parts)):
-            means = {x: statistics.fmean(part[x][0] for part in parts) for x in common}
-            series[MEAN, metric] = {x: (mean, None) for x, mean in means.items()}
-    return series
-
-
-def _panel(
-    key: tuple[str, str],
-    tables: Mapping[str, Series],
-    architectures: Lines,
-    steps: Mapping[str, int | None],
-) -> Json:
-    found = {label: table[key] for label, table in tables.items() if key in table}
-    lengths = sorted({length for values in found.values() for length in values})
-    chances = {x for values in found.values() for _, x in values.values() if x is not None}
-    lines = []
-    for label, labels in architectures.items():
-        members = [found[x] for x in labels if x in found]
-        at = [[m[length][0] for m in members if length in m] for length in lengths]
-        if any(at):
-            lines.append({"label": label, "step": steps[label], **_spread(at)})
-    return {
-        "series": key[0],
-        "metric": key[1],
-        "lengths": lengths,
-        "chance": chances.pop() if len(chances) == 1 else None,
-        "lines": lines,
+    Babilong has the mean of its five tasks where all of them are there.
+    """
+    shown = {
+        each.suite: each
+        for each in evaluations_of(run)
+        if each.limit or steps.get(each.suite, each.step) == each.step
+        if any(pattern.fullmatch(task) for task in each.results.scores)
     }
+    points: dict[tuple[str, str, int], _Point] = {}
+    for each in shown.values():
+        for task, metrics in each.results.scores.items():
+            match = pattern.fullmatch(task)
+            for metric, score in metrics.items() if match else ():
+                chance, key = each.chance(task, metric), (match[1], metric, int(match[2]))
+                chance = CHANCE.get(key[:2]) if chance is None else chance
+                if math.isfinite(score.value):
+                    points[key] = _Point(run.label, each, *key, score.value, chance)
+    found = list(points.values())
+    for metric, length in {(p.metric, p.length) for p in found if pattern is BABILONG}:
+        parts = [points[key] for k in range(1, 6) if (key := (f"qa{k}", metric, length)) in points]
+        if len(parts) == 5:
+            value = statistics.fmean(part.value for part in parts)
+            found.append(parts[0]._replace(series=MEAN, value=value, chance=None))
+    return found
+
+
+def _panels(points: Sequence[_Point], architectures: Lines) -> list[Json]:
+    at = {
+        label: max((p.each.step for p in points if p.run in labels), default=None)
+        for label, labels in architectures.items()
+    }
+    first = next((step for step in at.values() if step is not None), None)
+    panels = []
+    # exact scores before ranks, the mean before its parts
+    for series, metric in sorted(
+        {(p.series, p.metric) for p in points},
+        key=lambda x: (x[1] == "rank", "" if x[0] == MEAN else x[0], x[1]),
+    ):
+        shown = [p for p in points if (p.series, p.metric) == (series, metric)]
+        lengths, lines = sorted({p.length for p in shown}), []
+        for label, labels in architectures.items():
+            own = [p for p in shown if p.run in labels]
+            values = [[p.value for p in own if p.length == length] for length in lengths]
+            step = None if at[label] == first else at[label]
+            lines += [{"label": label, "step": step, **_spread(values)}] if own else []
+        chances = {p.chance for p in shown} - {None}
+        chance = chances.pop() if len(chances) == 1 else None
+        names = {"series": series, "metric": metric, "lengths": lengths}
+        panels.append({**names, "chance": chance, "lines": lines})
+    return panels

@@ -10,7 +10,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,36 +62,7 @@ _BACKWARD = re.compile(r"^autograd::engine::evaluate_function: \w+Backward\d+$")
 shares its number with what ran before it."""
 
 Interval = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A kernel or operator: its calls and its own time, in us."""
-
-    name: str
-    purpose: str
-    count: int
-    self_us: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A trace added up; times in us, shares of the window.
-
-    With device work in the trace that is counted, else the host's operators by the time that is not
-    in an operator they called. `purposes` are sums of own times: where device streams overlap they
-    exceed `busy_share`. `exposed` communication is that during which nothing else ran.
-    """
-
-    is_device: bool
-    steps: list[int]
-    window_us: float
-    busy_share: float
-    idle_share: float
-    purposes: dict[str, float]
-    communication_exposed: float
-    communication_overlapped: float
-    rows: list[Row]
+Facts = dict[str, Any]
 
 
 @cache
@@ -100,8 +71,14 @@ def purpose_of(name: str) -> str | None:
     return next((purpose for purpose, pattern in _RULES.items() if pattern.search(name)), None)
 
 
-def summarize(trace: Trace) -> Summary:
-    """Add up a trace. Raises ValueError if there is nothing in it to add up."""
+def summarize(trace: Trace) -> Facts:
+    """Add up a trace; times in us, shares of the window. ValueError if there is nothing in it.
+
+    With device work in the trace that is counted, else the host's operators by the time that is not
+    in an operator they called. `purposes` are sums of own times: where device streams overlap they
+    exceed `busy_share`. `exposed` communication is that during which nothing else ran. `rows`: by
+    kernel or operator, the longest first.
+    """
     host = _Host()
     # sequence numbers are counted by thread: forward passes first
     for events in sorted(trace.threads.values(), key=_is_autograds_own):
@@ -125,35 +102,37 @@ def summarize(trace: Trace) -> Summary:
         merged = union(interval for each in kinds for span in each for interval in span.own)
         return sum(max(0.0, min(e, end) - max(b, begin)) for b, e in merged) / (end - begin)
 
-    by_row: dict[tuple[str, str], list[float]] = defaultdict(list)
+    own_times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for span in spans:
-        by_row[span.event.name, span.purpose or OTHER].append(span.own_us)
-    rows = [Row(*key, len(times), sum(times)) for key, times in by_row.items()]
-    purposes = {
-        name: sum(row.self_us for row in rows if row.purpose == name) / (end - begin)
-        for name in PURPOSES
-    }
+        own_times[span.event.name, span.purpose or OTHER].append(span.own_us)
+    purposes = dict.fromkeys(PURPOSES, 0.0)
+    rows = []
+    for (name, purpose), times in own_times.items():
+        facts = {"count": len(times), "self_us": sum(times), "share": sum(times) / (end - begin)}
+        rows.append({"name": name, "purpose": purpose, **facts})
+        purposes[purpose] += facts["share"]
     waits = [
         _Span(e, DATA, [(e.begin, e.end)]) for e in events if (e.kind, e.name) == (SCOPE, DATA)
     ]
     purposes[DATA] = share(waits)  # all of it, beside what a device did meanwhile
     talks = [span for span in spans if span.purpose == COMMUNICATION]
     rest = [span for span in spans if span.purpose != COMMUNICATION]
-    overlapped = share(talks) + share(rest) - share(spans)
+    busy = share(spans)
+    overlapped = share(talks) + share(rest) - busy
     # the profiler counts the steps that are done
     numbers = {int(e.name[len(STEP) :]) + 1 for e in steps if e.name[len(STEP) :].isdigit()}
-    return Summary(
-        is_device=bool(trace.work),
-        steps=sorted(numbers),
-        window_us=end - begin,
-        busy_share=share(spans),
+    return {
+        "is_device": bool(trace.work),
+        "steps": sorted(numbers),
+        "window_us": end - begin,
+        "busy_share": busy,
         # the host does nothing else while it waits for data, a device may
-        idle_share=1 - (share(spans) if trace.work else share(spans, waits)),
-        purposes=purposes,
-        communication_exposed=share(talks) - overlapped,
-        communication_overlapped=overlapped,
-        rows=sorted(rows, key=lambda row: -row.self_us),
-    )
+        "idle_share": 1 - (busy if trace.work else share(spans, waits)),
+        "purposes": purposes,
+        "communication_exposed": share(talks) - overlapped,
+        "communication_overlapped": overlapped,
+        "rows": sorted(rows, key=lambda row: -row["self_us"]),
+    }
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -274,17 +253,16 @@ def main(arguments: argparse.Namespace) -> int:
         summary = summarize(trace)
     except ValueError as error:
         raise UserError(f"{path} can't be added up: {error}") from None
-    rows = summary.rows[: arguments.top]
+    summary["rows"] = summary["rows"][: arguments.top]
     if arguments.json:
         document = {"trace": str(path), "events": trace.num_events, "is_whole": trace.is_whole}
-        shares = [asdict(row) | {"share": row.self_us / summary.window_us} for row in rows]
-        print(json.dumps(document | asdict(summary) | {"rows": shares}))
+        print(json.dumps(document | summary))
         return 0
     console = Console(highlight=False)
     console.print(f"{path} ({size(path.stat().st_size)})", soft_wrap=True, markup=False)
     if not trace.is_whole:
         console.print("[yellow]the file ends too early: what follows is of its beginning[/yellow]")
-    print_summary(console, summary, rows)
+    print_summary(console, summary)
     return 0
 
 
@@ -304,31 +282,31 @@ def find_trace(run: Path, rank: int) -> Path:
     return max(own, key=lambda path: path.stat().st_mtime_ns)
 
 
-def print_summary(console: Console, summary: Summary, rows: Sequence[Row]) -> None:
-    """Print the table of purposes, and that of `rows`."""
-    processor, work = ("GPU", "kernel") if summary.is_device else ("CPU", "operator")
-    steps = f"step {', '.join(map(str, summary.steps))}" if summary.steps else "no step marked"
+def print_summary(console: Console, summary: Facts) -> None:
+    """Print the table of purposes, and that of the rows."""
+    processor, work = ("GPU", "kernel") if summary["is_device"] else ("CPU", "operator")
+    steps = ", ".join(map(str, summary["steps"]))
+    shares = {k: f"{v:.1%}" for k, v in summary.items() if isinstance(v, float)}
     console.print(
-        f"{steps}: {summary.window_us / 1000:,.1f} ms, {processor} busy {summary.busy_share:.1%}, "
-        f"idle {summary.idle_share:.1%}"
+        f"{f'step {steps}' if steps else 'no step marked'}: {summary['window_us'] / 1000:,.1f} ms, "
+        f"{processor} busy {shares['busy_share']}, idle {shares['idle_share']}"
     )
-    exposed, overlapped = summary.communication_exposed, summary.communication_overlapped
-    more = {COMMUNICATION: f"; {exposed:.1%} exposed, {overlapped:.1%} overlapped"}
+    exposed, overlapped = (shares[f"communication_{how}"] for how in ("exposed", "overlapped"))
+    more = {COMMUNICATION: f"; {exposed} exposed, {overlapped} overlapped"}
     table = Table("purpose", "share", "what it is", box=None, pad_edge=False)
     for name, words in PURPOSES.items():
-        table.add_row(name, f"{summary.purposes[name]:.1%}", words + more.get(name, ""))
-    table.add_row("idle", f"{summary.idle_share:.1%}", f"no {work} runs")
+        table.add_row(name, f"{summary['purposes'][name]:.1%}", words + more.get(name, ""))
+    table.add_row("idle", shares["idle_share"], f"no {work} runs")
     console.print(table)
-    if not rows:
+    if not summary["rows"]:
         return
     table = Table(box=None, pad_edge=False)
     # the other columns take 47 characters: a kernel's name has what is left
     table.add_column(work, no_wrap=True, max_width=max(20, console.width - 47))
     for name in ("purpose", "calls", "self ms", "share"):
         table.add_column(name, no_wrap=True, justify="left" if name == "purpose" else "right")
-    for row in rows:
-        share = f"{row.self_us / summary.window_us:.1%}"
-        cells = (row.purpose, f"{row.count:,}", f"{row.self_us / 1000:,.3f}", share)
-        table.add_row(Text(row.name, overflow="ellipsis"), *cells)
+    for row in summary["rows"]:
+        numbers = f"{row['count']:,}", f"{row['self_us'] / 1000:,.3f}", f"{row['share']:.1%}"
+        table.add_row(Text(row["name"], overflow="ellipsis"), row["purpose"], *numbers)
     console.print()
     console.print(table)
