@@ -119,10 +119,10 @@ def axis(run: RunRecord) -> dict[str, Any]:
     """Return a table of steps with their tokens and hours; a page interpolates between its rows."""
     last = len(run.clock.steps) - 1
     even = np.linspace(0, last, min(last + 1, MAX_KNOTS)).round()
-    begun = [launch.from_step for launch in run.launches]
+    begun = [launch.from_step for launch in run.clock.launches]
     after = np.searchsorted(run.clock.steps, begun, side="right")  # both sides of a jump in time
     rows = np.unique(np.concatenate([even, after - 1, np.minimum(after, last)])).astype(np.int64)
-    columns = run.clock._asdict().items()
+    columns = zip(run.clock._fields[:4], run.clock[:4], strict=True)
     return {name: None if x is None else rounded(x[rows]) for name, x in columns}
 
 

@@ -254,7 +254,7 @@ def _marks(
     found = {"gap": [(step, f"<b>{value}</b>, step {step:,}") for step, value in gaps]}
     if chart.skips:
         found["skip"] = [(skip["step"], _skipped(skip)) for skip in run.skips]
-    restarts = run.launches[1:]
+    restarts = run.clock.launches[1:]
     if chart.restarts or chart.id == "loss":  # `hours` shows those of `loss`
         found["restart"] = [(launch.from_step, _restarted(launch)) for launch in restarts]
     traces = []

@@ -65,6 +65,7 @@ class Clock(NamedTuple):
     tokens: np.ndarray
     training_hours: np.ndarray | None
     wall_hours: np.ndarray | None
+    launches: list[Launch]
 
 
 class LaunchRecord(NamedTuple):
@@ -199,16 +200,8 @@ class RunRecord:
                 kept.append(event)
         return kept
 
-    @property
-    def clock(self) -> Clock:
-        return self._timeline[0]
-
-    @property
-    def launches(self) -> list[Launch]:
-        return self._timeline[1]
-
     @cached_property
-    def _timeline(self) -> tuple[Clock, list[Launch]]:
+    def clock(self) -> Clock:
         rows, launches = [(0, 0, 0.0, 0.0)], []
         events = [e for e in self.events if e["event"] in ("step", "start", "resume")]
         times = [_hours(event.get("time")) for event in events]
@@ -226,8 +219,8 @@ class RunRecord:
         steps, tokens, *hours_N = (np.array(column) for column in zip(*rows, strict=True))
         if not all(map(math.isfinite, times)) or not hours_N[1][-1] > 0:
             launches = [each._replace(training_hours=None, wall_hours=None) for each in launches]
-            return Clock(steps, tokens, None, None), launches
-        return Clock(steps, tokens, *hours_N), launches
+            hours_N = [None, None]
+        return Clock(steps, tokens, *hours_N, launches)
 
     # -- launches/
 
