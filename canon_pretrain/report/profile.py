@@ -9,12 +9,13 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +26,6 @@ from canon_pretrain.run.folder import CANON, DATA, VALIDATION
 from canon_pretrain.run.trace import LAUNCH, OPERATOR, SCOPE, STEP, Event, Trace, read_trace
 
 TRACES = "profile_traces"
-_NAME = re.compile(r"rank\d+_trace\.json(\.gz)?")
 
 COMMUNICATION, SHARDING, OTHER = "communication", "sharding", "other"
 ATTENTION, MATMUL, OPTIMIZER = "attention", "matmul", "optimizer"
@@ -87,20 +87,20 @@ def summarize(trace: Trace) -> Facts:
     steps = [event for event in events if event.name.startswith(STEP)]
     spans = [span for span in host.spans if span.is_work]
     if trace.work:
-        spans = [_Span(each, host.purpose_of_work(each)) for each in trace.work]
-        for span in spans:
-            span.own.append((span.event.begin, span.event.end))
-    window = [*steps, *trace.work] or events
-    if not spans or not (ends := [event.end for event in window]):
+        spans = [_Span(x, host.purpose_of_work(x), [(x.begin, x.end)]) for x in trace.work]
+    if not spans:
         raise ValueError("it holds neither operators nor kernels")
-    begin, end = min(event.begin for event in window), max(ends)
+    window = [*steps, *trace.work] or events
+    begin, end = min(event.begin for event in window), max(event.end for event in window)
     if end <= begin:
         raise ValueError("its events take no time")
 
     def share(*kinds: Sequence[_Span]) -> float:
         """Return the share of the window that the spans cover together."""
-        merged = union(interval for each in kinds for span in each for interval in span.own)
-        return sum(max(0.0, min(e, end) - max(b, begin)) for b, e in merged) / (end - begin)
+        own = sorted(interval for each in kinds for span in each for interval in span.own)
+        begins, ends = np.clip(np.array(own).reshape(-1, 2), begin, end).T
+        done = np.maximum.accumulate(np.append(begin, ends))[:-1]
+        return float(np.maximum(ends - np.maximum(begins, done), 0).sum()) / (end - begin)
 
     own_times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for span in spans:
@@ -111,9 +111,8 @@ def summarize(trace: Trace) -> Facts:
         facts = {"count": len(times), "self_us": sum(times), "share": sum(times) / (end - begin)}
         rows.append({"name": name, "purpose": purpose, **facts})
         purposes[purpose] += facts["share"]
-    waits = [
-        _Span(e, DATA, [(e.begin, e.end)]) for e in events if (e.kind, e.name) == (SCOPE, DATA)
-    ]
+    scopes = [event for event in events if event.kind == SCOPE and event.name == DATA]
+    waits = [_Span(each, DATA, [(each.begin, each.end)]) for each in scopes]
     purposes[DATA] = share(waits)  # all of it, beside what a device did meanwhile
     talks = [span for span in spans if span.purpose == COMMUNICATION]
     rest = [span for span in spans if span.purpose != COMMUNICATION]
@@ -133,17 +132,6 @@ def summarize(trace: Trace) -> Facts:
         "communication_overlapped": overlapped,
         "rows": sorted(rows, key=lambda row: -row["self_us"]),
     }
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the intervals that cover the same points without overlap, in order."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
 
 
 def _is_autograds_own(events: Sequence[Event]) -> bool:
@@ -270,16 +258,16 @@ def find_trace(run: Path, rank: int) -> Path:
     """Return the newest trace of a rank in a run folder; `run` itself if it is a file."""
     if run.is_file():
         return run
-    found = [path for path in run.glob(f"{TRACES}/iteration_*/*") if _NAME.fullmatch(path.name)]
-    ranks = {path: int(path.name.removeprefix("rank").partition("_")[0]) for path in found}
-    if rank not in ranks.values():
+    traces = run.glob(f"{TRACES}/iteration_*/rank*_trace.json*")
+    by_time = sorted(traces, key=lambda path: path.stat().st_mtime_ns)
+    newest = {path.name.partition("_")[0]: path for path in by_time}
+    if f"rank{rank}" not in newest:
         raise UserError(
-            f"{run / TRACES} holds no trace of rank {rank}, of rank "
-            f"{', '.join(map(str, sorted(set(ranks.values()))))}. A run makes them with "
-            "--profiling.enable_profiling, every profiling.profile_freq steps"
+            f"{run / TRACES} holds no trace of rank {rank}, of {', '.join(sorted(newest)) or 'none'}"
+            ". A run makes them with --profiling.enable_profiling, every profiling.profile_freq "
+            "steps"
         )
-    own = (path for path in found if ranks[path] == rank)
-    return max(own, key=lambda path: path.stat().st_mtime_ns)
+    return newest[f"rank{rank}"]
 
 
 def print_summary(console: Console, summary: Facts) -> None:

@@ -127,7 +127,7 @@ def test_the_command_on_a_run(traced: Path, command: Command) -> None:
     document = json.loads(command(traced, "--rank", 1, "--json", "--top", 3))
     assert document["trace"].endswith("rank1_trace.json") and len(document["rows"]) == 3
     assert document["steps"] == [4] and set(document["purposes"]) == set(profile.PURPOSES)
-    with pytest.raises(UserError, match="rank 7.*rank 0, 1.*--profiling.enable_profiling"):
+    with pytest.raises(UserError, match="rank 7.*rank0, rank1.*--profiling.enable_profiling"):
         command(traced, "--rank", 7)
 
 
