@@ -6,7 +6,7 @@ hours, smooths them and shows what the reader chooses. No torch.
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -131,7 +131,7 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
             {"title": "Training", "charts": training},
             {"title": "Evaluation", "charts": evaluations},
         ],
-        "notes": _notes(runs, drawing.entries, most),
+        "notes": [sentence for run in runs for sentence in _notes(run, most)],
     }
 
 
@@ -298,28 +298,17 @@ def _plain(text: object) -> str:
     return escape(str(text), quote=False)
 
 
-def _notes(runs: Sequence[RunRecord], entries: Sequence[Entry], most: int) -> list[str]:
-    """Return sentences on what is joined or left out; plot.html has those on how to read."""
-    notes = []
-    for entry in entries:
-        if len(entry.runs) > 1:
-            seeds = len({runs[k].seeds for k in entry.runs})
-            notes.append(
-                f"{entry.label}: {len(entry.runs)} runs, {seeds} pairs of seeds; their mean in a "
-                "band from the lowest to the highest at the steps that all have logged. Smoothed, "
-                "each run is smoothed before they are joined."
-            )
-    for run in runs:
-        if (lines := len(run.clock.steps) - 1) > most:
-            notes.append(
-                f"{run.label}: of {lines:,} logged steps {most:,} stretches are drawn, of each the "
-                "lowest, the highest and the first value that is not finite; smoothing and bands "
-                "use each stretch's mean."
-            )
-        if run.clock.training_hours is None:
-            notes.append(f"{run.label}: its log's times cannot be read: no place over hours")
-        notes += [f"{run.label}: {sentence}" for sentence in run.notices]
-    return notes
+def _notes(run: RunRecord, most: int) -> Iterator[str]:
+    """Yield sentences on what of a run is not on the page; plot.html says how to read it."""
+    if (lines := len(run.clock.steps) - 1) > most:
+        yield (
+            f"{run.label}: of {lines:,} logged steps {most:,} stretches are drawn, of each the "
+            "lowest, the highest and the first value that is not finite; smoothing and bands use "
+            "each stretch's mean."
+        )
+    if run.clock.training_hours is None:
+        yield f"{run.label}: its log's times cannot be read: no place over hours"
+    yield from (f"{run.label}: {sentence}" for sentence in run.notices)
 
 
 # -- the command

@@ -263,9 +263,8 @@ def find_trace(run: Path, rank: int) -> Path:
     newest = {path.name.partition("_")[0]: path for path in by_time}
     if f"rank{rank}" not in newest:
         raise UserError(
-            f"{run / TRACES} holds no trace of rank {rank}, of {', '.join(sorted(newest)) or 'none'}"
-            ". A run makes them with --profiling.enable_profiling, every profiling.profile_freq "
-            "steps"
+            f"{run / TRACES} holds no trace of rank {rank}, of {', '.join(sorted(newest))}. A run "
+            "makes them with --profiling.enable_profiling, every profiling.profile_freq steps"
         )
     return newest[f"rank{rank}"]
 
