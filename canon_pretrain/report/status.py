@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.checkpoint.folder import HOLDS, CheckpointFolder, entries, step_number
+from canon_pretrain.checkpoint.folder import HOLDS, CheckpointFolder, entries
 from canon_pretrain.checkpoint.manifest import verify
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import process_lives
@@ -161,16 +161,11 @@ class _Reader:
                 return {"step": step, **ages, "checked": CHECKED}
         return None
 
-    def _evaluations(self) -> Facts:
-        """Return the results in RUN/evals, and the holds of steps that an evaluation waits for."""
+    def _evaluations(self) -> dict[str, int]:
+        """Count the results in RUN/evals, and the holds of steps that an evaluation waits for."""
         evals = self.folder.path / EVALS
-        done = (path.parents[2].name for path in evals.glob(f"step-*/*/*/{RESULTS}"))
-        held = (p.name.partition(".")[0] for p in entries(evals / HOLDS) if p.suffix)
-        found: Facts = {}
-        for name, folders in (("done", done), ("pending", held)):
-            steps = [step for each in folders if (step := step_number(each)) is not None]
-            found |= {name: len(steps), f"{name}_steps": sorted(set(steps))}
-        return found
+        held = [path for path in entries(evals / HOLDS) if path.suffix]
+        return {"done": len(list(evals.glob(f"step-*/*/*/{RESULTS}"))), "pending": len(held)}
 
 
 # -- the table
@@ -216,11 +211,10 @@ COLORS = {
 }
 
 
-def _table(rows: Sequence[dict[str, str]], titles: Iterable[str]) -> Table:
+def _table(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for title in titles:
-        is_left = title in ("run", "state", "job")
-        justify: Any = "left" if is_left else "right"
+        justify: Any = "left" if title in ("run", "state", "job") else "right"
         table.add_column(title, justify=justify, no_wrap=title != "run", overflow="fold")
     for row in rows:
         styles = {"run": "bold", "state": COLORS[row["state"]]}
@@ -230,8 +224,6 @@ def _table(rows: Sequence[dict[str, str]], titles: Iterable[str]) -> Table:
 
 def overview(runs: Sequence[Facts], others: Iterable[str], console: Console) -> Group:
     """Return the table of `runs`, what is to be said below it, and the words that name no run."""
-    base = os.path.commonpath([os.path.dirname(os.path.abspath(run["path"])) for run in runs])
-    count = f"{len(runs)} runs in {printable(base)}" if len(runs) > 1 else "1 run"
     rows = [_cells(run) for run in runs]
     titles = [title for title in rows[0] if any(row[title] for row in rows)]
     table, rest = _table(rows, titles), []
@@ -239,6 +231,8 @@ def overview(runs: Sequence[Facts], others: Iterable[str], console: Console) -> 
     if console.measure(table, options=unlimited).maximum > console.width:
         first = list(rows[0])[:NUM_FIRST]
         table, rest = _table(rows, first), [title for title in titles if title not in first]
+    place = f" in {printable(_base(run['path'] for run in runs))}" if len(runs) > 1 else ""
+    count = f"{len(runs)} run{'s' * (len(runs) > 1)}{place}"
     lines = [Text(f"{count}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", "bold"), table]
     for run, row in zip(runs, rows, strict=True):
         cells = ", ".join(f"{title.split()[0]} {row[title]}" for title in rest if row[title])
@@ -251,6 +245,11 @@ def overview(runs: Sequence[Facts], others: Iterable[str], console: Console) -> 
     if any(run["checkpoint"] for run in runs):
         lines.append(Text(f"checkpoint: the newest, by {CHECKED}", "dim"))
     return Group(*lines)
+
+
+def _base(paths: Iterable[Any]) -> str:
+    """Return the folder that holds all of the runs, perhaps not directly."""
+    return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
 
 
 def find_runs(words: Iterable[str]) -> tuple[list[Path], list[str]]:
@@ -278,10 +277,7 @@ def look(words: Sequence[str]) -> tuple[list[Facts], list[str]]:
             f"no run in {', '.join(words)}: expected a folder that canon_pretrain.train wrote "
             "(job.dump_folder), a folder that holds some, or a pattern that matches some"
         )
-    names = [str(run) for run in runs]
-    if len(runs) > 1:
-        base = os.path.commonpath([os.path.dirname(os.path.abspath(run)) for run in runs])
-        names = [os.path.relpath(run, base) for run in runs]
+    names = [str(run) if len(runs) == 1 else os.path.relpath(run, _base(runs)) for run in runs]
     now = datetime.now(UTC)
     return [summarize_run(*each, now) for each in zip(runs, names, strict=True)], others
 
