@@ -231,7 +231,7 @@ def run(arguments: argparse.Namespace) -> int:
         names = ("mode", "project", "entity", "name", "tags")
         return WandbTarget(out, facts, live=follows, **{n: getattr(arguments, n) for n in names})
 
-    ended = None
+    ended: Callable[[float], bool] | None = None
     if arguments.beside_trainer:
         ended = _trainer_ended
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):

@@ -145,22 +145,27 @@ class WandbTarget:
         self._facts, self._mode, self._folder = facts, mode, folder / "wandb"
         self._before = self._offline_folders()
         folder.mkdir(parents=True, exist_ok=True)
-        settings = wandb.Settings(
+        settings: dict[str, Any] = {
             **{"console": "off", "disable_code": True, "disable_git": True, "save_code": False},
             **{"symlink": False, "silent": live or mode != "online", "init_timeout": INIT_S},
             # a copy that is made later would show the machine that makes it
             **{"x_disable_stats": not live, "x_disable_meta": not live},
-            finish_timeout=WANDB_FINISH_S if live else 0.0,
-        )
+            "finish_timeout": WANDB_FINISH_S if live else 0.0,
+        }
         try:
             self._run = wandb.init(
-                **{"mode": mode, "dir": folder, "id": facts.run_id, "group": facts.group},
-                **{"project": project, "entity": entity or None, "name": name or facts.name},
+                mode=mode,
+                dir=folder,
+                id=facts.run_id,
+                project=project,
+                entity=entity or None,
+                name=name or facts.name,
+                group=facts.group,
                 # a whole copy replaces what is there; offline, wandb cannot look
                 resume="allow" if mode == "online" and live else None,
                 tags=[tag[:64] for tag in dict.fromkeys((*facts.tags, *tags))],
                 config=dict(facts.config),
-                settings=settings,
+                settings=wandb.Settings(**settings),
             )
         except (wandb.Error, ValueError, OSError) as error:  # ValueError: its variables
             raise UserError(f"wandb does not begin: {error}") from None

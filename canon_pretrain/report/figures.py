@@ -263,7 +263,7 @@ def length_figures(
         ("probes", "1-hop and 2-hop over L", "tokens of junk text (L)", PROBES),
         ("babilong", "Babilong over context length", "thousand tokens of context", BABILONG),
     ):
-        points = []
+        points: list[_Point] = []
         for run in runs:
             owners = [label for label, labels in architectures.items() if run.label in labels]
             own = {
@@ -292,8 +292,9 @@ def _points(run: RunRecord, pattern: re.Pattern[str], steps: Mapping[str, int]) 
     points: dict[tuple[str, str, int], _Point] = {}
     for each in shown.values():
         for task, metrics in each.results.scores.items():
-            match = pattern.fullmatch(task)
-            for metric, score in metrics.items() if match else ():
+            if (match := pattern.fullmatch(task)) is None:
+                continue
+            for metric, score in metrics.items():
                 chance, key = each.chance(task, metric), (match[1], metric, int(match[2]))
                 chance = CHANCE.get(key[:2]) if chance is None else chance
                 if math.isfinite(score.value):
@@ -320,7 +321,8 @@ def _panels(points: Sequence[_Point], architectures: Lines) -> list[Json]:
         key=lambda x: (x[1] == "rank", "" if x[0] == MEAN else x[0], x[1]),
     ):
         shown = [p for p in points if (p.series, p.metric) == (series, metric)]
-        lengths, lines = sorted({p.length for p in shown}), []
+        lengths = sorted({p.length for p in shown})
+        lines: list[Json] = []
         for label, labels in architectures.items():
             own = [p for p in shown if p.run in labels]
             values = [[p.value for p in own if p.length == length] for length in lengths]

@@ -120,7 +120,7 @@ class Records:
 
 def _chance(records: Sequence[Record]) -> float | None:
     """Return the score of guessing on multiple-choice items, with a pair of answers per choice."""
-    choices = [record.get("answers") for record in records]
+    choices: list[Any] = [record.get("answers") for record in records]
     are_choices = (
         isinstance(x, list) and len(x) > 1 and all(isinstance(pair, list) for pair in x)
         for x in choices

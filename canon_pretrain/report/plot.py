@@ -169,7 +169,8 @@ class _Drawing:
                     for metric, score in metrics.items():
                         name = printable(f"{task}, {metric}{trial}")
                         variants.setdefault(name, [{} for _ in self.runs])[k][step] = score
-        unit, charts = "score ± standard error over items", []
+        unit = "score ± standard error over items"
+        charts: list[Json] = []
         for number, (suite, variants) in enumerate(sorted(suites.items())):
             chart = Chart(f"eval_{number}", printable(suite), unit, ",.4f", smooth=False)
             drawn = []

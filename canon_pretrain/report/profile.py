@@ -106,7 +106,7 @@ def summarize(trace: Trace) -> Facts:
     for span in spans:
         own_times[span.event.name, span.purpose or OTHER].append(span.own_us)
     purposes = dict.fromkeys(PURPOSES, 0.0)
-    rows = []
+    rows: list[Facts] = []
     for (name, purpose), times in own_times.items():
         facts = {"count": len(times), "self_us": sum(times), "share": sum(times) / (end - begin)}
         rows.append({"name": name, "purpose": purpose, **facts})

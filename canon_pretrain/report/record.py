@@ -202,7 +202,8 @@ class RunRecord:
 
     @cached_property
     def clock(self) -> Clock:
-        rows, launches = [(0, 0, 0.0, 0.0)], []
+        rows = [(0, 0, 0.0, 0.0)]
+        launches: list[Launch] = []
         events = [e for e in self.events if e["event"] in ("step", "start", "resume")]
         times = [_hours(event.get("time")) for event in events]
         began, base = times[0] if times else 0.0, 0.0  # of the launch
@@ -216,11 +217,11 @@ class RunRecord:
                 # a clock that was set back moves no curve back
                 hours = max(training, base + now - began), max(wall, now - times[0])
                 rows.append((event["step"], event.get("tokens", 0), *hours))
-        steps, tokens, *hours_N = (np.array(column) for column in zip(*rows, strict=True))
-        if not all(map(math.isfinite, times)) or not hours_N[1][-1] > 0:
+        columns: list[Any] = [np.array(column) for column in zip(*rows, strict=True)]
+        if not all(map(math.isfinite, times)) or not rows[-1][3] > 0:
             launches = [each._replace(training_hours=None, wall_hours=None) for each in launches]
-            hours_N = [None, None]
-        return Clock(steps, tokens, *hours_N, launches)
+            columns[2:] = None, None
+        return Clock(*columns, launches)
 
     # -- launches/
 

@@ -58,7 +58,7 @@ def summarize_run(path: Path, name: str, now: datetime) -> Facts:
     stopped, done, failed, unknown.
     """
     problems: list[str] = []
-    facts = {"path": str(path), "name": name, "state": "unknown", "problems": problems}
+    facts: Facts = {"path": str(path), "name": name, "state": "unknown", "problems": problems}
     try:
         facts |= _Reader(RunRecord(path), now.astimezone(UTC), problems).facts()
     except Exception as error:  # an unforeseen fault in one run must not hide the others
@@ -226,14 +226,14 @@ def overview(runs: Sequence[Facts], others: Iterable[str], console: Console) -> 
     """Return the table of `runs`, what is to be said below it, and the words that name no run."""
     rows = [_cells(run) for run in runs]
     titles = [title for title in rows[0] if any(row[title] for row in rows)]
-    table, rest = _table(rows, titles), []
+    table, rest = _table(rows, titles), titles[:0]
     unlimited = console.options.update_width(PIPED_WIDTH)
     if console.measure(table, options=unlimited).maximum > console.width:
         first = list(rows[0])[:NUM_FIRST]
         table, rest = _table(rows, first), [title for title in titles if title not in first]
     place = f" in {printable(_base(run['path'] for run in runs))}" if len(runs) > 1 else ""
     count = f"{len(runs)} run{'s' * (len(runs) > 1)}{place}"
-    lines = [Text(f"{count}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", "bold"), table]
+    lines: list[Any] = [Text(f"{count}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", "bold"), table]
     for run, row in zip(runs, rows, strict=True):
         cells = ", ".join(f"{title.split()[0]} {row[title]}" for title in rest if row[title])
         reason = run["reason"] and f"{run['state']}: {run['reason']}"
@@ -277,7 +277,8 @@ def look(words: Sequence[str]) -> tuple[list[Facts], list[str]]:
             f"no run in {', '.join(words)}: expected a folder that canon_pretrain.train wrote "
             "(job.dump_folder), a folder that holds some, or a pattern that matches some"
         )
-    names = [str(run) if len(runs) == 1 else os.path.relpath(run, _base(runs)) for run in runs]
+    base = _base(runs)
+    names = [str(run) if len(runs) == 1 else os.path.relpath(run, base) for run in runs]
     now = datetime.now(UTC)
     return [summarize_run(*each, now) for each in zip(runs, names, strict=True)], others
 
