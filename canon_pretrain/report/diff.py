@@ -66,9 +66,14 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
             f"{name} changed its code {len(codes) - 1} time(s) between its "
             f"{len(run.launch_records)} launches; the newest is compared"
             for name, run in (("A", a), ("B", b))
-            if len(codes := in_turn(launch.code for launch in run.launch_records)) > 1
+            if len(codes := in_turn(map(_code, run.launch_records))) > 1
         ],
     }
+
+
+def _code(launch: Facts) -> tuple[Any, Any]:
+    git = (launch["launch.json"] or {}).get("git") or {}
+    return git.get("commit"), launch["source.patch"]
 
 
 def _recorded(run: RunRecord, shared: Iterable[str]) -> dict[str, Any]:
@@ -76,20 +81,19 @@ def _recorded(run: RunRecord, shared: Iterable[str]) -> dict[str, Any]:
 
     `shared`: the names in both identities, which are not compared among the settings again.
     """
-    newest = run.launch_records[-1] if run.launch_records else None
-    facts: Facts = newest.facts if newest and newest.facts else {}
+    newest = run.launch_records[-1] if run.launch_records else {}
+    facts = newest.get("launch.json") or {}
     git, python = facts.get("git") or {"problem": "unknown"}, {"python": facts.get("python")}
     around = flat({name: facts.get(name) for name in ("platform", "devices")})
     code = {"commit": git.get("commit"), "untracked": git.get("untracked") or []}
+    packages, environment = newest.get("packages.txt"), newest.get("environment.json")
     return {
         "identity": {name: value for name, value in run.identity.items() if name not in DATA},
         "data": {name: run.identity[name] for name in DATA if name in shared},
         "config": {k: value for k, value in flat(run.config).items() if k not in shared},
-        "code": code | {"patch": newest.patch or None}
-        if newest and not git.get("problem")
-        else None,
-        "packages": python | newest.packages if newest and newest.packages else None,
-        "environment": around | newest.environment if newest and newest.environment else None,
+        "code": None if git.get("problem") else code | {"patch": newest["source.patch"]},
+        "packages": None if packages is None else python | packages,
+        "environment": None if environment is None else around | environment,
         "launch": {
             "launches": len(run.heads),
             "world_sizes": in_turn(head.get("world_size") for head in run.heads),

@@ -7,7 +7,7 @@ torch.
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -66,21 +66,6 @@ class Clock(NamedTuple):
     training_hours: np.ndarray | None
     wall_hours: np.ndarray | None
     launches: list[Launch]
-
-
-class LaunchRecord(NamedTuple):
-    """RUN/launches/NNN; None for a file that is not there."""
-
-    facts: dict[str, Any] | None
-    packages: dict[str, str] | None
-    environment: dict[str, Any] | None
-    patch: str
-    """A short hash of source.patch; empty without one."""
-
-    @property
-    def code(self) -> tuple[Any, str]:
-        """The commit, and the hash of the patch."""
-        return ((self.facts or {}).get("git") or {}).get("commit"), self.patch
 
 
 class RunRecord:
@@ -226,27 +211,25 @@ class RunRecord:
     # -- launches/
 
     @cached_property
-    def launch_records(self) -> list[LaunchRecord]:
-        """The records of the launches, the newest last; none in an older run."""
+    def launch_records(self) -> list[dict[str, Any]]:
+        """RUN/launches/NNN, the newest last: by file what it holds, None for one that is not there.
 
-        def packages(path: Path) -> dict[str, str]:
-            lines = read_bytes(path).decode(errors="replace").split()
-            return dict(line.split("==", 1) for line in lines if "==" in line)
-
-        readers = {
+        source.patch as a short hash.
+        """
+        readers: dict[str, Callable[[Path], Any]] = {
             "launch.json": partial(read_json, finite=False),
-            "packages.txt": packages,
+            "packages.txt": _packages,
             "environment.json": partial(read_json, finite=False),
             "source.patch": lambda path: sha256_file(path)[:12],
         }
-        found = []
-        for path in map(self.folder.launch_path, launch_numbers(self.folder)):
-            facts, listed, environment, patch = (
-                read(path / name) if (path / name).exists() else None
+        folders = map(self.folder.launch_path, launch_numbers(self.folder))
+        return [
+            {
+                name: read(at / name) if (at / name).exists() else None
                 for name, read in readers.items()
-            )
-            found.append(LaunchRecord(facts, listed, environment, patch or ""))
-        return found
+            }
+            for at in folders
+        ]
 
     # -- evals/
 
@@ -347,6 +330,11 @@ def in_turn(values: Iterable[Any]) -> list[Any]:
     """Return `values` without None and without repeats of the one before."""
     known = [value for value in values if value is not None]
     return [value for k, value in enumerate(known) if k == 0 or value != known[k - 1]]
+
+
+def _packages(path: Path) -> dict[str, str]:
+    lines = read_bytes(path).decode(errors="replace").split()
+    return dict(line.split("==", 1) for line in lines if "==" in line)
 
 
 def _hours(time: Any) -> float:
