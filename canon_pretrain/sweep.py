@@ -173,7 +173,7 @@ def look_at_sweep(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
     for place, run in enumerate(sweep.runs, 1):
         row = Row(place, run.name)
         if is_run(folder / run.name):
-            seen = summarize_run(folder / run.name, run.name, now)
+            seen = summarize_run(folder / run.name, now)
             names = ("state", "step", "steps", "loss", "job_id", "reason")
             row = Row(place, run.name, *map(seen.get, names))
         if run.name in losses:

@@ -29,15 +29,7 @@ OWN = {
     "launch": ("",),
 }
 """By section, how names begin that each run or job has its own values of."""
-TITLES = {
-    "identity": "identity (what is computed)",
-    "data": "data",
-    "config": "config (the rest)",
-    "code": "code",
-    "packages": "packages",
-    "environment": "environment",
-    "launch": "launches",
-}
+SECTIONS = ("identity", "data", "config", "code", "packages", "environment", "launch")
 
 Facts = dict[str, Any]
 
@@ -51,7 +43,7 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
     """
     shared = a.identity.keys() & b.identity.keys()
     ours, theirs = (_recorded(run, shared) for run in (a, b))
-    sections = {name: _section(name, ours[name], theirs[name]) for name in TITLES}
+    sections = {name: _section(name, ours[name], theirs[name]) for name in SECTIONS}
     digests = compare_digests(a.events, b.events)
     losses = compare_losses(a.curve("loss"), b.curve("loss"), rtol)
     same = not any(section["differences"] for section in sections.values())
@@ -189,16 +181,16 @@ def words(found: Facts, *, with_own: bool) -> Iterator[str]:
     """Yield the lines that describe a comparison; `with_own` also what is each run's own."""
     yield f"A  {found['a']}"
     yield f"B  {found['b']}"
-    for name, title in TITLES.items():
+    for name in SECTIONS:
         section = found["sections"][name]
         if section["unknown"]:
-            yield f"{title}: not compared: not recorded in {' and '.join(section['unknown'])}"
+            yield f"{name}: not compared: not recorded in {' and '.join(section['unknown'])}"
             continue
         differences, own = section["differences"], section["own"]
         count = f"{len(differences)} of {section['compared']} differ" if differences else "same"
         if own and not with_own:
             count += f" but for what is each run's own (--all shows {len(own)})"
-        yield f"{title}: {count}"
+        yield f"{name}: {count}"
         for key, values in (differences | (own if with_own else {})).items():
             yield f"  {key}{' (own)' if key in own else ''}: {' -> '.join(map(_shown, values))}"
     yield f"data digests: {_digest_words(found['data_digests'])}"

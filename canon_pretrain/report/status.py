@@ -42,7 +42,7 @@ ALIVE = ("starting", "loading", "training", "validating", "saving", "slow", "hun
 OF_STATUS = ("checkpoint_failures", "world_size", "host", "job_id", "restart_count", "nodes")
 OF_LAST_STEP = ("loss", "tokens", "tokens_per_second", "mfu")
 FACTS = (
-    *("path", "name", "state", "reason", "run_id", "step", "steps", *OF_LAST_STEP, "eta_s"),
+    *("path", "state", "reason", "run_id", "step", "steps", *OF_LAST_STEP, "eta_s"),
     *("restarts", "skipped_steps", "checkpoint", "heartbeat_age_s", "written_age_s", "holder"),
     *("evaluations", *OF_STATUS, "problems"),
 )
@@ -51,14 +51,14 @@ FACTS = (
 Facts = dict[str, Any]
 
 
-def summarize_run(path: Path, name: str, now: datetime) -> Facts:
+def summarize_run(path: Path, now: datetime) -> Facts:
     """Return the FACTS of a run at `now`, None for what is not known; never raises.
 
     `state`: one of ALIVE (slow, hung: steps come late or not at all), dead (no sign of life),
     stopped, done, failed, unknown.
     """
     problems: list[str] = []
-    facts: Facts = {"path": str(path), "name": name, "state": "unknown", "problems": problems}
+    facts: Facts = {"path": str(path), "state": "unknown", "problems": problems}
     try:
         facts |= _Reader(RunRecord(path), now.astimezone(UTC), problems).facts()
     except Exception as error:  # an unforeseen fault in one run must not hide the others
@@ -183,7 +183,7 @@ def _cells(run: Facts) -> dict[str, str]:
     failed, restarts = run["checkpoint_failures"], run["restart_count"]
     job = [run["job_id"] and f"{run['job_id']}{f'.{restarts}' * bool(restarts)}", run["nodes"]]
     return {
-        "run": printable(run["name"]),
+        "run": printable(run["path"]),
         "state": run["state"],
         "step": f"{_shown(step) or '-'}/{_shown(steps) or '?'}",
         "": f"{100 * step / steps:.1f} %" if steps and step is not None else "",
@@ -231,8 +231,7 @@ def overview(runs: Sequence[Facts], others: Iterable[str], console: Console) -> 
     if console.measure(table, options=unlimited).maximum > console.width:
         first = list(rows[0])[:NUM_FIRST]
         table, rest = _table(rows, first), [title for title in titles if title not in first]
-    place = f" in {printable(_base(run['path'] for run in runs))}" if len(runs) > 1 else ""
-    count = f"{len(runs)} run{'s' * (len(runs) > 1)}{place}"
+    count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
     lines: list[Any] = [Text(f"{count}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", "bold"), table]
     for run, row in zip(runs, rows, strict=True):
         cells = ", ".join(f"{title.split()[0]} {row[title]}" for title in rest if row[title])
@@ -245,11 +244,6 @@ def overview(runs: Sequence[Facts], others: Iterable[str], console: Console) -> 
     if any(run["checkpoint"] for run in runs):
         lines.append(Text(f"checkpoint: the newest, by {CHECKED}", "dim"))
     return Group(*lines)
-
-
-def _base(paths: Iterable[Any]) -> str:
-    """Return the folder that holds all of the runs, perhaps not directly."""
-    return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
 
 
 def find_runs(words: Iterable[str]) -> tuple[list[Path], list[str]]:
@@ -277,10 +271,8 @@ def look(words: Sequence[str]) -> tuple[list[Facts], list[str]]:
             f"no run in {', '.join(words)}: expected a folder that canon_pretrain.train wrote "
             "(job.dump_folder), a folder that holds some, or a pattern that matches some"
         )
-    base = _base(runs)
-    names = [str(run) if len(runs) == 1 else os.path.relpath(run, base) for run in runs]
     now = datetime.now(UTC)
-    return [summarize_run(*each, now) for each in zip(runs, names, strict=True)], others
+    return [summarize_run(run, now) for run in runs], others
 
 
 # -- the command

@@ -68,7 +68,7 @@ def status_command(*words: str) -> None:
 
 
 def summary(run: RunFolder) -> SimpleNamespace:
-    return SimpleNamespace(**summarize_run(run.path, "name", NOW))
+    return SimpleNamespace(**summarize_run(run.path, NOW))
 
 
 def seen_now(*paths: Path) -> list[SimpleNamespace]:
@@ -294,9 +294,9 @@ def test_piped_it_is_plain_and_of_a_log_only_the_end_is_read(
     out = capsys.readouterr().out
     assert "\x1b" not in out
     shown = out.splitlines()
-    assert shown[0].startswith(f"2 runs in {tmp_path}") and len(shown) == 4
-    assert shown[2].startswith("[red]a b[/red] ") and shown[2].endswith("812 on n[1-2]")
-    assert shown[3].startswith(f"{long}  training  20/500  4.0 %  4.0000     9,000")
+    assert shown[0].startswith("2 runs, ") and len(shown) == 4
+    assert shown[2].startswith(f"{tmp_path}/[red]a b[/red] ") and shown[2].endswith("812 on n[1-2]")
+    assert shown[3].startswith(f"{tmp_path}/{long}  training  20/500  4.0 %  4.0000     9,000")
 
 
 @pytest.mark.parametrize("width", [60, 240])
@@ -334,18 +334,18 @@ def test_json_has_every_fact_under_a_stable_name(
 
 
 @contextmanager
-def in_a_terminal(*words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The command in a terminal of 80 x 24; gives the process and the terminal's other end."""
+def in_a_terminal(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The command in `folder`, in a terminal of 80 x 24; gives it and the terminal's other end."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
         [sys.executable, "-m", "canon_pretrain.run", *words],
-        cwd=ROOT,
+        cwd=folder,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env=environment | {"TERM": "xterm-256color"},
+        env=environment | {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT)},
     )
     os.close(theirs)
     try:
@@ -368,7 +368,7 @@ def read_until(terminal: int, found: bytes, seen: bytes = b"", timeout_s: float 
 
 def test_watch_follows_the_run_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     run = planted(tmp_path / "run")
-    with in_a_terminal("status", str(tmp_path), "--watch", "0.1") as (process, terminal):
+    with in_a_terminal(tmp_path, "status", ".", "--watch", "0.1") as (process, terminal):
         seen = read_until(terminal, b"4.0000")
         assert b"\x1b[?1049h" in seen, "a screen of its own"
         with run.log_file.open("a") as log:
