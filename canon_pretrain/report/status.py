@@ -179,8 +179,11 @@ def _cells(run: Facts) -> dict[str, str]:
     """Return a line of the table, by heading."""
     step, steps, saved = run["step"], run["steps"], run["checkpoint"]
     evals = run["evaluations"] or {"done": 0, "pending": 0}
-    since = {name: run[name] and duration(run[name]) for name in ("eta_s", "heartbeat_age_s")}
+    eta, beat = (
+        "" if run[name] is None else duration(run[name]) for name in ("eta_s", "heartbeat_age_s")
+    )
     failed, restarts = run["checkpoint_failures"], run["restart_count"]
+    newest = f"{saved['step']:,} ({duration(saved['age_s'])} ago)" if saved else "none"
     job = [run["job_id"] and f"{run['job_id']}{f'.{restarts}' * bool(restarts)}", run["nodes"]]
     return {
         "run": printable(run["path"]),
@@ -189,13 +192,12 @@ def _cells(run: Facts) -> dict[str, str]:
         "": f"{100 * step / steps:.1f} %" if steps and step is not None else "",
         "loss": _shown(run["loss"], ".4f"),
         "tokens/s": _shown(run["tokens_per_second"], ",.0f"),
-        "ETA": _shown(since["eta_s"]),
+        "ETA": eta,
         "MFU": _shown(run["mfu"], ".1%"),
         "restarts": _shown(run["restarts"]),
         "skipped": _shown(run["skipped_steps"]),
-        "checkpoint": (f"{saved['step']:,} ({duration(saved['age_s'])} ago)" if saved else "none")
-        + (f", then {failed} failed" if failed else ""),
-        "heartbeat": _shown(since["heartbeat_age_s"]),
+        "checkpoint": f"{newest}, then {failed} failed" if failed else newest,
+        "heartbeat": beat,
         "evals done+pending": f"{evals['done']}+{evals['pending']}" if any(evals.values()) else "",
         "job": " on ".join(filter(None, job)),
     }
