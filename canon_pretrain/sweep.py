@@ -175,7 +175,7 @@ def look_at_sweep(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
         if is_run(folder / run.name):
             seen = summarize_run(folder / run.name, now)
             names = ("state", "step", "steps", "loss", "job_id", "reason")
-            row = Row(place, run.name, *map(seen.get, names))
+            row = Row(place, run.name, *(seen[name] for name in names))
         if run.name in losses:
             row = row._replace(
                 held_out_loss=losses[run.name], held_out_step=step, held_out_source=source

@@ -80,13 +80,14 @@ def _nulls(values: np.ndarray) -> list[float | None]:
 def training_curve(runs: Sequence[RunRecord], curve: Curve) -> Json:
     """Return one field over tokens: a line per run with thinned points and key figures."""
     most = points_per_line(len(runs) * len(CURVES))
-    lines = [{"run": run.label, **_line(*_logged(run, curve.field), most)} for run in runs]
+    lines = [{"run": run.label, **_line(_logged(run, curve.field), most)} for run in runs]
     return {**curve._asdict(), "lines": lines}
 
 
-def _line(steps: np.ndarray, tokens: np.ndarray, values: np.ndarray, most: int) -> Json:
+def _line(logged: np.ndarray, most: int) -> Json:
     """Return thinned points, None for a gap, with counts and key figures."""
-    steps, tokens, gaps = steps.astype(np.int64), tokens.astype(np.int64), np.isnan(values)
+    (steps, tokens), values = logged[:2].astype(np.int64), logged[2]
+    gaps = np.isnan(values)
     figures: Json | None = None
     if not gaps.all():
         places = (np.flatnonzero(~gaps)[-1], np.nanargmin(values), np.nanargmax(values))

@@ -206,7 +206,8 @@ class RunRecord:
         if not all(map(math.isfinite, times)) or not rows[-1][3] > 0:
             launches = [each._replace(training_hours=None, wall_hours=None) for each in launches]
             columns[2:] = None, None
-        return Clock(*columns, launches)
+        steps, tokens, training_hours, wall_hours = columns
+        return Clock(steps, tokens, training_hours, wall_hours, launches)
 
     # -- launches/
 

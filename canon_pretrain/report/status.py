@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class _Reader:
         if counts is None and self.folder.run_file.exists():
             self.problems.append(f"{self.folder.run_file.name} is damaged")
         events = self._tried(lambda: read_tail(self.folder.log_file)) or []
-        last = next((event for event in reversed(events) if event["event"] == "step"), {})
+        last: Facts = next((each for each in reversed(events) if each["event"] == "step"), {})
         # status.json is a heartbeat old, and a launch that loads has step 0 in it
         step, skipped = (
             max((x[name] for x in (beat, last) if name in x), default=None)
@@ -155,7 +156,7 @@ class _Reader:
         folder = CheckpointFolder(self.folder.path / str(name))
         for step in reversed(folder.steps()):
             path = folder.step_path(step)
-            manifest = self._tried(lambda path=path: verify(path, hashes=False))
+            manifest = self._tried(partial(verify, path, hashes=False))
             if manifest is not None and manifest.kind == "full":
                 ages = {"saved": manifest.saved, "age_s": self._age_s(manifest.saved)}
                 return {"step": step, **ages, "checked": CHECKED}
