@@ -173,9 +173,9 @@ def look_at_sweep(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
     for place, run in enumerate(sweep.runs, 1):
         row = Row(place, run.name)
         if is_run(folder / run.name):
-            seen = summarize_run(folder / run.name, run.name, now)
-            known = (seen.state, seen.step, seen.steps, seen.loss, seen.job_id, seen.reason)
-            row = Row(place, run.name, *known)
+            seen = summarize_run(folder / run.name, now)
+            names = ("state", "step", "steps", "loss", "job_id", "reason")
+            row = Row(place, run.name, *(seen[name] for name in names))
         if run.name in losses:
             row = row._replace(
                 held_out_loss=losses[run.name], held_out_step=step, held_out_source=source

@@ -41,9 +41,7 @@ def join_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
         if len({runs[k].seeds for k in members}) == 1:
             entries += [Entry(runs[k].label, (k,)) for k in members]
             continue
-        head = os.path.commonprefix(labels)
-        tail = os.path.commonprefix([label[len(head) :][::-1] for label in labels])[::-1]
-        label = f"{head}*{tail}"
+        label = f"{os.path.commonprefix(labels)}*"
         if len(label) < 4 or label in [entry.label for entry in entries]:
             label = f"{labels[0]} and {len(labels) - 1} more"
         entries.append(Entry(label, tuple(members)))
@@ -56,11 +54,7 @@ def stretches(count: int, most: int) -> np.ndarray:
 
 
 def thin(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Return which of `values` to draw, int64, in order.
-
-    The two ends, and of each stretch the lowest and the highest finite value and the first that is
-    not finite.
-    """
+    """Return which of `values` to draw, int64: the ends, and of each stretch what it must show."""
     if len(bounds) - 1 >= len(values):
         return np.arange(len(values))
     finite = np.isfinite(values)
@@ -75,31 +69,20 @@ def thin(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     return np.array(sorted(kept), dtype=np.int64)
 
 
-class Summary(NamedTuple):
-    """float64 [stretches] of a curve, NaN for a stretch without a finite value."""
+def summarize(curve: Curve, bounds: np.ndarray) -> np.ndarray:
+    """Return float64 [4, stretches]: mean step, mean, lowest and highest value of each stretch.
 
-    step: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-    @classmethod
-    def of(cls, curve: Curve, bounds: np.ndarray) -> "Summary":
-        """Summarize stretches of at least one point each."""
-        finite, at = np.isfinite(curve.values), bounds[:-1]
-        count = np.add.reduceat(finite, at, dtype=np.float64)
-        count[count == 0] = np.nan
-
-        def reduced(by: np.ufunc, values: np.ndarray, neutral: float) -> np.ndarray:
-            result = by.reduceat(np.where(finite, values, neutral), at)
-            return np.where(np.isnan(count), np.nan, result)
-
-        return cls(
-            step=reduced(np.add, curve.steps, 0.0) / count,
-            mean=reduced(np.add, curve.values, 0.0) / count,
-            low=reduced(np.minimum, curve.values, np.inf),
-            high=reduced(np.maximum, curve.values, -np.inf),
-        )
+    NaN for a stretch without a finite value; each has a point at least.
+    """
+    finite, at = np.isfinite(curve.values), bounds[:-1]
+    count = np.add.reduceat(finite, at, dtype=np.float64)
+    rows = [
+        np.add.reduceat(np.where(finite, curve.steps, 0.0), at) / np.maximum(count, 1),
+        np.add.reduceat(np.where(finite, curve.values, 0.0), at) / np.maximum(count, 1),
+        np.minimum.reduceat(np.where(finite, curve.values, np.inf), at),
+        np.maximum.reduceat(np.where(finite, curve.values, -np.inf), at),
+    ]
+    return np.where(count > 0, np.stack(rows), np.nan)
 
 
 class Band(NamedTuple):
@@ -125,33 +108,28 @@ class Band(NamedTuple):
             return None
         rows = [curve.values[np.searchsorted(curve.steps, common)] for curve in there]
         bounds = stretches(len(common), most)
-        parts = [Summary.of(Curve(common, row), bounds) for row in rows]
-        _, means, low, high = (np.stack(values) for values in zip(*parts, strict=True))
+        parts = np.stack([summarize(Curve(common, row), bounds) for row in rows])
+        means, low, high = parts[:, 1], parts[:, 2].min(axis=0), parts[:, 3].max(axis=0)
         means[:, ~np.isfinite(means).all(axis=0)] = np.nan  # a gap of one is a gap of all
         steps = np.add.reduceat(common, bounds[:-1]) / np.diff(bounds)
-        joint = means.mean(axis=0), low.min(axis=0), high.max(axis=0)
-        return cls(steps, *joint, means)
+        return cls(steps, means.mean(axis=0), low, high, means)
 
 
 def axis(run: RunRecord) -> dict[str, Any]:
     """Return a table of steps with their tokens and hours; a page interpolates between its rows."""
-    clock = run.clock
-    last = len(clock.steps) - 1
-    kept = set(np.linspace(0, last, min(last + 1, MAX_KNOTS)).round().astype(int).tolist())
-    for launch in run.launches:  # both sides of a jump in time
-        after = int(np.searchsorted(clock.steps, launch.from_step, side="right"))
-        kept |= {after - 1, min(after, last)}
-    rows = np.array(sorted(kept), dtype=np.int64)
-    hours = {name: getattr(clock, name) for name in ("training_hours", "wall_hours")}
-    return {
-        "steps": clock.steps[rows].tolist(),
-        "tokens": clock.tokens[rows].tolist(),
-        **{name: None if x is None else rounded(x[rows]) for name, x in hours.items()},
-    }
+    last = len(run.clock.steps) - 1
+    even = np.linspace(0, last, min(last + 1, MAX_KNOTS)).round()
+    begun = [launch.from_step for launch in run.clock.launches]
+    after = np.searchsorted(run.clock.steps, begun, side="right")  # both sides of a jump in time
+    rows = np.unique(np.concatenate([even, after - 1, np.minimum(after, last)])).astype(np.int64)
+    columns = zip(run.clock._fields[:4], run.clock[:4], strict=True)
+    return {name: None if x is None else rounded(x[rows]) for name, x in columns}
 
 
 def rounded(values: np.ndarray) -> list[float | int | None]:
-    """Return JSON numbers of DIGITS digits, whole ones short; None for what is not finite."""
+    """Return JSON numbers: integers as they are, others of DIGITS digits, None if not finite."""
+    if values.dtype.kind == "i":
+        return values.tolist()
     found: list[float | int | None] = []
     for value in values.tolist():
         short = float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

@@ -1,7 +1,4 @@
-"""`python -m canon_pretrain.run diff A B`: how two runs differ, and from which step on.
-
-Runs without records of their launches (older ones) are compared in what they have. No torch.
-"""
+"""`python -m canon_pretrain.run diff A B`: how two runs differ, and from which step on."""
 
 import argparse
 import json
@@ -14,14 +11,15 @@ import numpy as np
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.text import printable
-from canon_pretrain.report.record import HELD_OUT, Curve, LaunchRecord, RunRecord, in_turn
+from canon_pretrain.report.record import HELD_OUT, Curve, RunRecord, in_turn
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH
 from canon_pretrain.run.log import json_value, number
 
 RTOL = 1e-4
 """Relative: how far losses of one experiment are apart on two machines, by rounding alone."""
 EXIT_SAME, EXIT_DIFFERENT = 0, 1
-
+DATA = ("data_fingerprint", HELD_OUT)
+"""The fields of the identity that are about the data."""
 OWN = {
     "config": ("job.dump_folder", "job.description", *OWN_TO_A_LAUNCH),
     "environment": (
@@ -31,24 +29,9 @@ OWN = {
     "launch": ("",),
 }
 """By section, how names begin that each run or job has its own values of."""
-LOGGED_VERSIONS = ("torch", "torchtitan", "canon_pretrain", "python")
-"""What a `start` or `resume` event may name."""
-DATA = ("data_fingerprint", HELD_OUT)
-"""The fields of the identity that are about the data."""
-TITLES = {
-    "identity": "identity (what is computed)",
-    "data": "data",
-    "config": "config (the rest)",
-    "code": "code",
-    "packages": "packages",
-    "environment": "environment",
-    "launch": "launches",
-}
+SECTIONS = ("identity", "data", "config", "code", "packages", "environment", "launch")
 
 Facts = dict[str, Any]
-
-
-# -- the comparison
 
 
 def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
@@ -58,19 +41,9 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
     count for nothing, and `unknown`: the runs that have not recorded it. `same` is whether nothing
     that counts differs. Of several launches the newest is compared.
     """
-    ours, theirs = _recorded(a), _recorded(b)
     shared = a.identity.keys() & b.identity.keys()
-    for side in (ours, theirs):
-        side["data"] = {name: side["data"][name] for name in DATA if name in shared}
-        for name in shared:  # compared there, not among the settings
-            side["config"].pop(name, None)
-    if ours["packages"] is None or theirs["packages"] is None:
-        heads = [(run.heads or [{}])[-1] for run in (a, b)]
-        common = [name for name in LOGGED_VERSIONS if all(head.get(name) for head in heads)]
-        ours["packages"], theirs["packages"] = (
-            {name: head[name] for name in common} or None for head in heads
-        )
-    sections = {name: _section(name, ours[name], theirs[name]) for name in TITLES}
+    ours, theirs = (_recorded(run, shared) for run in (a, b))
+    sections = {name: _section(name, ours[name], theirs[name]) for name in SECTIONS}
     digests = compare_digests(a.events, b.events)
     losses = compare_losses(a.curve("loss"), b.curve("loss"), rtol)
     same = not any(section["differences"] for section in sections.values())
@@ -85,8 +58,43 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
             f"{name} changed its code {len(codes) - 1} time(s) between its "
             f"{len(run.launch_records)} launches; the newest is compared"
             for name, run in (("A", a), ("B", b))
-            if len(codes := in_turn(launch.code for launch in run.launch_records)) > 1
+            if len(codes := in_turn(map(_code, run.launch_records))) > 1
         ],
+    }
+
+
+def _code(launch: Facts) -> tuple[Any, Any]:
+    git = (launch["launch.json"] or {}).get("git") or {}
+    return git.get("commit"), launch["source.patch"]
+
+
+def _recorded(run: RunRecord, shared: Iterable[str]) -> dict[str, Any]:
+    """Return what a run has recorded, by section of the comparison; None for what it has not.
+
+    `shared`: the names in both identities, which are not compared among the settings again.
+    """
+    newest = run.launch_records[-1] if run.launch_records else {}
+    facts = newest.get("launch.json") or {}
+    git, python = facts.get("git") or {"problem": "unknown"}, {"python": facts.get("python")}
+    around = flat({name: facts.get(name) for name in ("platform", "devices")})
+    code = {"commit": git.get("commit"), "untracked": git.get("untracked") or []}
+    packages, environment = newest.get("packages.txt"), newest.get("environment.json")
+    return {
+        "identity": {name: value for name, value in run.identity.items() if name not in DATA},
+        "data": {name: run.identity[name] for name in DATA if name in shared},
+        "config": {k: value for k, value in flat(run.config).items() if k not in shared},
+        "code": None if git.get("problem") else code | {"patch": newest["source.patch"]},
+        "packages": None if packages is None else python | packages,
+        "environment": None if environment is None else around | environment,
+        "launch": {
+            "launches": len(run.heads),
+            "world_sizes": in_turn(head.get("world_size") for head in run.heads),
+            "hosts": facts.get("hosts"),
+            "canon_backend": facts.get("canon_backend"),
+            "command": (facts.get("command") or {}).get("again"),
+            "data_folders": (facts.get("data") or {}).get("folders"),
+            "last_step": int(run.clock.steps[-1]),
+        },
     }
 
 
@@ -107,42 +115,9 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> Facts:
     """Return the leaves of nested objects by dotted names; a list is a leaf."""
     leaves: Facts = {}
     for name, inner in value.items():
-        if isinstance(inner, dict) and inner:
-            leaves |= flat(inner, f"{prefix}{name}.")
-        else:
-            leaves[prefix + name] = inner
+        is_leaf = not isinstance(inner, dict) or not inner
+        leaves |= {prefix + name: inner} if is_leaf else flat(inner, f"{prefix}{name}.")
     return leaves
-
-
-def _recorded(run: RunRecord) -> dict[str, Any]:
-    """Return what a run has recorded, by section of the comparison; None for what it has not."""
-    newest = run.launch_records[-1] if run.launch_records else LaunchRecord(None, None, None, "")
-    facts: Facts = newest.facts or {}
-    git, environment, packages = facts.get("git"), newest.environment, newest.packages
-    code = None
-    if isinstance(git, dict) and not git.get("problem"):
-        code = {"commit": git.get("commit"), "untracked": git.get("untracked") or []}
-        code["patch"] = newest.patch or None
-    if environment is not None:
-        around = {"platform": facts.get("platform"), "devices": facts.get("devices")}
-        environment = environment | flat(around)
-    return {
-        "identity": {name: value for name, value in run.identity.items() if name not in DATA},
-        "data": run.identity,
-        "config": flat(run.config),
-        "code": code,
-        "packages": None if packages is None else {"python": facts.get("python")} | packages,
-        "environment": environment if newest.facts else None,
-        "launch": {
-            "launches": len(run.heads),
-            "world_sizes": in_turn(head.get("world_size") for head in run.heads),
-            "hosts": facts.get("hosts"),
-            "canon_backend": facts.get("canon_backend"),
-            "command": (facts.get("command") or {}).get("again"),
-            "data_folders": (facts.get("data") or {}).get("folders"),
-            "last_step": int(run.clock.steps[-1]),
-        },
-    }
 
 
 def digests_by_step(events: Iterable[Facts]) -> dict[int, str]:
@@ -180,26 +155,22 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Facts:
     ours, theirs = (curve or Curve(np.empty(0, np.int64), np.empty(0)) for curve in (a, b))
     steps, i, j = np.intersect1d(ours.steps, theirs.steps, assume_unique=True, return_indices=True)
     one, other = ours.values[i], theirs.values[j]
-    equal = (one == other) | (np.isnan(one) & np.isnan(other))
     with np.errstate(all="ignore"):
         apart = np.abs(one - other) / np.maximum(np.abs(one), np.abs(other))
     apart[~np.isfinite(apart)] = math.inf
-    apart[equal] = 0.0
+    apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
+    first, beyond = (steps[found] for found in (apart > 0, apart > rtol))
     largest = int(apart.argmax()) if len(steps) else None
-    first, beyond = (int(x.argmax()) if x.any() else None for x in (~equal, apart > rtol))
-
-    step_at = {
-        "first_unequal": first,
-        "first_beyond": beyond,
-        "largest_step": largest,
-        "last_common": len(steps) - 1 if len(steps) else None,
-    }
+    at = np.flatnonzero(apart > rtol)[:1]
     return {
         "common": len(steps),
         "rtol": rtol,
-        "there": None if beyond is None else json_value([float(x[beyond]) for x in (one, other)]),
+        "there": json_value([one[at].item(), other[at].item()]) if len(at) else None,
         "largest": None if largest is None else json_value(float(apart[largest])),
-        **{name: None if k is None else int(steps[k]) for name, k in step_at.items()},
+        "first_unequal": int(first[0]) if len(first) else None,
+        "first_beyond": int(beyond[0]) if len(beyond) else None,
+        "largest_step": None if largest is None else int(steps[largest]),
+        "last_common": int(steps[-1]) if len(steps) else None,
     }
 
 
@@ -210,25 +181,25 @@ def words(found: Facts, *, with_own: bool) -> Iterator[str]:
     """Yield the lines that describe a comparison; `with_own` also what is each run's own."""
     yield f"A  {found['a']}"
     yield f"B  {found['b']}"
-    for name, title in TITLES.items():
+    for name in SECTIONS:
         section = found["sections"][name]
         if section["unknown"]:
-            yield f"{title}: not compared: not recorded in {' and '.join(section['unknown'])}"
+            yield f"{name}: not compared: not recorded in {' and '.join(section['unknown'])}"
             continue
         differences, own = section["differences"], section["own"]
         count = f"{len(differences)} of {section['compared']} differ" if differences else "same"
         if own and not with_own:
             count += f" but for what is each run's own (--all shows {len(own)})"
-        yield f"{title}: {count}"
-        for key, (a, b) in (differences | (own if with_own else {})).items():
-            yield f"  {key}{' (own)' if key in own else ''}: {shown(a)} -> {shown(b)}"
+        yield f"{name}: {count}"
+        for key, values in (differences | (own if with_own else {})).items():
+            yield f"  {key}{' (own)' if key in own else ''}: {' -> '.join(map(_shown, values))}"
     yield f"data digests: {_digest_words(found['data_digests'])}"
     yield f"losses: {_loss_words(found['losses'])}"
     yield from (f"note: {sentence}" for sentence in found["notes"])
     yield "same" if found["same"] else "different"
 
 
-def shown(value: Any) -> str:
+def _shown(value: Any) -> str:
     """Return a value on one line; – if a run has none."""
     if value is None:
         return "–"
@@ -291,6 +262,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     else:
-        for sentence in words(found, with_own=arguments.all):
-            print(printable(sentence))
+        print(printable("\n".join(words(found, with_own=arguments.all)), keep="\n"))
     return EXIT_SAME if found["same"] else EXIT_DIFFERENT

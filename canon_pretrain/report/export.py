@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -70,29 +69,18 @@ def row_of(event: Event) -> Row | None:
         return None
     try:
         numbers = {name: number(value) for name, value in values.items() if value is not None}
-        return Row(int(event["step"]), int(event.get("tokens") or 0), seconds(event), numbers)
+        return Row(int(event["step"]), int(event.get("tokens") or 0), _seconds(event), numbers)
     except (TypeError, ValueError) as error:
         raise UserError(f"the log is damaged at step {event['step']}: {error}") from None
 
 
-def rows_of(events: Iterable[Event]) -> dict[int, Row]:
-    """Return a row per step; a validation joins the row of its step."""
-    rows: dict[int, Row] = {}
-    for row in filter(None, map(row_of, events)):
-        before = rows.get(row.step, row)
-        values = {**before.values, **row.values}
-        rows[row.step] = replace(before, tokens=before.tokens or row.tokens, values=values)
-    return rows
-
-
-def add_evaluations(rows: dict[int, Row], run: RunRecord) -> None:
-    """Add the scores of evaluations at their checkpoints' steps, in new rows if need be.
+def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
+    """Yield the scores of evaluations, at their checkpoints' steps.
 
     A score is named eval/SUITE/TASK/METRIC, that of a trial eval/SUITE-firstN/...
     """
     sizes = [run.identity.get(f"training.{k}") for k in ("global_batch_size", "seq_len")]
     tokens_per_step = math.prod(n if isinstance(n, int) else 0 for n in sizes)
-    last_time = rows[max(rows)].time if rows else 0.0
     for (suite, step), results in run.latest.items():
         limit = results.asked["limit"]
         heading = f"eval/{plain(suite if limit is None else f'{suite}-first{limit}')}"
@@ -101,8 +89,17 @@ def add_evaluations(rows: dict[int, Row], run: RunRecord) -> None:
             for task, metrics in results.scores.items()
             for metric, score in metrics.items()
         }
-        row = rows.get(step) or Row(step, step * tokens_per_step, last_time, {})
-        rows[step] = replace(row, values={**row.values, **values})
+        yield Row(step, step * tokens_per_step, last_time, values)
+
+
+def joined(rows: Iterable[Row]) -> list[Row]:
+    """Return a row per step, in order: a validation or an evaluation joins the row of its step."""
+    by_step: dict[int, Row] = {}
+    for row in rows:
+        before = by_step.get(row.step, row)
+        values = {**before.values, **row.values}
+        by_step[row.step] = before._replace(tokens=before.tokens or row.tokens, values=values)
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def plain(name: str) -> str:
@@ -110,7 +107,7 @@ def plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
-def seconds(event: Event) -> float:
+def _seconds(event: Event) -> float:
     """Return an event's time in seconds since 1970; 0 if it has none."""
     try:
         return datetime.fromisoformat(event["time"]).timestamp()
@@ -120,72 +117,68 @@ def seconds(event: Event) -> float:
 
 def about(run: RunRecord, events: list[dict[str, Any]]) -> About:
     """Return what the run is called and what it is, from config.json and its log."""
-    first = events[0] if events else {}
-    # a run from before run.json is named by its first line
-    run_id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:8]
-    run_id = next((event["run_id"] for event in reversed(events) if "run_id" in event), run_id)
+    run_id = next((event["run_id"] for event in reversed(events) if "run_id" in event), None)
     flavor = str(run.config.get("model", {}).get("flavor", "model"))
     position = str(run.identity.get("model.position", ""))
     canon = str(run.identity.get("model.canon_set", ""))
     tags = tuple(filter(None, (flavor, position, f"canon{canon}" if canon else "no-canon")))
-    digest = hashlib.sha256(run.recipe.encode()).hexdigest()[:6]
     heads = [event for event in events if event["event"] in ("start", "resume")]
     newest = {name: value for name, value in (heads or [{}])[-1].items() if name != "event"}
     path = run.folder.path.resolve()
     return About(
-        run_id=str(run_id),
+        run_id=str(run_id or _digest(json.dumps(events[:1], sort_keys=True))),
         # `run` says nothing if every experiment has a folder of that name
         name=f"{path.parent.name}/{path.name}" if path.name in ("run", "runs") else path.name,
-        group="-".join((*tags, digest)),
+        group="-".join((*tags, _digest(run.recipe)[:6])),
         tags=tags,
         config=run.config | {"identity": run.identity, "launches": len(heads), "launch": newest},
-        began=seconds(first),
+        began=_seconds(events[0]) if events else 0.0,
     )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 # -- copying
 
 
-def copy_whole(run: RunRecord, open_target: Callable[[About], Target]) -> str:
-    """Copy what there is, evaluations too; returns where it is, in words."""
-    rows = rows_of(run.events)
-    for notice in run.notices:
-        print(f"NOTE: {notice}", file=sys.stderr)
-    add_evaluations(rows, run)
-    target = open_target(about(run, run.events))
-    for step in sorted(rows):
-        target.write(rows[step])
-    place = target.finish()
-    return f"{len(rows)} steps and {len(run.latest)} evaluations of {run.folder.path}: {place}"
-
-
-def follow(
-    run: RunRecord, open_target: Callable[[About], Target], ended: Callable[[float], bool]
+def copy(
+    run: RunRecord,
+    open_target: Callable[[About], Target],
+    ended: Callable[[float], bool] | None = None,
 ) -> str:
-    """Copy what there is and what comes, until `ended(seconds to wait)` or the run is done."""
+    """Copy what there is, evaluations too; returns where it is, in words.
+
+    With `ended` the log alone, also what comes, until `ended(seconds to wait)` or the run is done.
+    """
     log = LogFollower(run.folder.log_file)
-    events = drop_superseded(log.poll())
-    while not any(event["event"] in ("step", "start", "resume") for event in events):
-        if ended(POLL_S):
-            break
+    events = drop_superseded(log.poll()) if ended else run.events
+    wait, is_over = ended or bool, ended is None
+    while not is_over and not any(e["event"] in ("step", "start", "resume") for e in events):
+        is_over = wait(POLL_S)
         events = drop_superseded([*events, *log.poll()])
+    rows = joined(row for event in events if (row := row_of(event)))
+    if ended is None:
+        rows = joined([*rows, *_evaluations(run, rows[-1].time if rows else 0.0)])
     target = open_target(about(run, events))
-    rows = rows_of(events)
-    for step in sorted(rows):
-        target.write(rows[step])
-    target.flush()
+    for row in rows:
+        target.write(row)
     turns = [e["event"] for e in events if e["event"] in ("start", "resume", "done")]
-    over = turns[-1:] == ["done"]
-    while not over:
-        over = ended(POLL_S)  # asked first: what was written before the end is still read
+    is_over |= turns[-1:] == ["done"]
+    while not is_over:
+        target.flush()
+        is_over = wait(POLL_S)  # asked first: what was written before the end is still read
         for event in log.poll():
             if event["event"] in ("start", "resume"):
                 target.restart(int(event.get("from_step", 0)))
             if row := row_of(event):
                 target.write(row)
-            over |= event["event"] == "done"
-        target.flush()
-    return target.finish()
+            is_over |= event["event"] == "done"
+    place = target.finish()
+    if ended:
+        return place
+    return f"{len(rows)} steps and {len(run.latest)} evaluations of {run.folder.path}: {place}"
 
 
 # -- the command
@@ -199,15 +192,20 @@ def add_parser(subparsers: Any) -> None:
         "one clean curve over all launches, in the place of what was there before.",
         epilog="example: python -m canon_pretrain.run export wandb RUN --mode online --follow",
     )
-    add = parser.add_argument
+    add, given = parser.add_argument, os.environ.get
     add("target", choices=("wandb", "tensorboard"))
     add("folder", type=Path, metavar="RUN", help="a run folder")
     add("--out", type=Path, metavar="DIR", help="as DIR/wandb, DIR/tb (default: RUN)")
     add("--follow", action="store_true", help="continue while the run does")
-    add("--mode", choices=MODES, help="wandb's (default: $WANDB_MODE, or offline)")
-    add("--project", help="wandb's (default: $WANDB_PROJECT, or canon_pretrain)")
-    add("--entity", help="wandb's (default: $WANDB_ENTITY, or the account's own)")
-    add("--name", help="wandb's (default: $WANDB_NAME, or the run folder's name)")
+    mode, project = given("WANDB_MODE") or "offline", given("WANDB_PROJECT") or "canon_pretrain"
+    add("--mode", choices=MODES, default=mode, help="wandb's (default: %(default)s)")
+    add("--project", default=project, help="wandb's (default: %(default)s)")
+    entity, name = (
+        given("WANDB_ENTITY") or given("WANDB_TEAM"),
+        given("WANDB_NAME") or given("WANDB_RUN_NAME"),
+    )
+    add("--entity", default=entity, help="wandb's (default: $WANDB_ENTITY, or the account's own)")
+    add("--name", default=name, help="wandb's (default: $WANDB_NAME, or the run folder's name)")
     add("--tags", nargs="*", default=[], metavar="TAG")
     # metrics.save_tb_folder; and how the trainer starts it: until its end of the pipe closes, and
     # deaf to its signals
@@ -219,51 +217,34 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Export one run; returns the exit code. Raises UserError."""
     record = RunRecord(arguments.folder)
-    folder, follows = record.folder, arguments.follow
-    folder.read_config()
-    if arguments.out is None and not follows and live_holder(folder.lock_file):
+    record.folder.read_config()  # refuses what is no run
+    follows, out = arguments.follow, arguments.out or arguments.folder
+    if arguments.out is None and not follows and live_holder(record.folder.lock_file):
         raise UserError(
-            f"{folder.path} is being trained, and may show itself live in the default place; name "
-            "another with --out, or add --follow"
+            f"{record.folder.path} is being trained, and may show itself live in the default "
+            "place; name another with --out, or add --follow"
         )
 
     def opened(facts: About) -> Target:
-        return open_target(arguments, facts, os.environ)
+        if arguments.target == "tensorboard":
+            return TensorBoardTarget(out / arguments.tb_folder, facts, live=follows)
+        names = ("mode", "project", "entity", "name", "tags")
+        return WandbTarget(out, facts, live=follows, **{n: getattr(arguments, n) for n in names})
 
-    if not follows:
-        print(copy_whole(record, opened))
-    elif arguments.beside_trainer:
+    ended: Callable[[float], bool] | None = None
+    if arguments.beside_trainer:
+        ended = _trainer_ended
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(name, signal.SIG_IGN)
-        print(follow(record, opened, _trainer_ended))
-    else:
+    elif follows:
         interrupted = threading.Event()
+        ended = interrupted.wait
         signal.signal(signal.SIGINT, lambda *_: interrupted.set())
-        print(follow(record, opened, interrupted.wait))
+    else:
+        for notice in record.notices:
+            print(f"NOTE: {notice}", file=sys.stderr)
+    print(copy(record, opened, ended))
     return 0
-
-
-def open_target(arguments: argparse.Namespace, facts: About, environ: Mapping[str, str]) -> Target:
-    """Open the target of the command line; what it does not say, wandb's variables do, or
-    torchtitan's. Raises UserError if the target's package is missing."""
-    out = arguments.out or arguments.folder
-    if arguments.target == "tensorboard":
-        return TensorBoardTarget(out / arguments.tb_folder, facts, live=arguments.follow)
-
-    def chosen(option: str, *names: str) -> str:
-        values = (getattr(arguments, option), *map(environ.get, names))
-        return next(filter(None, values), "")
-
-    return WandbTarget(
-        out,
-        facts,
-        mode=chosen("mode", "WANDB_MODE") or "offline",
-        project=chosen("project", "WANDB_PROJECT") or "canon_pretrain",
-        entity=chosen("entity", "WANDB_ENTITY", "WANDB_TEAM"),
-        name=chosen("name", "WANDB_NAME", "WANDB_RUN_NAME"),
-        tags=arguments.tags,
-        live=arguments.follow,
-    )
 
 
 def _trainer_ended(wait_s: float) -> bool:

@@ -14,10 +14,9 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import fsync_folder
@@ -31,8 +30,7 @@ WANDB_FINISH_S = 40.0
 """Less than a live copy has in all, so that wandb itself reports what it could not send."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """The numbers of one step, by name; `time` in seconds since 1970."""
 
     step: int
@@ -41,8 +39,7 @@ class Row:
     values: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class About:
+class About(NamedTuple):
     """What a copy holds of the run beside its curves; `group` is equal for repeats of a recipe."""
 
     run_id: str
@@ -124,12 +121,12 @@ class WandbTarget:
         folder: Path,
         facts: About,
         *,
-        mode: str,
-        project: str,
-        entity: str,
-        name: str,
-        tags: Sequence[str],
         live: bool,
+        mode: Any,
+        project: str,
+        entity: str | None,
+        name: str | None,
+        tags: Sequence[str],
     ) -> None:
         if mode not in MODES:
             raise UserError(f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}")
@@ -139,43 +136,36 @@ class WandbTarget:
             import wandb
         except ImportError:
             raise UserError("wandb is not installed: pip install wandb") from None
-        self._facts, self._mode = facts, mode
         # a live wandb sends this process's arguments and all SLURM_ variables: a job's comment may
         # hold anything
         del sys.argv[1:]
-        allowed = allowed_environment(os.environ)
-        for variable in [each for each in os.environ if each.startswith("SLURM")]:
-            if variable not in allowed:
-                del os.environ[variable]
-        self._folder = folder / "wandb"
+        slurm = {name for name in os.environ if name.startswith("SLURM")}
+        for variable in slurm - set(allowed_environment(os.environ)):
+            del os.environ[variable]
+        self._facts, self._mode, self._folder = facts, mode, folder / "wandb"
         self._before = self._offline_folders()
         folder.mkdir(parents=True, exist_ok=True)
+        settings: dict[str, Any] = {
+            **{"console": "off", "disable_code": True, "disable_git": True, "save_code": False},
+            **{"symlink": False, "silent": live or mode != "online", "init_timeout": INIT_S},
+            # a copy that is made later would show the machine that makes it
+            **{"x_disable_stats": not live, "x_disable_meta": not live},
+            "finish_timeout": WANDB_FINISH_S if live else 0.0,
+        }
         try:
             self._run = wandb.init(
-                mode=mode,  # type: ignore[arg-type]  # one of MODES
+                mode=mode,
                 dir=folder,
                 id=facts.run_id,
-                # a whole copy replaces what is there; offline, wandb cannot look
-                resume="allow" if mode == "online" and live else None,
                 project=project,
                 entity=entity or None,
                 name=name or facts.name,
                 group=facts.group,
+                # a whole copy replaces what is there; offline, wandb cannot look
+                resume="allow" if mode == "online" and live else None,
                 tags=[tag[:64] for tag in dict.fromkeys((*facts.tags, *tags))],
                 config=dict(facts.config),
-                settings=wandb.Settings(
-                    console="off",
-                    disable_code=True,
-                    disable_git=True,
-                    save_code=False,
-                    symlink=False,
-                    silent=live or mode != "online",
-                    # a copy that is made later would show the machine that makes it
-                    x_disable_stats=not live,
-                    x_disable_meta=not live,
-                    init_timeout=INIT_S,
-                    finish_timeout=WANDB_FINISH_S if live else 0.0,
-                ),
+                settings=wandb.Settings(**settings),
             )
         except (wandb.Error, ValueError, OSError) as error:  # ValueError: its variables
             raise UserError(f"wandb does not begin: {error}") from None

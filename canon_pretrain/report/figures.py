@@ -7,8 +7,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from canon_pretrain.core.text import printable
 from canon_pretrain.report.curves import stretches, thin
 from canon_pretrain.report.evaluations import (
     Evaluation,
-    Scored,
     evaluations_of,
     logged_losses,
     suite_losses,
@@ -39,10 +37,10 @@ CHANCE = {("1-hop", "rank"): 1 / 5, ("1-hop-random", "rank"): 1 / 5, ("2-hop", "
 
 Lines = Mapping[str, Sequence[str]]
 """Label of an architecture -> the labels of the runs that it is drawn by."""
+Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """A field of the step events, and how it is shown."""
 
     field: str
@@ -60,104 +58,91 @@ CURVES = (
 )
 
 
-def _finite(value: Any) -> float | None:
-    """A value of the log as a number; None for what is absent, or "NaN" and its like."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
-
-
 def points_per_line(num_lines: int) -> int:
     """Return how many points each of `num_lines` lines may have."""
     return max(FEWEST_POINTS, min(MAX_POINTS, ALL_POINTS // num_lines))
 
 
-def training_curve(runs: Sequence[RunRecord], curve: Curve) -> dict[str, Any]:
+def _logged(run: RunRecord, field: str) -> np.ndarray:
+    """Return float64 [3, n]: step, tokens and value, NaN for one that is absent or not finite."""
+    rows = []
+    for event in run.steps:
+        value = event.get(field)
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        rows.append((event["step"], event["tokens"], value if is_number else math.nan))
+    return np.array(rows, dtype=np.float64).reshape(-1, 3).T
+
+
+def _nulls(values: np.ndarray) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def training_curve(runs: Sequence[RunRecord], curve: Curve) -> Json:
     """Return one field over tokens: a line per run with thinned points and key figures."""
     most = points_per_line(len(runs) * len(CURVES))
-    lines = [{"run": run.label, **line(run.steps, curve.field, most)} for run in runs]
-    return {**asdict(curve), "lines": lines}
+    lines = [{"run": run.label, **_line(_logged(run, curve.field), most)} for run in runs]
+    return {**curve._asdict(), "lines": lines}
 
 
-def line(
-    steps: Sequence[dict[str, Any]], field: str, max_points: int = MAX_POINTS
-) -> dict[str, Any]:
-    """Return one field of the `step` events: thinned points, counts and key figures.
-
-    A value that is not finite is None in `values`: a gap.
-    """
-    values = [_finite(event.get(field)) for event in steps]
-    numbers = np.array([math.nan if value is None else value for value in values])
-    gaps = np.flatnonzero(np.isnan(numbers)).tolist()
-    figures: dict[str, Any] | None = None
-    if len(gaps) < len(values):
-        places = {
-            "last": int(np.flatnonzero(~np.isnan(numbers))[-1]),
-            "lowest": int(np.nanargmin(numbers)),
-            "highest": int(np.nanargmax(numbers)),
+def _line(logged: np.ndarray, most: int) -> Json:
+    """Return thinned points, None for a gap, with counts and key figures."""
+    (steps, tokens), values = logged[:2].astype(np.int64), logged[2]
+    gaps = np.isnan(values)
+    figures: Json | None = None
+    if not gaps.all():
+        places = (np.flatnonzero(~gaps)[-1], np.nanargmin(values), np.nanargmax(values))
+        figures = {
+            name: {"value": float(values[k]), "step": int(steps[k])}
+            for name, k in zip(("last", "lowest", "highest"), places, strict=True)
         }
-        figures = {n: {"value": values[k], "step": steps[k]["step"]} for n, k in places.items()}
-        figures["median"] = float(np.nanmedian(numbers))
-    kept = list(range(len(values)))
-    if len(values) > max_points:
-        kept = thin(numbers, stretches(len(values), (max_points - 2) // 3)).tolist()
+        figures["median"] = float(np.nanmedian(values))
+    kept = np.arange(len(values))
+    if len(values) > most:
+        kept = thin(values, stretches(len(values), (most - 2) // 3))
     return {
         "logged": len(values),
-        "not_finite": len(gaps),
-        "first_not_finite_step": steps[gaps[0]]["step"] if gaps else None,
+        "not_finite": int(gaps.sum()),
+        "first_not_finite_step": int(steps[gaps.argmax()]) if gaps.any() else None,
         "figures": figures,
-        "steps": [steps[k]["step"] for k in kept],
-        "tokens": [steps[k]["tokens"] for k in kept],
-        "values": [values[k] for k in kept],
+        "steps": steps[kept].tolist(),
+        "tokens": tokens[kept].tolist(),
+        "values": _nulls(values[kept]),
     }
 
 
-def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str]) -> dict[str, Any] | None:
+def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str]) -> Json | None:
     """Return the last half of the training losses, smoothed; None without enough steps.
 
     Half of the most tokens of any run is cut into equally long stretches: `values` are a run's
     means over them (None without a finite loss), `differences` those less the mean of the
     `baseline` runs.
     """
-    points = {
-        run.label: np.array(
-            [(e["tokens"], x) for e in run.steps if (x := _finite(e.get("loss"))) is not None]
-        ).reshape(-1, 2)
-        for run in runs
-    }
-    most = max((found[:, 0].max() for found in points.values() if len(found)), default=0.0)
-    late = {label: found[found[:, 0] > most / 2] for label, found in points.items()}
-    count = min(MOST_STRETCHES, max(map(len, late.values()), default=0) // FEWEST_PER_STRETCH)
+    points = {run.label: _logged(run, "loss")[1:] for run in runs}
+    points = {label: found[:, ~np.isnan(found[1])] for label, found in points.items()}
+    most = max((found[0].max() for found in points.values() if found.size), default=0.0)
+    longest = max((int((found[0] > most / 2).sum()) for found in points.values()), default=0)
+    count = min(MOST_STRETCHES, longest // FEWEST_PER_STRETCH)
     if count < FEWEST_STRETCHES:
         return None
     edges = np.linspace(most / 2, most, count + 1)
     means = {}
-    with np.errstate(invalid="ignore"):
-        for label, found in late.items():
-            sums, _ = np.histogram(found[:, 0], edges, weights=found[:, 1])
-            means[label] = sums / np.histogram(found[:, 0], edges)[0]
-    rows = np.ma.masked_invalid([means[label] for label in baseline])
-    base = rows.mean(axis=0).filled(np.nan) if len(baseline) else np.empty(0)
-
-    def listed(values: np.ndarray) -> list[float | None]:
-        return [None if math.isnan(value) else value for value in values.tolist()]
-
-    lines = [
-        {
-            "run": label,
-            "values": listed(own),
-            "differences": listed(own - base) if baseline else [],
-        }
-        for label, own in means.items()
+    for label, (tokens, losses) in points.items():
+        late = tokens > most / 2
+        sums, _ = np.histogram(tokens[late], edges, weights=losses[late])
+        with np.errstate(invalid="ignore"):
+            means[label] = sums / np.histogram(tokens[late], edges)[0]
+    lines: list[Json] = [
+        {"run": label, "values": _nulls(own), "differences": []} for label, own in means.items()
     ]
+    if baseline:
+        rows = np.ma.masked_invalid([means[label] for label in baseline])
+        base = rows.mean(axis=0).filled(np.nan)
+        for line in lines:
+            line["differences"] = _nulls(means[line["run"]] - base)
     return {"tokens": ((edges[:-1] + edges[1:]) / 2).tolist(), "lines": lines}
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
-
-
-def score_curves(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
     """Return a curve per (suite, task, primary metric) that some run was asked at several steps.
 
     A line per run: `steps`, `tokens` (None if the log does not tell), `values`, `stderrs`, `bounds`
@@ -165,16 +150,15 @@ def score_curves(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """
     curves = []
     for suite, task, metric in _primaries(runs):
-        texts: dict[str, list[dict[str, Any]]] = {}  # losses of different texts are not comparable
+        texts: dict[str, list[Json]] = {}  # losses of different texts are not comparable
         for run in runs:
             # in order: a whole result takes the place of a trial, the newest that of all
             by_step = {e.step: e for e in evaluations_of(run) if e.suite == suite}
-            points: dict[str, list[Evaluation]] = {}
-            for _, each in sorted(by_step.items()):
-                if metric in each.results.scores.get(task, {}):
-                    points.setdefault(each.text, []).append(each)
-            for text, scored in points.items():
-                texts.setdefault(text, []).append(_score_line(run, scored, task, metric))
+            scored = [e for e in by_step.values() if metric in e.results.scores.get(task, {})]
+            scored.sort(key=lambda each: each.step)
+            for text in dict.fromkeys(each.text for each in scored):
+                of_text = [each for each in scored if each.text == text]
+                texts.setdefault(text, []).append(_score_line(run, of_text, task, metric))
         for text, lines in texts.items():
             if any(len(each["steps"]) > 1 for each in lines):
                 label = f"{task} of text {text[:8]}" if len(texts) > 1 else task
@@ -198,9 +182,7 @@ def _primaries(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
     return sorted(found, key=lambda key: suite_order(key[0]))
 
 
-def _score_line(
-    run: RunRecord, points: Sequence[Evaluation], task: str, metric: str
-) -> dict[str, Any]:
+def _score_line(run: RunRecord, points: Sequence[Evaluation], task: str, metric: str) -> Json:
     scores = [each.results.scores[task][metric] for each in points]
     return {
         "run": run.label,
@@ -214,62 +196,64 @@ def _score_line(
     }
 
 
-def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> dict[str, Any] | None:
+def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | None:
     """Return held-out loss of one text over tokens, a line per architecture; None without any.
 
     From the suite `validation` or the training logs, and of the text, that have most points. A
     value is the mean over the runs at a step that all of them have; `low` and `high` are the lowest
     and highest, `n` their number.
     """
-    found: list[dict[str, Any]] = []
-    for source, losses_of in (
-        ("the suite validation", suite_losses),
-        ("training logs", logged_losses),
-    ):
-        members = {
-            label: [(run, losses_of(run)) for run in runs if run.label in labels]
-            for label, labels in architectures.items()
-        }
-        texts = {text for each in members.values() for _, losses in each for _, text in losses}
-        for text in sorted(texts):
-            lines = [_mean_line(label, each, text) for label, each in members.items()]
+    found: list[Json] = []
+    readers = {"the suite validation": suite_losses, "training logs": logged_losses}
+    for source, losses_of in readers.items():
+        losses = {run: losses_of(run) for run in runs}
+        for text in sorted({text for each in losses.values() for _, text in each}):
+            lines = []
+            for label, labels in architectures.items():
+                by_run = {
+                    run: {step: loss for (step, of), loss in losses[run].items() if of == text}
+                    for run in runs
+                    if run.label in labels
+                }
+                lines.append({"label": label} | _mean_line({k: v for k, v in by_run.items() if v}))
             found.append({"source": source, "lines": [x for x in lines if x["steps"]]})
     best = max(found, key=lambda x: sum(len(each["steps"]) for each in x["lines"]), default=None)
     return best if best and best["lines"] else None
 
 
-def _mean_line(
-    label: str, members: Sequence[tuple[RunRecord, Mapping[Scored, float]]], text: str
-) -> dict[str, Any]:
-    of_text = [
-        (run, {step: loss for (step, of), loss in losses.items() if of == text})
-        for run, losses in members
-    ]
-    of_text = [(run, losses) for run, losses in of_text if losses]
-    common = set.intersection(*(set(losses) for _, losses in of_text)) if of_text else set()
-    at = {step: [losses[step] for _, losses in of_text] for step in sorted(common)}
-    at = {step: values for step, values in at.items() if all(map(math.isfinite, values))}
-    tokens = [tokens_at(of_text[0][0], step) for step in at]
-    return {"label": label, "steps": list(at), "tokens": tokens, **_spread(list(at.values()))}
+def _mean_line(losses: Mapping[RunRecord, Mapping[int, float]]) -> Json:
+    common = set.intersection(*map(set, losses.values())) if losses else set()
+    rows = {step: [by_step[step] for by_step in losses.values()] for step in sorted(common)}
+    rows = {step: row for step, row in rows.items() if all(map(math.isfinite, row))}
+    tokens = [tokens_at(next(iter(losses)), step) for step in rows]
+    return {"steps": list(rows), "tokens": tokens, **_spread(list(rows.values()))}
 
 
 def _spread(at: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
     """Return mean, lowest, highest and number of the values at each place."""
     return {
-        "values": [_mean(v) for v in at],
+        "values": [statistics.fmean(v) if v else None for v in at],
         "low": [min(v, default=None) for v in at],
         "high": [max(v, default=None) for v in at],
         "n": [len(v) for v in at],
     }
 
 
-Series = dict[tuple[str, str], dict[int, tuple[float, float | None]]]
-"""(series, metric) -> length -> (value, chance)."""
+class _Point(NamedTuple):
+    """What a run scored at one length."""
+
+    run: str
+    each: Evaluation
+    series: str
+    metric: str
+    length: int
+    value: float
+    chance: float | None
 
 
 def length_figures(
     runs: Sequence[RunRecord], architectures: Lines, steps: Mapping[str, Mapping[str, int]]
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Return the birth-year probes over L (the paper's Figure 17, right) and Babilong over length.
 
     A line per architecture in each panel (series and metric), as in held_out_curves; `steps`:
@@ -280,86 +264,73 @@ def length_figures(
         ("probes", "1-hop and 2-hop over L", "tokens of junk text (L)", PROBES),
         ("babilong", "Babilong over context length", "thousand tokens of context", BABILONG),
     ):
-        shown = {run.label: _shown(run, pattern, architectures, steps) for run in runs}
-        tables = {label: _by_length(found, pattern) for label, found in shown.items()}
-        at = {
-            label: max((e.step for x in labels for e in shown.get(x, ())), default=None)
-            for label, labels in architectures.items()
-        }
-        first = next((step for step in at.values() if step is not None), None)
-        other = {label: None if step == first else step for label, step in at.items()}
-        names = {key for table in tables.values() for key in table}
-        # exact scores before ranks, the mean before its parts
-        ordered = sorted(names, key=lambda x: (x[1] == "rank", "" if x[0] == MEAN else x[0], x[1]))
-        limited = sorted(
-            label for label, found in shown.items() if any(e.limit is not None for e in found)
-        )
-        panels = [_panel(key, tables, architectures, other) for key in ordered]
+        points: list[_Point] = []
+        for run in runs:
+            owners = [label for label, labels in architectures.items() if run.label in labels]
+            own = {
+                suite: at[owners[0]] for suite, at in steps.items() if owners and owners[0] in at
+            }
+            points += _points(run, pattern, own)
+        panels = _panels(points, architectures)
+        limited = sorted({point.run for point in points if point.each.limit is not None})
         if panels:
             about = {"name": name, "title": title, "unit": unit}
             figures.append({**about, "limited": limited, "panels": panels})
     return figures
 
 
-def _shown(
-    run: RunRecord,
-    pattern: re.Pattern[str],
-    architectures: Lines,
-    steps: Mapping[str, Mapping[str, int]],
-) -> list[Evaluation]:
-    """The evaluation to show of each suite with such tasks: a trial, or of the step to show."""
-    owner = next((label for label, labels in architectures.items() if run.label in labels), "")
-    return list(
-        {
-            each.suite: each
-            for each in evaluations_of(run)
-            if any(pattern.fullmatch(task) for task in each.results.scores)
-            and (each.limit or steps.get(each.suite, {}).get(owner, each.step) == each.step)
-        }.values()
-    )
+def _points(run: RunRecord, pattern: re.Pattern[str], steps: Mapping[str, int]) -> list[_Point]:
+    """Return what a run scored in each suite with such tasks, in a trial or at the step to show.
 
-
-def _by_length(shown: Sequence[Evaluation], pattern: re.Pattern[str]) -> Series:
-    """What a run scored; Babilong with the mean of its five tasks where all of them are there."""
-    series: Series = {}
-    for each in shown:
+    Babilong has the mean of its five tasks where all of them are there.
+    """
+    shown = {
+        each.suite: each
+        for each in evaluations_of(run)
+        if each.limit or steps.get(each.suite, each.step) == each.step
+        if any(pattern.fullmatch(task) for task in each.results.scores)
+    }
+    points: dict[tuple[str, str, int], _Point] = {}
+    for each in shown.values():
         for task, metrics in each.results.scores.items():
-            if not (match := pattern.fullmatch(task)):
+            if (match := pattern.fullmatch(task)) is None:
                 continue
             for metric, score in metrics.items():
-                chance = each.chance(task, metric)
-                if chance is None:
-                    chance = CHANCE.get((match[1], metric))
+                chance, key = each.chance(task, metric), (match[1], metric, int(match[2]))
+                chance = CHANCE.get(key[:2]) if chance is None else chance
                 if math.isfinite(score.value):
-                    key = match[1], metric
-                    series.setdefault(key, {})[int(match[2])] = score.value, chance
-    for metric in {metric for _, metric in series} if pattern is BABILONG else ():
-        parts = [series.get((f"qa{k}", metric), {}) for k in range(1, 6)]
-        if common := set.intersection(*(set(part) for part in parts)):
-            means = {x: statistics.fmean(part[x][0] for part in parts) for x in common}
-            series[MEAN, metric] = {x: (mean, None) for x, mean in means.items()}
-    return series
+                    points[key] = _Point(run.label, each, *key, score.value, chance)
+    found = list(points.values())
+    for metric, length in {(p.metric, p.length) for p in found if pattern is BABILONG}:
+        parts = [points[key] for k in range(1, 6) if (key := (f"qa{k}", metric, length)) in points]
+        if len(parts) == 5:
+            value = statistics.fmean(part.value for part in parts)
+            found.append(parts[0]._replace(series=MEAN, value=value, chance=None))
+    return found
 
 
-def _panel(
-    key: tuple[str, str],
-    tables: Mapping[str, Series],
-    architectures: Lines,
-    steps: Mapping[str, int | None],
-) -> dict[str, Any]:
-    found = {label: table[key] for label, table in tables.items() if key in table}
-    lengths = sorted({length for values in found.values() for length in values})
-    chances = {x for values in found.values() for _, x in values.values() if x is not None}
-    lines = []
-    for label, labels in architectures.items():
-        members = [found[x] for x in labels if x in found]
-        at = [[m[length][0] for m in members if length in m] for length in lengths]
-        if any(at):
-            lines.append({"label": label, "step": steps[label], **_spread(at)})
-    return {
-        "series": key[0],
-        "metric": key[1],
-        "lengths": lengths,
-        "chance": chances.pop() if len(chances) == 1 else None,
-        "lines": lines,
+def _panels(points: Sequence[_Point], architectures: Lines) -> list[Json]:
+    at = {
+        label: max((p.each.step for p in points if p.run in labels), default=None)
+        for label, labels in architectures.items()
     }
+    first = next((step for step in at.values() if step is not None), None)
+    panels = []
+    # exact scores before ranks, the mean before its parts
+    for series, metric in sorted(
+        {(p.series, p.metric) for p in points},
+        key=lambda x: (x[1] == "rank", "" if x[0] == MEAN else x[0], x[1]),
+    ):
+        shown = [p for p in points if (p.series, p.metric) == (series, metric)]
+        lengths = sorted({p.length for p in shown})
+        lines: list[Json] = []
+        for label, labels in architectures.items():
+            own = [p for p in shown if p.run in labels]
+            values = [[p.value for p in own if p.length == length] for length in lengths]
+            step = None if at[label] == first else at[label]
+            lines += [{"label": label, "step": step, **_spread(values)}] if own else []
+        chances = {p.chance for p in shown} - {None}
+        chance = chances.pop() if len(chances) == 1 else None
+        names = {"series": series, "metric": metric, "lengths": lengths}
+        panels.append({**names, "chance": chance, "lines": lines})
+    return panels

@@ -4,10 +4,9 @@ Reads samples-TASK.jsonl (run/results.py). An item is its document and its promp
 are compared on an item only if they were asked exactly the same.
 """
 
-import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 
 from canon_pretrain.run.results import read_samples, source_of_record
 
+Record = dict[str, Any]
 NOT_METRICS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "source")
 
 
@@ -77,7 +77,7 @@ class Records:
 
     def __init__(self) -> None:
         self._folders: dict[Path, dict[tuple[str, str], Items]] = {}
-        self._keys: dict[bytes, tuple[str, ...]] = {}
+        self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def of(self, folder: Path, task: str, metric: str) -> Items | None:
         """Return the items that `metric` is a mean over; None if the evaluation kept none.
@@ -86,51 +86,49 @@ class Records:
         `metric, filter` (eval/harness.py).
         """
         if folder not in self._folders:
-            self._folders[folder] = dict(self._read(folder))
+            self._folders[folder] = self._read(folder)
         name = metric.partition(", ")[2]
         found = {f: items for (t, f), items in self._folders[folder].items() if t == task}
         if name:
             return found.get(name)
         return next(iter(found.values())) if len(found) == 1 else None
 
-    def _read(self, folder: Path) -> Iterator[tuple[tuple[str, str], Items]]:
+    def _read(self, folder: Path) -> dict[tuple[str, str], Items]:
+        kept: dict[tuple[str, str], list[Record]] = {}
         for task, records in read_samples(folder).items():
-            by_filter: dict[str, list[dict[str, Any]]] = {}
             for record in records:
-                by_filter.setdefault(str(record.get("filter")), []).append(record)
-            for name, kept in by_filter.items():
-                if all("doc_hash" in r and "prompt_hash" in r for r in kept):
-                    yield (task, name), self._items(kept)
+                kept.setdefault((task, str(record.get("filter"))), []).append(record)
+        return {
+            name: self._items(records)
+            for name, records in kept.items()
+            if all("doc_hash" in r and "prompt_hash" in r for r in records)
+        }
 
-    def _items(self, records: Sequence[dict[str, Any]]) -> Items:
+    def _items(self, records: Sequence[Record]) -> Items:
         times: Counter[str] = Counter()
-        keyed = []
+        keyed: dict[str, Record] = {}
         for record in records:
             name = f"{record['doc_hash']} {record['prompt_hash']}"
-            keyed.append((f"{name} {times[name]:06}", record))  # a data set may hold an item twice
+            keyed[f"{name} {times[name]:06}"] = record  # a data set may hold an item twice
             times[name] += 1
-        keyed.sort(key=lambda pair: pair[0])
-        keys, ordered = tuple(key for key, _ in keyed), [record for _, record in keyed]
-        digest = hashlib.sha256("\n".join(keys).encode()).digest()
+        keys = tuple(sorted(keyed))
+        ordered = [keyed[key] for key in keys]
         sources, codes = np.unique([source_of_record(r) for r in ordered], return_inverse=True)
-        keys = self._keys.setdefault(digest, keys)
+        keys = self._keys.setdefault(keys, keys)
         return Items(keys, sources, codes, _values(ordered), _chance(ordered))
 
 
-def _chance(records: Sequence[dict[str, Any]]) -> float | None:
+def _chance(records: Sequence[Record]) -> float | None:
     """Return the score of guessing on multiple-choice items, with a pair of answers per choice."""
-    shares = []
-    for record in records:
-        choices = record.get("answers")
-        if not isinstance(choices, list) or len(choices) < 2:
-            return None
-        if not all(isinstance(choice, list) for choice in choices):
-            return None
-        shares.append(1 / len(choices))
-    return sum(shares) / len(shares)
+    choices: list[Any] = [record.get("answers") for record in records]
+    are_choices = (
+        isinstance(x, list) and len(x) > 1 and all(isinstance(pair, list) for pair in x)
+        for x in choices
+    )
+    return sum(1 / len(x) for x in choices) / len(choices) if all(are_choices) else None
 
 
-def _values(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+def _values(records: Sequence[Record]) -> dict[str, np.ndarray]:
     """Return every metric that all records hold as a number, or as a number and its weight."""
     found = {}
     for name in records[0]:
@@ -143,9 +141,9 @@ def _values(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 def _pair(value: Any) -> tuple[float, float] | None:
     """Return a value and its weight; a summed log-likelihood becomes one per unit of weight."""
-    if isinstance(value, bool | int | float):
-        return float(value), 1.0
     match value:
+        case bool() | int() | float():
+            return float(value), 1.0
         case [int() | float() as total, int() | float() as weight] if weight > 0:
             return total / weight, float(weight)
     return None

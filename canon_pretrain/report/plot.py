@@ -5,8 +5,9 @@ hours, smooths them and shows what the reader chooses. No torch.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,23 +20,22 @@ from canon_pretrain.core.text import printable, size
 from canon_pretrain.report.curves import (
     Band,
     Entry,
-    Summary,
     axis,
     join_seeds,
     rounded,
     stretches,
+    summarize,
     thin,
 )
-from canon_pretrain.report.record import Curve, RunRecord, differing, in_turn
+from canon_pretrain.report.record import Curve, Launch, RunRecord
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
-from canon_pretrain.run.results import Results
+from canon_pretrain.run.results import Score
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_ENDINGS = (".html", ".htm")
 MAX_STRETCHES, TOTAL_STRETCHES = 2000, 16_000
 """Of a run, and shared by the runs of a page, so that one of many runs stays a few MB."""
-MAX_MARKS = 300
 MARKED_POINTS = 60
 """A line of at most so many points shows each of them."""
 
@@ -100,23 +100,7 @@ def html_page(content: Json) -> str:
     from canon_pretrain.core import page  # plotly takes a while to import
 
     plotted = {name: content[name] for name in ("runs", "entries", "sections")}
-    filters: dict[str, Callable[..., Any]] = {"figure": figure, "setting": setting}
-    return page.html_page(TEMPLATES, "plot", plotted, filters=filters, dark=False, content=content)
-
-
-def figure(value: object, form: str = ",.4f") -> str:
-    """Return a figure for a table: – for None, words ("NaN") as they are."""
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "–"
-    if value is None:
-        return "–"
-    return format(value, form) if isinstance(value, int | float) else str(value)
-
-
-def setting(value: object) -> str:
-    """Return a value of config.json for a table; a fingerprint is cut."""
-    text = "–" if value is None else '""' if value == "" else str(value)
-    return text if len(text) <= 24 else text[:12] + "…"
+    return page.html_page(TEMPLATES, "plot", plotted, filters={}, dark=False, content=content)
 
 
 # -- what the page shows
@@ -126,12 +110,13 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
     """Return all that the page says and draws of `runs`, JSON values only."""
     most = min(MAX_STRETCHES, TOTAL_STRETCHES // len(runs))
     drawing = _Drawing(runs, join_seeds(runs), most)
-    training: list[Json] = []
-    for chart in CHARTS:
-        if chart.same_as:
-            training += [asdict(chart) | {"variants": []}] if training else []
-        else:
-            training += drawing.chart(chart, {"": [run.curve(chart.id) for run in runs]})
+    training = [
+        made
+        for chart in CHARTS
+        for made in drawing.chart(
+            chart, {"": [run.curve(chart.same_as or chart.id) for run in runs]}
+        )
+    ]
     names = dict.fromkeys(name for run in runs for name in run.validation)
     by_source = {
         f"source {name}" if name else "all sources": [run.validation.get(name) for run in runs]
@@ -142,13 +127,11 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
         "runs": [{"label": run.label, "axis": axis(run)} for run in runs],
         "entries": [entry._asdict() for entry in drawing.entries],
-        "figures": [_figures(run) for run in runs],
-        "differing": differing(runs),
         "sections": [
             {"title": "Training", "charts": training},
             {"title": "Evaluation", "charts": evaluations},
         ],
-        "notes": _notes(runs, drawing.entries, most),
+        "notes": [sentence for run in runs for sentence in _notes(run, most)],
     }
 
 
@@ -167,80 +150,49 @@ class _Drawing:
 
     def chart(self, chart: Chart, variants: dict[str, list[Curve | None]]) -> list[Json]:
         """Return the chart in a list; empty if no run has a value. `variants` take turns."""
-        made = [
-            {"name": name, "traces": self.traces(chart, curves, curves, {})}
-            for name, curves in variants.items()
-            if any(curve is not None for curve in curves)
+        there = {name: curves for name, curves in variants.items() if any(curves)}
+        drawn = [
+            {"name": name, "traces": self.traces(chart, curves)}
+            for name, curves in there.items()
+            if not chart.same_as
         ]
-        return [asdict(chart) | {"variants": made}] if made else []
+        return [vars(chart) | {"variants": drawn}] if there else []
 
     def evaluations(self) -> list[Json]:
-        """Return a chart per suite that a run was evaluated on; its variants are tasks' metrics."""
-        found: dict[str, dict[tuple[str, str], list[list[Results]]]] = {}
+        """Return a chart per suite; its variants are tasks' metrics, a trial's apart."""
+        suites: dict[str, dict[str, list[dict[int, Score]]]] = {}
         for k, run in enumerate(self.runs):
-            for (suite, _), results in run.latest.items():
+            for (suite, step), results in run.latest.items():
+                limit, variants = results.asked["limit"], suites.setdefault(suite, {})
+                trial = "" if limit is None else f", the first {limit:,} items only"
                 for task, metrics in results.scores.items():
-                    for metric in metrics:
-                        measures = found.setdefault(suite, {})
-                        by_run = measures.setdefault((task, metric), [[] for _ in self.runs])
-                        by_run[k].append(results)
+                    for metric, score in metrics.items():
+                        name = printable(f"{task}, {metric}{trial}")
+                        variants.setdefault(name, [{} for _ in self.runs])[k][step] = score
         unit = "score ± standard error over items"
-        charts = []
-        for number, (suite, rows) in enumerate(sorted(found.items())):
+        charts: list[Json] = []
+        for number, (suite, variants) in enumerate(sorted(suites.items())):
             chart = Chart(f"eval_{number}", printable(suite), unit, ",.4f", smooth=False)
-            variants = [self._scores(chart, *measure, by_run) for measure, by_run in rows.items()]
-            charts.append(asdict(chart) | {"variants": variants})
+            drawn = []
+            for name, by_run in variants.items():
+                scores = [sorted(by_step.items()) for by_step in by_run]
+                curves = [Curve.of((step, one.value) for step, one in each) for each in scores]
+                styles = [_error_bars([one.stderr for _, one in each]) for each in scores]
+                drawn.append({"name": name, "traces": self.traces(chart, curves, styles)})
+            charts.append(vars(chart) | {"variants": drawn})
         return charts
-
-    def _scores(
-        self, chart: Chart, task: str, metric: str, by_run: Sequence[list[Results]]
-    ) -> Json:
-        """Return one metric's curves with standard errors; a trial is hollow, and in no mean."""
-        styles: dict[int, Json] = {}
-        for k, scored in enumerate(by_run):
-            kept = [one for _, one in sorted({r.asked["step"]: r for r in scored}.items())]
-            errors = [json_value(r.scores[task][metric].stderr) for r in kept]
-            limits = [r.asked["limit"] for r in kept]
-            styles[k] = {
-                "mode": "lines+markers",
-                "error_y": {"array": [e if isinstance(e, float) else 0 for e in errors]},
-                "marker": {
-                    "size": 7,
-                    "symbol": ["circle" if limit is None else "circle-open" for limit in limits],
-                },
-                "text": [
-                    ("" if error is None else f" ± {figure(error, '.2g')}")
-                    + ("" if limit is None else f"<br>of {limit:,} items only")
-                    for error, limit in zip(errors, limits, strict=True)
-                ],
-            }
-        curves, whole = (
-            [
-                Curve.of(
-                    (r.asked["step"], r.scores[task][metric].value)
-                    for r in scored
-                    if trials or r.asked["limit"] is None
-                )
-                for scored in by_run
-            ]
-            for trials in (True, False)
-        )
-        traces = self.traces(chart, curves, whole, styles)
-        return {"name": printable(f"{task}, {metric}"), "traces": traces}
 
     def traces(
         self,
         chart: Chart,
         curves: Sequence[Curve | None],
-        joined: Sequence[Curve | None],
-        styles: dict[int, Json],
+        styles: Sequence[Json] = (),
     ) -> list[Json]:
-        """Return a line per run, and a band of `joined` per entry; `styles` of lines, by run."""
+        """Return a line per run, and a band per entry; `styles` of lines, by run."""
         found: list[Json] = []
         for number, entry in enumerate(self.entries):
-            band = Band.of([joined[k] for k in entry.runs], self.most)
-            if band is not None:
-                found += self._band(chart, number, band)
+            band = Band.of([curves[k] for k in entry.runs], self.most)
+            found += [] if band is None else self._band(chart, number, band)
             for k in entry.runs:
                 if (curve := curves[k]) is None:
                     continue
@@ -248,14 +200,13 @@ class _Drawing:
                 meta = {"entry": None if band else number, "run": k, "runs": [k], "role": "raw"}
                 kept = thin(curve.values, bounds)
                 drawn = Curve(curve.steps[kept], curve.values[kept])
-                found.append(_line(chart, label, drawn, meta, styles.get(k, {})))
+                found.append(_line(chart, label, drawn, meta, styles[k] if styles else {}))
                 if chart.smooth:
-                    summary = Summary.of(curve, bounds)
-                    there = np.isfinite(summary.mean)
-                    means = Curve(summary.step[there], summary.mean[there])
-                    found.append(_line(chart, label, means, meta | {"role": "smooth"}, {}))
-                own = meta | {"entry": number}
-                found += _marks(chart, self.runs[k], curve, bounds, own)
+                    steps, means, _, _ = summarize(curve, bounds)
+                    there = np.isfinite(means)
+                    smooth = Curve(steps[there], means[there])
+                    found.append(_line(chart, label, smooth, meta | {"role": "smooth"}))
+                found += _marks(chart, self.runs[k], curve, bounds, meta | {"entry": number})
         return found
 
     def _band(self, chart: Chart, number: int, band: Band) -> list[Json]:
@@ -263,10 +214,8 @@ class _Drawing:
         meta = {"entry": number, "run": None, "runs": entry.runs}
         low, high, *members = (rounded(row) for row in (band.low, band.high, *band.members))
         mean = Curve(band.steps, band.mean)
-        words = [
-            f"<br>{figure(a, '.4g')} to {figure(b, '.4g')}, n = {len(members)}"
-            for a, b in zip(low, high, strict=True)
-        ]
+        ends = zip(low, high, strict=True)
+        words = [f"<br>{_short(a)} to {_short(b)}, n = {len(members)}" for a, b in ends]
         area = {"role": "band", "low": low, "high": high, "members": members}
         return [
             _line(chart, entry.label, mean, meta | area, {"fill": "toself", "hoverinfo": "skip"}),
@@ -274,76 +223,75 @@ class _Drawing:
         ]
 
 
-def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Json:
-    from plotly.graph_objects import Scatter
+def _error_bars(errors: Sequence[float | None]) -> Json:
+    known = [e if e is not None and math.isfinite(e) else None for e in errors]
+    words = ["" if e is None else f" ± {e:.2g}" for e in known]
+    return {"mode": "lines+markers", "error_y": {"array": [e or 0 for e in known]}, "text": words}
 
-    there = np.isfinite(np.concatenate([[np.nan], curve.values, [np.nan]]))
-    alone = there[1:-1] & ~there[:-2] & ~there[2:]  # between two gaps: no line to be seen by
-    look: Json = {"mode": "lines+markers" if len(alone) <= MARKED_POINTS else "lines"}
-    if look["mode"] == "lines" and alone.any():
-        look = {"mode": "lines+markers", "marker": {"size": np.where(alone, 5, 0).tolist()}}
-    words = "%{text}" if "text" in style else ""
+
+def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json | None = None) -> Json:
+    words = "%{text}" if style and "text" in style else ""
     hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}{words}"
-    made = Scatter(
-        x=rounded(curve.steps),
-        y=rounded(curve.values),
-        name=label,
-        meta=meta,
-        hovertemplate=None if "hoverinfo" in style else f"{hover}<extra></extra>",
-        **look | style,
-    )
-    found: Json = made.to_plotly_json()
-    return found
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(curve.steps) <= MARKED_POINTS else "lines",
+        "x": rounded(curve.steps),
+        "y": rounded(curve.values),
+        "name": label,
+        "meta": meta,
+        "hovertemplate": f"{hover}<extra></extra>",
+        **(style or {}),
+    }
 
 
 def _marks(
     chart: Chart, run: RunRecord, curve: Curve, bounds: np.ndarray, meta: Json
 ) -> list[Json]:
     """Return symbols at values that are not finite and at skipped steps, and lines at restarts."""
-    from plotly.graph_objects import Scatter
-
     bad = np.flatnonzero(~np.isfinite(curve.values))
     _, first = np.unique(np.searchsorted(bounds, bad, side="right"), return_index=True)
     values = json_value(curve.values[bad[first]].tolist())
     gaps = zip(curve.steps[bad[first]].tolist(), values, strict=True)
-    found: dict[str, list[tuple[int, str]]] = {
-        "gap": [(step, f"<b>{value}</b>, step {step:,}") for step, value in gaps],
-        "skip": [],
-        "restart": [],
-    }
+    found = {"gap": [(step, f"<b>{value}</b>, step {step:,}") for step, value in gaps]}
     if chart.skips:
-        kept = np.linspace(0, len(run.skips) - 1, min(len(run.skips), MAX_MARKS)).round()
-        for skip in (run.skips[int(k)] for k in kept):
-            loss, norm = (figure(json_value(skip.get(x)), ".4g") for x in ("loss", "grad_norm"))
-            words = f"<b>skipped</b> step {skip['step']:,}<br>{_plain(skip.get('reason', ''))}"
-            found["skip"].append((skip["step"], f"{words}<br>loss {loss}, norm {norm}"))
+        found["skip"] = [(skip["step"], _skipped(skip)) for skip in run.skips]
+    restarts = run.clock.launches[1:]
     if chart.restarts or chart.id == "loss":  # `hours` shows those of `loss`
-        for launch in run.launches[1:]:
-            words = (
-                f"<b>restart</b> from step {launch.from_step:,}<br>on {launch.world_size or '?'}"
-            )
-            words += f" devices, {_plain((launch.time or '')[:16].replace('T', ' '))}"
-            found["restart"].append((launch.from_step, words))
+        found["restart"] = [(launch.from_step, _restarted(launch)) for launch in restarts]
     traces = []
-    for role, at in found.items():
+    for role, marks in found.items():
         heights, style = MARKS[role]
-        repeated = [mark for mark in at for _ in heights]
         own = meta | {"role": role}
         if role == "restart":
-            hours = {
-                name: [getattr(launch, name) for launch in run.launches[1:] for _ in heights]
+            own["at"] = {
+                name: [getattr(launch, name) for launch in restarts for _ in heights]
                 for name in ("training_hours", "wall_hours")
             }
-            own["at"] = hours
-        made = Scatter(
-            x=[step for step, _ in repeated],
-            y=heights * len(at),
-            text=[words for _, words in repeated],
-            **{"name": run.label, "yaxis": "y2", "meta": own, **style},
-            hovertemplate="%{fullData.name}: %{text}<extra></extra>",
-        )
-        traces += [made.to_plotly_json()] if at else []
+        trace = {
+            **{"type": "scatter", "name": run.label, "yaxis": "y2", "meta": own, **style},
+            "x": [step for step, _ in marks for _ in heights],
+            "y": heights * len(marks),
+            "text": [words for _, words in marks for _ in heights],
+            "hovertemplate": "%{fullData.name}: %{text}<extra></extra>",
+        }
+        traces += [trace] if marks else []
     return traces
+
+
+def _skipped(skip: Json) -> str:
+    loss, norm = (_short(skip.get(name)) for name in ("loss", "grad_norm"))
+    words = f"<b>skipped</b> step {skip['step']:,}<br>{_plain(skip.get('reason', ''))}"
+    return f"{words}<br>loss {loss}, norm {norm}"
+
+
+def _restarted(launch: Launch) -> str:
+    time = _plain((launch.time or "")[:16].replace("T", " "))
+    words = f"<b>restart</b> from step {launch.from_step:,}<br>on {launch.world_size or '?'}"
+    return f"{words} devices, {time}"
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else _plain(value or "–")
 
 
 def _plain(text: object) -> str:
@@ -351,65 +299,17 @@ def _plain(text: object) -> str:
     return escape(str(text), quote=False)
 
 
-def _figures(run: RunRecord) -> Json:
-    loss, bits, hours = run.curve("loss"), run.validation.get(""), run.clock.training_hours
-
-    def median(field: str) -> float | None:
-        curve = run.curve(field)
-        finite = [] if curve is None else curve.values[np.isfinite(curve.values)]
-        return float(np.median(finite)) if len(finite) else None
-
-    return {
-        "label": run.label,
-        "folder": str(run.folder.path),
-        "step": int(run.clock.steps[-1]),
-        "total_steps": run.identity.get("training.steps"),
-        "tokens": int(run.clock.tokens[-1]),
-        "hours": None if hours is None else float(hours[-1]),
-        "loss": loss and json_value(float(loss.values[-max(1, len(loss.values) // 100) :].mean())),
-        "bits_per_byte": bits and json_value(float(bits.values[-1])),
-        "tokens_per_second": median("tokens_per_second"),
-        "mfu": median("mfu"),
-        "restarts": len(run.launches[1:]),
-        "world_sizes": in_turn(launch.world_size for launch in run.launches),
-        "skipped": len(run.skips),
-        "init_seed": run.identity.get("model.init_seed"),
-        "data_seed": run.identity.get("data.data_seed"),
-    }
-
-
-def _notes(runs: Sequence[RunRecord], entries: Sequence[Entry], most: int) -> list[str]:
-    """Return sentences on how to read the charts, and on what is not in them."""
-    notes = [
-        "Steps that a restart repeated are there once, as they were done last.",
-        "Training hours join the launches: each counts from its first event, without the time "
-        "between launches and without repeated work. Wall-clock hours count from the first event "
-        "of the run's log and show those gaps.",
-        "Smoothing is an exponential moving average over steps, without the bias of its first "
-        "values: a value that is N steps old weighs exp(-N / S), S as chosen above. The logged "
-        "values stay behind it, faint. A cross at the bottom is a value that is not finite.",
-    ]
-    for entry in entries:
-        if len(entry.runs) > 1:
-            seeds = len({runs[k].seeds for k in entry.runs})
-            notes.append(
-                f"{entry.label}: {len(entry.runs)} runs, {seeds} pairs of seeds; their mean in a "
-                "band from the lowest to the highest at the steps that all have logged. Smoothed, "
-                "each run is smoothed before they are joined."
-            )
-    for run in runs:
-        if (lines := len(run.clock.steps) - 1) > most:
-            notes.append(
-                f"{run.label}: of {lines:,} logged steps {most:,} stretches are drawn, of each the "
-                "lowest, the highest and the first value that is not finite; smoothing and bands "
-                "use each stretch's mean."
-            )
-        if len(run.skips) > MAX_MARKS:
-            notes.append(f"{run.label}: {MAX_MARKS} of {len(run.skips):,} skipped steps are marked")
-        if run.clock.training_hours is None:
-            notes.append(f"{run.label}: its log's times cannot be read: no place over hours")
-        notes += [f"{run.label}: {sentence}" for sentence in run.notices]
-    return notes
+def _notes(run: RunRecord, most: int) -> Iterator[str]:
+    """Yield sentences on what of a run is not on the page; plot.html says how to read it."""
+    if (lines := len(run.clock.steps) - 1) > most:
+        yield (
+            f"{run.label}: of {lines:,} logged steps {most:,} stretches are drawn, of each the "
+            "lowest, the highest and the first value that is not finite; smoothing and bands use "
+            "each stretch's mean."
+        )
+    if run.clock.training_hours is None:
+        yield f"{run.label}: its log's times cannot be read: no place over hours"
+    yield from (f"{run.label}: {sentence}" for sentence in run.notices)
 
 
 # -- the command

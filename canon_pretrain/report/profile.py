@@ -9,24 +9,23 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import size
-from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.folder import CANON, DATA, VALIDATION
-from canon_pretrain.run.trace import STEP, Event, Trace, read_trace
+from canon_pretrain.run.trace import LAUNCH, OPERATOR, SCOPE, STEP, Event, Trace, read_trace
 
 TRACES = "profile_traces"
-_NAME = re.compile(r"rank(\d+)_trace\.json(\.gz)?")
 
 COMMUNICATION, SHARDING, OTHER = "communication", "sharding", "other"
 ATTENTION, MATMUL, OPTIMIZER = "attention", "matmul", "optimizer"
@@ -63,38 +62,7 @@ _BACKWARD = re.compile(r"^autograd::engine::evaluate_function: \w+Backward\d+$")
 shares its number with what ran before it."""
 
 Interval = tuple[float, float]
-Busy = dict[bool, list[Interval]]
-"""When something ran: communication (True), and the rest (False)."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A kernel or operator: its calls and its own time, in us."""
-
-    name: str
-    purpose: str
-    count: int
-    self_us: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A trace added up; times in us, shares of the window.
-
-    With device work in the trace that is counted, else the host's operators by the time that is not
-    in an operator they called. `purposes` are sums of own times: where device streams overlap they
-    exceed `busy_share`. `exposed` communication is that during which nothing else ran.
-    """
-
-    is_device: bool
-    steps: list[int]
-    window_us: float
-    busy_share: float
-    idle_share: float
-    purposes: dict[str, float]
-    communication_exposed: float
-    communication_overlapped: float
-    rows: list[Row]
+Facts = dict[str, Any]
 
 
 @cache
@@ -103,69 +71,67 @@ def purpose_of(name: str) -> str | None:
     return next((purpose for purpose, pattern in _RULES.items() if pattern.search(name)), None)
 
 
-def summarize(trace: Trace) -> Summary:
-    """Add up a trace. Raises ValueError if there is nothing in it to add up."""
+def summarize(trace: Trace) -> Facts:
+    """Add up a trace; times in us, shares of the window. ValueError if there is nothing in it.
+
+    With device work in the trace that is counted, else the host's operators by the time that is not
+    in an operator they called. `purposes` are sums of own times: where device streams overlap they
+    exceed `busy_share`. `exposed` communication is that during which nothing else ran. `rows`: by
+    kernel or operator, the longest first.
+    """
     host = _Host()
     # sequence numbers are counted by thread: forward passes first
     for events in sorted(trace.threads.values(), key=_is_autograds_own):
-        host.sweep(events, has_forward=not _is_autograds_own(events))
+        host.add(events, has_forward=not _is_autograds_own(events))
     events = [event for events in trace.threads.values() for event in events]
     steps = [event for event in events if event.name.startswith(STEP)]
-    calls, busy = host.calls, host.busy
-    window: Sequence[Any] = steps or events
+    spans = [span for span in host.spans if span.is_work]
     if trace.work:
-        calls, busy, window = [], {True: [], False: []}, [*steps, *trace.work]
-        for work in trace.work:
-            purpose = host.purpose_of_launch(work.name, work.correlation)
-            calls.append((work.name, purpose, work.end - work.begin))
-            busy[purpose == COMMUNICATION].append((work.begin, work.end))
-    elif not calls:
+        spans = [_Span(x, host.purpose_of_work(x), [(x.begin, x.end)]) for x in trace.work]
+    if not spans:
         raise ValueError("it holds neither operators nor kernels")
-    begin, end = min(each.begin for each in window), max(each.end for each in window)
+    window = [*steps, *trace.work] or events
+    begin, end = min(event.begin for event in window), max(event.end for event in window)
     if end <= begin:
         raise ValueError("its events take no time")
-    window_us = end - begin
 
-    def share(*intervals: Iterable[Interval]) -> float:
-        """Return the share of the window that intervals cover together."""
-        merged = union(interval for each in intervals for interval in each)
-        return sum(max(0.0, min(e, end) - max(b, begin)) for b, e in merged) / window_us
+    def share(*kinds: Sequence[_Span]) -> float:
+        """Return the share of the window that the spans cover together."""
+        own = sorted(interval for each in kinds for span in each for interval in span.own)
+        begins, ends = np.clip(np.array(own).reshape(-1, 2), begin, end).T
+        done = np.maximum.accumulate(np.append(begin, ends))[:-1]
+        return float(np.maximum(ends - np.maximum(begins, done), 0).sum()) / (end - begin)
 
     own_times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for span in spans:
+        own_times[span.event.name, span.purpose or OTHER].append(span.own_us)
     purposes = dict.fromkeys(PURPOSES, 0.0)
-    for name, purpose, own in calls:
-        own_times[name, purpose].append(own)
-        purposes[purpose] += own / window_us
-    rows = [Row(*key, len(times), sum(times)) for key, times in own_times.items()]
-    purposes[DATA] = share(host.waits)  # all of it, beside what a device did meanwhile
-    both, communication = share(busy[True], busy[False]), share(busy[True])
-    overlapped = communication + share(busy[False]) - both
-    # the host does nothing else while it waits for data, a device may
-    occupied = both if trace.work else share(busy[True], busy[False], host.waits)
+    rows: list[Facts] = []
+    for (name, purpose), times in own_times.items():
+        facts = {"count": len(times), "self_us": sum(times), "share": sum(times) / (end - begin)}
+        rows.append({"name": name, "purpose": purpose, **facts})
+        purposes[purpose] += facts["share"]
+    scopes = [event for event in events if event.kind == SCOPE and event.name == DATA]
+    waits = [_Span(each, DATA, [(each.begin, each.end)]) for each in scopes]
+    purposes[DATA] = share(waits)  # all of it, beside what a device did meanwhile
+    talks = [span for span in spans if span.purpose == COMMUNICATION]
+    rest = [span for span in spans if span.purpose != COMMUNICATION]
+    busy = share(spans)
+    overlapped = share(talks) + share(rest) - busy
     # the profiler counts the steps that are done
     numbers = {int(e.name[len(STEP) :]) + 1 for e in steps if e.name[len(STEP) :].isdigit()}
-    return Summary(
-        is_device=bool(trace.work),
-        steps=sorted(numbers),
-        window_us=window_us,
-        busy_share=both,
-        idle_share=1 - occupied,
-        purposes=purposes,
-        communication_exposed=communication - overlapped,
-        communication_overlapped=overlapped,
-        rows=sorted(rows, key=lambda row: -row.self_us),
-    )
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the intervals that cover the same points without overlap, in order."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
+    return {
+        "is_device": bool(trace.work),
+        "steps": sorted(numbers),
+        "window_us": end - begin,
+        "busy_share": busy,
+        # the host does nothing else while it waits for data, a device may
+        "idle_share": 1 - (busy if trace.work else share(spans, waits)),
+        "purposes": purposes,
+        "communication_exposed": share(talks) - overlapped,
+        "communication_overlapped": overlapped,
+        "rows": sorted(rows, key=lambda row: -row["self_us"]),
+    }
 
 
 def _is_autograds_own(events: Sequence[Event]) -> bool:
@@ -175,77 +141,64 @@ def _is_autograds_own(events: Sequence[Event]) -> bool:
     return backward and not any(name.startswith(STEP) for name in names)
 
 
-@dataclass
-class _Open:
-    """An event that has begun, and its own time so far."""
+@dataclass(slots=True)
+class _Span:
+    """An event, its purpose, and when it ran itself, not in an event within it."""
 
     event: Event
     purpose: str | None
-    own: float = 0.0
+    own: list[Interval] = field(default_factory=list)
+
+    @property
+    def own_us(self) -> float:
+        return sum(end - begin for begin, end in self.own)
 
     @property
     def is_work(self) -> bool:
         """Operators are; of scopes those by which gloo marks its threads' work."""
-        return self.event.kind == "cpu_op" or purpose_of(self.event.name) == COMMUNICATION
+        return self.event.kind == OPERATOR or purpose_of(self.event.name) == COMMUNICATION
 
 
 class _Host:
-    """What ran on the host's threads, and its purpose.
-
-    `calls`: name, purpose and own time of each operator; `busy`: when any of them ran itself;
-    `waits`: for batches.
-    """
+    """What ran on the host's threads, and its purpose."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, str, float]] = []
-        self.busy: Busy = {True: [], False: []}
-        self.waits: list[Interval] = []
+        self.spans: list[_Span] = []
         self._of_sequence: dict[int, str | None] = {}
         self._of_launch: dict[int, str | None] = {}
 
-    def purpose_of_launch(self, name: str, correlation: int) -> str:
+    def purpose_of_work(self, work: Event) -> str:
         """Return a kernel's purpose: its launch's, but for communication, which its name tells."""
-        own = purpose_of(name)
+        own = purpose_of(work.name)
         if own == COMMUNICATION:
             return own
-        return self._of_launch.get(correlation) or own or OTHER
+        return self._of_launch.get(work.link) or own or OTHER
 
-    def sweep(self, events: list[Event], *, has_forward: bool) -> None:
-        """Add one thread: the own time of its operators, and the purpose of all that is in it."""
-        stack: list[_Open] = []
+    def add(self, events: list[Event], *, has_forward: bool) -> None:
+        """Add one thread."""
+        stack: list[_Span] = []
         now = -math.inf
-
-        def advance(time: float) -> None:
-            """Count the time until then as the innermost event's own."""
-            nonlocal now
-            if stack and time > now:
-                stack[-1].own += time - now
-                if stack[-1].is_work:
-                    self.busy[stack[-1].purpose == COMMUNICATION].append((now, time))
-            now = max(now, time)
-
-        def close(before: float) -> None:
-            while stack and stack[-1].event.end <= before:
-                advance(stack[-1].event.end)
-                done = stack.pop()
-                if done.is_work:
-                    self.calls.append((done.event.name, done.purpose or OTHER, done.own))
-                elif done.event.name == DATA:
-                    self.waits.append((done.event.begin, done.event.end))
-
-        # outer events first if two begin at once
-        for event in sorted(events, key=lambda event: (event.begin, -event.end)):
-            close(event.begin)
+        # outer events first if two begin at once; one after all others closes them
+        last = Event(math.inf, math.inf, "", LAUNCH, -1)
+        for event in [*sorted(events, key=lambda event: (event.begin, -event.end)), last]:
+            while stack:
+                until = min(stack[-1].event.end, event.begin)
+                if until > now:
+                    stack[-1].own.append((now, until))
+                    now = until
+                if stack[-1].event.end > event.begin:
+                    break
+                stack.pop()
             purpose = self._purpose(event, stack[-1].purpose if stack else None)
-            if event.kind == "launch":
+            if event.kind == LAUNCH:
                 self._of_launch[event.link] = purpose
                 continue
             if has_forward and event.link >= 0 and not event.name.startswith("autograd::"):
                 # of the operators that share a number the last is the one that has a backward
                 self._of_sequence[event.link] = purpose
-            advance(event.begin)
-            stack.append(_Open(event, purpose))
-        close(math.inf)
+            now = max(now, event.begin)
+            stack.append(_Span(event, purpose))
+            self.spans.append(stack[-1])
 
     def _purpose(self, event: Event, outer: str | None) -> str | None:
         """Return an event's purpose; a backward's is that of its forward, by sequence number."""
@@ -288,17 +241,16 @@ def main(arguments: argparse.Namespace) -> int:
         summary = summarize(trace)
     except ValueError as error:
         raise UserError(f"{path} can't be added up: {error}") from None
-    rows = summary.rows[: arguments.top]
+    summary["rows"] = summary["rows"][: arguments.top]
     if arguments.json:
         document = {"trace": str(path), "events": trace.num_events, "is_whole": trace.is_whole}
-        shares = [asdict(row) | {"share": row.self_us / summary.window_us} for row in rows]
-        print(json.dumps(document | asdict(summary) | {"rows": shares}))
+        print(json.dumps(document | summary))
         return 0
     console = Console(highlight=False)
     console.print(f"{path} ({size(path.stat().st_size)})", soft_wrap=True, markup=False)
     if not trace.is_whole:
         console.print("[yellow]the file ends too early: what follows is of its beginning[/yellow]")
-    print_summary(console, summary, rows)
+    print_summary(console, summary)
     return 0
 
 
@@ -306,55 +258,42 @@ def find_trace(run: Path, rank: int) -> Path:
     """Return the newest trace of a rank in a run folder; `run` itself if it is a file."""
     if run.is_file():
         return run
-    if not run.is_dir():
-        raise UserError(f"{run}: no such run folder or trace")
-    try:
-        folder = run / str(RunRecord(run).config["profiling"]["save_traces_folder"])
-    except (UserError, KeyError, TypeError):
-        folder = run / TRACES
-    traces: dict[int, list[Path]] = {}
-    for path in folder.glob("iteration_*/*"):
-        if found := _NAME.fullmatch(path.name):
-            traces.setdefault(int(found[1]), []).append(path)
-    if rank not in traces:
+    traces = run.glob(f"{TRACES}/iteration_*/rank*_trace.json*")
+    by_time = sorted(traces, key=lambda path: path.stat().st_mtime_ns)
+    newest = {path.name.partition("_")[0]: path for path in by_time}
+    if f"rank{rank}" not in newest:
         raise UserError(
-            f"{folder} holds no trace of rank {rank}, of rank {', '.join(map(str, sorted(traces)))}"
-            ". A run makes them with --profiling.enable_profiling, every profiling.profile_freq "
-            "steps"
+            f"{run / TRACES} holds no trace of rank {rank}, of {', '.join(sorted(newest))}. A run "
+            "makes them with --profiling.enable_profiling, every profiling.profile_freq steps"
         )
-    return max(traces[rank], key=lambda path: path.stat().st_mtime_ns)
+    return newest[f"rank{rank}"]
 
 
-def print_summary(console: Console, summary: Summary, rows: Sequence[Row]) -> None:
-    """Print the table of purposes, and that of `rows`."""
-    processor, work = ("GPU", "kernel") if summary.is_device else ("CPU", "operator")
-    steps = f"step {', '.join(map(str, summary.steps))}" if summary.steps else "no step marked"
+def print_summary(console: Console, summary: Facts) -> None:
+    """Print the table of purposes, and that of the rows."""
+    processor, work = ("GPU", "kernel") if summary["is_device"] else ("CPU", "operator")
+    steps = ", ".join(map(str, summary["steps"]))
+    shares = {k: f"{v:.1%}" for k, v in summary.items() if isinstance(v, float)}
     console.print(
-        f"{steps}: {summary.window_us / 1000:,.1f} ms, {processor} busy {summary.busy_share:.1%}, "
-        f"idle {summary.idle_share:.1%}"
+        f"{f'step {steps}' if steps else 'no step marked'}: {summary['window_us'] / 1000:,.1f} ms, "
+        f"{processor} busy {shares['busy_share']}, idle {shares['idle_share']}"
     )
+    exposed, overlapped = (shares[f"communication_{how}"] for how in ("exposed", "overlapped"))
+    more = {COMMUNICATION: f"; {exposed} exposed, {overlapped} overlapped"}
     table = Table("purpose", "share", "what it is", box=None, pad_edge=False)
-    communication = (
-        f"; {summary.communication_exposed:.1%} exposed, "
-        f"{summary.communication_overlapped:.1%} overlapped"
-    )
-    more = {COMMUNICATION: communication, DATA: ", on the host" if summary.is_device else ""}
-    for name, explained in PURPOSES.items():
-        table.add_row(name, f"{summary.purposes[name]:.1%}", explained + more.get(name, ""))
-    table.add_row("idle", f"{summary.idle_share:.1%}", f"no {work} runs")
+    for name, words in PURPOSES.items():
+        table.add_row(name, f"{summary['purposes'][name]:.1%}", words + more.get(name, ""))
+    table.add_row("idle", shares["idle_share"], f"no {work} runs")
     console.print(table)
-    if not rows:
+    if not summary["rows"]:
         return
     table = Table(box=None, pad_edge=False)
     # the other columns take 47 characters: a kernel's name has what is left
     table.add_column(work, no_wrap=True, max_width=max(20, console.width - 47))
     for name in ("purpose", "calls", "self ms", "share"):
         table.add_column(name, no_wrap=True, justify="left" if name == "purpose" else "right")
-    for row in rows:
-        table.add_row(
-            Text(row.name, overflow="ellipsis"),
-            *(row.purpose, f"{row.count:,}", f"{row.self_us / 1000:,.3f}"),
-            f"{row.self_us / summary.window_us:.1%}",
-        )
+    for row in summary["rows"]:
+        numbers = f"{row['count']:,}", f"{row['self_us'] / 1000:,.3f}", f"{row['share']:.1%}"
+        table.add_row(Text(row["name"], overflow="ellipsis"), row["purpose"], *numbers)
     console.print()
     console.print(table)

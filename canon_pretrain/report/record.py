@@ -4,10 +4,10 @@ A part is read when it is first used, and once; a missing or damaged one raises 
 torch.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,12 +18,12 @@ import numpy as np
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, parsing, read_bytes, read_json, sha256_file
+from canon_pretrain.core.files import parsing, read_bytes, read_json, sha256_file
 from canon_pretrain.core.text import printable
 from canon_pretrain.run.folder import EVALS, RunFolder, unique_labels
 from canon_pretrain.run.launches import launch_numbers, read_run
 from canon_pretrain.run.log import number
-from canon_pretrain.run.results import RESULTS, Results, read_results
+from canon_pretrain.run.results import RESULTS, VALIDATION, Results, read_results
 from canon_pretrain.run.status import Status, read_status
 
 SEEDS = ("model.init_seed", "data.data_seed")
@@ -44,8 +44,7 @@ class Curve(NamedTuple):
         return cls(np.array(steps, np.int64), np.array(values, np.float64)) if rows else None
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """A `start` or `resume`: where it continues, and when, in hours (see `Clock`)."""
 
     from_step: int
@@ -55,44 +54,18 @@ class Launch:
     wall_hours: float | None
 
 
-@dataclass(frozen=True)
-class Clock:
-    """When each logged step was done. Hours are None if the log's times cannot be read.
+class Clock(NamedTuple):
+    """When each logged step was done, arrays [n] from step 0 on; hours None without known times.
 
     Training hours join the launches: each counts from its first event, without the time between
     launches and without work that a restart repeated. Wall hours count from the log's first event.
     """
 
     steps: np.ndarray
-    """int64 [n], as the next; the first is step 0."""
     tokens: np.ndarray
     training_hours: np.ndarray | None
-    """float64 [n], as the next."""
     wall_hours: np.ndarray | None
-
-
-@dataclass(frozen=True)
-class LaunchRecord:
-    """RUN/launches/NNN; None for a file that an older version did not write."""
-
-    facts: dict[str, Any] | None
-    packages: dict[str, str] | None
-    environment: dict[str, Any] | None
-    patch: str
-    """A short hash of source.patch; empty without one."""
-
-    @property
-    def code(self) -> tuple[Any, str]:
-        """The commit, and the hash of the patch."""
-        return ((self.facts or {}).get("git") or {}).get("commit"), self.patch
-
-
-class _Found(NamedTuple):
-    """What RUN/evals holds: results with their folders, and what is left out and why."""
-
-    results: list[tuple[Results, Path]]
-    left_out: list[str]
-    damaged: list[UserError]
+    launches: list[Launch]
 
 
 class RunRecord:
@@ -110,21 +83,19 @@ class RunRecord:
 
     # -- config.json
 
+    def _section(self, name: str) -> dict[str, Any]:
+        section = self.folder.read_config().get(name)
+        if not isinstance(section, dict):
+            raise UserError(f"{self.folder.config_file} is damaged: it has no `{name}`")
+        return section
+
     @cached_property
-    def _stored(self) -> dict[str, Any]:
-        stored = self.folder.read_config()
-        for name in ("identity", "config"):
-            if not isinstance(stored.get(name), dict):
-                raise UserError(f"{self.folder.config_file} is damaged: it has no `{name}`")
-        return stored
-
-    @property
     def identity(self) -> dict[str, Any]:
-        return self._stored["identity"]
+        return self._section("identity")
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
-        return self._stored["config"]
+        return self._section("config")
 
     @property
     def seeds(self) -> tuple[Any, ...]:
@@ -149,13 +120,10 @@ class RunRecord:
     @property
     def failure(self) -> tuple[int, str] | None:
         """The step and the reason of the last launch's failure, if it failed."""
-        try:
-            status = self.status
-        except UserError:  # a damaged status hides neither log nor results
-            return None
-        if status is None or status.state != "failed" or self.is_done:
-            return None
-        return status.step, printable(status.reason)
+        with contextlib.suppress(UserError):  # a damaged status hides neither log nor results
+            if self.status and self.status.state == "failed" and not self.is_done:
+                return self.status.step, printable(self.status.reason)
+        return None
 
     # -- log.jsonl
 
@@ -217,66 +185,52 @@ class RunRecord:
                 kept.append(event)
         return kept
 
-    @property
-    def clock(self) -> Clock:
-        return self._timeline[0]
-
-    @property
-    def launches(self) -> list[Launch]:
-        return self._timeline[1]
-
     @cached_property
-    def _timeline(self) -> tuple[Clock, list[Launch]]:
-        steps, tokens, training, wall = [0], [0], [0.0], [0.0]
+    def clock(self) -> Clock:
+        rows = [(0, 0, 0.0, 0.0)]
         launches: list[Launch] = []
         events = [e for e in self.events if e["event"] in ("step", "start", "resume")]
         times = [_hours(event.get("time")) for event in events]
         began, base = times[0] if times else 0.0, 0.0  # of the launch
-        known = all(map(math.isfinite, times))
         for event, now in zip(events, times, strict=True):
+            step, _, training, wall = rows[-1]
             if event["event"] != "step":
-                began, base = now, training[-1]
-                hours = (base, now - times[0]) if known else (None, None)
-                facts = event.get("time"), event.get("world_size")
-                launches.append(Launch(int(event.get("from_step", 0)), *facts, *hours))
-            elif event["step"] > steps[-1]:
-                steps.append(event["step"])
-                tokens.append(event.get("tokens", 0))
+                began, base = now, training
+                facts = int(event.get("from_step", 0)), event.get("time"), event.get("world_size")
+                launches.append(Launch(*facts, base, now - times[0]))
+            elif event["step"] > step:
                 # a clock that was set back moves no curve back
-                training.append(max(training[-1], base + now - began))
-                wall.append(max(wall[-1], now - times[0]))
-        hours_N = [np.array(x) if known and wall[-1] > 0 else None for x in (training, wall)]
-        return Clock(np.array(steps), np.array(tokens), *hours_N), launches
+                hours = max(training, base + now - began), max(wall, now - times[0])
+                rows.append((event["step"], event.get("tokens", 0), *hours))
+        columns: list[Any] = [np.array(column) for column in zip(*rows, strict=True)]
+        if not all(map(math.isfinite, times)) or not rows[-1][3] > 0:
+            launches = [each._replace(training_hours=None, wall_hours=None) for each in launches]
+            columns[2:] = None, None
+        steps, tokens, training_hours, wall_hours = columns
+        return Clock(steps, tokens, training_hours, wall_hours, launches)
 
     # -- launches/
 
     @cached_property
-    def launch_records(self) -> list[LaunchRecord]:
-        """The records of the launches, the newest last; none in an older run."""
+    def launch_records(self) -> list[dict[str, Any]]:
+        """RUN/launches/NNN, the newest last: by file what it holds, None for one that is not there.
 
-        def read(path: Path, reader: Callable[[Path], Any]) -> Any:
-            try:
-                return reader(path)
-            except UnreadableFile as error:
-                if error.is_missing:
-                    return None
-                raise UserError(f"{error}; without it the rest can be read") from None
-
-        def packages(path: Path) -> dict[str, str]:
-            lines = read_bytes(path).decode(errors="replace").split()
-            return dict(line.split("==", 1) for line in lines if "==" in line)
-
-        found = []
-        for path in map(self.folder.launch_path, launch_numbers(self.folder)):
-            facts, environment = (
-                read(path / name, partial(read_json, finite=False))
-                for name in ("launch.json", "environment.json")
-            )
-            patch = path / "source.patch"
-            digest = sha256_file(patch)[:12] if patch.exists() else ""
-            listed = read(path / "packages.txt", packages)
-            found.append(LaunchRecord(facts, listed, environment, digest))
-        return found
+        source.patch as a short hash.
+        """
+        readers: dict[str, Callable[[Path], Any]] = {
+            "launch.json": partial(read_json, finite=False),
+            "packages.txt": _packages,
+            "environment.json": partial(read_json, finite=False),
+            "source.patch": lambda path: sha256_file(path)[:12],
+        }
+        folders = map(self.folder.launch_path, launch_numbers(self.folder))
+        return [
+            {
+                name: read(at / name) if (at / name).exists() else None
+                for name, read in readers.items()
+            }
+            for at in folders
+        ]
 
     # -- evals/
 
@@ -287,22 +241,22 @@ class RunRecord:
         Sorted by suite, trials first, by step, and by what counts at one step: results of the run's
         own checkpoint, then of its own held-out text, then the newest, are last.
         """
-        return [results for results, _ in self._found.results]
+        return [results for results, _ in self._found[0]]
 
     @property
     def folders(self) -> list[Path]:
         """The folder of each of `evaluations`, with its samples."""
-        return [folder for _, folder in self._found.results]
+        return [folder for _, folder in self._found[0]]
 
     @property
     def left_out(self) -> list[str]:
         """Sentences on results that are another run's."""
-        return self._found.left_out
+        return self._found[1]
 
     @property
     def damaged(self) -> list[UserError]:
         """Why results could not be read."""
-        return self._found.damaged
+        return self._found[2]
 
     @property
     def latest(self) -> dict[tuple[str, int], Results]:
@@ -310,9 +264,9 @@ class RunRecord:
         return {(each.asked["suite"], each.asked["step"]): each for each in self.evaluations}
 
     @cached_property
-    def _found(self) -> _Found:
+    def _found(self) -> tuple[list[tuple[Results, Path]], list[str], list[UserError]]:
+        """What RUN/evals holds, what of it is another run's, and what is damaged."""
         found, left_out, damaged = [], [], []
-        own_texts = str(self.identity.get(HELD_OUT)).split("+")
         for path in sorted((self.folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
             try:
                 results = read_results(path)
@@ -322,16 +276,18 @@ class RunRecord:
             if whose := self._other_run(results):
                 left_out.append(f"{path} is left out: it is of {whose}.")
                 continue
-            asked = results.asked
-            is_own_text = asked["suite"] == "validation" and str(asked.get(HELD_OUT)) in own_texts
-            order = (
-                *(asked["suite"], asked["limit"] is None, asked["step"]),
-                *(not is_outdated(self.folder, results), is_own_text),
-                *(results.written, path.stat().st_mtime_ns),
-            )
-            found.append((order, (results, path.parent)))
-        found.sort(key=lambda entry: entry[0])
-        return _Found([each for _, each in found], left_out, damaged)
+            found.append((self._order(results), path.stat().st_mtime_ns, results, path.parent))
+        found.sort(key=lambda row: row[:2])
+        return [(results, folder) for *_, results, folder in found], left_out, damaged
+
+    def _order(self, results: Results) -> tuple[Any, ...]:
+        asked, own_texts = results.asked, str(self.identity.get(HELD_OUT)).split("+")
+        return (
+            *(asked["suite"], asked["limit"] is None, asked["step"]),
+            not is_outdated(self.folder, results),
+            asked["suite"] == VALIDATION and str(asked.get(HELD_OUT)) in own_texts,
+            results.written,
+        )
 
     @property
     def notices(self) -> list[str]:
@@ -375,6 +331,11 @@ def in_turn(values: Iterable[Any]) -> list[Any]:
     """Return `values` without None and without repeats of the one before."""
     known = [value for value in values if value is not None]
     return [value for k, value in enumerate(known) if k == 0 or value != known[k - 1]]
+
+
+def _packages(path: Path) -> dict[str, str]:
+    lines = read_bytes(path).decode(errors="replace").split()
+    return dict(line.split("==", 1) for line in lines if "==" in line)
 
 
 def _hours(time: Any) -> float:

@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
+Process = subprocess.Popen[bytes]
 WAIT_S = 30.0
 """How long a launch's end waits for the last lines to arrive."""
 
@@ -25,17 +27,16 @@ class LiveExports:
     """The live copies of one launch; none until `start`."""
 
     def __init__(self) -> None:
-        self._running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+        self._running: dict[str, Process] = {}
         self._folder = Path()
 
     def start(self, settings: Any, folder: Path) -> None:
         """Start those that the job's `metrics` section asks for; report what does not start."""
         self._folder = folder
         for target, command in follow_commands(settings, folder):
-            output = folder / f".export-{target}.log"
             try:
-                with open(output, "wb") as file:
-                    process = subprocess.Popen(
+                with open(self._output(target), "wb") as file:
+                    self._running[target] = subprocess.Popen(
                         command,
                         stdin=subprocess.PIPE,
                         stdout=file,
@@ -45,38 +46,45 @@ class LiveExports:
                     )
             except OSError as error:
                 self._report(target, f"does not start: {error}")
-                continue
-            self._running[target] = (process, output)
 
     def check(self) -> None:
         """Report once each that has ended before the run did."""
-        for target, (process, output) in list(self._running.items()):
+        for target, process in list(self._running.items()):
             if process.poll() is not None:
                 del self._running[target]
-                _close_pipe(process)
-                if process.returncode:  # in a thread: the trainer calls this between two steps
-                    say = lambda t=target, o=output: self._report(t, f"has ended: {_last_line(o)}")  # noqa: E731
-                    threading.Thread(target=say, daemon=True).start()
+                given = (target, process, 0.0, "has ended")
+                # in a thread: the trainer calls this between two steps
+                threading.Thread(target=self._end, args=given, daemon=True).start()
 
     def finish(self, wait_s: float = WAIT_S) -> None:
         """Let them copy what is left; kill those that take longer than `wait_s` together."""
-        for process, _ in self._running.values():
+        deadline = time.monotonic() + wait_s
+        for process in self._running.values():
             _close_pipe(process)
-        for target, (process, output) in self._running.items():
-            try:
-                if process.wait(wait_s):
-                    self._report(target, f"failed: {_last_line(output)}")
-                else:
-                    with contextlib.suppress(OSError):
-                        output.unlink(missing_ok=True)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # and what it has started itself
-                with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a dead disk
-                    process.wait(1.0)
-                self._report(target, f"did not end within {wait_s:.0f} s")
-                wait_s = 0.1
+        for target, process in self._running.items():
+            self._end(target, process, max(deadline - time.monotonic(), 0.1), "failed")
         self._running.clear()
+
+    def _end(self, target: str, process: Process, wait_s: float, failure: str) -> None:
+        _close_pipe(process)
+        output = self._output(target)
+        try:
+            if process.wait(wait_s):
+                words = output.read_text(errors="replace").strip() or "it left no word"
+                self._report(target, f"{failure}: {words.splitlines()[-1].rstrip('.')}")
+            else:
+                output.unlink(missing_ok=True)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it has started itself
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a dead disk
+                process.wait(1.0)
+            self._report(target, f"did not end within {wait_s:.0f} s")
+        except OSError as error:
+            self._report(target, f"{failure}: {error}")
+
+    def _output(self, target: str) -> Path:
+        return self._folder / f".export-{target}.log"
 
     def _report(self, target: str, what: str) -> None:
         logger.warning(
@@ -100,15 +108,6 @@ def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str
         yield "wandb", [*base, "wandb", *last, *words, *tags]
 
 
-def _close_pipe(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
+def _close_pipe(process: Process) -> None:
     with contextlib.suppress(OSError):
-        process.stdin.close()
-
-
-def _last_line(output: Path) -> str:
-    try:
-        lines = output.read_text(errors="replace").strip().splitlines()
-    except OSError:
-        lines = []
-    return lines[-1].rstrip(".") if lines else "it left no word"
+        process.stdin.close()  # type: ignore[union-attr]  # it is a pipe

@@ -6,6 +6,7 @@ torch.
 
 import gzip
 import json
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,32 +20,27 @@ STEP = "ProfilerStep#"
 CHUNK = 1 << 22
 MAX_EVENT = 1 << 26
 """Characters; what is longer and still does not parse is no event."""
+BEGINNING = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
+BETWEEN = re.compile(r"[\s,]*")
 
-DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
-LAUNCHES = {"cuda_runtime", "cuda_driver"}
-HOST = {"cpu_op", "user_annotation"}
+OPERATOR, SCOPE, LAUNCH, WORK = "operator", "scope", "launch", "work"
+KINDS = {
+    **{"cpu_op": OPERATOR, "user_annotation": SCOPE},
+    **dict.fromkeys(("cuda_runtime", "cuda_driver"), LAUNCH),
+    **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), WORK),
+}
 
 
 class Event(NamedTuple):
-    """Something on the host: an operator, a scope, or a launch of device work. Times in us."""
+    """Something on the host, or WORK of a device: a kernel, a copy or a fill. Times in us."""
 
     begin: float
     end: float
     name: str
     kind: str
-    """cpu_op, user_annotation, or launch."""
     link: int
-    """Of a launch its correlation id; of an operator its autograd sequence number, which a forward
-    operator shares with its backward. -1: none."""
-
-
-class Work(NamedTuple):
-    """Something on a device: a kernel, a copy or a fill. Times in us."""
-
-    begin: float
-    end: float
-    name: str
-    correlation: int
+    """Of WORK and its LAUNCH their correlation id; of an operator its autograd sequence number,
+    which a forward operator shares with its backward. -1: none."""
 
 
 @dataclass
@@ -52,7 +48,7 @@ class Trace:
     """What is kept of a trace; `is_whole` is false where its file ends too early."""
 
     threads: dict[Any, list[Event]] = field(default_factory=lambda: defaultdict(list))
-    work: list[Work] = field(default_factory=list)
+    work: list[Event] = field(default_factory=list)
     num_events: int = 0
     is_whole: bool = True
 
@@ -70,76 +66,48 @@ def read_trace(path: Path) -> Trace:
                 _keep(event, trace)
     except EOFError:  # gzip's
         trace.is_whole = False
-    except KeyError as error:
-        raise UserError(f"{path} is no chrome trace: an event of it has no {error}") from None
-    except (OSError, ValueError, TypeError, zlib.error) as error:
-        raise UserError(f"{path} is no chrome trace: {error}") from None
+    except (OSError, KeyError, ValueError, TypeError, zlib.error) as error:
+        raise UserError(f"{path} is no chrome trace: {error!r}") from None
     return trace
 
 
 def _events(file: TextIO, trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the trace's list of events, decoded one at a time."""
+    """Yield the objects of the list of events, decoded one at a time."""
     decode = json.JSONDecoder(strict=False).raw_decode
-    text, place = _find_list(file)
+    text = file.read(CHUNK)
+    while (beginning := BEGINNING.search(text)) is None:
+        more = file.read(CHUNK)
+        if not more or len(text) > MAX_EVENT:
+            raise ValueError("no list of traceEvents in it")
+        text += more
+    place = beginning.end()
     while True:
-        while place < len(text) and text[place] in " \t\r\n,":
-            place += 1
-        if place < len(text) and text[place] == "]":
+        place = BETWEEN.match(text, place).end()  # type: ignore[union-attr]  # it matches ""
+        if text.startswith("]", place):
             return
         try:
             event, place = decode(text, place)
         except json.JSONDecodeError:
             # the chunk ends within an event, or the file does
             more = file.read(CHUNK)
+            trace.is_whole = bool(more)
             if not more:
-                trace.is_whole = False
                 return
             if len(text) - place > MAX_EVENT:
-                raise ValueError("an event of it is no JSON") from None
+                raise
             text, place = text[place:] + more, 0
             continue
         if isinstance(event, dict):
             yield event
 
 
-def _find_list(file: TextIO) -> tuple[str, int]:
-    """Return a text and the place of the first event in it; a bare list of them is a trace too."""
-    text = file.read(CHUNK)
-    start = text.lstrip()
-    if start.startswith("["):
-        return start, 1
-    if not start.startswith("{"):
-        raise ValueError("it does not begin with { or [")
-    key = '"traceEvents"'
-    while (found := text.find(key)) < 0:
-        more = file.read(CHUNK)
-        if not more:
-            raise ValueError("it has no traceEvents")
-        text = text[-len(key) :] + more
-    while (bracket := text.find("[", found)) < 0:
-        more = file.read(CHUNK)
-        if not more:
-            raise ValueError("its traceEvents are no list")
-        text += more
-    return text, bracket + 1
-
-
 def _keep(event: dict[str, Any], trace: Trace) -> None:
     trace.num_events += 1
-    kind = event.get("cat")
-    if event.get("ph") != "X" or not (kind in HOST or kind in DEVICE_WORK or kind in LAUNCHES):
+    kind = KINDS.get(event.get("cat", ""))
+    if event.get("ph") != "X" or kind is None:
         return
-    arguments = event.get("args") or {}
-    begin = float(event["ts"])
-    end = begin + float(event.get("dur", 0))
-    correlation = int(arguments.get("correlation", -1))
-    if kind in DEVICE_WORK:
-        trace.work.append(Work(begin, end, event["name"], correlation))
-        return
-    thread = trace.threads[event.get("pid"), event.get("tid")]
-    if kind in LAUNCHES:
-        if correlation >= 0:
-            thread.append(Event(begin, end, event["name"], "launch", correlation))
-        return
-    number = int(arguments.get("Sequence number", -1))
-    thread.append(Event(begin, end, event["name"], str(kind), number))
+    link = "correlation" if kind in (LAUNCH, WORK) else "Sequence number"
+    begin, number = float(event["ts"]), int((event.get("args") or {}).get(link, -1))
+    found = Event(begin, begin + float(event.get("dur", 0)), event["name"], kind, number)
+    thread = trace.threads[event.get("pid"), event.get("tid")] if kind != WORK else trace.work
+    thread.append(found)

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from canon_pretrain.report.diff import (
-    RTOL,
-    compare,
-    compare_digests,
-    compare_losses,
-)
+from canon_pretrain.report.diff import RTOL, compare, compare_digests, compare_losses
 from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
@@ -218,9 +213,9 @@ def test_runs_without_records_of_their_launches_are_compared_in_the_rest(tmp_pat
     b = plant_run(tmp_path / "b", [launch("start", torch="2.11.0"), *lines(20)])
     plant_launch(b)
     sections = found(a, b)["sections"]
-    assert sections["code"]["unknown"] == sections["environment"]["unknown"] == ["A"]
-    assert sections["packages"]["differences"] == {"torch": ["2.13.0+cpu", "2.11.0"]}
-    assert run_command(a.path, b.path) == 1
+    for name in ("code", "environment", "packages"):
+        assert sections[name]["unknown"] == ["A"]
+    assert run_command(a.path, b.path) == 0
 
 
 def test_the_command_s_document_and_errors(tmp_path: Path, capsys: Output) -> None:

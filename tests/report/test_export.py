@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.link_lock import LinkLock
-from canon_pretrain.report.export import about, follow
+from canon_pretrain.report.export import about, copy
 from canon_pretrain.report.export_targets import About, TensorBoardTarget
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run import live_export
@@ -161,7 +161,7 @@ def test_tensorboard_shows_one_clean_curve(
 
 
 class Script:
-    """The `ended` of `follow`: each look of the follower does the next thing first."""
+    """The `ended` of `copy`: each look of the follower does the next thing first."""
 
     def __init__(self, *actions: Callable[[], object]) -> None:
         self._actions: Iterator[Callable[[], object]] = iter(actions)
@@ -186,7 +186,7 @@ def test_tensorboard_is_followed_over_launches(tmp_path: Path) -> None:
     def live(facts: About) -> TensorBoardTarget:
         return TensorBoardTarget(tmp_path / "tb", facts, live=True)
 
-    told = follow(
+    told = copy(
         RunRecord(run.path),
         live,
         Script(
@@ -205,7 +205,7 @@ def test_tensorboard_is_followed_over_launches(tmp_path: Path) -> None:
     # a later follower replaces the file of the first, and ends by itself when the run is done
     write_launch(run.path, 2)
     time.sleep(1.1)  # a second's difference in the name
-    follow(RunRecord(run.path), live, lambda wait_s: not wait_s)
+    copy(RunRecord(run.path), live, lambda wait_s: not wait_s)
     assert len(list((tmp_path / "tb").iterdir())) == 1
     curve = tensorboard_curve(tmp_path / "tb")
     losses = {step: values["train/loss"] for step, values in curve.items()}
