@@ -11,22 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from canon_pretrain.core.errors import UserError, suggestion
+from canon_pretrain.report import evaluations
 from canon_pretrain.report.architectures import Architecture, Choice, architectures, choose
 from canon_pretrain.report.decide import ALPHA, POWER
-from canon_pretrain.report.evaluations import (
-    Evaluation,
-    Question,
-    answers,
-    evaluations_of,
-    is_loss,
-    questions,
-    steps_shown,
-    suites_of,
-)
+from canon_pretrain.report.evaluations import Evaluation, Question, answers, evaluations_of
 from canon_pretrain.report.items import Scale
-from canon_pretrain.report.noise import SeedNoise, expected_maximum
+from canon_pretrain.report.noise import expected_maximum
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.report.verdicts import Measure, Options, Row, Side, held_out_words, verdicts
+from canon_pretrain.report.verdicts import Measure, Options, Row, held_out_words, verdicts
 from canon_pretrain.run.results import VALIDATION
 
 DEFAULT = Options()
@@ -61,7 +53,6 @@ def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed_sigma",
         action="append",
         default=[],
-        type=_sigma,
         metavar="TASK=SIGMA",
         help="the standard deviation of the score over seeds, taken as known; also "
         "TASK:METRIC=SIGMA, of the logarithm for a perplexity",
@@ -73,29 +64,28 @@ def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _sigma(given: str) -> tuple[str, float]:
-    name, _, value = given.rpartition("=")
-    try:
-        if name:
-            return name, float(value)
-    except ValueError:
-        pass
-    raise UserError(f"--seed_sigma {given}: expected TASK=SIGMA, such as boolq=0.011")
+def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **more: Any) -> Options:
+    """Return the options that add_noise_arguments adds, and `more`.
 
-
-def check_seed_sigma(runs: Sequence[RunRecord], options: Options) -> None:
-    """Raise UserError for a seed noise of what no run was asked, or that is not above 0."""
+    Raises UserError for a seed noise of what no run was asked, or that is not above 0.
+    """
     scores = [each.results.scores for run in runs for each in evaluations_of(run)]
     tasks = {name for found in scores for name in found}
     tasks |= {f"{task}:{m}" for found in scores for task, metrics in found.items() for m in metrics}
-    for name, sigma in options.seed_sigma.items():
+    sigmas = {}
+    for given in arguments.seed_sigma:
+        name, _, value = given.rpartition("=")
+        try:
+            sigmas[name] = float(value)
+        except ValueError:
+            sigmas[name] = math.nan
+        if not name or not (math.isfinite(sigmas[name]) and sigmas[name] > 0):
+            expected = "expected TASK=SIGMA, a number above 0, such as boolq=0.011"
+            raise UserError(f"--seed_sigma {given}: {expected}")
         if name not in tasks:
-            raise UserError(
-                f"--seed_sigma {name}={sigma:g}: no run has such a task or TASK:METRIC."
-                f"{suggestion(name, tasks)}"
-            )
-        if not (math.isfinite(sigma) and sigma > 0):
-            raise UserError(f"--seed_sigma {name}={sigma:g}: expected a number above 0")
+            near = suggestion(name, tasks)
+            raise UserError(f"--seed_sigma {given}: no run has such a task or TASK:METRIC.{near}")
+    return Options(sigmas, arguments.own_noise_only, **more)
 
 
 def comparison_content(
@@ -104,21 +94,20 @@ def comparison_content(
     """Return architectures, verdicts of each against the baseline, and scores; JSON values only.
 
     `baseline`: the label of an architecture or of one of its runs; default: the first run's. Raises
-    UserError for a baseline or a task of `seed_sigma` that is not there; what cannot be compared is
-    listed with its reason instead.
+    UserError for a baseline that is not there; what cannot be compared is listed with its reason
+    instead.
     """
-    check_seed_sigma(runs, options)
     found = architectures(runs)
     choices = {each.label: choose(each) for each in found}
     measure = Measure([recipe for each in found for recipe in each.recipes], options)
     label = _baseline(found, baseline)
-    sides = {x: Side(x, choice.recipe.runs) for x, choice in choices.items() if choice.recipe}
-    pairs = [(side, sides[label]) for x, side in sides.items() if label in sides and x != label]
+    sides = {x: choice.recipe.runs for x, choice in choices.items() if choice.recipe}
+    pairs = [((x, sides[x]), (label, sides[label])) for x in sides if label in sides and x != label]
     rows, refused, notes = verdicts(measure, pairs)
-    shown = {each.label: each.runs for each in found} | {x: side.runs for x, side in sides.items()}
+    shown = {each.label: each.runs for each in found} | sides
     steps = {
-        suite: steps_shown(shown, label, suite, options.step)
-        for suite in suites_of(runs, options.suites)
+        suite: evaluations.steps_shown(shown, label, suite, options.step)
+        for suite in evaluations.suites_of(runs, options.suites)
     }
     for row in rows:
         row["suite_step"] = suite_step(steps[row["suite"]])
@@ -171,11 +160,9 @@ def anchors(shown: Iterable[tuple[str, str]]) -> Row | None:
     return {"source": SOURCE, "models": list(MODELS), "rows": rows} if rows else None
 
 
-def _baseline(found: Sequence[Architecture], wanted: str | None) -> str | None:
-    if wanted is None:
-        return found[0].label if found else None
+def _baseline(found: Sequence[Architecture], wanted: str | None) -> str:
     for each in found:
-        if wanted == each.label or wanted in [run.label for run in each.runs]:
+        if wanted is None or wanted in (each.label, *(run.label for run in each.runs)):
             return each.label
     labels = ", ".join(repr(each.label) for each in found)
     raise UserError(f"baseline {wanted!r} is no architecture and no run here; there are {labels}")
@@ -212,60 +199,63 @@ def _scores(
             by_step = [answers(run, suite, measure.options.step) for run in each.runs]
             step = shown.get(each.label, -1)
             at[each.label] = [there[step] for there in by_step if step in there]
-        for question in questions([e for side in at.values() for e in side], suite):
-            scores = {
-                label: [(e, x) for e in side if (x := e.score(question)) is not None]
-                for label, side in at.items()
-            }
-            known = [x for side in scores.values() for _, x in side]
-            bounded = not is_loss(question.metric) and all(0 <= x <= 1 for x in known)
-            noise = measure.noise([question], bounded=bounded)
-            cells = []
-            for label, side in scores.items():
-                ours = [(e, x) for e, x in side if math.isfinite(x)]
-                recipe = choices[label].recipe
-                names = [run.label for run in recipe.runs] if recipe else []
-                chosen = [(e, x) for e, x in ours if e.run in names]
-                if ours:
-                    cell = {"architecture": label, "step": ours[0][0].step}
-                    cell["best"] = _best(question, ours, noise)
-                    cell["chosen"] = _mean(question, chosen, noise, measure) if chosen else None
-                    cells.append(cell)
+        for question in evaluations.questions([e for side in at.values() for e in side], suite):
+            cells = _cells(question, at, choices, measure)
             rows.append({**question._asdict(), "suite_step": suite_step(shown), "cells": cells})
     return rows
 
 
-def _best(
-    question: Question, ours: Sequence[tuple[Evaluation, float]], noise: SeedNoise | None
-) -> Row:
-    pick = max if ours[0][0].higher_is_better(question) else min
-    best, value = pick(ours, key=lambda pair: pair[1])
-    bias = None
-    if noise is not None:
-        bias = expected_maximum(len(ours)) * noise.sigma
-        bias *= value if Scale.of(question.metric).is_log else 1
-    return {"value": value, "run": best.run, "num_runs": len(ours), "bias": bias}
-
-
-def _mean(
+def _cells(
     question: Question,
-    ours: Sequence[tuple[Evaluation, float]],
-    noise: SeedNoise | None,
+    at: Mapping[str, Sequence[Evaluation]],
+    choices: Mapping[str, Choice],
     measure: Measure,
-) -> Row:
+) -> list[Row]:
+    """The best run of each architecture, and the mean of the chosen ones."""
     scale = Scale.of(question.metric)
-    value = scale.score(math.fsum(scale.mean(score) for _, score in ours) / len(ours))
-    stderr = measure.stderr(question, [each for each, _ in ours], noise) if noise else None
-    if stderr is not None and scale.is_log:
-        stderr *= value
-    return {"value": value, "num_runs": len(ours), "stderr": stderr}
+    scores = {
+        label: [(x, e) for e in side if (x := e.score(question)) is not None]
+        for label, side in at.items()
+    }
+    known = [x for side in scores.values() for x, _ in side]
+    bounded = not evaluations.is_loss(question.metric) and all(0 <= x <= 1 for x in known)
+    noise = measure.noise([question], bounded=bounded)
+    cells = []
+    for label, side in scores.items():
+        ours = [(x, e) for x, e in side if math.isfinite(x)]
+        if not ours:
+            continue
+        pick = max if ours[0][1].higher_is_better(question) else min
+        value, best = pick(ours, key=lambda pair: pair[0])
+        bias = None
+        if noise is not None:
+            bias = expected_maximum(len(ours)) * noise.sigma * (value if scale.is_log else 1)
+        recipe = choices[label].recipe
+        names = [run.label for run in recipe.runs] if recipe else []
+        chosen = [(x, e) for x, e in ours if e.run in names]
+        mean = stderr = None
+        if chosen:
+            mean = scale.score(math.fsum(scale.mean(x) for x, _ in chosen) / len(chosen))
+            stderr = measure.stderr(question, [e for _, e in chosen], noise) if noise else None
+        if stderr is not None and scale.is_log:
+            stderr *= mean
+        count = {"num_runs": len(chosen)}
+        cells.append(
+            {
+                "architecture": label,
+                "step": best.step,
+                "best": {"value": value, "run": best.run, "num_runs": len(ours), "bias": bias},
+                "chosen": {"value": mean, **count, "stderr": stderr} if chosen else None,
+            }
+        )
+    return cells
 
 
 def _notes(
     runs: Sequence[RunRecord],
     found: Sequence[Architecture],
     choices: Mapping[str, Choice],
-    baseline: str | None,
+    baseline: str,
     steps: Steps,
 ) -> list[str]:
     notes = []
@@ -282,7 +272,7 @@ def _notes(
         limits = [each.limit for each in evaluations_of(run)]
         if limits and None not in limits:
             notes.append(f"{run.label}: only results with --limit, which are not results.")
-    if baseline and choices[baseline].recipe is None and len(found) > 1:
+    if choices[baseline].recipe is None and len(found) > 1:
         notes.append(f"The baseline {baseline} has no chosen learning rate: no verdicts.")
     for suite, shown in steps.items():
         for each in found if suite != VALIDATION else ():
