@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -105,18 +106,15 @@ def _print(content: Content, path: Path) -> None:
     first += [Text(sentence, style="bold") for sentence in content["comparison"]["held_out"]]
     for text in first:
         console.print(text, soft_wrap=True)
-    labels = [run["label"] for run in content["runs"]]
-    table = Table("suite", "task", *map(Text, labels))
+    table = Table("suite", "task", "run", "score", "items", box=box.SIMPLE_HEAD)
     for suite in content["suites"]:
         for row in suite["rows"]:
-            cells = sections.by_run(suite, row)
-            scores = [sections.score(cells.get(label)) for label in labels]
-            words = [suite["suite"], f"{row['task']} {row['metric']}"]
-            words += [f"{value} {error}".rstrip() for value, error, _ in scores]
-            table.add_row(*map(Text, words))
+            for label, cell in sections.by_run(suite, row).items():
+                value, error, items = sections.score(cell)
+                words = suite["suite"], f"{row['task']} {row['metric']}", label
+                table.add_row(*map(Text, words), f"{value} {error}", items)
         table.add_section()
-    if table.row_count:
-        console.print(table)
+    console.print(table)
     for label, tally in sections.tallies(content).items():
         counts = ", ".join(f"{len(found)} {verdict}" for verdict, found in tally.items())
         words = f"{label} against {content['comparison']['baseline']}: {counts}"

@@ -209,7 +209,9 @@ def _held_out(content: Content) -> list[Block]:
         for line in held_out["lines"]
     ]
     columns = [f"nats per token, from {held_out['source']}", "last step", "loss", "seeds"]
-    plots = _plots(("", "", drawing.held_out(held_out, labels)), small=False)
+    places = [line["tokens"] for line in held_out["lines"]]
+    drawn = drawing.by_architecture(held_out["lines"], places, labels, "tokens")
+    plots = _plots(("", "", drawn), small=False)
     card = _card("", *_legend("entry", labels), *plots, _table(columns, rows))
     return [_section("held-out", "Held-out loss", card)]
 
