@@ -5,6 +5,7 @@ architectures.py groups the runs, verdicts.py judges the pairs. `eval report` sh
 """
 
 import argparse
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,11 +13,11 @@ from typing import Any
 
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.report import evaluations
-from canon_pretrain.report.architectures import Architecture, Choice, architectures, choose
+from canon_pretrain.report.architectures import Architecture, Choice, Recipe, architectures, choose
 from canon_pretrain.report.decide import ALPHA, POWER
 from canon_pretrain.report.evaluations import Evaluation, Question, answers, evaluations_of
 from canon_pretrain.report.items import Scale
-from canon_pretrain.report.noise import expected_maximum
+from canon_pretrain.report.noise import SeedNoise, expected_maximum
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.verdicts import Measure, Options, Row, held_out_words, verdicts
 from canon_pretrain.run.results import VALIDATION
@@ -100,7 +101,12 @@ def comparison_content(
     found = architectures(runs)
     choices = {each.label: choose(each) for each in found}
     measure = Measure([recipe for each in found for recipe in each.recipes], options)
-    label = _baseline(found, baseline)
+    labels = {x: each.label for each in found for x in (*(r.label for r in each.runs), each.label)}
+    if (label := found[0].label if baseline is None else labels.get(baseline)) is None:
+        there = ", ".join(repr(each.label) for each in found)
+        raise UserError(
+            f"baseline {baseline!r} is no architecture and no run here; there are {there}"
+        )
     sides = {x: choice.recipe.runs for x, choice in choices.items() if choice.recipe}
     pairs = [((x, sides[x]), (label, sides[label])) for x in sides if label in sides and x != label]
     rows, refused, notes = verdicts(measure, pairs)
@@ -111,21 +117,20 @@ def comparison_content(
     }
     for row in rows:
         row["suite_step"] = suite_step(steps[row["suite"]])
-    return finite(
-        {
-            "alpha": ALPHA,
-            "power": POWER,
-            "baseline": label,
-            "architectures": [_architecture(each, choices[each.label]) for each in found],
-            "held_out": [*{held_out_words(rows, refused, pair): 0 for pair in pairs}],
-            "family": family(rows),
-            "pairs": rows,
-            "refused": refused,
-            "steps": steps,
-            "scores": _scores(found, choices, measure, steps),
-            "notes": [*_notes(runs, found, choices, label, steps), *notes],
-        }
-    )
+    content = {
+        "alpha": ALPHA,
+        "power": POWER,
+        "baseline": label,
+        "architectures": [_architecture(each, choices[each.label]) for each in found],
+        "held_out": [*dict.fromkeys(held_out_words(rows, refused, pair) for pair in pairs)],
+        "family": family(rows),
+        "pairs": rows,
+        "refused": refused,
+        "steps": steps,
+        "scores": _scores(found, choices, measure, steps),
+        "notes": [*_notes(runs, found, choices, label, steps), *notes],
+    }
+    return finite(content)
 
 
 def family(rows: Sequence[Row]) -> dict[str, int]:
@@ -134,12 +139,8 @@ def family(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with None for floats that JSON does not have."""
-    if isinstance(value, dict):
-        return {name: finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Return `value` as JSON holds it, with None for floats that JSON does not have."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def suite_step(shown: Mapping[str, int]) -> int:
@@ -160,31 +161,19 @@ def anchors(shown: Iterable[tuple[str, str]]) -> Row | None:
     return {"source": SOURCE, "models": list(MODELS), "rows": rows} if rows else None
 
 
-def _baseline(found: Sequence[Architecture], wanted: str | None) -> str:
-    for each in found:
-        if wanted is None or wanted in (each.label, *(run.label for run in each.runs)):
-            return each.label
-    labels = ", ".join(repr(each.label) for each in found)
-    raise UserError(f"baseline {wanted!r} is no architecture and no run here; there are {labels}")
-
-
 def _architecture(each: Architecture, choice: Choice) -> Row:
-    return {
-        "label": each.label,
-        "settings": each.settings,
-        "runs": [run.label for run in each.runs],
-        "choice": choice.words,
-        "step": choice.step,
-        "recipes": [
-            {
-                "learning_rate": recipe.learning_rate,
-                "runs": [run.label for run in recipe.runs],
-                "loss": loss,
-                "chosen": recipe is choice.recipe,
-            }
-            for recipe, loss in zip(each.recipes, choice.losses, strict=True)
-        ],
-    }
+    recipes = [
+        {
+            "learning_rate": recipe.learning_rate,
+            "runs": [run.label for run in recipe.runs],
+            "loss": loss,
+            "chosen": recipe is choice.recipe,
+        }
+        for recipe, loss in zip(each.recipes, choice.losses, strict=True)
+    ]
+    about = {"label": each.label, "settings": each.settings, "recipes": recipes}
+    runs = [run.label for run in each.runs]
+    return {**about, "runs": runs, "choice": choice.words, "step": choice.step}
 
 
 def _scores(
@@ -192,63 +181,51 @@ def _scores(
 ) -> list[Row]:
     rows = []
     for suite, shown in steps.items():
-        if suite == VALIDATION:
-            continue
-        at: dict[str, list[Evaluation]] = {}
+        by_label: dict[str, list[Evaluation]] = {}
         for each in found:
             by_step = [answers(run, suite, measure.options.step) for run in each.runs]
-            step = shown.get(each.label, -1)
-            at[each.label] = [there[step] for there in by_step if step in there]
-        for question in evaluations.questions([e for side in at.values() for e in side], suite):
-            cells = _cells(question, at, choices, measure)
+            at = shown.get(each.label, -1)
+            by_label[each.label] = [there[at] for there in by_step if at in there]
+        asked = [evaluation for side in by_label.values() for evaluation in side]
+        for question in evaluations.questions(asked, suite) if suite != VALIDATION else ():
+            known = [x for each in asked if (x := each.score(question)) is not None]
+            bounded = not evaluations.is_loss(question.metric) and all(0 <= x <= 1 for x in known)
+            noise = measure.noise([question], bounded=bounded)
+            cells = []
+            for label, side in by_label.items():
+                scores = [(e.score(question), e) for e in side]
+                ours = [(x, e) for x, e in scores if x is not None and math.isfinite(x)]
+                if ours:
+                    cell = _cell(question, ours, choices[label].recipe, measure, noise)
+                    cells.append({"architecture": label, **cell})
             rows.append({**question._asdict(), "suite_step": suite_step(shown), "cells": cells})
     return rows
 
 
-def _cells(
+def _cell(
     question: Question,
-    at: Mapping[str, Sequence[Evaluation]],
-    choices: Mapping[str, Choice],
+    scores: Sequence[tuple[float, Evaluation]],
+    recipe: Recipe | None,
     measure: Measure,
-) -> list[Row]:
-    """The best run of each architecture, and the mean of the chosen ones."""
+    noise: SeedNoise | None,
+) -> Row:
+    """The best run of an architecture, and the mean of the chosen ones."""
     scale = Scale.of(question.metric)
-    scores = {
-        label: [(x, e) for e in side if (x := e.score(question)) is not None]
-        for label, side in at.items()
-    }
-    known = [x for side in scores.values() for x, _ in side]
-    bounded = not evaluations.is_loss(question.metric) and all(0 <= x <= 1 for x in known)
-    noise = measure.noise([question], bounded=bounded)
-    cells = []
-    for label, side in scores.items():
-        ours = [(x, e) for x, e in side if math.isfinite(x)]
-        if not ours:
-            continue
-        pick = max if ours[0][1].higher_is_better(question) else min
-        value, best = pick(ours, key=lambda pair: pair[0])
-        bias = None
-        if noise is not None:
-            bias = expected_maximum(len(ours)) * noise.sigma * (value if scale.is_log else 1)
-        recipe = choices[label].recipe
-        names = [run.label for run in recipe.runs] if recipe else []
-        chosen = [(x, e) for x, e in ours if e.run in names]
-        mean = stderr = None
-        if chosen:
-            mean = scale.score(math.fsum(scale.mean(x) for x, _ in chosen) / len(chosen))
-            stderr = measure.stderr(question, [e for _, e in chosen], noise) if noise else None
+    pick = max if scores[0][1].higher_is_better(question) else min
+    value, best = pick(scores, key=lambda pair: pair[0])
+    bias = mean = None
+    if noise is not None:
+        bias = expected_maximum(len(scores)) * noise.sigma * (value if scale.is_log else 1)
+    labels = [run.label for run in recipe.runs] if recipe else []
+    chosen = [(x, e) for x, e in scores if e.run in labels]
+    if chosen:
+        mean = scale.score(math.fsum(scale.mean(x) for x, _ in chosen) / len(chosen))
+        stderr = measure.stderr(question, [e for _, e in chosen], noise) if noise else None
         if stderr is not None and scale.is_log:
             stderr *= mean
-        count = {"num_runs": len(chosen)}
-        cells.append(
-            {
-                "architecture": label,
-                "step": best.step,
-                "best": {"value": value, "run": best.run, "num_runs": len(ours), "bias": bias},
-                "chosen": {"value": mean, **count, "stderr": stderr} if chosen else None,
-            }
-        )
-    return cells
+        mean = {"value": mean, "num_runs": len(chosen), "stderr": stderr}
+    found = {"value": value, "run": best.run, "num_runs": len(scores), "bias": bias}
+    return {"step": best.step, "best": found, "chosen": mean}
 
 
 def _notes(
@@ -276,12 +253,9 @@ def _notes(
         notes.append(f"The baseline {baseline} has no chosen learning rate: no verdicts.")
     for suite, shown in steps.items():
         for each in found if suite != VALIDATION else ():
-            at, first = shown.get(each.label), suite_step(shown)
-            if at not in (None, first):
-                notes.append(f"{suite}: {each.label} is shown at step {at:,}, not {first:,}.")
             for run in each.runs:
                 there = answers(run, suite)
-                if there and at not in there:
+                if there and shown.get(each.label) not in there:
                     last = f"{run.label}, evaluated at step {max(there):,}"
                     notes.append(f"{suite}: {last}, is left out of the scores by architecture.")
     return notes

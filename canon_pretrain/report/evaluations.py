@@ -46,7 +46,7 @@ class Evaluation:
 
     @property
     def suite(self) -> str:
-        return str(self.results.asked["suite"])
+        return self.results.asked["suite"]
 
     @property
     def step(self) -> int:
@@ -180,46 +180,38 @@ def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) ->
     return sorted((x for x in whole if wanted is None or x in wanted), key=suite_order)
 
 
-def common_step(
-    a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None = None
-) -> int | None:
-    """Return the highest step at which both sides have a run with whole results."""
-    ours, theirs = ({at for run in side for at in answers(run, suite, step)} for side in (a, b))
-    return max(ours & theirs, default=None)
+def _common_step(suite: str, step: int | None, *sides: Iterable[RunRecord]) -> int | None:
+    """The highest step at which all sides have a run with whole results."""
+    found = [{at for run in side for at in answers(run, suite, step)} for side in sides]
+    return max(set.intersection(*found), default=None)
 
 
 def side_by_side(
     a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None, *, any_step: bool
-) -> tuple[list[Evaluation], list[Evaluation]]:
-    """Return whole results of both sides at their `common_step`; ([], []) if there is none.
+) -> list[list[Evaluation]]:
+    """Return whole results of both sides at the last step of both; two empty lists without any.
 
     Runs without results at that step are left out. `any_step`: each run's last results instead.
     """
-    at = step if any_step else common_step(a, b, suite, step)
-    if at is None and not any_step:
-        return [], []
+    at = step if any_step else _common_step(suite, step, a, b)
     found = [[answers(run, suite, at) for run in side] for side in (a, b)]
-    ours, theirs = ([by_step[max(by_step)] for by_step in side if by_step] for side in found)
-    return (ours, theirs) if ours and theirs else ([], [])
+    sides = [[by_step[max(by_step)] for by_step in side if by_step] for side in found]
+    return sides if all(sides) and (any_step or at is not None) else [[], []]
 
 
 def steps_shown(
-    sides: Mapping[str, Sequence[RunRecord]],
-    baseline: str | None,
-    suite: str,
-    step: int | None = None,
+    sides: Mapping[str, Sequence[RunRecord]], baseline: str, suite: str, step: int | None = None
 ) -> dict[str, int]:
     """Return the step at which tables show each side, the baseline first: that of its verdict.
 
     The baseline, which has several verdicts, is shown at the highest of them; a side without a step
     in common with it at its own last. A side without whole results is left out.
     """
-    base, label = sides.get(baseline or "", ()), baseline or ""
-    common = {x: common_step(runs, base, suite, step) for x, runs in sides.items() if x != label}
-    shown = {label: max((at for at in common.values() if at is not None), default=None), **common}
-    for x, at in shown.items():
-        runs = sides.get(x, ())
-        shown[x] = common_step(runs, runs, suite, step) if at is None else at
+    own = {label: _common_step(suite, step, runs) for label, runs in sides.items()}
+    common = {x: _common_step(suite, step, runs, sides[baseline]) for x, runs in sides.items()}
+    known = [at for x, at in common.items() if at is not None and x != baseline]
+    common[baseline] = max(known, default=None)
+    shown = {x: own[x] if common[x] is None else common[x] for x in (baseline, *sides)}
     return {x: at for x, at in shown.items() if at is not None}
 
 
@@ -234,14 +226,11 @@ def asked_differently(
     evaluations: Sequence[Evaluation], ignored: Collection[str] = OWN_TO_A_RUN
 ) -> list[str]:
     """Return what was asked differently, as `dotted.name: value / value`."""
-    asked = [
-        _flat({k: v for k, v in each.results.asked.items() if k not in ignored})
-        for each in evaluations
-    ]
+    asked = [_flat(each.results.asked) for each in evaluations]
     found = []
     for name in dict.fromkeys(name for leaves in asked for name in leaves):
         values = dict.fromkeys(leaves.get(name) for leaves in asked)
-        if len(values) > 1:
+        if len(values) > 1 and name.partition(".")[0] not in ignored:
             found.append(f"{name}: {' / '.join(str(value)[:20] for value in values)}")
     return found
 
