@@ -213,17 +213,17 @@ def _cell(
     scale = Scale.of(question.metric)
     pick = max if scores[0][1].higher_is_better(question) else min
     value, best = pick(scores, key=lambda pair: pair[0])
-    bias = mean = None
+    bias, mean = None, None
     if noise is not None:
         bias = expected_maximum(len(scores)) * noise.sigma * (value if scale.is_log else 1)
     labels = [run.label for run in recipe.runs] if recipe else []
     chosen = [(x, e) for x, e in scores if e.run in labels]
     if chosen:
-        mean = scale.score(math.fsum(scale.mean(x) for x, _ in chosen) / len(chosen))
+        score = scale.score(math.fsum(scale.mean(x) for x, _ in chosen) / len(chosen))
         stderr = measure.stderr(question, [e for _, e in chosen], noise) if noise else None
         if stderr is not None and scale.is_log:
-            stderr *= mean
-        mean = {"value": mean, "num_runs": len(chosen), "stderr": stderr}
+            stderr *= score
+        mean = {"value": score, "num_runs": len(chosen), "stderr": stderr}
     found = {"value": value, "run": best.run, "num_runs": len(scores), "bias": bias}
     return {"step": best.step, "best": found, "chosen": mean}
 

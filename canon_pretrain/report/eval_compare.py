@@ -108,13 +108,13 @@ def _sides(arguments: argparse.Namespace) -> tuple[Sequence[RunRecord], Sequence
             f"expected two runs, got {len(pair)} and {len(a)} with --a, {len(b)} with --b: "
             "`compare A B`, or several seeds of each: `compare --a RUN RUN --b RUN RUN`"
         )
-    first, second = [
+    paths = [
         [run for path in side for run in ([path] if path.is_file() else named_runs([path]))]
         for side in (a or pair[:1], b or pair[1:])
     ]
-    runs = read_runs([*first, *second])
-    if second:
-        return runs[: len(first)], runs[len(first) :]
+    runs = read_runs([*paths[0], *paths[1]])
+    if paths[1]:
+        return runs[: len(paths[0])], runs[len(paths[0]) :]
     found = architectures(runs)
     if len(found) != 2:
         raise UserError(

@@ -8,6 +8,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from canon_pretrain.core.text import printable
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.report import comparison as comparisons
 from canon_pretrain.report import evaluations, figures, sections
-from canon_pretrain.report.evaluations import Evaluation, evaluations_of
+from canon_pretrain.report.evaluations import evaluations_of
 from canon_pretrain.report.record import RunRecord, differing, in_turn, is_outdated
 from canon_pretrain.report.sections import Block, Content
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
+from canon_pretrain.run.results import Results
 
 VERSION = 3
 TEMPLATES = Path(__file__).parent / "templates"
@@ -111,8 +113,8 @@ def _print(content: Content, path: Path) -> None:
         for row in suite["rows"]:
             for label, cell in sections.by_run(suite, row).items():
                 value, error, items = sections.score(cell)
-                words = suite["suite"], f"{row['task']} {row['metric']}", label
-                table.add_row(*map(Text, words), f"{value} {error}", items)
+                task = Text(f"{row['task']} {row['metric']}")
+                table.add_row(Text(suite["suite"]), task, Text(label), f"{value} {error}", items)
         table.add_section()
     console.print(table)
     for label, tally in sections.tallies(content).items():
@@ -211,8 +213,8 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 
 def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str, Any]:
-    found = [[e for e in evaluations_of(run) if e.suite == suite] for run in runs]
-    latest = [(run, each[-1]) for run, each in zip(runs, found, strict=True) if each]
+    found = [(run, [e for e in evaluations_of(run) if e.suite == suite]) for run in runs]
+    latest = [(run, each[-1]) for run, each in found if each]
     columns = [each for _, each in latest]
     tasks: dict[str, dict[str, None]] = {}
     for each in columns:
@@ -223,7 +225,7 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
             "task": printable(task),
             "metric": printable(metric),
             "primary": any(metric in each.primary_metrics(task) for each in columns),
-            "cells": [_cell(each, task, metric) for each in columns],
+            "cells": [_cell(each.results, task, metric) for each in columns],
         }
         for task, metrics in tasks.items()
         for metric in metrics
@@ -238,14 +240,11 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
         for run, each in latest
         if is_outdated(run.folder, each.results)
     ]
-    if len({each.step for each in columns}) > 1:
-        warnings.append("The columns are at different steps.")
-    differing = [
-        printable(f"Not the same question: {x}.") for x in evaluations.asked_differently(columns)
-    ]
-    warnings += differing[:MAX_DIFFERENCES]
-    if len(differing) > MAX_DIFFERENCES:
-        warnings.append(f"{len(differing) - MAX_DIFFERENCES} more parts of the question differ.")
+    warnings += ["The columns are at different steps."] * (len({e.step for e in columns}) > 1)
+    unlike = evaluations.asked_differently(columns)
+    warnings += [printable(f"Not the same question: {x}.") for x in unlike[:MAX_DIFFERENCES]]
+    if len(unlike) > MAX_DIFFERENCES:
+        warnings.append(f"{len(unlike) - MAX_DIFFERENCES} more parts of the question differ.")
     return {
         "suite": suite,
         "suite_step": max(each.step for each in columns) if step is None else step,
@@ -255,13 +254,9 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
     }
 
 
-def _cell(each: Evaluation, task: str, metric: str) -> dict[str, Any] | None:
-    score = each.results.scores.get(task, {}).get(metric)
+def _cell(results: Results, task: str, metric: str) -> dict[str, Any] | None:
+    score = results.scores.get(task, {}).get(metric)
     if score is None:
         return None
-    return {
-        "value": json_value(score.value),
-        "stderr": json_value(score.stderr),
-        "bound": score.bound,
-        "num_samples": each.results.num_samples.get(task),
-    }
+    numbers = {name: None if x is None else json_value(x) for name, x in asdict(score).items()}
+    return {**numbers, "num_samples": results.num_samples.get(task)}

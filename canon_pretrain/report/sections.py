@@ -318,8 +318,8 @@ def _pairs(comparison: Content) -> Block:
     )
     note += " So many rows: what each is judged by is in report.json." * short
     filters = [{name: x[name] for name in ("suite", "verdict", "architecture")} for x in pairs]
-    more = {"shown": SHORT_COLUMNS, "more": "" if short else "how it was judged"}
-    table = _table(columns, rows, "pairs", text=3, filters=filters, **more)
+    more = "" if short else "how it was judged"
+    table = _table(columns, rows, "pairs", text=3, shown=SHORT_COLUMNS, more=more, filters=filters)
     return _card("Every difference", table, *_text("note", note))
 
 
@@ -353,7 +353,7 @@ def _scores(content: Content) -> list[Block]:
             + [figure(x) for x in published.get((row["task"], row["metric"]), nothing)]
             for row, cells in rows
         ]
-        columns = ["task", *names, *beside]
+        columns: list[str | tuple[str, str]] = ["task", *names, *beside]
         name = title.split()[0].lower()
         table = _table(columns, lines, name, shown=1 + len(names), more=more)
         folded = title != CHOSEN or None

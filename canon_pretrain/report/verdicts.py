@@ -85,7 +85,7 @@ class Test(NamedTuple):
 
     row: Row
     found: Paired | None
-    tasks: Sequence[Task]
+    bounded: bool
     weight: float
 
 
@@ -142,8 +142,7 @@ class Measure:
         (a, items), (b, others) = (self._answers(question, side) for side in sides)
         metric, both = question.metric, [*sides[0], *sides[1]]
         differing = differing_questions(both, question.task)
-        if items.keys is not others.keys:
-            raise Refused(_other_items(items, others, differing))
+        _check_items(items, others, differing)
         if differing and is_loss(metric):
             raise Refused(f"asked differently, on which it depends ({'; '.join(differing)})")
         # records of an older version may lack the sources
@@ -206,8 +205,7 @@ class Measure:
             "num_runs": [len(side) for side in sides],
             "asked_differently": [*dict.fromkeys(x for task in tasks for x in task.differing)],
             "mean_of": None if single else [question.task for question in asked],
-            "items_ci": _items_interval(first, base) if single else None,
-            "mcnemar": _mcnemar(first) if single else None,
+            **(_of_these_runs(first, base) if single else {"items_ci": None, "mcnemar": None}),
             "chance": _mean_if_all([task.chance for task in tasks]),
             "uninformative": extremes.pop() if len(extremes) == 1 else None,
             "seed_noise": seeds
@@ -219,7 +217,7 @@ class Measure:
                 "scale": "log" if scale.is_log else "metric",
             },
         }
-        return Test(row, found, tasks, weight)
+        return Test(row, found, first.bounded, weight)
 
     def stderr(
         self, question: Question, evaluated: Sequence[Evaluation], seeds: SeedNoise
@@ -235,13 +233,14 @@ class Measure:
         self, question: Question, evaluated: Sequence[Evaluation]
     ) -> tuple[Answers, Items]:
         """What the runs of a side answered, item by item. Raises Refused."""
-        rows: list[tuple[np.ndarray, np.ndarray, Items]] = []
+        rows: list[tuple[np.ndarray, np.ndarray]] = []
+        read: list[Items] = []
         for each in evaluated:
             score = each.score(question)
             if score is None:
                 raise Refused(f"{each.run} has no {question.metric} of it")
             items = self.records.of(each.folder, question.task, question.metric)
-            found = items and items.of_metric(question.metric)
+            found = items.of_metric(question.metric) if items else None
             if items is None or found is None:
                 raise Refused(f"{each.run} kept no records of its items: evaluate again")
             if not np.isfinite(found[0]).all():
@@ -250,44 +249,43 @@ class Measure:
             if not math.isclose(score, mean, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
                 no_mean = f"which is no mean over its items ({mean:.6g})"
                 raise Refused(f"{each.run} scores {score:.6g}, {no_mean}")
-            rows.append((*found, items))
-            if items.keys is not rows[0][2].keys:
-                differing = differing_questions(evaluated, question.task)
-                raise Refused(_other_items(rows[0][2], items, differing))
-        _, weights_N, items = rows[0]
-        return Answers(np.stack([row[0] for row in rows]), weights_N, items.clusters_N), items
+            rows.append(found)
+            read.append(items)
+            _check_items(read[0], items, differing_questions(evaluated, question.task))
+        values_RN = np.stack([values_N for values_N, _ in rows])
+        return Answers(values_RN, rows[0][1], read[0].clusters_N), read[0]
 
 
 def _score(metric: str, values_N: np.ndarray, weights_N: np.ndarray) -> float:
     return Scale.of(metric).score(float(np.average(values_N, weights=weights_N)))
 
 
-def _items_interval(task: Task, base: float) -> list[float]:
-    """Of these very runs, seeds apart."""
-    a, b = (side.values_RN.mean(axis=0) for side in task.sides)
-    clusters = Clusters.of(a - b, *task.sides[0][1:])
-    ends = noise.bootstrap_interval(clusters, np.random.default_rng(0))
-    return [Scale.of(task.question.metric).change(x, base) for x in ends]
+def _check_items(a: Items, b: Items, differing: Sequence[str]) -> None:
+    """Raise Refused for other items."""
+    if a.keys is not b.keys:
+        common = len(set(a.keys) & set(b.keys))
+        asked = f"; asked differently ({'; '.join(differing)})" if differing else ""
+        raise Refused(
+            f"other items: {len(a.keys)} and {len(b.keys)}, of them {common} in common{asked}. "
+            "Evaluate both on the same data with the same options"
+        )
 
 
-def _mcnemar(task: Task) -> Row | None:
+def _of_these_runs(task: Task, base: float) -> Row:
+    """What the items of these very runs say, seeds apart."""
     a, b = (side.values_RN for side in task.sides)
+    clusters = Clusters.of(a.mean(axis=0) - b.mean(axis=0), *task.sides[0][1:])
+    ends = noise.bootstrap_interval(clusters, np.random.default_rng(0))
     single = len(a) == len(b) == 1 and np.isin([a, b], (0.0, 1.0)).all()
-    return noise.mcnemar_test(a[0], b[0]) if single else None
+    return {
+        "items_ci": [Scale.of(task.question.metric).change(x, base) for x in ends],
+        "mcnemar": noise.mcnemar_test(a[0], b[0]) if single else None,
+    }
 
 
 def _mean_if_all(values: Sequence[float | None]) -> float | None:
     known = [x for x in values if x is not None]
     return math.fsum(known) / len(known) if len(known) == len(values) else None
-
-
-def _other_items(a: Items, b: Items, differing: Sequence[str]) -> str:
-    common = len(set(a.keys) & set(b.keys))
-    asked = f"; asked differently ({'; '.join(differing)})" if differing else ""
-    return (
-        f"other items: {len(a.keys)} and {len(b.keys)}, of them {common} in common{asked}. "
-        "Evaluate both on the same data with the same options"
-    )
 
 
 def _extreme(sides: Sequence[Answers], chance: float | None) -> str | None:
@@ -401,7 +399,7 @@ def _judged(
     verdict = direction if is_real else UNINFORMATIVE if says_nothing else WITHIN
     detectable = decide.detectable(first_level, *of_both)
     # None if it is more than there can be, or all sides are at floor
-    is_shown = not (says_nothing or (each.tasks[0].bounded and detectable > 1))
+    is_shown = not (says_nothing or (each.bounded and detectable > 1))
     needed = None  # a difference beyond noise has been shown already
     if verdict == WITHIN:
         needed = decide.seeds_needed(size, first_level, found.noise_with)

@@ -607,7 +607,6 @@ def test_one_lagging_run_does_not_pull_the_tables_to_its_step(tmp_path: Path) ->
         for label, row in rows.items():
             assert shown[label]["step"] == row["step"] and row["suite_step"] == 40
             assert shown[label]["value"] == pytest.approx(row["value"])
-    assert any("Canon-ABCD is shown at step 20" in note for note in found["notes"])
 
 
 def test_the_error_of_a_chosen_score_is_of_items_and_seeds(tmp_path: Path) -> None:
