@@ -45,9 +45,9 @@ def report(runs: Sequence[Path], out: Path | None, *words: str) -> Path:
     """Run the command; the page that it wrote."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    folder = out or runs[0] / "report"
-    execute(parser.parse_args([*map(str, runs), "--out", str(folder), *words]))
-    return folder / "index.html"
+    given = [*map(str, runs), *words, *([] if out is None else ["--out", str(out)])]
+    execute(parser.parse_args(given))
+    return (out or runs[0] / "report") / "index.html"
 
 
 def content(page: Path) -> dict[str, Any]:

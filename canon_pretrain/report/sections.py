@@ -28,9 +28,8 @@ CHOSEN = "Chosen learning rates: one an architecture, by validation loss"
 CHOSEN_BY = "No score had a part in the choice. ± is the standard error over items and seeds."
 BEST = "Best of learning rates, as in the paper"
 BEST_OF = (
-    "As in the paper: the best run of each architecture, over learning rates and seeds, task by "
-    "task. The best of N equally good runs is too good by 0.56 sigma of the seed noise for N = 2, "
-    "0.85 for 3, 1.03 for 4, as said in small print. No verdict rests on this table."
+    "The best run of each architecture, over learning rates and seeds, task by task: too good by "
+    "what the small print says. No verdict rests on this table."
 )
 
 Block = dict[str, Any]
@@ -188,26 +187,23 @@ def _table(
 
 def report_blocks(content: Content) -> list[Block]:
     """The report: verdicts first if there are several runs, else the run."""
-    blocks = _text("warning", *failures(content))
-    blocks += _text("headline", *content["comparison"]["held_out"])
-    blocks += _held_out(content) if content["held_out"] else []
-    scores = _scores(content) if content["comparison"]["scores"] else []
+    first = _text("warning", *failures(content))
+    first += _text("headline", *content["comparison"]["held_out"])
+    first += _held_out(content) if content["held_out"] else []
+    middle = _scores(content) if content["comparison"]["scores"] else []
+    middle += _figures(content)
     if len(content["runs"]) == 1:
-        return [*blocks, *_runs(content), *scores, *_figures(content)]
-    return [*blocks, _verdicts(content), *scores, *_figures(content), *_runs(content)]
+        return [*first, *_runs(content), *middle]
+    return [*first, _verdicts(content), *middle, *_runs(content)]
 
 
 def _held_out(content: Content) -> list[Block]:
     held_out, labels = content["held_out"], drawing.entries(content)
-    rows = [
-        [
-            line["label"],
-            number(line["steps"][-1], 0),
-            number(line["values"][-1]),
-            f"{number(line['low'][-1])} to {number(line['high'][-1])} ({line['n'][-1]})",
-        ]
-        for line in held_out["lines"]
-    ]
+    rows = []
+    for line in held_out["lines"]:
+        step, value, low, high, n = (line[x][-1] for x in ("steps", "values", "low", "high", "n"))
+        seeds = f"{number(low)} to {number(high)} ({n})"
+        rows.append([line["label"], number(step, 0), number(value), seeds])
     columns = [f"nats per token, from {held_out['source']}", "last step", "loss", "seeds"]
     places = [line["tokens"] for line in held_out["lines"]]
     drawn = drawing.by_architecture(held_out["lines"], places, labels, "tokens")
@@ -224,8 +220,7 @@ def _verdicts(content: Content) -> Block:
         f"{tests or 'No test could be made'}. A suite is a family: the chance of one wrong verdict "
         f"or more in it is at most {100 * comparison['alpha']:g} % (Holm; half of it is that of "
         "the mean of its tasks). What is not called better or worse is within noise, however large "
-        "it looks. The 95 % confidence interval is after Holm, too: it excludes 0 exactly if p is "
-        "at most 0.05."
+        "it looks. Intervals are after Holm, too."
     )
     noises: dict[str, dict[str, None]] = {}
     for pair in pairs:
@@ -250,12 +245,12 @@ def _verdicts(content: Content) -> Block:
         rows.append([*cells, ends])
     columns = ["architecture", *VERDICTS, "could have shown"]
     blocks += [_card("", _table(columns, rows, "tally"))] if rows else []
-    reasons = [(x, x["why"]) for x in (*pairs, *refused) if x["why"]]
-    reasons += [(x, f"asked differently: {what}") for x in pairs for what in x["asked_differently"]]
     rows = [
         [x["architecture"], _joined(x["suite"], x["task"], x["metric"]), why]
-        for x, why in reasons[:MAX_ROWS]
-    ]
+        for x in (*pairs, *refused)
+        for why in (x["why"], *(f"asked differently: {y}" for y in x.get("asked_differently", ())))
+        if why
+    ][:MAX_ROWS]
     if rows:
         table = _table(["architecture", "task", "why"], rows, "reasons", text=3)
         title = "What has no verdict, or was asked differently"
@@ -296,12 +291,11 @@ PAIR_COLUMNS: dict[str, Callable[[Content], Cell]] = {
 
 
 def _seed_sigma(noise: Content | None) -> str:
-    of = "of the log" if noise and noise["scale"] == "log" else ""
-    return _joined(figure(noise["sigma"]), of, noise["source"]) if noise else NONE
+    return f"{figure(noise['sigma'])} ({noise['scale']}), {noise['source']}" if noise else NONE
 
 
 def _mcnemar(test: Content | None) -> str:
-    return NONE if test is None else f"{test['only_a']} : {test['only_b']}, p {p_value(test['p'])}"
+    return f"{test['only_a']} : {test['only_b']}, p {p_value(test['p'])}" if test else NONE
 
 
 def _pairs(comparison: Content) -> Block:
@@ -311,10 +305,8 @@ def _pairs(comparison: Content) -> Block:
     rows = [[PAIR_COLUMNS[name](pair) for name in columns] for pair in pairs]
     note = (
         f"A difference is the architecture minus {comparison['baseline']}. “Could have shown”: the "
-        "smallest difference that these items and seeds show with "
-        f"{100 * comparison['power']:g} % probability among the tests of its suite. “Seeds needed”:"
-        " of each architecture, to show a difference within noise that is as large as the one "
-        f"seen; {NONE} if it was shown already, or takes more than 1,024."
+        f"smallest that these items and seeds show with {100 * comparison['power']:g} % "
+        "probability. “Seeds needed”: of each architecture, to show a difference as large as this."
     )
     note += " So many rows: what each is judged by is in report.json." * short
     filters = [{name: x[name] for name in ("suite", "verdict", "architecture")} for x in pairs]
@@ -328,7 +320,7 @@ def _scores(content: Content) -> list[Block]:
     labels = [each["label"] for each in comparison["architectures"]]
     anchors = content["anchors"] or {"models": [], "rows": [], "source": ""}
     published = {(row["task"], row["metric"]): row["values"] for row in anchors["rows"]}
-    tables: list[tuple[str, str, list[str], list[tuple[Content, list[Cell]]]]] = []
+    tables: list[tuple[str, str, list[str], list[Any]]] = []
     for kind, title, about in (("chosen", CHOSEN, CHOSEN_BY), ("best", BEST, BEST_OF)):
         rows = []
         for row in comparison["scores"]:
@@ -391,15 +383,14 @@ def _architectures(comparison: Content) -> Block:
 
 def _figures(content: Content) -> list[Block]:
     sections, labels = [], [run["label"] for run in content["runs"]]
-    if curves := content["score_curves"]:
+    drawn: dict[str, list[Any]] = {}
+    for curve in content["score_curves"]:
+        plot = (curve["task"], curve["metric"], drawing.over_training(curve, labels))
+        drawn.setdefault(curve["suite"], []).append(plot)
+    if drawn:
         about = "A bar, where there are few runs, is one standard error over the items."
-        blocks = [*_legend("run", labels), *_text("note", about)]
-        drawn: dict[str, list[Any]] = {}
-        for curve in curves:
-            plot = (curve["task"], curve["metric"], drawing.over_training(curve, labels))
-            drawn.setdefault(curve["suite"], []).append(plot)
-        for suite, plots in drawn.items():
-            blocks.append(_card(suite, *_plots(*plots), folded=len(curves) > 3))
+        cards = [_card(suite, *_plots(*plots), folded=True) for suite, plots in drawn.items()]
+        blocks = [*_legend("run", labels), *_text("note", about), *cards]
         sections.append(_section("over-steps", "Scores over training", *blocks))
     if content["lengths"]:
         entries = drawing.entries(content)
@@ -474,15 +465,16 @@ def _curve(content: Content, curve: Content) -> Block:
         about = "a baseline is the mean of its runs: its own lines show the spread of seeds"
         blocks += _text("note", f"Each point is the mean over {width:,.0f} tokens; {about}.")
     rows: list[list[Cell]] = []
-    notes = []
+    notes, names = [], ("last", "lowest", "highest")
     for line in curve["lines"]:
-        ends, logged, drawn = line["figures"] or {}, line["logged"], len(line["values"])
-        cells: list[Cell] = [
-            _cell(number(ends[x]["value"], curve["decimals"]), f"step {ends[x]['step']:,}")
-            for x in ("last", "lowest", "highest")
-            if ends
-        ]
-        cells = [*cells, number(ends["median"], curve["decimals"])] if ends else [NONE] * 4
+        ends, logged, drawn = line["figures"], line["logged"], len(line["values"])
+        cells: list[Cell] = [NONE] * 4
+        if ends:
+            values = [number(ends[x]["value"], curve["decimals"]) for x in names]
+            cells = [
+                _cell(v, f"step {ends[x]['step']:,}") for v, x in zip(values, names, strict=True)
+            ]
+            cells.append(number(ends["median"], curve["decimals"]))
         rows.append([line["run"], *cells])
         if line["not_finite"]:
             notes.append(
@@ -491,7 +483,7 @@ def _curve(content: Content, curve: Content) -> Block:
             )
         if drawn < logged:
             notes.append(f"{line['run']}: {drawn:,} of {logged:,} logged points are drawn.")
-    blocks += [_table(["run", "last", "lowest", "highest", "median"], rows), *_text("note", *notes)]
+    blocks += [_table(["run", *names, "median"], rows), *_text("note", *notes)]
     folded = (len(labels) > 1 and field != "loss") or None
     return _card(curve["title"], *blocks, small=curve["unit"], folded=folded)
 
