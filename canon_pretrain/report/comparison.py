@@ -128,7 +128,7 @@ def comparison_content(
         "refused": refused,
         "steps": steps,
         "scores": _scores(found, choices, measure, steps),
-        "notes": [*_notes(runs, found, choices, label, steps), *notes],
+        "notes": [*_notes(found, choices, label, steps), *notes],
     }
     return finite(content)
 
@@ -229,11 +229,7 @@ def _cell(
 
 
 def _notes(
-    runs: Sequence[RunRecord],
-    found: Sequence[Architecture],
-    choices: Mapping[str, Choice],
-    baseline: str,
-    steps: Steps,
+    found: Sequence[Architecture], choices: Mapping[str, Choice], baseline: str, steps: Steps
 ) -> list[str]:
     notes = []
     if len(found) == 1:
@@ -245,10 +241,6 @@ def _notes(
         )
     repeats = [run for each in found for recipe in each.recipes for run in recipe.repeats]
     notes += [f"{run.label}: the seeds of another run here; not used." for run in repeats]
-    for run in runs:
-        limits = [each.limit for each in evaluations_of(run)]
-        if limits and None not in limits:
-            notes.append(f"{run.label}: only results with --limit, which are not results.")
     if choices[baseline].recipe is None and len(found) > 1:
         notes.append(f"The baseline {baseline} has no chosen learning rate: no verdicts.")
     for suite, shown in steps.items():

@@ -51,39 +51,23 @@ def _figure(traces: Sequence[Figure], x: str, hover: str) -> Figure:
     return {"data": traces, "layout": layout}
 
 
-def training(
-    curve: Content, labels: Sequence[str], restarts: Sequence[Sequence[Content]]
-) -> Figure | None:
-    """Draw a training curve over tokens; `restarts` by run, or none, are dotted lines.
-
-    None without any step.
-    """
+def training(curve: Content, labels: Sequence[str]) -> Figure | None:
+    """Draw a training curve over tokens; None without any step."""
     traces = []
-    for k, line in enumerate(curve["lines"]):
-        steps, tokens, values = line["steps"], line["tokens"], line["values"]
-        gaps = [i for i, value in enumerate(values) if value is None]
-        cross = {"mode": "markers", "yaxis": "y2", "marker": {"symbol": "x"}}
-        known = [x for x in (restarts[k] if restarts else ()) if x["tokens"] is not None]
-        ends = [x for each in known for x in (each["tokens"], each["tokens"], None)]
-        begun = [each["from_step"] for each in known for _ in range(3)]
-        dotted = {"mode": "lines", "yaxis": "y2", "line": {"dash": "dot", "width": 1}}
-        for x, y, at, words, more in (
-            (tokens, values, steps, f"<b>%{{y:,.{curve['decimals']}f}}</b>,", {}),
-            ([tokens[i] for i in gaps], [0.02] * len(gaps), [steps[i] for i in gaps],
-             "<b>not finite</b>,", cross),
-            (ends, [0, 1, None] * len(known), begun, "<b>restart</b> from", dotted),
-        ):  # fmt: skip
-            hover = _hover(f"{words} step %{{customdata:,d}}")
-            trace = _trace("run", labels, line["run"], x, y, customdata=at, hovertemplate=hover)
-            traces += [trace | more] * bool(x)
-    layout = {
+    for line in curve["lines"]:
+        x, y, at = line["tokens"], line["values"], line["steps"]
+        traces += [_trace("run", labels, line["run"], x, y, customdata=at)] * bool(x)
+    hover = f"<b>%{{y:,.{curve['decimals']}f}}</b>, step %{{customdata:,d}}"
+    drawn = _figure(traces, "tokens", hover)
+    scale = "log" if curve["log_scale"] else "linear"
+    drawn["layout"] |= {
         "hovermode": "x unified",
+        "dragmode": "zoom",
         "margin": {"l": 52, "r": 12, "t": 12, "b": 40},
         "xaxis": {"title": {"text": "tokens"}, "exponentformat": "B"},
-        "yaxis": {"type": "log" if curve["log_scale"] else "linear", "exponentformat": "B"},
-        "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+        "yaxis": {"type": scale, "exponentformat": "B"},
     }
-    return {"data": traces, "layout": layout} if traces else None
+    return drawn if traces else None
 
 
 def late(content: Content, kind: str, labels: Sequence[str]) -> Figure | None:

@@ -31,7 +31,7 @@ from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import Results
 
-VERSION = 3
+VERSION = 4
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_DIFFERENCES = 5
 """Sentences at most on how the questions of one suite differ."""
@@ -205,10 +205,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
             "last event": run.events[-1].get("time") if run.events else None,
             "folder": printable(str(run.folder.path)),
         },
-        "restarts": [
-            {"from_step": at, "tokens": evaluations.tokens_at(run, at)}
-            for at in (event["from_step"] for event in run.heads if event["event"] == "resume")
-        ],
+        "restarts": [event["from_step"] for event in run.heads if event["event"] == "resume"],
     }
 
 

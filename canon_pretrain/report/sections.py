@@ -426,7 +426,7 @@ def _runs(content: Content) -> list[Block]:
     several, words = len(runs) > 1, len(runs) + 1
     rows = [["state", *map(state_words, runs)]]
     rows.append(["tokens", *(_value(run["tokens"]) for run in runs)])
-    rows.append(["resumed at", *(_value([x["from_step"] for x in r["restarts"]]) for r in runs)])
+    rows.append(["resumed at", *(_value(run["restarts"]) for run in runs)])
     rows += [[name, *(_value(run["facts"][name]) for run in runs)] for name in runs[0]["facts"]]
     facts = _table(["", *labels], rows, text=words)
     blocks = [_card("Facts", facts, folded=several or None)]
@@ -452,9 +452,8 @@ def _runs(content: Content) -> list[Block]:
 def _curve(content: Content, curve: Content) -> Block:
     labels = [run["label"] for run in content["runs"]]
     field, late = curve["field"], content["late_loss"]
-    restarts = [run["restarts"] for run in content["runs"] if field == "tokens_per_second"]
     blocks = _text("note", f"Over tokens trained; {curve['about']}.")
-    blocks += _plots(("", "", drawing.training(curve, labels, restarts)), small=False)
+    blocks += _plots(("", "", drawing.training(curve, labels)), small=False)
     if field == "loss" and late:
         width = late["tokens"][1] - late["tokens"][0]
         title = f"Smoothed, less {content['comparison']['baseline']}"

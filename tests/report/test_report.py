@@ -237,7 +237,6 @@ def test_several_runs_are_side_by_side(run: RunFolder, tmp_path: Path) -> None:
     for words in (
         "The columns are at different steps.",
         f"trained on different data (canon: {FINGERPRINT[:12]}; rope: b)",
-        "rope: only results with --limit",
     ):
         assert words in parsed.text and words in text
 
