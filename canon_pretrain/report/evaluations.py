@@ -79,11 +79,8 @@ class Evaluation:
 
     def chance(self, task: str, metric: str) -> float | None:
         """Return the score of guessing, as the task or its part with that metric declares it."""
-        for declared in self._declarations(task):
-            chance = declared.get("chance")
-            if metric in (declared.get("primary") or ()) and chance is not None:
-                return float(chance)
-        return None
+        asked = [x for x in self._declarations(task) if metric in (x.get("primary") or ())]
+        return next((float(x["chance"]) for x in asked if x.get("chance") is not None), None)
 
     def higher_is_better(self, question: Question) -> bool:
         """Return the direction that the task declares, else that of the metric's name."""

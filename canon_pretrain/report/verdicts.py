@@ -158,43 +158,33 @@ class Measure:
         extreme = _extreme((a, b), chance) if bounded and coarse.sources.size > 1 else None
         return Task(question, (a, b), coarse.sources, values, bounded, chance, extreme, differing)
 
-    def test(
-        self,
-        name: str,
-        tasks: Sequence[Task],
-        sides: Evaluated,
-        names: Mapping[str, str],
-        weight: float = 1.0,
-    ) -> Test:
+    def row(self, tasks: Sequence[Task], sides: Evaluated) -> tuple[Row, Paired | None]:
         """Return the row of one task, or of the plain mean of several, bounded ones of a suite.
 
-        A source that several of them share is one draw.
+        A source that several of them share is one draw. None if it cannot be judged.
         """
         first, asked = tasks[0], [task.question for task in tasks]
         scale, single = Scale.of(asked[0].metric), len(tasks) == 1
         seeds = self.noise(asked, bounded=first.bounded, sides=sides)
-        value, base = (
-            math.fsum(x) / len(tasks) for x in zip(*(t.values for t in tasks), strict=True)
-        )
+        value, base = (math.fsum(task.values[k] for task in tasks) / len(tasks) for k in (0, 1))
         joined = np.concatenate([task.sources for task in tasks])
         sources, codes = np.unique(joined, return_inverse=True)
         places = np.split(codes, np.cumsum([task.sources.size for task in tasks])[:-1])
-        a, b = (
-            [
-                task.sides[k]._replace(clusters_N=place_G[task.sides[k].clusters_N])
-                for task, place_G in zip(tasks, places, strict=True)
-            ]
-            for k in (0, 1)
-        )
-        found, extremes = None, {task.extreme for task in tasks}
-        if seeds is not None and all(task.sources.size > 1 for task in tasks):
-            found = noise.paired(a, b, seeds)
+        answers = [
+            [side._replace(clusters_N=place_G[side.clusters_N]) for side in task.sides]
+            for task, place_G in zip(tasks, places, strict=True)
+        ]
+        found, extremes, about = None, {task.extreme for task in tasks}, None
+        if seeds is not None:
+            about = {"sigma": seeds.sigma, "df": seeds.df, "source": seeds.source}
+            about |= {"words": seeds.words, "scale": "log" if scale.is_log else "metric"}
+            if all(task.sources.size > 1 for task in tasks):
+                a, b = zip(*answers, strict=True)
+                found = noise.paired(a, b, seeds)
         row = {
             **asked[0]._asdict(),
-            "task": name,
             "metric": ", ".join(dict.fromkeys(question.metric for question in asked)),
             "higher_is_better": sides[0][0].higher_is_better(asked[0]),
-            **names,
             "step": sides[0][0].step,
             "baseline_step": sides[1][0].step,
             "value": value,
@@ -208,26 +198,18 @@ class Measure:
             **(_of_these_runs(first, base) if single else {"items_ci": None, "mcnemar": None}),
             "chance": _mean_if_all([task.chance for task in tasks]),
             "uninformative": extremes.pop() if len(extremes) == 1 else None,
-            "seed_noise": seeds
-            and {
-                "sigma": seeds.sigma,
-                "df": seeds.df if math.isfinite(seeds.df) else None,
-                "source": seeds.source,
-                "words": seeds.words,
-                "scale": "log" if scale.is_log else "metric",
-            },
+            "seed_noise": about,
         }
-        return Test(row, found, first.bounded, weight)
+        return row, found
 
     def stderr(
         self, question: Question, evaluated: Sequence[Evaluation], seeds: SeedNoise
     ) -> float | None:
         """Return the standard error of one side, on the scale that is averaged; None if unknown."""
         try:
-            found = noise.one_side(self._answers(question, evaluated)[0], seeds)[1].stderr
+            return noise.one_side(self._answers(question, evaluated)[0], seeds)[1].stderr
         except Refused:
             return None
-        return found if math.isfinite(found) else None
 
     def _answers(
         self, question: Question, evaluated: Sequence[Evaluation]
@@ -333,7 +315,9 @@ def verdicts(
                 except Refused as reason:
                     refused.append(nothing | question._asdict() | {"why": str(reason)})
             for name, members, weight in _tests(suite, tasks, sides):
-                test = measure.test(name, members, sides, names, weight)
+                row, paired = measure.row(members, sides)
+                row |= {"task": name, **names}
+                test = Test(row, paired, members[0].bounded, weight)
                 tests.setdefault(suite, []).append(test)
     ordered = sorted(tests, key=evaluations.suite_order)
     return [row for suite in ordered for row in _family(tests[suite])], refused, list(notes)
