@@ -208,3 +208,23 @@ def test_what_the_sources_leave_open_is_marked(name: str) -> None:
             continue
         if key not in STATED[name].split():
             assert "assumed" in rest or "# ours" in rest, line
+
+
+@pytest.mark.parametrize("name", ["rope", "nope", "rope_canon", "nope_canon", "partial_rope_canon"])
+def test_slimpajama_runs_differ_in_the_data_alone(name: str) -> None:
+    job, base = job_of(f"slimpajama_{name}"), job_of(name)
+    assert job.data.path == "data/slimpajama"
+    same = ("model_args", "training", "optimizer", "lr_scheduler", "loss")
+    assert all(getattr(job, part) == getattr(base, part) for part in same)
+
+
+def test_the_nine_runs_of_seed_000() -> None:
+    jobs = [job_of(f"tiny/{path.stem}") for path in (FOLDER / "tiny").glob("*.toml")]
+    variants = {(job.model_args.canon_set, job.model_args.position) for job in jobs}
+    rope = {(canon_set, "rope") for canon_set in ("", "A", "AB", "AC", "B", "BD", "ABCD")}
+    assert variants == rope | {("", "nope"), ("ABCD", "nope")} and len(jobs) == 9
+    for job in jobs:
+        schedule, training = job.lr_scheduler, job.training
+        assert (schedule.warmup_steps, schedule.decay_steps) == (500, 50_000)
+        assert job.optimizer.lr * schedule.min_lr_factor == pytest.approx(1e-4)
+        assert (training.global_batch_size, training.seq_len) == (32, 512)

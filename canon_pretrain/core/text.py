@@ -23,7 +23,7 @@ def duration(seconds: float) -> str:
         if seconds < 100 * scale:
             return f"{seconds / scale:.0f} {unit}"
     hours = seconds / 3600
-    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} d"
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:,.1f} d"
 
 
 def size(num_bytes: float) -> str:

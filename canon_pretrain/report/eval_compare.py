@@ -147,7 +147,9 @@ def _print(content: dict[str, Any]) -> None:
     for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):
         rows = [row for row in content["pairs"] if row["suite"] == suite]
         steps = f"A at step {rows[0]['baseline_step']}, B at step {rows[0]['step']}"
-        table = Table(title=f"{suite}, {steps}", title_justify="left", box=box.SIMPLE)
+        table = Table(
+            title=f"{suite}, {steps}", title_justify="left", box=box.SIMPLE, pad_edge=False
+        )
         for name in names:
             table.add_column(name, no_wrap=name != names[0])
         for row in rows:

@@ -108,13 +108,16 @@ def _print(content: Content, path: Path) -> None:
     first += [Text(sentence, style="bold") for sentence in content["comparison"]["held_out"]]
     for text in first:
         console.print(text, soft_wrap=True)
-    table = Table("suite", "task", "run", "score", "items", box=box.SIMPLE_HEAD)
+    table = Table("task", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("run", "score", "items"):
+        table.add_column(name, no_wrap=True)  # the first alone may wrap
     for suite in content["suites"]:
+        table.add_row(Text(suite["suite"], style="bold"))
         for row in suite["rows"]:
             for label, cell in sections.by_run(suite, row).items():
                 value, error, items = sections.score(cell)
                 task = Text(f"{row['task']} {row['metric']}")
-                table.add_row(Text(suite["suite"]), task, Text(label), f"{value} {error}", items)
+                table.add_row(task, Text(label), f"{value} {error}", items)
         table.add_section()
     console.print(table)
     for label, tally in sections.tallies(content).items():

@@ -39,6 +39,7 @@ from canon_pretrain.core.files import (
     parse_json,
     read_lines,
     read_record,
+    write_atomic,
 )
 from canon_pretrain.core.holder import utc_now
 from canon_pretrain.run.background import Background
@@ -78,12 +79,7 @@ class RunLog:
     def __init__(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = path
         self._may_write = may_write
-        facts = None
-        try:
-            facts = read_record(path.with_name("run.json"), RunFacts)
-        except UnreadableFile as error:
-            if not error.is_missing:
-                logger.warning(f"{error}: the log's lines have no run_id")
+        facts = _read_facts(path)
         self.segment = facts.launches if facts else 1
         self._head = {"run_id": facts.run_id, "segment": self.segment} if facts else {}
         self._unwritten = bytearray()
@@ -99,6 +95,9 @@ class RunLog:
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             os.close(self._descriptor)
             raise UnreadableFile(path, "is not a regular file")
+        self._end_torn_line()
+
+    def _end_torn_line(self) -> None:
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             os.write(self._descriptor, b"\n")  # else ours would be glued to it and lost as well
@@ -131,7 +130,34 @@ class RunLog:
 
     def _write_waiting(self) -> None:
         if self._unwritten and self._may_write():
+            self._follow_path()
             self._append()
+
+    def _follow_path(self) -> None:
+        """Continue in the file that `path` names now, if this run's log was removed or replaced.
+
+        A removed one is written again from the open file, which still has its content.
+        """
+        with contextlib.suppress(OSError):  # then the open file as before; the next event retries
+            is_there = os.path.lexists(self.path)
+            if is_there and os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
+                return
+            facts = _read_facts(self.path)
+            if (facts and facts.run_id) != self._head.get("run_id"):
+                return  # another launch archived this log with its run.json
+            if not is_there:
+                size = os.fstat(self._descriptor).st_size
+                write_atomic(self.path, os.pread(self._descriptor, size, 0))
+            self._open_anew()
+            self._end_torn_line()
+            what = "replaced: its lines go to the new file" if is_there else "removed: written anew"
+            logger.warning(f"{self.path} was {what}")
+
+    def _open_anew(self) -> None:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.path, OPEN_FLAGS, 0o644)
+            os.dup2(descriptor, self._descriptor, inheritable=False)
+            os.close(descriptor)
 
     def _append(self) -> None:
         try:
@@ -143,10 +169,7 @@ class RunLog:
             if not self._is_full:
                 logger.warning(f"{self.path}: {error.strerror}; its lines wait in memory for room")
             if error.errno == errno.ESTALE:  # a file server that came back knows its files anew
-                with contextlib.suppress(OSError):
-                    descriptor = os.open(self.path, OPEN_FLAGS, 0o644)
-                    os.dup2(descriptor, self._descriptor, inheritable=False)
-                    os.close(descriptor)
+                self._open_anew()
         self._is_full = bool(self._unwritten)
 
     def close(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
@@ -163,6 +186,16 @@ class RunLog:
         if has_ended:  # else the thread still uses it
             with contextlib.suppress(OSError):  # what is written is; NFS tells late of the rest
                 os.close(self._descriptor)
+
+
+def _read_facts(log: Path) -> RunFacts | None:
+    """Return the run.json beside `log`; None without one."""
+    try:
+        return read_record(log.with_name("run.json"), RunFacts)
+    except UnreadableFile as error:
+        if not error.is_missing:
+            logger.warning(f"{error}: the log's lines have no run_id")
+        return None
 
 
 def json_value(value: Any) -> Any:

@@ -1,10 +1,12 @@
 """Names, quarantine, recovery and archives, each killed between any two of its operations."""
 
+import errno
 import itertools
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -173,6 +175,27 @@ def test_recover_killed_anywhere_is_finished_by_the_next(tmp_path: Path) -> None
         CheckpointFolder(path).recover()
         check_recovered(CheckpointFolder(path))
     assert moments > 15
+
+
+def test_where_quarantine_can_take_nothing_an_interrupted_save_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would keep the disk full at every start. What can't be deleted stops none."""
+    with small_disk(tmp_path / "disk", "size=1m,nr_inodes=16") as disk:
+        folder = CheckpointFolder(disk)
+        make_step(folder.path, 5)
+        make_step(folder.path, 6, name=".saving-step-6")
+        with pytest.raises(OSError, match="No space left"):
+            for number in range(16):
+                touch(disk / f"inode-{number}")
+        said = folder.recover()
+        assert "No space left on device" in said[0] and "was deleted" in said[1]
+        assert folder.unfinished() == [] and steps_are_whole(folder) == [5]
+        folder.step_path(5).rename(folder.path / ".deleting-step-5")
+        error = OSError(errno.EBUSY, "Device or resource busy")
+        monkeypatch.setattr(shutil, "rmtree", mock.Mock(side_effect=error))
+        (text,) = folder.recover()
+        assert ".deleting-step-5" in text and "resource busy" in text
 
 
 def test_damaged_weights_do_not_cost_the_full_step(folder: CheckpointFolder) -> None:

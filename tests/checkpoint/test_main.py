@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from canon_pretrain.checkpoint.weights import read_weights, tensor_shapes
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.link_lock import LinkLock
 from canon_pretrain.run.folder import RunFolder
-from tests.checkpoint_folders import flip_byte, make_step, set_manifest
+from tests.checkpoint_folders import flip_byte, make_step, set_manifest, write_manifest
 from tests.support import ROOT
 
 Output = pytest.CaptureFixture[str]
@@ -176,6 +177,26 @@ def test_verify_reads_every_byte_and_moves_nothing(tmp_path: Path, capsys: Outpu
     assert "SHA-256" in found["faults"]
 
 
+class Plant:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.proof),)
+
+
+def test_verify_runs_nothing_of_a_planted_pickle(tmp_path: Path, capsys: Output) -> None:
+    """Its hashes are right: who can plant a file can write a manifest."""
+    real_step(tmp_path, 10)
+    path, proof = tmp_path / "checkpoint" / "step-10", tmp_path / "proof"
+    (path / ".metadata").write_bytes(pickle.dumps(Plant(proof)))
+    write_manifest(path, 10, "full")
+    output, _ = failure_of(capsys, 1, "verify", tmp_path)
+    assert "step-10  damaged: " in output and "mkdir" in output and not proof.exists()
+
+
 def test_what_can_not_be_done_is_refused(run: Path, capsys: Output) -> None:
     _, error = failure_of(capsys, 2, "verify", run, "--step", 15)
     assert "no step 15" in error and "step-10, step-20, step-30, step-40" in error
@@ -183,6 +204,10 @@ def test_what_can_not_be_done_is_refused(run: Path, capsys: Output) -> None:
     assert "--workers 0" in error
     _, error = failure_of(capsys, 2, "prune", run, "--keep", 0)
     assert "--keep 0" in error
+    hold(run, 10, "test")  # torch can't read what make_step wrote: the weights can't be taken
+    _, error = failure_of(capsys, 1, "prune", run, "--keep", 1)
+    assert "step 10 can't be replaced by its weights" in error
+    assert CheckpointFolder(run / "checkpoint").steps() == [10, 40]
 
 
 # ---- prune

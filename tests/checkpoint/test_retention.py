@@ -5,21 +5,26 @@ import itertools
 import json
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from canon_pretrain.checkpoint import manifest as manifest_module
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
-from canon_pretrain.checkpoint.retention import Retention, held_steps, hold, release
+from canon_pretrain.checkpoint.retention import Outcome, Retention, held_steps, hold, release
 from tests.checkpoint_folders import (
     contents,
     fake_strip,
+    fill,
     flip_byte,
     killed_everywhere,
     make_step,
+    small_disk,
 )
 
 STEPS = [10, 20, 30, 40, 50]
@@ -189,7 +194,89 @@ def test_the_number_of_held_ones_is_bounded(run: Path) -> None:
     assert kinds(run) == {20: "weights", 30: "weights", 40: "full", 50: "full"}
 
 
+def test_a_damaged_held_step_is_set_aside_not_stripped(run: Path) -> None:
+    for step in (10, 20, 30):
+        hold(run, step, "test")
+    flip_byte(folder_of(run).step_path(30) / "more" / "__1_0.distcp")
+    outcome = retention(run, 2, max_held=2).apply()
+    assert list(outcome.bad) == [30]
+    assert (outcome.stripped, outcome.deleted) == ([10, 20], [])
+
+
+def test_what_comes_while_hashes_are_read_is_respected(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hold on a step that is to go, and a newer step; holds that can't be read keep all."""
+    error = OSError(errno.EIO, "Input/output error")
+    kept = Retention(folder_of(run), 2, holds=mock.Mock(side_effect=error), strip=fake_strip)
+    assert "Input/output error" in kept.apply().errors[0] and list(kinds(run)) == STEPS
+    sha256_file = manifest_module.sha256_file
+
+    def meanwhile(path: Path) -> str:
+        if not folder_of(run).step_path(60).exists():
+            make_step(folder_of(run).path, 60)
+        return sha256_file(path)
+
+    monkeypatch.setattr(manifest_module, "sha256_file", meanwhile)
+    kept = retention(run, 2)
+    plan = kept.plan()
+    assert (plan.kept, plan.deleted) == ([40, 50], [10, 20, 30])
+    hold(run, 30, "late")
+    monkeypatch.setattr(kept, "plan", lambda: plan)
+    assert kept.apply().deleted == [10, 20]
+    assert list(kinds(run)) == [30, 40, 50, 60]
+    monkeypatch.undo()
+    assert kept.apply().stripped == [30]
+
+
 # ---- faults in the middle
+
+
+def test_a_full_disk_stops_neither_the_others_nor_the_run(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=512k") as disk:
+        for step in STEPS:
+            make_step(disk / "checkpoint", step, num_bytes=9000)
+        for step in (10, 20):
+            hold(disk, step, "test")
+
+        def strip(checkpoint: Path, temporary: Path) -> None:
+            if checkpoint.name == "step-10":
+                temporary.mkdir()
+                fill(temporary)  # another process was faster than we
+                (temporary / "more").write_bytes(bytes(9000))
+            fake_strip(checkpoint, temporary)
+
+        kept = Retention(folder_of(disk), 2, holds=lambda: held_steps(disk), strip=strip)
+        outcome = kept.apply()
+        assert (outcome.deleted, outcome.stripped) == ([30], [20])
+        (error,) = outcome.errors
+        assert "step 10" in error and "No space left" in error
+        assert folder_of(disk).unfinished() == folder_of(disk).leftovers() == []
+        assert kinds(disk) == {10: "full", 20: "weights", 40: "full", 50: "full"}
+        os.truncate(folder_of(disk).step_path(50) / "__0_0.distcp", 8999)
+        fill(disk)  # a damaged step is set aside all the same
+        outcome = kept.apply()
+        assert list(outcome.bad) == [50] and folder_of(disk).steps() == [10, 20, 40]
+        assert len(folder_of(disk).quarantined()) == 1
+
+
+def test_two_threads_take_turns(run: Path) -> None:
+    kept, inside = retention(run, 2), list[int]()
+    plan = kept.plan
+
+    def counted() -> Outcome:
+        inside.append(1)
+        time.sleep(0.02)
+        assert len(inside) == 1
+        result = plan()
+        inside.pop()
+        return result
+
+    kept.plan = counted  # type: ignore[method-assign]
+    with ThreadPoolExecutor(3) as pool:
+        outcomes = list(pool.map(lambda _: kept.apply(), range(3)))
+    assert sorted(step for outcome in outcomes for step in outcome.deleted) == [10, 20, 30]
+    assert all(outcome.errors == [] for outcome in outcomes)
 
 
 def test_killed_anywhere_nothing_verified_is_lost(run: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.safe_load import (
+    ALLOWED,
     METADATA,
     SafePlanner,
     SafeReader,
@@ -217,7 +218,33 @@ def test_an_allowed_class_is_not_changed(checkpoint: Path) -> None:
     assert not hasattr(Metadata, "planted")
 
 
+def test_nothing_that_is_allowed_reaches_outside() -> None:
+    """The list itself: torch's records, an enum, two constructors, dtypes, two lookups."""
+    places = ("torch", "torch.serialization", "pathlib", "pathlib._local", "builtins")
+    records = ("metadata", "filesystem")
+    records = tuple(f"torch.distributed.checkpoint.{name}" for name in records)
+    assert {module for module, _ in ALLOWED} == {*places, *records}
+    assert ALLOWED["builtins", "getattr"] is not getattr
+    for (module, name), value in ALLOWED.items():
+        assert isinstance(value, torch.dtype) or module != "torch" or name == "Size"
+
+
 # ---- what is damaged
+
+
+@pytest.mark.parametrize("place", [(-5, 100), (10**9, 100), (0, 10), (0, -3), None])
+def test_an_entry_at_a_wrong_place_is_damage(
+    checkpoint: Path, place: tuple[int, int] | None
+) -> None:
+    def move(metadata: Metadata) -> None:
+        info = metadata.storage_data.pop(index := MetadataIndex("train_state.step"))
+        if place:
+            info.offset, info.length = place
+            metadata.storage_data[index] = info
+
+    edit_metadata(checkpoint, move)
+    with pytest.raises(DamagedCheckpoint, match="step-3"):
+        check_safe(checkpoint)
 
 
 @pytest.mark.parametrize("place", ["/etc/passwd", "a/../../b"])

@@ -1,8 +1,10 @@
 """Small files are written whole beside planted links, and read in bounds whatever they hold."""
 
+import ctypes
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,6 +14,7 @@ from canon_pretrain.core.files import (
     read_json,
     read_lines,
     rename,
+    reserve,
     write_atomic,
 )
 
@@ -58,6 +61,18 @@ def test_a_rename_whose_reply_is_lost_is_done(
     (tmp_path / "folder").mkdir()
     rename(tmp_path / "folder", tmp_path / "moved")
     assert (tmp_path / "moved").is_dir()
+
+
+def test_reserving_writes_little_where_the_file_system_can_not_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 16."""
+    no_fallocate = SimpleNamespace(fallocate=lambda *arguments: -1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: no_fallocate)
+    monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EOPNOTSUPP)
+    reserve(tmp_path / "c", 1 << 34)
+    assert (tmp_path / "c").stat().st_size == 1 << 34
+    assert (tmp_path / "c").stat().st_blocks * 512 <= 2 << 20
 
 
 def test_a_rename_that_fails_is_an_error_though_the_target_is_there(

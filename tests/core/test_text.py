@@ -18,6 +18,7 @@ from canon_pretrain.core.text import duration, size
         (100, "2 min"),
         (6000, "1.7 h"),
         (259_200, "3.0 d"),
+        (1e9, "11,574.1 d"),
     ],
 )
 def test_durations_and_sizes(seconds: float, text: str) -> None:

@@ -167,6 +167,24 @@ def test_permute_serves_each_window_once_an_epoch_at_every_world_size(folder: Pa
         np.testing.assert_array_equal(batches, expected)
 
 
+def test_permute_resumes_at_another_world_size_and_not_as_random(folder: Path) -> None:
+    whole = loaders(folder, 1, 12, order="permute")
+    expected = [step(whole) for _ in range(6)]
+    first, second = loaders(folder, 4, order="permute"), loaders(folder, 2, 3, order="permute")
+    for k in range(3):
+        np.testing.assert_array_equal(step(first), expected[k])
+    state = first[0].state_dict()
+    for loader in second:
+        loader.load_state_dict(state)
+    for k in range(3, 6):
+        np.testing.assert_array_equal(step(second), expected[k])
+    (other,) = loaders(folder, 1, 12)
+    with pytest.raises(UserError, match="mode is 'permute' in the checkpoint, 'random' now"):
+        other.load_state_dict(state)
+    other.load_state_dict(state, allow={"mode"})
+    assert other.next_sample == 3 * GLOBAL_BATCH
+
+
 # -- mixtures ----------------------------------------------------------------------------------
 
 
@@ -228,6 +246,11 @@ def test_a_mixture_resumes_with_its_counts(folders: list[Path]) -> None:
         np.testing.assert_array_equal(step(second), expected[k])
     assert all(loader.state_dict() == whole[0].state_dict() for loader in second)
     assert sum(states[0]["source_tokens"]) == 3 * GLOBAL_BATCH * SEQ_LEN
+
+
+def test_permute_of_a_mixture_is_refused(folders: list[Path]) -> None:
+    with pytest.raises(UserError, match="not a weighted mixture"):
+        loaders(lambda: Mixture.open(folders, WEIGHTS), 1, 12, order="permute")
 
 
 @pytest.mark.parametrize("change", ["weights", "order of folders", "folders"])

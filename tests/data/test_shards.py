@@ -285,3 +285,8 @@ def test_opening_a_damaged_split_is_refused(split: Path, name: str) -> None:
     with pytest.raises(ShardError, match=message) as caught:
         TokenShards.open(split)
     assert str(split) in str(caught.value)
+
+
+def test_a_finished_split_is_not_written_over(split: Path) -> None:
+    with pytest.raises(ShardError, match="holds a split"):
+        write_shards(split, [], vocab_size=VOCAB, eos_id=2)

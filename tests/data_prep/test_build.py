@@ -21,7 +21,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep import settle, sources
 from data_prep.__main__ import main
-from data_prep.build import build
+from data_prep.build import Shard, build
 from data_prep.plan import Limits, Options, is_held_out
 from data_prep.settle import train_tokenizer
 from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
@@ -190,12 +190,18 @@ def test_command_builds_says_so_and_is_quick_again(
     printed = capsys.readouterr()
     assert "requested: train:400 -> train:401" in printed.err and "Traceback" not in printed.err
     assert snapshot(out) == before
+    (out / "tokenizer.model").write_bytes(before["tokenizer.model"] + b"\x00")
+    with pytest.raises(SystemExit, match="2"):
+        main(command)
+    assert "tokenizer.model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"source": "pile"}, '"pile" is not known'),
+        ({"shard": "0/3"}, "expected i/n"),
+        ({"shard": "4/3"}, "expected i/n"),
         ({"tokenizer": "/no/tokenizer.model"}, "cannot be read: No such file"),
         ({"tokenizer": "train:many"}, "expected train:N"),
         ({"tokenizer": "train:10"}, "too small"),
@@ -205,6 +211,8 @@ def test_command_builds_says_so_and_is_quick_again(
 def test_bad_arguments(tmp_path: Path, changed: dict, message: str) -> None:
     arguments = {"source": "stdlib", "tokenizer": TOKENIZER, "workers": 1, **changed}
     with pytest.raises(UserError, match=message):
+        if shard := arguments.get("shard"):
+            arguments["shard"] = Shard.parse(shard)
         build(tmp_path / "data", options=OPTIONS, **arguments)
     assert set(snapshot(tmp_path)) <= {"data/build.lock"}
     build(tmp_path / "data", "stdlib", TOKENIZER, OPTIONS, workers=1)
@@ -335,6 +343,13 @@ def test_settings_and_determinism(capfd: pytest.CaptureFixture[str]) -> None:
     assert processor.encode("2024", out_type=str) == ["▁", "2", "0", "2", "4"]
     pieces = {processor.id_to_piece(i) for i in range(330)}
     assert "▁▁" in pieces and "▁the" in pieces
+
+
+def test_a_line_that_sentencepiece_would_skip_for_its_length_is_learnt_from() -> None:
+    line = "".join(f"wordy {number} " for number in range(10_000))
+    assert len(line) > settle.MAX_LINE_BYTES
+    processor = sentencepiece.SentencePieceProcessor(model_proto=train_tokenizer([line], 290))
+    assert processor.encode("wordy", out_type=str) == ["▁wordy"]
 
 
 @pytest.mark.parametrize(

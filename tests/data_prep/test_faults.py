@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +20,10 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
+from data_prep import build as build_module
 from data_prep.__main__ import main
 from data_prep.plan import Options, load_plan
+from data_prep.units import UnitJob, build_unit
 from tests.checkpoint_folders import fill, small_disk
 from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
 from tests.support import ROOT
@@ -91,6 +95,45 @@ def test_a_killed_worker_ends_the_build_with_a_message(base: Path, tmp_path: Pat
     assert not (out / "train/manifest.json").exists()
     build_corpus(out, base / "corpus")
     assert snapshot(out) == snapshot(base / "data")
+
+
+# argv: base, folder, kills, seed
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+from tests.corpora import build_corpus
+
+base, folder, kills = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+delays, out = random.Random(int(sys.argv[4])), folder / "0"
+while True:
+    if not (pid := os.fork()):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        build_corpus(out, base / "corpus")
+        os._exit(0)
+    if kills:
+        time.sleep(0.5 * delays.random())
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status):
+        kills -= 1
+        print(len(list(out.glob("*/*.json"))))
+    elif status or not kills:
+        sys.exit(status)
+    else:  # it was done before
+        out = folder / str(int(out.name) + 1)
+"""
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_anywhere_gives_the_same_bytes(base: Path, tmp_path: Path) -> None:
+    seed = str(random.randrange(10**6))
+    command = [sys.executable, "-c", KILLED, str(base), str(tmp_path), "20", seed]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, (seed, done.stderr)
+    counts = [int(count) for count in done.stdout.split()]
+    assert len(counts) == 20 and len(set(counts)) > 2, "not at several places of the work"
+    for folder in tmp_path.iterdir():
+        assert snapshot(folder) == snapshot(base / "data"), (folder, seed)
 
 
 # ---- two at once
@@ -209,6 +252,37 @@ def test_an_input_changed_between_runs(
         path.rename(tmp_path / "moved" / path.name)
     build_corpus(out, tmp_path / "moved")
     assert snapshot(out) == {**snapshot(base / "data"), "plan.json": before["plan.json"]}
+
+
+def test_an_input_that_changes_while_it_is_built(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the hashing of the small inputs and the reading: its unit is not committed."""
+    corpus, out = corpus_copy(base, tmp_path / "corpus"), tmp_path / "data"
+    changed = corpus / "part7.jsonl"
+    run_jobs = build_module.run_jobs
+
+    def change_first(*arguments: Any) -> Any:
+        changed.write_bytes(changed.read_bytes().replace(b"the", b"thx", 1))
+        return run_jobs(*arguments)
+
+    monkeypatch.setattr(build_module, "run_jobs", change_first)
+    with pytest.raises(UserError, match=r"part7\.jsonl"):
+        build_corpus(out, corpus)
+    assert not list(out.glob("*/part-00003-*")) and committed(out)
+
+
+def test_a_unit_whose_inputs_are_gone_keeps_its_parts(base: Path, tmp_path: Path) -> None:
+    """One part is damaged, and what it was made from is not there: the others stay."""
+    corpus, out = corpus_copy(base, tmp_path / "corpus"), tmp_path / "data"
+    build_corpus(out, corpus)
+    (out / "train/part-00000-0.bin").write_bytes(b"x")
+    before = snapshot(out)
+    for path in corpus.iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match="is missing; every input is needed"):
+        build_unit(UnitJob.of(out, corpus, load_plan(out), 0))
+    assert snapshot(out).items() >= before.items()
 
 
 def test_large_inputs_are_hashed_while_they_are_read(

@@ -1,6 +1,7 @@
 """Limits and manifests: the stream ends at the very document, whatever was built before."""
 
 import json
+import shutil
 from itertools import accumulate
 from pathlib import Path
 
@@ -204,6 +205,19 @@ def test_finish_names_what_is_missing(
     # a limit within the first unit needs no other
     finish(out, Limits(max_documents=5))
     check_limited(base, out, Limits(max_documents=5))
+
+
+def test_a_cut_is_made_from_whole_files_only(base: Path, tmp_path: Path) -> None:
+    """A changed mark is not taken for the truth: its unit counts as not built."""
+    out = Path(shutil.copytree(base / "data", tmp_path / "data"))
+    docs = out / "train/part-00000-0.docs"
+    docs.write_bytes(bytes([1]) + docs.read_bytes()[1:])
+    with pytest.raises(UserError, match=r"part-00000-0\.docs: damaged"):
+        finish(out, Limits(max_documents=2))
+    mark = out / "train/part-00002-0.json"
+    mark.write_text(mark.read_text().replace('"text_bytes": ', '"text_bytes": 1'))
+    with pytest.raises(UserError, match=r"unit 2 is not built \(1 of 5"):
+        finish(out, Limits(max_tokens=10**9))
 
 
 def test_a_limited_shard_builds_what_may_be_needed(base: Path, tmp_path: Path) -> None:

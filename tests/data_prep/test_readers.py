@@ -4,6 +4,7 @@ The known size is that of the broken file and its hash unknown, unless a test is
 is the format's own reader that has to see the damage.
 """
 
+import functools
 import gzip
 import hashlib
 import itertools
@@ -13,6 +14,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -20,6 +22,7 @@ import pytest
 import zstandard
 
 from canon_pretrain.core.errors import UserError
+from data_prep import readers
 from data_prep.plan import Input
 from data_prep.readers import InputReader
 from data_prep.rows import Document, Skipped
@@ -107,7 +110,48 @@ def test_another_file_than_the_known_one(suffix: str, tmp_path: Path) -> None:
         list(one.rows())
 
 
+def test_a_file_that_grows_or_shrinks_under_the_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "READ_BYTES", 512)
+    for size in (len(jsonl()) + 100, len(jsonl()) // 2):
+        iterator = reader(write(tmp_path / "x.jsonl", jsonl())).rows()
+        next(iterator)
+        os.truncate(tmp_path / "x.jsonl", size)
+        with pytest.raises(UserError, match=r"x\.jsonl"):
+            list(iterator)
+
+
 # The schemas of both datasets
+
+
+def test_both_schemas_are_read_as_datasets_reads_them(tmp_path: Path) -> None:
+    import datasets
+
+    def compare(kind: str, path: Path, group: str, fields: set[str]) -> None:
+        found = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        theirs = list(found)
+        assert set(theirs[0]) == fields and [row["text"] for row in theirs] == TEXTS
+        groups = [functools.reduce(dict.__getitem__, group.split("."), row) for row in theirs]
+        texts = [row["text"] for row in theirs]
+        assert rows(path, group_field=group) == [
+            Document(text, text.encode(), name) for text, name in zip(texts, groups, strict=True)
+        ]
+        assert len(set(groups)) > 1
+
+    strings = ("id", "url", "file_path", "language")
+    columns: dict[str, Any] = {name: [f"{name} of it"] * len(TEXTS) for name in strings}
+    columns |= {"text": TEXTS, "dump": [f"CC-MAIN-2013-{20 + i % 2}" for i in range(len(TEXTS))]}
+    columns |= {name: [0.97] * len(TEXTS) for name in ("language_score", "score")}
+    columns |= {name: [3] * len(TEXTS) for name in ("token_count", "int_score")}
+    path = tmp_path / "000_00000.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=16)
+    compare("parquet", path, "dump", set(columns))
+
+    sets = [{"redpajama_set_name": f"RedPajama{i % 3}"} for i in range(len(TEXTS))]
+    lines = b"".join(jsonl([text], meta=one) for text, one in zip(TEXTS, sets, strict=True))
+    path = write(tmp_path / "example_train_0.jsonl.zst", zst(lines))
+    compare("json", path, "meta.redpajama_set_name", {"text", "meta"})
 
 
 # Damage
@@ -175,6 +219,18 @@ def test_a_gz_or_parquet_that_is_cut_anywhere(suffix: str, tmp_path: Path) -> No
         write(path, content[:length])
         with pytest.raises(UserError, match=rf"y\{suffix}, row [0-9]+: damaged"):
             rows(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.zst", ".jsonl.gz"])
+def test_garbage_after_the_end_is_damage_and_an_empty_frame_is_none(
+    suffix: str, tmp_path: Path
+) -> None:
+    content = any_file(tmp_path, suffix).read_bytes()
+    with pytest.raises(UserError, match="row 41: damaged"):
+        rows(write(tmp_path / f"x{suffix}", content + b"garbage"))
+    if suffix == ".jsonl.zst":
+        skippable = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"index"
+        assert rows(write(tmp_path / "y.jsonl.zst", skippable + content + skippable)) == DOCUMENTS
 
 
 def test_empty_files(tmp_path: Path) -> None:

@@ -101,6 +101,14 @@ def test_a_mirror_is_the_same_wherever_it_is_named(
     assert paths(select("fineweb-edu", [elsewhere])) == ["000_00000.parquet", "000_00001.parquet"]
 
 
+def test_slimpajama_is_its_train_chunks_in_natural_order(tmp_path: Path) -> None:
+    names = [SLIMPAJAMA.format(c, i) for c in (10, 2, 1) for i in (10, 9, 0)]
+    make(tmp_path, *names, "validation/chunk1/example_holdout_0.jsonl.zst")
+    selection = select("slimpajama", [tmp_path])
+    assert paths(selection) == [SLIMPAJAMA.format(c, i) for c in (1, 2, 10) for i in (0, 9, 10)]
+    assert (selection.unit_files, selection.group_field) == (24, "meta.redpajama_set_name")
+
+
 COMMIT, OTHER = "1" * 40, "2" * 40
 
 

@@ -135,6 +135,27 @@ def test_a_part_that_was_written_wrong_is_found(
     assert "blocks by their CRC32: [0]" in said
 
 
+def test_level_size_reads_no_content(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for suffix in ("bin", "docs"):
+        flip(data / f"train/part-00001-0.{suffix}")
+    verify(data, "size")
+    (data / "train/part-00001-0.crc").write_bytes(b"")
+    assert "part-00001-0.crc: 0 bytes, expected" in refused(capsys, data, "size")
+
+
+def test_an_eos_inside_a_document_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = shard_writer.UnitWriter.add
+
+    def with_eos(self, ids, **known):  # type: ignore[no-untyped-def]
+        real(self, np.concatenate([ids[:4], [2], ids[4:]]), **known)
+
+    monkeypatch.setattr(shard_writer.UnitWriter, "add", with_eos)
+    plant_data(tmp_path / "data", [[sentence(1, 40), sentence(2, 40)]])
+    assert "EOS ids inside documents: 2, expected 0" in refused(capsys, tmp_path / "data", "full")
+
+
 def test_a_manifest_that_fits_itself_and_not_the_plan(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

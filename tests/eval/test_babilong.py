@@ -1,10 +1,13 @@
 """Babilong: what is asked, what counts as right, and who can answer it."""
 
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
@@ -50,6 +53,44 @@ NAMES = [f"babilong_qa{qa}_{length}" for qa in range(1, 6) for length in ("0k", 
 )
 def test_what_is_right(task: str, question: str, answer: str, right: bool) -> None:
     assert is_right(task, question, "kitchen", answer) is right
+
+
+def judged_again(labels: list[str], question: str, target: str, answer: str) -> bool:
+    """The rule once more, from spec/eval.md section 3, letter by letter."""
+    kept = ""
+    for letter in answer.lower():
+        kept += letter
+        if end := next((e for e in (".", "<context>", "<example>") if kept.endswith(e)), ""):
+            kept = kept.removesuffix(end)
+            break
+    remaining = []
+    for label in labels:
+        found = any(kept[at:].startswith(label.lower()) for at in range(len(kept)))
+        if found and re.search(re.escape(label), question, re.IGNORECASE) is None:
+            remaining.append(label)
+    return remaining == [target]
+
+
+def texts(labels: list[str]) -> st.SearchStrategy[str]:
+    """Answers and questions: labels in any case, pieces of them, marks, and what is between."""
+    words = [*labels, *(label[:3] for label in labels), "room", "billion", "went to the"]
+    marks = [".", "<context>", "<Context>", "<EXAMPLE>", "<conte", " ", "\n", "?", "É"]
+    cases = st.sampled_from([str, str.upper, str.title])
+    piece = st.builds(lambda text, case: case(text), st.sampled_from([*words, *marks]), cases)
+    return st.lists(piece, max_size=9).map(" ".join)
+
+
+@settings(derandomize=True, deadline=None, max_examples=600)
+@given(st.data())
+def test_the_score_equals_an_independent_one(data: st.DataObject) -> None:
+    task = data.draw(st.sampled_from(BABILONG_TASKS))
+    labels = GIVING if task == "qa5" else PLACES
+    target = data.draw(st.sampled_from(labels))
+    question, answer = data.draw(texts(labels)), data.draw(texts(labels))
+    # so that right answers are not rare
+    answer = data.draw(st.sampled_from([answer, target, f"{target} {answer}", f"{answer}{target}"]))
+    found = is_right(task, question, target, answer)
+    assert found == judged_again(labels, question, target, answer)
 
 
 # ---- the prompts

@@ -200,6 +200,19 @@ def test_unknown_options_and_missing_fields(tmp_path: Path, trained: str) -> Non
         load(dataset="jrt_nq", staged=str(tmp_path))
 
 
+def test_another_field_to_cut_leaves_the_prompts_context_whole(
+    tmp_path: Path, trained: str
+) -> None:
+    # what the public launch scripts do: they cut `text`, the prompts are made of `context`
+    long = "lamp " * 3000
+    staged(tmp_path, "jrt_nq", [ASKED | {"context": long, "text": "Lamps"}])
+    options = {"dataset": "jrt_nq", "staged": str(tmp_path), "tokenizer": trained}
+    (item,) = load(**options, jrt_nq_context="text")["validation"]
+    assert item["prompt"] == f"{long.strip()}. Who shone?"
+    (item,) = load(**options)["validation"]
+    assert 470 < len(tokenizer().encode(item["prompt"])) < 490  # no hit: the last 475
+
+
 def test_rows_of_one_document_share_a_source(tmp_path: Path, trained: str) -> None:
     groups = {
         "jrt_swde": [("a", "T", 0), ("a", "U", 0), ("b", "T", 1)],

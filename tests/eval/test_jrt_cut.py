@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eval.tasks.jrt.documents import Cut, cut, window
+from eval.tasks.jrt.documents import Cut, contains, cut, window
 
 
 class Letters:
@@ -147,6 +147,15 @@ def test_the_cut_is_the_rule_s(
         if "\ufffd" not in bare:
             assert found.text == expected.strip()
         assert found.text in bare
+
+
+@given(st.text(TEXT, max_size=12), st.lists(st.text(TEXT.replace("\n", ""), max_size=3)))
+@example("a.b", ["a+b", "a.*"])  # a label is no pattern
+@settings(max_examples=400, deadline=None)
+def test_contains(prediction: str, labels: list[str]) -> None:
+    line = prediction.split("\n")[0]
+    expected = any(label and occurrence(line, label) >= 0 for label in labels)
+    assert contains(prediction, labels) == expected
 
 
 def test_the_numbers_of_the_spec() -> None:

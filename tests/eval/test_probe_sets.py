@@ -9,7 +9,7 @@ import pytest
 
 from canon_pretrain.core.errors import UserError
 from eval.staging.staged import write_staged
-from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, make_probe
+from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, make_probe, split_sentences
 from eval.tasks.birth_year.task import Corpus, FrozenSets, find_corpus, load, open_probes
 from tests import data_folders
 from tests.probe_folders import CORPUS, JUNK, NAMES, SENTENCES, Words, few, freeze_all, load_tasks
@@ -100,6 +100,41 @@ def test_frozen_sets_are_read_without_their_text_and_without_writing(tmp_path: P
     found, left_out = few(tmp_path / "none", corpus="no text").sets(300, made.append)
     assert [s.name for s in found] == made == NAMES[:3]
     assert left_out[0] == "1-hop-256, 1-hop-random-256, 2-hop-256 (no text)"
+
+
+def test_the_text_is_wikipedias_prose(tmp_path: Path) -> None:
+    """Issue 17, item 2: the staged WikiText, without headings and as it is written."""
+    assert "stage --suite discriminative --only wikitext" in str(find_corpus(None, tmp_path))
+    pages = [
+        " = Lamps = \n \n A well @-@ known lamp , of 1 @,@ 000 m . \n = = Use = = \n It shone . \n",
+        " = Mirrors = \n \n The end\nof it ! \n",
+    ]
+    write_staged(tmp_path, "wikitext", [{"page": page} for page in pages], revision="f" * 40)
+    found = find_corpus(None, tmp_path)
+    assert isinstance(found, Corpus) and found.origin.startswith("wikitext ")
+    sentences = ["A well-known lamp, of 1,000 m.", "The end of it!"]
+    assert split_sentences(found.text) == sentences  # of three words at least
+    (tmp_path / "wikitext" / "test.parquet").write_bytes(b"x")
+    with pytest.raises(UserError, match="was changed after it was staged"):
+        find_corpus(None, tmp_path)
+
+
+def test_what_was_interrupted_or_is_of_a_file_is_frozen_alike(
+    tmp_path: Path, probes: dict[str, str]
+) -> None:
+    (first, *_), _ = few(tmp_path).sets(200, lambda name: None)
+    content, made = first.path.read_bytes(), list[str]()
+    manifest = json.loads((tmp_path / "sets.json").read_text())
+    del manifest["sets"][first.path.stem]  # as the set's file was written and the process ended
+    (tmp_path / "sets.json").write_text(json.dumps(manifest))
+    first.path.write_bytes(content[:99])
+    (again, *_), _ = few(tmp_path).sets(200, made.append)
+    assert made == [first.name] and again == first and first.path.read_bytes() == content
+    # a task of plain lm_eval freezes with the text of metadata
+    (tmp_path / "junk.txt").write_text(CORPUS.text)
+    new = probes | {"probes": str(tmp_path / "new"), "junk": str(tmp_path / "junk.txt")}
+    items = [load(probe_set="1-hop-256", **given)["test"].to_list() for given in (new, new, probes)]
+    assert items[0] == items[1] == items[2]
 
 
 def test_a_task_names_the_way_out(

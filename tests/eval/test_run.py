@@ -165,6 +165,19 @@ def test_without_wikitext_the_sets_without_text_are_asked(
     assert "eval stage" in ask("1-hop-256", *SHORT, of=copy, code=2)
 
 
+def test_a_junk_file_is_another_question(copy: Path, ask: Ask, tmp_path: Path) -> None:
+    """Issue 17, item 2: with its own sets and results, whatever was asked before."""
+    words, junk = (*SHORT, "--limit", 1), tmp_path / "junk.txt"
+    junk.write_text(" ".join(f"Here is a marked line of {word}." for word in WORDS * 5))
+    for more in ((), ("--junk", junk)):
+        assert "written to" in ask("birth-year", *words, *more, of=copy)
+        assert "as found in" in ask("birth-year", *words, *more, of=copy)
+    frozen = [path.read_text() for path in (copy / "evals/probes").glob("1-hop-256-*.jsonl")]
+    assert sorted("Here is a marked line" in text for text in frozen) == [False, True]
+    assert len([*(copy / "evals/step-3/birth-year").glob("*/results.json")]) == 2
+    assert "1-hop-256" in ask("1-hop-256", *words, "--junk", junk, of=copy)
+
+
 def test_the_zen_of_python_is_rolling_perplexity(run: Path, ask: Ask) -> None:
     printed = ask("zen_of_python")
     assert "byte_perplexity" in printed
@@ -355,6 +368,12 @@ def test_a_config_that_does_not_fit(
     config[section][name] = value
     (copy / "config.json").write_text(json.dumps(config))
     assert re.search(message, ask("validation", of=copy, code=2))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04garbage"])
+def test_a_damaged_checkpoint_is_one_message(copy: Path, ask: Ask, content: bytes) -> None:
+    (copy / "checkpoint" / "step-3" / ".metadata").write_bytes(content)
+    assert "step-3 is damaged: .metadata has" in ask("validation", of=copy, code=2)
 
 
 def test_text_needs_the_tokenizer_of_the_data(copy: Path, ask: Ask) -> None:

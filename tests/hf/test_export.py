@@ -222,6 +222,11 @@ def test_weights_alone_and_archives_will_do(checkpoint: Path, run: Path, tmp_pat
     assert branch is not None
     export(branch / "checkpoint" / f"step-{STEP}", tmp_path / "branch", with_tokenizer=False)
     check_equal(exported(tmp_path / "branch"), expected)
+    shutil.move(branch / "checkpoint" / f"step-{STEP}", folder.step_path(STEP))
+    whole = folder.archive_all(copy, "a test")  # takes config.json along
+    assert whole is not None and not (copy / "config.json").exists()
+    export(whole / "checkpoint" / f"step-{STEP}", tmp_path / "whole", with_tokenizer=False)
+    check_equal(exported(tmp_path / "whole"), expected)
 
 
 def test_a_damaged_checkpoint_is_refused(checkpoint: Path, run: Path, tmp_path: Path) -> None:

@@ -130,6 +130,12 @@ def test_chunked_prefill_and_sampling() -> None:
     options["attention_mask"] = torch.ones_like(ids)  # the pad token is in the prompt
     found = model.generate(ids, prefill_chunk_size=3, **options)
     assert found[0].tolist() == greedy(ours, PROMPTS[1], 4)
+    # on from an answer, by the cache that was handed back
+    first = model.generate(ids, return_dict_in_generate=True, **options)
+    more = torch.cat((first.sequences, torch.tensor([[7, 8, 9]])), dim=1)
+    given = options | {"attention_mask": torch.ones_like(more)}
+    found = model.generate(more, past_key_values=first.past_key_values, **given)
+    assert found[0].tolist() == greedy(ours, more[0].tolist(), 4)
     torch.manual_seed(0)
     options |= {"do_sample": True, "num_return_sequences": 4, "output_logits": True}
     sampled = model.generate(ids, return_dict_in_generate=True, **options)
@@ -310,6 +316,7 @@ def test_a_new_model_has_first_values_of_the_right_size(init: str) -> None:
     ("arguments", "message"),
     [
         ({"input_ids": None}, "reads input_ids"),
+        ({"inputs_embeds": torch.zeros(1, 2, 32)}, "reads input_ids"),
         ({"output_attentions": True}, "does not give its attention weights"),
         ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache"),
         ({"input_ids": torch.zeros(1, 161, dtype=torch.long)}, "max_position_embeddings = 160"),

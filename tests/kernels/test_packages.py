@@ -275,6 +275,24 @@ def test_what_the_kernels_do_not_take_goes_to_compiled(backend, changes, segment
     assert not calls
 
 
+# dynamo on itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@with_stand_ins
+@each_package
+def test_it_is_in_one_graph_with_the_same_numbers(backend):
+    segments = _segments(11, 3) if backend == "causal_conv1d" else None
+
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        return F.silu(canon_by_package(backend, x * 2, weight, **PLAIN, segments_BN=segments))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    eager, found = (_with_gradients(each, *_given()) for each in (block, compiled))
+    torch.testing.assert_close(found, eager, rtol=1e-6, atol=1e-6)
+    assert calls == ["forward", "backward"] * 2
+
+
 @pytest.mark.parametrize("flag", [(False, False), (True, True)])
 def test_torchs_flag_is_as_it_was(stand_ins, flag):
     torch.use_deterministic_algorithms(flag[0], warn_only=flag[1])

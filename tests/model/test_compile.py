@@ -139,6 +139,11 @@ def test_with_flex_attention_all_blocks_are_one_graph_too(name):
         _assert_one_graph(variant(name), "flex")
 
 
+@pytest.mark.parametrize("name", ["rope ABCD k2 standard gqa", "h_alibi BD documents"])
+def test_with_the_reference_all_blocks_are_one_graph_too(name):
+    _assert_one_graph(variant(name), "auto", "reference")
+
+
 @pytest.mark.parametrize("name", ["alibi documents", "h_alibi"])
 def test_block_masks_of_one_shape_are_compiled_once(monkeypatch, name):
     counter, cpu = CompileCounter(), torch.device("cpu")

@@ -21,6 +21,7 @@ from canon_pretrain.report.verdicts import Options
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Score
 from tests import simulate_statistics as simulate
+from tests.report_pages import Page, report
 from tests.report_runs import (
     ACC,
     evaluated,
@@ -244,6 +245,9 @@ def test_verdicts_are_of_the_chosen_rate_and_the_papers_table_of_the_best(tmp_pa
     assert best["Canon-ABCD"]["bias"] == 0
     assert chosen["Canon-A"]["value"] == pytest.approx(0.52)
     assert [x["chosen"] for x in found["architectures"][1]["recipes"]] == [True, False]
+    assert any("tried at 2 learning rates" in note for note in found["notes"])
+    equal = content(tmp_path / "base", tmp_path / "good")["notes"]
+    assert not any("learning rates" in note for note in equal)
 
 
 # -- verdicts --------------------------------------------------------------------------------------
@@ -607,6 +611,11 @@ def test_one_lagging_run_does_not_pull_the_tables_to_its_step(tmp_path: Path) ->
         for label, row in rows.items():
             assert shown[label]["step"] == row["step"] and row["suite_step"] == 40
             assert shown[label]["value"] == pytest.approx(row["value"])
+    page = Page(report(paths, tmp_path / "out"))
+    marked = [row for row in page.rows if any("step 20" in cell for cell in row)]
+    tables = [row for row in marked if row[0].startswith("boolq acc")]
+    assert len(tables) == 4, "the difference, the chosen rate, the best, the suite"
+    assert not any("step 40" in cell for row in tables for cell in row)
 
 
 def test_the_error_of_a_chosen_score_is_of_items_and_seeds(tmp_path: Path) -> None:
@@ -631,6 +640,14 @@ def test_other_items_are_refused_with_counts(tmp_path: Path) -> None:
     first = records({"acc": [1.0, 0.0, 1.0]}, names=["a", "b", "c"])
     second = records({"acc": [1.0, 0.0]}, names=["b", "d"])
     assert "other items: 2 and 3, of them 1 in common" in refusal(tmp_path, first, second)
+
+
+def test_items_are_joined_by_document_and_prompt_in_any_order(tmp_path: Path) -> None:
+    """One that the data hold twice is one draw."""
+    items = records({"acc": [1.0, 0.0, 1.0, 1.0]}, names=["a", "b", "a", "c"])
+    (row,) = content(*planted_pair(tmp_path, items, [items[3], *items[:3]]))["pairs"]
+    assert row["difference"] == 0 and (row["num_items"], row["num_clusters"]) == (4, 3)
+    assert (row["mcnemar"]["only_a"], row["mcnemar"]["only_b"]) == (0, 0)
 
 
 def test_what_was_asked_otherwise_is_told_and_refused_where_it_matters(tmp_path: Path) -> None:

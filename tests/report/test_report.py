@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.errors import UserError
@@ -33,9 +34,10 @@ from canon_pretrain.report.sections import (
     tallies,
 )
 from canon_pretrain.run.folder import RunFolder, unique_labels
-from canon_pretrain.run.results import Results, Score
+from canon_pretrain.run.results import Results, Score, read_results
 from canon_pretrain.run.status import StatusWriter
 from eval.__main__ import main
+from eval.run import print_results
 from tests.checkpoint_folders import make_step
 from tests.report_pages import Page, content, markdown, report
 from tests.report_runs import (
@@ -501,6 +503,27 @@ def test_the_baseline_and_the_seed_noise_are_the_users(
     with pytest.raises(SystemExit) as exit_code:
         main([*arguments, "--baseline", "alibi"])
     assert exit_code.value.code == 2 and "'alibi'" in capsys.readouterr().err
+
+
+def test_names_are_whole_in_a_terminal_of_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 3: `eval report`, `eval compare` and `eval run` break no name."""
+    monkeypatch.setenv("COLUMNS", "80")
+    runs, tasks = [], ["babilong_qa1_4k", "arc_challenge"]
+    for k in range(6):
+        run = plant_run(tmp_path / f"nope_canon_abcd_1b3_seed_{k}", EVENTS, model__dim=128 + 64 * k)
+        items = {task: records({"acc_norm": [1.0, 0.0] * 20}) for task in tasks}
+        results = plant_answers(run, 30, "discriminative", items, described={})
+        runs.append(run.path)
+    report(runs, tmp_path / "out")
+    table = capsys.readouterr().out.partition("report: ")[0]
+    assert all(len(line) <= 80 for line in table.splitlines() if "│" in line)
+    assert all(path.name in table for path in runs)
+    print_results(Console(), "checkpoint", read_results(results))
+    main(["compare", *map(str, runs[:2])])
+    printed = capsys.readouterr().out
+    assert all(len(re.findall(rf"{task} .*acc_norm .*0\.5000", printed)) == 2 for task in tasks)
 
 
 def test_one_run_and_one_architecture_have_no_verdicts(six: list[Path], tmp_path: Path) -> None:

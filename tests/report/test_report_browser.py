@@ -90,7 +90,10 @@ def test_plots_draw_hover_and_hide(browser: Browser, page: Path) -> None:
     browser.requests()
     browser.open(page, *DESKTOP)
     assert browser.run("return document.querySelectorAll('.plot .main-svg').length") == 0
+    folded = "return document.querySelectorAll('details:not([open]) .plot').length"
+    assert browser.run(folded) > 0  # small plots, which printing opens
     draw_all(browser)
+    assert browser.run(folded) == 0
     plots = browser.run("return [...document.querySelectorAll('.plot')].map((p) => p.ariaLabel)")
     found = [f"[data-figure='{k}']" for k in range(len(plots))]
     length, piqa = (found[plots.index(name)] for name in ("1-hop exact", "piqa acc"))

@@ -388,6 +388,21 @@ def test_the_mean_of_tasks_is_the_jackknife_that_leaves_out_a_source_of_all(
     assert found.noise.item_variance == pytest.approx(sum(alone) / 9, rel=0.05)
 
 
+def test_a_source_with_most_items_stays_a_noise_with_more_seeds(
+    rng: np.random.Generator,
+) -> None:
+    """What runs answer on their own is not taken off a variance that one source makes."""
+    clusters = np.array([0] * 700 + list(range(1, 301)))
+    known = SeedNoise(1e-6, math.inf, "given", "")
+    for _ in range(20):
+        a, b = ((rng.random((3, 1000)) < 0.5).astype(float) for _ in range(2))
+        found = compared(a, b, np.ones(1000), clusters, known)
+        alone = Clusters.of(a.mean(axis=0) - b.mean(axis=0), np.ones(1000), clusters)
+        expected = noise.difference_variance(alone, bounded=True)
+        assert found.noise.item_variance == pytest.approx(expected) and expected > 0
+        assert found.noise.item_df < 2
+
+
 def test_seeds_are_not_counted_twice() -> None:
     """Over items and seeds drawn anew, the estimated variance is that of the difference."""
     generator = np.random.default_rng(5)

@@ -239,6 +239,33 @@ def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(
     assert "the last 1 line(s) could not be written" in caplog.text
 
 
+def test_a_log_that_is_removed_or_replaced_while_it_is_written_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue 17, item 21: `rm log.jsonl` or `sed -i` beside the trainer. What another launch
+    archived together with its run.json, as a fresh start does, is not written again."""
+    log, run_file = RunLog(tmp_path / "log.jsonl"), tmp_path / "run.json"
+
+    def write(step: int) -> None:
+        log.write("step", step=step)
+        assert log.flush()
+
+    write(1)
+    log.path.unlink()
+    write(2)
+    write(3)
+    assert steps(log.path) == [1, 2, 3] and caplog.text.count("was removed") == 1
+    log.path.rename(tmp_path / "old")
+    log.path.write_text('{"event": "step", "step": 7}\n{"torn')
+    write(8)
+    assert steps(log.path) == [7, 8] and caplog.text.count("was replaced") == 1
+    run_file.write_text('{"run_id": "another", "created": "t", "launches": 1}')
+    log.path.rename(tmp_path / "archived")
+    write(9)
+    log.close()
+    assert not log.path.exists() and steps(tmp_path / "archived") == [7, 8, 9]
+
+
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
 def test_a_log_that_is_no_regular_file_is_an_error_at_once(tmp_path: Path, kind: str) -> None:
     """Issue 17, item 23: a FIFO waited for ever."""

@@ -115,6 +115,18 @@ def test_damage_is_refused_with_the_way_out(
         check_snapshot(snapshot)
 
 
+def test_the_way_out_of_damage_is_a_new_snapshot_and_another_users_is_none(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(take_snapshot(run))
+    assert take_snapshot(run) == run.code / "002"
+    check_snapshot(run.code / "002")
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(UserError, match="no folder of yours"):
+        check_snapshot(run.code / "002")
+
+
 def words(run: RunFolder, *more: str) -> list[str]:
     return ["--config", str(CONFIG), "--job.dump-folder", str(run.path), *more]
 
@@ -238,6 +250,22 @@ def test_a_dirty_tree_can_be_put_together_again(repository: Path, tmp_path: Path
     for name in ("code.py", "staged.py", "__init__.py"):
         ours, theirs = (root / "package" / name for root in (clone, repository))
         assert ours.read_bytes() == theirs.read_bytes(), name
+
+
+def test_trees_without_a_branch_a_commit_or_a_repository(repository: Path, tmp_path: Path) -> None:
+    git(repository, "checkout", "-q", "--detach")
+    assert look_at_source(repository / "package" / "__init__.py").branch is None
+    for folder in (repository / "data" / "site-packages", tmp_path / "plain", tmp_path / "empty"):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("x = 1\n")
+        found = look_at_source(folder / "__init__.py")  # in an ignored folder, and in none
+        assert (found.folder, found.commit, found.dirty, found.patch) == (None, None, None, b"")
+        assert "no git repository tracks it" in str(found.problem)
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    found = look_at_source(folder / "__init__.py")
+    assert (found.commit, found.dirty, found.problem) == (None, True, None)
+    assert b"+x = 1" in found.patch
 
 
 def broken_git(script: str) -> Callable[[Path], None]:

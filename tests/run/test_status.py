@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -46,6 +47,25 @@ def test_what_is_written_is_read(path: Path) -> None:
     writer.write()
     assert writer.status.heartbeat == status.heartbeat and writer.status.written > status.written
     assert writer_of(path.parent / "gone" / "status.json").write() is False, "it ends nothing"
+
+
+def test_no_reader_ever_sees_half_of_it(path: Path) -> None:
+    """Two threads write beside the one that trains; step and reason always fit together."""
+    writer, seen = writer_of(path), set[int]()
+    writer.write()
+
+    def train(step: int) -> None:
+        writer.set(step=step, reason=f"{step}" * (step % 50))
+        assert writer.write()
+
+    with ThreadPoolExecutor(3) as pool:
+        trained = [pool.submit(train, step) for step in range(1, 500)]
+        while not trained[-1].done():
+            status = read_status(path)
+            assert status is not None and status.reason == f"{status.step}" * (status.step % 50)
+            seen.add(status.step)
+    assert [each.result() for each in trained] == [None] * 499 and len(seen) > 10
+    assert [each.name for each in path.parent.iterdir()] == ["status.json"]
 
 
 def test_launches_are_counted_and_all_else_begins_anew(path: Path) -> None:

@@ -203,6 +203,19 @@ def test_what_waits_is_bounded_and_a_gap_is_counted_where_it_is(
     assert caplog.text.count("lines are lost") == 1
 
 
+def test_a_log_that_cannot_be_finished_is_left_in_time(
+    disk: threading.Event, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    disk.clear()
+    for step in (1, 2):
+        log.write("step", step=step)
+    began = time.monotonic()
+    log.close(timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - began < 5
+    assert "the last 2 line(s) could not be written" in caplog.text
+
+
 def test_a_log_keeps_its_lines_until_it_may_write(tmp_path: Path) -> None:
     """A lock that can't be seen just now is no lost lock: what happened meanwhile is logged."""
     may_write = [False]

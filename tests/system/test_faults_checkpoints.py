@@ -85,7 +85,8 @@ def test_broken_newer_ones_cost_no_good_one(base: Path, trial: Trial) -> None:
     run = copy(base, trial.run)
     for step in (10, 12):
         flip(checkpoint(run, step) / "__1_0.distcp")
-    trial.launch(
+    backup = Path(shutil.copytree(checkpoint(base, 8), run / "checkpoint" / "step-100.backup"))
+    ended = trial.launch(
         *(*EVERY_2, "--checkpoint.keep_latest_k", 2),
         *("--run.stop_at", 9),  # the one save of this launch
         before=break_later,
@@ -98,6 +99,8 @@ def test_broken_newer_ones_cost_no_good_one(base: Path, trial: Trial) -> None:
         verify(checkpoint(run, step))
     assert events(run, "quarantine")[-1]["checkpoint"] == "step-8"
     assert events(run, "retention")[-1]["deleted"] == [2, 4]
+    assert contents(backup) == contents(checkpoint(base, 8))
+    assert ended.output.count(backup.name) == 1
 
 
 # ---- asked for by number
@@ -136,6 +139,18 @@ def test_rolling_back_leaves_a_branch_that_nothing_comes_back_to(base: Path, tri
     assert losses[:5] == old[:5] and losses[5:] != old[5:]
     assert steps(run) == list(range(2, STEPS + 1, 2))
     assert len(list((run / "archive").iterdir())) == 1
+
+
+def test_a_requeued_roll_back_goes_on_though_its_step_was_deleted_since(
+    base: Path, trial: Trial
+) -> None:
+    run = copy(base, trial.run, last=4)
+    back = (*EVERY_2, "--checkpoint.keep_latest_k", 2, "--checkpoint.load_step", 2)
+    for restarts, stop_at in (("0", 6), ("1", 7)):
+        job = {"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": restarts}
+        trial.launch(*back, "--run.stop_at", stop_at, ranks=1, environment=job)
+        assert 2 not in steps(run)
+    assert resumed_from(run) == [2, 6]
 
 
 def test_a_requeued_fresh_start_goes_on(base: Path, trial: Trial) -> None:
@@ -280,3 +295,20 @@ def test_a_resume_with_other_code_names_the_files(base: Path, trial: Trial) -> N
 
 
 # ---- another number of ranks
+
+
+@pytest.mark.slow
+def test_4_ranks_then_2_then_1_see_the_data_of_the_straight_run(base: Path, trial: Trial) -> None:
+    """With a line at some of the steps only: their digests still cover every step."""
+    for ranks, stop_at in ((4, 4), (2, 8), (1, STEPS)):
+        trial.launch("--metrics.log_freq", 5, "--run.stop_at", stop_at, ranks=ranks)
+    assert resumed_from(trial.run) == [4, 8] and status(trial.run).world_size == 1
+    straight, digests = {e["step"]: e for e in events(base, "step")}, list[str]()
+    for line in events(trial.run, "step"):
+        digests += line["data_digests"]
+        assert len(digests) == line["step"]
+        other = straight[line["step"]]
+        assert (line["tokens"], line["lr"]) == (other["tokens"], other["lr"])
+        for name in ("loss", "grad_norm"):
+            assert line[name] == pytest.approx(other[name], rel=1e-5), (name, line["step"])
+    assert digests == [straight[step]["data_digests"][0] for step in range(1, STEPS + 1)]

@@ -138,6 +138,27 @@ def test_damage_of_a_file_is_found_named_and_gone_around(
             assert steps(run) == [10]
 
 
+def test_damage_of_the_folder_is_found(
+    base: Path, council: Council, model: Transformer, tmp_path: Path
+) -> None:
+    def another(newest: Path, source: str) -> None:
+        shutil.rmtree(newest)
+        shutil.copytree(newest.with_name(source), newest)
+
+    faults: list[tuple[str, Callable[[Path], object]]] = [
+        ("__2_0.distcp is not in the manifest", lambda p: (p / "__2_0.distcp").write_bytes(b"x")),
+        ("has no manifest.json: it was never finished", lambda p: another(p, "empty")),
+        ("its manifest is that of step 10", lambda p: another(p, "step-10")),
+    ]
+    for number, (reason, fault) in enumerate(faults):
+        run = two_steps(base, tmp_path / str(number))
+        (run / "checkpoint" / "empty").mkdir()
+        fault(checkpoint(run, NEWEST))
+        step, said = take_up(run, council, model)
+        assert step == 10 and reason in said[0]["reason"] and reason in quarantine(run)["step-12.1"]
+        assert_holds(model, base, 10)
+
+
 def test_damage_in_a_folder_elsewhere(
     base: Path, council: Council, model: Transformer, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, hold
@@ -20,6 +21,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.titan import trainer as trainer_module
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager, Staging
+from canon_pretrain.titan.resume import IO_TIMEOUT
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.checkpoint_folders import small_disk
 from tests.fault_runs import (
@@ -251,9 +253,19 @@ def test_each_rank_tries_a_file_of_the_size_that_it_will_write(trial: Trial) -> 
 # ---- slow
 
 
-def slow_write(rank: int, step: int, until: int) -> None:
-    """The background write of `step` takes until the trainer has come to step `until`."""
+def slow_write(rank: int, step: int, until: int, made: Path) -> None:
+    """The background write of `step` takes until the trainer has come to step `until`; a line in
+    `made` for each process group that waits for disks."""
     reached = [0]
+    original = dist.new_group
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        if options.get("timeout") == IO_TIMEOUT:
+            with open(made, "a") as file:
+                file.write(f"{rank} {options['backend']}\n")
+        return original(*args, **options)
+
+    dist.new_group = new_group
 
     def slowly(manager: CanonCheckpointManager, staged: Any, writer: Any, copied: Any) -> None:
         deadline = time.monotonic() + 60
@@ -271,8 +283,11 @@ def slow_write(rank: int, step: int, until: int) -> None:
 def test_a_disk_slower_than_the_interval_does_not_hold_up_training(
     base: Path, trial: Trial
 ) -> None:
-    run = trial.run
-    ended = trial.launch("--checkpoint.interval", 2, before=slow_write, before_args=(2, 7))
+    """One gloo group is enough for it: each takes a socket per other rank, and by two of them 1,024
+    open files were passed near 440 ranks."""
+    run, made = trial.run, trial.folder / "made"
+    ended = trial.launch("--checkpoint.interval", 2, before=slow_write, before_args=(2, 7, made))
+    assert sorted(made.read_text().splitlines()) == ["0 gloo", "1 gloo"]
     slow = events(run, "checkpoint_slow")
     assert [(e["step"], e["saving"]) for e in slow[:2]] == [(4, 2), (6, 2)]
     assert "step 4 is not saved: the checkpoint of step 2 is still being written" in ended.output
@@ -310,6 +325,3 @@ def test_a_held_step_keeps_its_weights_alone(held: Path, base: Path) -> None:
     assert weights and not any(name.startswith("optimizer.") for name in weights)
     assert differences(weights, {name: whole[name] for name in weights}) == []
     assert events(held, "retention")[-1]["weights_only"] == status(held).weights_only == [2]
-
-
-# ---- groups

@@ -4,9 +4,12 @@ Each is done to real ranks. The proof is what the run folder says, and that the 
 from there as if nothing had been.
 """
 
+import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -15,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
@@ -28,6 +32,7 @@ from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.fault_runs import EVERY_2, Trial, steps, wrap
 from tests.ranks import Launch, assert_failed, assert_same_run, events, logged_step, status
+from tests.support import ROOT
 
 LONG = ("--training.steps", 400, "--checkpoint.interval", 1000, "--run.heartbeat_s", 0.2)
 """More steps than any launch here takes; the only checkpoint is the one left at the end."""
@@ -164,6 +169,46 @@ def test_sigterm_ends_a_rank_that_waits_for_the_others_at_once(trial: Trial) -> 
     started.wait_for(lambda: marker.with_suffix(".1").exists())
     started.send(signal.SIGTERM, [1])
     assert started.wait().codes[1] == -signal.SIGTERM
+
+
+def test_a_signal_before_the_first_step_stops_soon_after_it(trial: Trial) -> None:
+    marker = trial.folder / "starting"
+    started = trial.start(*LONG, before=slow_start, before_args=(marker,))
+    for number, rank in ((signal.SIGUSR1, 1), (signal.SIGUSR2, 0)):
+        started.wait_for(marker.with_suffix(f".{rank}").exists)
+        started.send(number, [rank])
+    ended = started.wait()
+    assert ended.codes == [0, 0], ended.output
+    assert check_stopped(trial.run, "SIGUSR1, SIGUSR2", []) <= 4
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(trial: Trial) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words += ["-m", "canon_pretrain.train", *map(str, trial.command(*LONG))]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    with open(trial.folder / "output.txt", "w") as output:
+        agent = subprocess.Popen(words, env=os.environ | own, stdout=output, stderr=output)
+    workers: list[int] = []
+    try:
+        deadline = time.monotonic() + 90
+        while logged_step(trial.run) < 2 and time.monotonic() < deadline and agent.poll() is None:
+            time.sleep(0.05)
+        assert logged_step(trial.run) >= 2, (trial.folder / "output.txt").read_text()
+        workers = children_of(agent.pid)
+        (other,) = {*workers} - {status(trial.run).pid}
+        os.kill(other, signal.SIGTERM)
+        assert agent.wait(60) == 0, (trial.folder / "output.txt").read_text()
+    finally:
+        for pid in [*workers, agent.pid] if agent.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+        agent.wait()
+    check_stopped(trial.run, "SIGTERM", [])
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
 # -- two launches on one folder ---------------------------------------------------------------
@@ -383,3 +428,27 @@ def test_a_hang_while_a_checkpoint_is_written_ends_as_well(trial: Trial) -> None
     took, _ = hang(started, run, saving.is_dir)
     assert took < TIMEOUT_S + CLOSE_TIMEOUT_S + 10
     assert status(run).state == "failed"
+
+
+def test_two_launches_each_have_a_file_for_their_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that lost the folder ends while the one that took it watches for hangs."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    comm = SimpleNamespace(save_traces_folder="comm_traces", train_timeout_seconds=100)
+    job, folder = SimpleNamespace(comm=comm), SimpleNamespace(path=tmp_path)
+    trainer: Any = SimpleNamespace(job_config=job, folder=folder)
+    watch = functools.partial(CanonTrainer._hang_watch, trainer)
+    path = tmp_path / "comm_traces" / "rank_0.stacks.txt"
+    old, new = watch(), watch()
+    old.__enter__()
+    new.__enter__()
+    taken = path.stat().st_ino
+    old.__exit__(None, None, None)
+    assert path.stat().st_ino == taken, "the launch that ends takes away the other's file"
+    new.__exit__(None, None, None)
+    assert not path.exists()
+    path.parent.rmdir()
+    path.parent.write_text("no folder can be made here")
+    with watch() as arm:
+        arm()  # nothing to write to: the run goes on all the same

@@ -408,6 +408,3 @@ def test_a_kill_before_the_first_checkpoint_does_not_lock_a_changed_run_out(
     again = launch(*argv, *allowed, "--run.stop_at", 9, output=half.parent, ranks=1, check=False)
     assert again.codes == [0], again.output
     assert logged_step(half) == 9
-
-
-# -- the proof --------------------------------------------------------------------------------

@@ -143,6 +143,27 @@ def test_a_source_too_short_or_of_another_vocabulary_is_named(
         open_shards(parse_job([*words, "--model.vocab_size", "512"]))
 
 
+@pytest.mark.slow
+def test_a_mixture_trains_and_goes_on_at_another_world_size(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    """Each line has the tokens of each source so far, by the specification's own random numbers."""
+    argv = experiment(tmp_path, paths=[str(folder) for folder in folders], weights=WEIGHTS)
+    for ranks, stop_at in ((2, 2), (1, 4)):
+        launch(*argv, "--run.stop_at", stop_at, ranks=ranks, output=tmp_path / "out")
+    lines = events(tmp_path / "run", "step")
+    assert [event["step"] for event in lines] == [1, 2, 3, 4]
+    blocks = [np.random.Philox(key=0, counter=(i - 1) % 2**256) for i in range(4 * BATCH)]
+    is_books = [int(block.random_raw(2)[1]) >= 3 * 2**62 for block in blocks]
+    for event in lines:
+        seen, books = event["step"] * BATCH, sum(is_books[: event["step"] * BATCH])
+        assert event["source_tokens"] == {"web": (seen - books) * SEQ_LEN, "books": books * SEQ_LEN}
+        assert sum(event["source_tokens"].values()) == event["tokens"]
+    other = experiment(tmp_path, paths=[str(folder) for folder in folders], weights=[0.5, 0.5])
+    refused = launch(*other, ranks=1, output=tmp_path / "out", check=False)
+    assert refused.codes == [2] and "data_fingerprint: " in refused.output
+
+
 # -- read ahead ----------------------------------------------------------------------------------
 
 

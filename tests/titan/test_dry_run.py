@@ -20,15 +20,18 @@ from canon_pretrain.titan.dry_run import (
     check_memory,
     count_memory,
     count_saved,
+    first_notes,
     make_plan,
     make_plans,
     reference,
     saved_bytes,
+    this_machine,
     world_sizes,
 )
-from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.train import main
+from tests.kernels.test_linear_cross_entropy import Peak
 from tests.support import ROOT, debug_run, train
 
 CONFIGS = ROOT / "train_configs"
@@ -101,6 +104,55 @@ def test_memory_equals_what_a_real_tiny_model_holds(words: str) -> None:
     assert planned["optimizer (two moments)"] == sum(t.nbytes for t in moments)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("chunk_tokens", [0, 4096, 128])
+@pytest.mark.parametrize("z_loss", [0, 0.1])
+def test_the_peak_of_the_loss_is_the_real_one(dtype: str, chunk_tokens: int, z_loss: float) -> None:
+    words = f"--model.vocab_size 32000 --training.mixed_precision_param {dtype} --loss.chunk_tokens"
+    job = job_of("debug", *f"{words} {chunk_tokens} --loss.z_loss {z_loss}".split())
+    with torch.device("meta"):
+        model = Transformer(job.model_args)
+    expected = count_memory(job, model, 1)["logits and loss"]
+    num_tokens, dim = micro_batch_size(job, 1) * job.training.seq_len, job.model_args.dim
+    of_dtype = {"dtype": getattr(torch, dtype), "requires_grad": True}
+    weight = torch.randn(32_000, dim, **of_dtype)
+    h = torch.randn(num_tokens, dim, **of_dtype)
+    with Peak() as memory:
+        _, objective = head_loss(job.loss)(h, weight, torch.zeros(num_tokens, dtype=torch.int64))
+        objective.backward()
+    # the weight's own gradient is not the loss's: it is counted with the gradients
+    if chunk_tokens and dtype != "float32":  # a copy, without a GPU's products of halves
+        expected += 4 * weight.numel()
+    # where there is one chunk, its logits are gone before there is a gradient of the weight
+    most = 1.2 if chunk_tokens else 1.1
+    assert memory.most / 1.1 < expected < most * memory.most
+
+
+def test_parts_of_the_plan_by_hand() -> None:
+    """Full checkpointing keeps the blocks' inputs and one block; cst-Canon has weights alone; FSDP2
+    gathers two blocks, both ends, and reduces one block's gradient."""
+    words = ("--activation_checkpoint.mode", "full"), ("--model.canon_trainable", "False")
+    plain, full, fixed = (plan_of(job_of("nope_canon", *w), "h100", 1, 0.4) for w in ((), *words))
+    inputs = 24 * plain.micro_batch * 4096 * 2048 * 2
+    activations = inputs + plain.memory["activations"] // 24
+    assert full.memory == plain.memory | {"activations": activations}
+    canon = 2_039_808
+    assert plain.trained == plain.parameters == fixed.parameters == fixed.trained + canon
+    for name, num_bytes in {"weights": 0, "gradients": 4, "optimizer (two moments)": 8}.items():
+        assert plain.memory[name] - fixed.memory[name] == num_bytes * canon
+    assert plain.checkpoint_bytes - fixed.checkpoint_bytes == 8 * canon
+    job = job_of("debug", "--training.mixed_precision_param", "bfloat16")
+    sizes = {name: p.numel() for name, p in Transformer(job.model_args).named_parameters()}
+    block = sum(n for name, n in sizes.items() if name.startswith("layers.1."))
+    ends = sizes["tok_embeddings.weight"] + sizes["norm.weight"] + sizes["output.weight"]
+    plan = plan_of(job, "h100", 4, 0.4)
+    assert plan.memory["gathered by FSDP2"] == 2 * (2 * block + ends) + 4 * block
+    assert plan.checkpoints_kept == 2, "every 6 of 12 steps; up to 10 would be kept"
+    job.parallelism.fsdp_reshard_after_forward = "never"
+    kept = plan_of(job, "h100", 4, 0.4).memory["gathered by FSDP2"]
+    assert kept == 2 * sum(sizes.values()) + 4 * block
+
+
 def test_the_data_that_is_there_is_measured_or_refused_as_by_the_run(data_folder: Path) -> None:
     plan = plan_of(job_of("debug", "--data.path", str(data_folder)), "h200", 2, 0.4)
     with TokenShards.open(data_folder / "train") as shards:
@@ -140,6 +192,15 @@ def test_this_machine_is_planned_beside_the_reference(monkeypatch: pytest.Monkey
     assert (asked["reference"].device.name, asked["reference"].world_size) == ("H200", 16)
     with_gpus(monkeypatch, "NVIDIA L4", 1, 22.0)
     assert "an A100" in make_plans(big, None, None, None, ranks=1)["this machine"].device.assumed
+
+
+def test_a_long_run_and_idle_gpus_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with_gpus(monkeypatch, "NVIDIA H100 80GB HBM3", 8, 79.6)
+    idle, long = first_notes(job_of("nope_canon"), this_machine(1), 1)
+    assert "1 of the 8 GPUs" in idle and "about 30 days" in long
+    monkeypatch.setattr(dry_run, "device_count", lambda: 1)
+    assert [*first_notes(job_of("debug"), this_machine(1), 1)] == []
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,20 @@ def test_the_state_from_before_the_streak_is_exactly_that(
     assert torch.equal(guards.norms, norms)
 
 
+def test_the_state_comes_back_and_does_not_depend_on_the_window() -> None:
+    """A run may change it (`--run.allow_changes guards.outlier_window`)."""
+    first, same, other = (
+        StepGuards(Guards(outlier_sigma=1.0, outlier_window=n), CPU) for n in (2, 2, 6)
+    )
+    for norm in (50.0, 50.0, 50.0, 50.0, NAN, 1.0, 1.0):
+        judge(first, 1.0, norm)
+    for each in (same, other):
+        each.load_state_dict({name: value.clone() for name, value in first.state_dict().items()})
+    assert judge(other, 1.0, 55.0) == 0, "four of six were 50"
+    assert judge(first, 1.0, 55.0) == judge(same, 1.0, 55.0) == 1, "the last two were 1"
+    assert torch.equal(first.counters, same.counters) and torch.equal(first.norms, same.norms)
+
+
 def test_the_readback_gives_each_step_two_pushes_later_in_order() -> None:
     readback = Readback(CPU)
     values = torch.zeros(3, dtype=torch.float64)

@@ -5,13 +5,15 @@ import dataclasses
 import re
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import FLAVORS, ModelArgs
-from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.command_line import check_names, parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, Model, micro_batch_size, shard_degree
 from tests.support import ROOT
 
@@ -137,6 +139,21 @@ def test_a_value_outside_its_range_is_named(words: str) -> None:
     name, _, value = words.partition(" ")
     with pytest.raises(UserError, match=re.escape(f"{name} = ")):
         parse_job(["--config", DEBUG, f"--{name}={value}"])
+
+
+def test_no_right_key_is_taken_for_a_typo() -> None:
+    """Issue 17, item 11: the names that are read from the sources are those of the classes."""
+
+    def names(cls: type, prefix: str = "") -> Iterator[str]:
+        for name, hint in typing.get_type_hints(cls).items():
+            if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+                yield from names(hint, f"{prefix}{name}.")
+            else:
+                yield f"--{prefix}{name}"
+
+    known = {*names(CanonJobConfig)} - {"--job.config_file"}
+    assert len(known) > 150
+    check_names(["--config", DEBUG, *known, "--model.canon-set=A", "--checkpoint.no_enable"])
 
 
 def test_no_file_gives_the_usage() -> None:

@@ -93,6 +93,7 @@ CHANGES = [
     ("training.steps", 12, 50),
     ("guards.outlier_sigma", None, 6.0),
     ("guards.outlier_window", 128, 16),
+    ("loss.z_loss", 0.0, 1e-4),
 ]
 
 
@@ -122,10 +123,12 @@ def test_a_name_that_no_run_has_is_refused_even_in_a_new_folder(tmp_path: Path) 
 
 def test_all_else_is_only_noted(tmp_path: Path) -> None:
     run = recorded(tmp_path, "--run.stop_at", 5)
-    now = job("--metrics.log_freq", 3, "--checkpoint.interval", 2, "--checkpoint.fresh")
+    words = ("--metrics.log_freq", 3, "--checkpoint.interval", 2, "--loss.chunk_tokens", 0)
+    now = job(*words, "--checkpoint.fresh")
     assert check_identity(run, run_identity(now, "shards"), []) == {}
     assert config_changes(run, now.to_dict()) == {
         "checkpoint.interval": [6, 2],
+        "loss.chunk_tokens": [4096, 0],
         "metrics.log_freq": [1, 3],
     }
 
@@ -134,6 +137,7 @@ def test_a_key_that_an_earlier_version_did_not_have_was_at_its_default(tmp_path:
     run = recorded(tmp_path)
     stored = run.read_config()
     del stored["identity"]["model.ffn"], stored["config"]["validation"]["windows"]
+    del stored["identity"]["loss.z_loss"]
     run.write_config(stored["config"], stored["identity"])
     same, other = job(), job("--model.ffn", "standard", "--validation.windows", 8)
     assert check_identity(run, run_identity(same, "shards"), []) == {}
@@ -141,3 +145,11 @@ def test_a_key_that_an_earlier_version_did_not_have_was_at_its_default(tmp_path:
     with pytest.raises(UserError, match="model.ffn: 'gated' -> 'standard'"):
         check_identity(run, run_identity(other, "shards"), [])
     assert config_changes(run, other.to_dict())["validation.windows"] == [None, 8]
+    # what has no default changed, as far as anybody can know
+    del stored["identity"]["optimizer.eps"]
+    run.write_config(stored["config"], stored["identity"])
+    with pytest.raises(UserError, match="optimizer.eps: None -> 1e-06"):
+        check_identity(run, run_identity(same, "shards"), [])
+    run.config_file.write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is damaged"):
+        check_identity(run, run_identity(same, "shards"), [])

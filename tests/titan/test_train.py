@@ -149,6 +149,21 @@ def test_compiled_blocks_train_as_eager_ones(runs: Runs, data_folder: Path, tmp_
     )
 
 
+@pytest.mark.slow
+def test_bfloat16_trains_alike_on_one_rank_and_two(data_folder: Path, tmp_path: Path) -> None:
+    """The default precision: FSDP2 casts at every world size, autocast at none."""
+    words = ("--model.position", "partial_rope_a", "--model.qk_norm", "full")
+    words += ("--training.mixed_precision_param", "bfloat16", "--run.stop_at", 6)
+    curves = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        launch(*debug_run(data_folder, folder), *words, ranks=ranks, output=tmp_path / "out")
+        curves.append([event["loss"] for event in step_events(folder)])
+    assert curves[1] == pytest.approx(curves[0], rel=2e-3)  # bf16 rounds at 4e-3
+    assert curves[1][0] == pytest.approx(curves[0][0], rel=1e-5)  # before any rounding differs
+    assert curves[1][-1] < curves[1][0] - 0.05
+
+
 def exits_with_2(argv: list[object], capsys: pytest.CaptureFixture[str]) -> str:
     """Run the trainer in this process; it must leave with code 2 and one line, which is given."""
     with pytest.raises(SystemExit) as left:

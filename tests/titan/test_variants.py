@@ -1,6 +1,7 @@
 """Every variant trains: sharded over two ranks, it takes the steps that the whole model takes."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Data, Loss
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.data import open_shards
-from tests.ranks import assert_same_run, launch
+from canon_pretrain.titan.data import build_dataloader, open_shards
+from tests.ranks import assert_same_run, events, launch, whole_state
 from tests.sharded import Steps, assert_equal_steps, on_ranks, sharded_steps, whole_steps
 from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, token_documents
 from tests.variants import VARIANTS
@@ -94,3 +95,51 @@ def test_many_of_them_together_resume_bitwise(data_folder: Path, tmp_path: Path)
         words = (*debug_run(data_folder, run), *TOGETHER, "--run.stop_at", stop_at)
         launch(*words, output=tmp_path / "out")
     assert_same_run(resumed, straight, step=4)
+
+    # the first step is that of the whole model on the whole batch, as the log names it
+    job = parse_job([*map(str, (*debug_run(data_folder, straight), *TOGETHER))])
+    model = Transformer(job.model_args)
+    model.init_weights()
+    job.training.local_batch_size = job.training.global_batch_size
+    inputs, labels = next(iter(build_dataloader(1, 0, None, job, data=open_shards(job))))
+    logits = model(inputs["input"]).double()
+    z = logits.exp().sum(dim=-1).log()
+    each = z - logits.gather(2, labels[..., None])[..., 0]
+    objective = (each + 0.01 * z**2).mean()
+    objective.backward()
+    norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+    first = events(straight, "step")[0]
+    assert first["loss"] == pytest.approx(each.mean().item(), rel=1e-6)
+    assert first["objective"] == pytest.approx(objective.item(), rel=1e-6)
+    assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    # cst-Canon is in the checkpoint as it was, and has no moments
+    state = whole_state(straight / "checkpoint" / "step-4")
+    assert not [name for name in state if name.startswith("optimizer.") and "canon_" in name]
+    for name, value in model.named_parameters():
+        assert torch.equal(state[name], value) == ("canon_" in name), name
+
+
+@pytest.mark.slow
+def test_a_stable_rate_can_be_held_longer_or_decayed_from(
+    data_folder: Path, tmp_path: Path
+) -> None:
+    """WSD: the README's two commands, from a checkpoint before the decay."""
+    run, branch, long = (tmp_path / name for name in ("run", "branch", "long"))
+
+    def train(folder: Path, steps: int, *words: object) -> list[dict[str, Any]]:
+        schedule = ("--lr_scheduler.warmup_steps", 1, "--lr_scheduler.decay_ratio", 0.5)
+        argv = (*debug_run(data_folder, folder), "--training.steps", steps, *schedule)
+        launch(*argv, "--checkpoint.interval", 2, *words, output=tmp_path / "out")
+        return events(folder, "step")
+
+    train(run, 6)  # the decay is its last 3 steps
+    origin = ("--checkpoint.initial_load_path", run / "checkpoint" / "step-2")
+    found = train(branch, 4, *origin, "--checkpoint.no_initial_load_model_only")
+    assert [event["step"] for event in found] == [3, 4]
+    assert [event["lr"] for event in found] == pytest.approx([3e-3, 3e-3 * 0.55])
+    allowed = ("--run.allow_changes", "training.steps", "--run.stop_at", 4)
+    assert train(run, 10, "--checkpoint.load_step", 2, *allowed)[3]["lr"] == 3e-3
+    train(long, 10, "--run.stop_at", 4)
+    assert_same_run(run, long, step=4)
+    for name in ("loss", "grad_norm", "data_digests"):
+        assert found[0][name] == events(long, "step")[2][name]
