@@ -1,9 +1,13 @@
 """A report's page as its rows, tags and text, and the JSON and Markdown beside it, for tests."""
 
+import argparse
 import json
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+
+from canon_pretrain.report.eval_report import add_arguments, execute
 
 
 class Page(HTMLParser):
@@ -35,6 +39,15 @@ class Page(HTMLParser):
             self.text += " " + data
         if "td" in self._inside or "th" in self._inside:
             self.rows[-1][-1] = " ".join(f"{self.rows[-1][-1]} {data}".split())
+
+
+def report(runs: Sequence[Path], out: Path | None, *words: str) -> Path:
+    """Run the command; the page that it wrote."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = [*map(str, runs), *words, *([] if out is None else ["--out", str(out)])]
+    execute(parser.parse_args(given))
+    return (out or runs[0] / "report") / "index.html"
 
 
 def content(page: Path) -> dict[str, Any]:

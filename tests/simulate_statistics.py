@@ -204,13 +204,14 @@ def compare_all(scenario: Scenario, shift: float, generator: np.random.Generator
                     compared=[recipe in (0, k) for recipe in range(scenario.recipes)],
                 )
                 assert noise is not None
-                found = paired(
+                ours, theirs = (
                     [
-                        Answers(runs[n][k], runs[n][0], weights_N, sources_N + place * NUM_SOURCES)
+                        Answers(runs[n][recipe], weights_N, sources_N + place * NUM_SOURCES)
                         for place, n in enumerate(members)
-                    ],
-                    noise,
+                    ]
+                    for recipe in (k, 0)
                 )
+                found = paired(ours, theirs, noise)
                 is_mean = len(members) > 1
                 spread = math.nan if is_mean else SPREADS[tasks[members[0]]]
                 tests.append(Test(found, suite, spread, is_mean, len(tasks) if is_mean else 1.0))
@@ -218,19 +219,8 @@ def compare_all(scenario: Scenario, shift: float, generator: np.random.Generator
 
 
 def p_values(pairs: Sequence[Paired]) -> np.ndarray:
-    """The p of each; those of the same degrees of freedom at once."""
-    found = np.empty(len(pairs))
-    dfs = [(pair.noise.item_df, pair.noise.seed_df) for pair in pairs]
-    for df in dict.fromkeys(dfs):
-        here = [k for k, other in enumerate(dfs) if other == df]
-        found[here] = two_sided_p(
-            np.array([pairs[k].difference for k in here]),
-            np.array([pairs[k].noise.item_variance for k in here]),
-            df[0],
-            np.array([pairs[k].noise.seed_variance for k in here]),
-            df[1],
-        )
-    return found
+    """The p of each."""
+    return np.array([two_sided_p(pair.difference, *pair.noise) for pair in pairs])
 
 
 def simulate(
@@ -256,7 +246,7 @@ def simulate(
         found[shift] = float(right[:, ~is_mean].mean())
         found_means[shift] = float(right[:, is_mean].mean())
         p = _p(drawn)[:, ~is_mean]
-        before[shift] = float(((holm(p) <= ALPHA) & _better(drawn)[:, ~is_mean]).mean())
+        before[shift] = float(((_holm(p) <= ALPHA) & _better(drawn)[:, ~is_mean]).mean())
     typical = [test for one in null[:20] for test in one if test.spread == OTHER_GENERATIVE]
     mean = np.mean([test.pair.noise for test in typical], axis=0)
     level = ALPHA / sum(test.weight for test in tests if test.suite == typical[0].suite)
@@ -277,6 +267,12 @@ def simulate(
     )
 
 
+def _holm(p: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """Of each experiment."""
+    shares = np.ones(p.shape[1]) if weights is None else weights
+    return np.array([holm(row, shares) for row in p])
+
+
 def _p(experiments: Sequence[Sequence[Test]]) -> np.ndarray:
     found = p_values([test.pair for one in experiments for test in one])
     return found.reshape(len(experiments), -1)
@@ -292,7 +288,8 @@ def _rejected(experiments: Sequence[Sequence[Test]]) -> np.ndarray:
     found = np.empty(p.shape, dtype=bool)
     for suite in range(len(SUITES)):
         here = [k for k, test in enumerate(tests) if test.suite == suite]
-        found[:, here] = holm(p[:, here], np.array([tests[k].weight for k in here])) <= ALPHA
+        weights = np.array([tests[k].weight for k in here])
+        found[:, here] = _holm(p[:, here], weights) <= ALPHA
     return found
 
 
@@ -312,11 +309,11 @@ def _naive(experiments: Sequence[Sequence[Test]]) -> dict[str, float]:
     def anywhere(alarm: np.ndarray) -> float:
         return float(alarm.reshape(count, -1).any(axis=1).mean())
 
-    adjusted = holm(p_welch.reshape(count, -1))
+    adjusted = _holm(p_welch.reshape(count, -1))
     return {
         "beyond the spread of 8 seeds": anywhere(size > spreads),
         "95 % by items alone": anywhere(size > stats.norm.ppf(0.975) * over_items),
-        "Holm by items alone": anywhere(holm(p_items.reshape(count, -1)) <= ALPHA),
+        "Holm by items alone": anywhere(_holm(p_items.reshape(count, -1)) <= ALPHA),
         "Holm, Welch-Satterthwaite t": anywhere(adjusted <= ALPHA),
     }
 

@@ -6,9 +6,9 @@ An architecture is all that a run is but its learning rate and its seeds.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from canon_pretrain.core.text import printable
 from canon_pretrain.model.args import ModelArgs
@@ -20,8 +20,7 @@ TELLING = ("model.position", "model.canon_set", "model.num_layers", "model.dim",
 """The fields that name an architecture before any other."""
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """Runs that differ in the seed alone: one architecture at one learning rate.
 
     `repeats`: runs with the seeds of an earlier one, which are not a further draw; not in `runs`.
@@ -32,8 +31,7 @@ class Recipe:
     repeats: list[RunRecord]
 
 
-@dataclass(frozen=True)
-class Architecture:
+class Architecture(NamedTuple):
     """`settings`: the fields that tell it from the others; `recipes` in order of appearance."""
 
     label: str
@@ -46,14 +44,13 @@ class Architecture:
         return [run for recipe in self.recipes for run in recipe.runs]
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The recipe that counts, or None, and why; `losses` of all recipes at `step`."""
 
     recipe: Recipe | None
     words: str
     losses: list[float | None]
-    step: int | None = None
+    step: int | None
 
 
 @cache
@@ -66,28 +63,27 @@ def _setting(run: RunRecord, name: str) -> Any:
     return run.identity.get(name, _defaults().get(name))
 
 
+def _grouped(runs: Sequence[RunRecord], names: Sequence[str]) -> list[list[RunRecord]]:
+    """The runs with equal settings `names` together."""
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        key = json.dumps([_setting(run, name) for name in names], sort_keys=True)
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())
+
+
 def architectures(runs: Sequence[RunRecord]) -> list[Architecture]:
     """Group the runs by architecture, then by learning rate; labels are unique."""
     known = {name for run in runs for name in run.identity}
     names = sorted(known - {LEARNING_RATE, *SEEDS, HELD_OUT})
-    grouped: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        key = json.dumps([_setting(run, name) for name in names], sort_keys=True)
-        grouped.setdefault(key, []).append(run)
-    members = list(grouped.values())
-    differing = [
-        name
-        for name in names
-        if len({json.dumps(_setting(group[0], name), sort_keys=True) for group in members}) > 1
-    ]
-    labels = _labels([group[0] for group in members], differing)
+    groups = _grouped(runs, names)
+    firsts = [group[0] for group in groups]
+    differing = [name for name in names if len(_grouped(firsts, [name])) > 1]
     found = []
-    for label, group in zip(labels, members, strict=True):
-        rates: dict[Any, list[RunRecord]] = {}
-        for run in group:
-            rates.setdefault(run.identity.get(LEARNING_RATE), []).append(run)
+    for label, group in zip(_labels(firsts, differing), groups, strict=True):
         settings = {name: _setting(group[0], name) for name in differing}
-        found.append(Architecture(label, settings, [recipe_of(runs) for runs in rates.values()]))
+        recipes = [recipe_of(alike) for alike in _grouped(group, [LEARNING_RATE])]
+        found.append(Architecture(label, settings, recipes))
     return found
 
 
@@ -105,13 +101,10 @@ def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
 def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
     """The fewest telling words for each, by one run of each architecture."""
     if len(runs) == 1:
-        model = runs[0].config.get("model")
-        flavor = model.get("flavor") if isinstance(model, dict) else None
-        return [printable(str(flavor or runs[0].label))]
-    order = sorted(differing, key=lambda x: TELLING.index(x) if x in TELLING else len(TELLING))
+        return [printable(str(runs[0].config.get("model", {}).get("flavor") or runs[0].label))]
     chosen: list[str] = []
     labels = [""] * len(runs)
-    for name in order:
+    for name in sorted(differing, key=lambda x: (*TELLING, x).index(x)):
         names = [*chosen, name]
         words = [printable(", ".join(_word(x, _setting(run, x)) for x in names)) for run in runs]
         if len(set(words)) > len(set(labels)) or not chosen:
@@ -124,12 +117,11 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
 
 
 def _word(name: str, value: Any) -> str:
-    if name == "model.position":
-        return str(value)
-    if name == "model.canon_set":
-        return f"Canon-{value}" if value else "no Canon"
     text = str(value)
-    return f"{name.rpartition('.')[2]} {text if len(text) <= 16 else text[:12]}"
+    if name == "model.canon_set":
+        return f"Canon-{text}" if value else "no Canon"
+    short = text if len(text) <= 16 else text[:12]
+    return text if name == "model.position" else f"{name.rpartition('.')[2]} {short}"
 
 
 def choose(architecture: Architecture) -> Choice:
@@ -141,33 +133,26 @@ def choose(architecture: Architecture) -> Choice:
     """
     recipes = architecture.recipes
     own = [str(run.identity.get(HELD_OUT)) for run in architecture.runs]
-    found = []
-    for words, losses_of in (
-        ("the suite `validation`", suite_losses),
-        ("the training log", logged_losses),
-    ):
-        by_run = [[losses_of(run) for run in recipe.runs] for recipe in recipes]
-        scored = set.intersection(*(set(losses) for group in by_run for losses in group))
-        if scored:
-            at = max(scored, key=lambda each: (each[0], each[1] in own, each[1]))
-            found.append((at, words, by_run))
     losses: list[float | None] = [None] * len(recipes)
     step, source = None, ""
-    if found:
-        at, source, by_run = max(found, key=lambda each: each[0][0])  # the suite, of equal steps
-        means = [math.fsum(losses[at] for losses in group) / len(group) for group in by_run]
-        losses, step = [x if math.isfinite(x) else None for x in means], at[0]
+    sources = {"the suite `validation`": suite_losses, "the training log": logged_losses}
+    for words, losses_of in sources.items():
+        by_run = [[losses_of(run) for run in recipe.runs] for recipe in recipes]
+        scored = set.intersection(*(set(losses) for group in by_run for losses in group))
+        at = max(scored, key=lambda each: (each[0], each[1] in own, each[1]), default=None)
+        if at is not None and (step is None or at[0] > step):  # the suite, of equal steps
+            means = [math.fsum(losses[at] for losses in group) / len(group) for group in by_run]
+            losses = [x if math.isfinite(x) else None for x in means]
+            step, source = at[0], words
     if len(recipes) == 1:
         return Choice(recipes[0], "its only learning rate", losses, step)
     best = min((x for x in losses if x is not None), default=None)
     if best is not None:
         words = f"lowest loss at step {step} by {source}"
         return Choice(recipes[losses.index(best)], words, losses, step)
-    return Choice(
-        None,
+    words = (
         f"{len(recipes)} learning rates without a finite held-out loss at a step and of a text that"
         " they share: evaluate them on the suite `validation` (--held_out names a text), or name "
-        "the runs of one learning rate only",
-        losses,
-        step,
+        "the runs of one learning rate only"
     )
+    return Choice(None, words, losses, step)

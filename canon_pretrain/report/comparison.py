@@ -5,28 +5,21 @@ architectures.py groups the runs, verdicts.py judges the pairs. `eval report` sh
 """
 
 import argparse
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from canon_pretrain.core.errors import UserError, suggestion
-from canon_pretrain.report.architectures import Architecture, Choice, architectures, choose
+from canon_pretrain.report import evaluations
+from canon_pretrain.report.architectures import Architecture, Choice, Recipe, architectures, choose
 from canon_pretrain.report.decide import ALPHA, POWER
-from canon_pretrain.report.evaluations import (
-    Evaluation,
-    Question,
-    answers,
-    evaluations_of,
-    is_loss,
-    questions,
-    steps_shown,
-    suites_of,
-)
+from canon_pretrain.report.evaluations import Evaluation, Question, answers, evaluations_of
 from canon_pretrain.report.items import Scale
 from canon_pretrain.report.noise import SeedNoise, expected_maximum
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.report.verdicts import Measure, Options, Row, Side, held_out_words, verdicts
+from canon_pretrain.report.verdicts import Measure, Options, Row, held_out_words, verdicts
 from canon_pretrain.run.results import VALIDATION
 
 DEFAULT = Options()
@@ -61,7 +54,6 @@ def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed_sigma",
         action="append",
         default=[],
-        type=_sigma,
         metavar="TASK=SIGMA",
         help="the standard deviation of the score over seeds, taken as known; also "
         "TASK:METRIC=SIGMA, of the logarithm for a perplexity",
@@ -73,29 +65,28 @@ def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _sigma(given: str) -> tuple[str, float]:
-    name, _, value = given.rpartition("=")
-    try:
-        if name:
-            return name, float(value)
-    except ValueError:
-        pass
-    raise UserError(f"--seed_sigma {given}: expected TASK=SIGMA, such as boolq=0.011")
+def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **more: Any) -> Options:
+    """Return the options that add_noise_arguments adds, and `more`.
 
-
-def check_seed_sigma(runs: Sequence[RunRecord], options: Options) -> None:
-    """Raise UserError for a seed noise of what no run was asked, or that is not above 0."""
+    Raises UserError for a seed noise of what no run was asked, or that is not above 0.
+    """
     scores = [each.results.scores for run in runs for each in evaluations_of(run)]
     tasks = {name for found in scores for name in found}
     tasks |= {f"{task}:{m}" for found in scores for task, metrics in found.items() for m in metrics}
-    for name, sigma in options.seed_sigma.items():
+    sigmas = {}
+    for given in arguments.seed_sigma:
+        name, _, value = given.rpartition("=")
+        try:
+            sigmas[name] = float(value)
+        except ValueError:
+            sigmas[name] = math.nan
+        if not name or not (math.isfinite(sigmas[name]) and sigmas[name] > 0):
+            expected = "expected TASK=SIGMA, a number above 0, such as boolq=0.011"
+            raise UserError(f"--seed_sigma {given}: {expected}")
         if name not in tasks:
-            raise UserError(
-                f"--seed_sigma {name}={sigma:g}: no run has such a task or TASK:METRIC."
-                f"{suggestion(name, tasks)}"
-            )
-        if not (math.isfinite(sigma) and sigma > 0):
-            raise UserError(f"--seed_sigma {name}={sigma:g}: expected a number above 0")
+            near = suggestion(name, tasks)
+            raise UserError(f"--seed_sigma {given}: no run has such a task or TASK:METRIC.{near}")
+    return Options(sigmas, arguments.own_noise_only, **more)
 
 
 def comparison_content(
@@ -104,39 +95,42 @@ def comparison_content(
     """Return architectures, verdicts of each against the baseline, and scores; JSON values only.
 
     `baseline`: the label of an architecture or of one of its runs; default: the first run's. Raises
-    UserError for a baseline or a task of `seed_sigma` that is not there; what cannot be compared is
-    listed with its reason instead.
+    UserError for a baseline that is not there; what cannot be compared is listed with its reason
+    instead.
     """
-    check_seed_sigma(runs, options)
     found = architectures(runs)
     choices = {each.label: choose(each) for each in found}
     measure = Measure([recipe for each in found for recipe in each.recipes], options)
-    label = _baseline(found, baseline)
-    sides = {x: Side(x, choice.recipe.runs) for x, choice in choices.items() if choice.recipe}
-    pairs = [(side, sides[label]) for x, side in sides.items() if label in sides and x != label]
+    labels = {x: each.label for each in found for x in (*(r.label for r in each.runs), each.label)}
+    if (label := found[0].label if baseline is None else labels.get(baseline)) is None:
+        there = ", ".join(repr(each.label) for each in found)
+        raise UserError(
+            f"baseline {baseline!r} is no architecture and no run here; there are {there}"
+        )
+    sides = {x: choice.recipe.runs for x, choice in choices.items() if choice.recipe}
+    pairs = [((x, sides[x]), (label, sides[label])) for x in sides if label in sides and x != label]
     rows, refused, notes = verdicts(measure, pairs)
-    shown = {each.label: each.runs for each in found} | {x: side.runs for x, side in sides.items()}
+    shown = {each.label: each.runs for each in found} | sides
     steps = {
-        suite: steps_shown(shown, label, suite, options.step)
-        for suite in suites_of(runs, options.suites)
+        suite: evaluations.steps_shown(shown, label, suite, options.step)
+        for suite in evaluations.suites_of(runs, options.suites)
     }
     for row in rows:
         row["suite_step"] = suite_step(steps[row["suite"]])
-    return finite(
-        {
-            "alpha": ALPHA,
-            "power": POWER,
-            "baseline": label,
-            "architectures": [_architecture(each, choices[each.label]) for each in found],
-            "held_out": [*{held_out_words(rows, refused, pair): 0 for pair in pairs}],
-            "family": family(rows),
-            "pairs": rows,
-            "refused": refused,
-            "steps": steps,
-            "scores": _scores(found, choices, measure, steps),
-            "notes": [*_notes(runs, found, choices, label, steps), *notes],
-        }
-    )
+    content = {
+        "alpha": ALPHA,
+        "power": POWER,
+        "baseline": label,
+        "architectures": [_architecture(each, choices[each.label]) for each in found],
+        "held_out": [*dict.fromkeys(held_out_words(rows, refused, pair) for pair in pairs)],
+        "family": family(rows),
+        "pairs": rows,
+        "refused": refused,
+        "steps": steps,
+        "scores": _scores(found, choices, measure, steps),
+        "notes": [*_notes(found, choices, label, steps), *notes],
+    }
+    return finite(content)
 
 
 def family(rows: Sequence[Row]) -> dict[str, int]:
@@ -145,12 +139,8 @@ def family(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with None for floats that JSON does not have."""
-    if isinstance(value, dict):
-        return {name: finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Return `value` as JSON holds it, with None for floats that JSON does not have."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def suite_step(shown: Mapping[str, int]) -> int:
@@ -171,33 +161,19 @@ def anchors(shown: Iterable[tuple[str, str]]) -> Row | None:
     return {"source": SOURCE, "models": list(MODELS), "rows": rows} if rows else None
 
 
-def _baseline(found: Sequence[Architecture], wanted: str | None) -> str | None:
-    if wanted is None:
-        return found[0].label if found else None
-    for each in found:
-        if wanted == each.label or wanted in [run.label for run in each.runs]:
-            return each.label
-    labels = ", ".join(repr(each.label) for each in found)
-    raise UserError(f"baseline {wanted!r} is no architecture and no run here; there are {labels}")
-
-
 def _architecture(each: Architecture, choice: Choice) -> Row:
-    return {
-        "label": each.label,
-        "settings": each.settings,
-        "runs": [run.label for run in each.runs],
-        "choice": choice.words,
-        "step": choice.step,
-        "recipes": [
-            {
-                "learning_rate": recipe.learning_rate,
-                "runs": [run.label for run in recipe.runs],
-                "loss": loss,
-                "chosen": recipe is choice.recipe,
-            }
-            for recipe, loss in zip(each.recipes, choice.losses, strict=True)
-        ],
-    }
+    recipes = [
+        {
+            "learning_rate": recipe.learning_rate,
+            "runs": [run.label for run in recipe.runs],
+            "loss": loss,
+            "chosen": recipe is choice.recipe,
+        }
+        for recipe, loss in zip(each.recipes, choice.losses, strict=True)
+    ]
+    about = {"label": each.label, "settings": each.settings, "recipes": recipes}
+    runs = [run.label for run in each.runs]
+    return {**about, "runs": runs, "choice": choice.words, "step": choice.step}
 
 
 def _scores(
@@ -205,68 +181,55 @@ def _scores(
 ) -> list[Row]:
     rows = []
     for suite, shown in steps.items():
-        if suite == VALIDATION:
-            continue
-        at: dict[str, list[Evaluation]] = {}
+        by_label: dict[str, list[Evaluation]] = {}
         for each in found:
             by_step = [answers(run, suite, measure.options.step) for run in each.runs]
-            step = shown.get(each.label, -1)
-            at[each.label] = [there[step] for there in by_step if step in there]
-        for question in questions([e for side in at.values() for e in side], suite):
-            scores = {
-                label: [(e, x) for e in side if (x := e.score(question)) is not None]
-                for label, side in at.items()
-            }
-            known = [x for side in scores.values() for _, x in side]
-            bounded = not is_loss(question.metric) and all(0 <= x <= 1 for x in known)
+            at = shown.get(each.label, -1)
+            by_label[each.label] = [there[at] for there in by_step if at in there]
+        asked = [evaluation for side in by_label.values() for evaluation in side]
+        for question in evaluations.questions(asked, suite) if suite != VALIDATION else ():
+            known = [x for each in asked if (x := each.score(question)) is not None]
+            bounded = not evaluations.is_loss(question.metric) and all(0 <= x <= 1 for x in known)
             noise = measure.noise([question], bounded=bounded)
             cells = []
-            for label, side in scores.items():
-                ours = [(e, x) for e, x in side if math.isfinite(x)]
-                recipe = choices[label].recipe
-                names = [run.label for run in recipe.runs] if recipe else []
-                chosen = [(e, x) for e, x in ours if e.run in names]
+            for label, side in by_label.items():
+                scores = [(e.score(question), e) for e in side]
+                ours = [(x, e) for x, e in scores if x is not None and math.isfinite(x)]
                 if ours:
-                    cell = {"architecture": label, "step": ours[0][0].step}
-                    cell["best"] = _best(question, ours, noise)
-                    cell["chosen"] = _mean(question, chosen, noise, measure) if chosen else None
-                    cells.append(cell)
+                    cell = _cell(question, ours, choices[label].recipe, measure, noise)
+                    cells.append({"architecture": label, **cell})
             rows.append({**question._asdict(), "suite_step": suite_step(shown), "cells": cells})
     return rows
 
 
-def _best(
-    question: Question, ours: Sequence[tuple[Evaluation, float]], noise: SeedNoise | None
-) -> Row:
-    pick = max if ours[0][0].higher_is_better(question) else min
-    best, value = pick(ours, key=lambda pair: pair[1])
-    bias = None
-    if noise is not None:
-        bias = expected_maximum(len(ours)) * noise.sigma
-        bias *= value if Scale.of(question.metric).is_log else 1
-    return {"value": value, "run": best.run, "num_runs": len(ours), "bias": bias}
-
-
-def _mean(
+def _cell(
     question: Question,
-    ours: Sequence[tuple[Evaluation, float]],
-    noise: SeedNoise | None,
+    scores: Sequence[tuple[float, Evaluation]],
+    recipe: Recipe | None,
     measure: Measure,
+    noise: SeedNoise | None,
 ) -> Row:
+    """The best run of an architecture, and the mean of the chosen ones."""
     scale = Scale.of(question.metric)
-    value = scale.score(math.fsum(scale.mean(score) for _, score in ours) / len(ours))
-    stderr = measure.stderr(question, [each for each, _ in ours], noise) if noise else None
-    if stderr is not None and scale.is_log:
-        stderr *= value
-    return {"value": value, "num_runs": len(ours), "stderr": stderr}
+    pick = max if scores[0][1].higher_is_better(question) else min
+    value, best = pick(scores, key=lambda pair: pair[0])
+    bias, mean = None, None
+    if noise is not None:
+        bias = expected_maximum(len(scores)) * noise.sigma * (value if scale.is_log else 1)
+    labels = [run.label for run in recipe.runs] if recipe else []
+    chosen = [(x, e) for x, e in scores if e.run in labels]
+    if chosen:
+        score = scale.score(math.fsum(scale.mean(x) for x, _ in chosen) / len(chosen))
+        stderr = measure.stderr(question, [e for _, e in chosen], noise) if noise else None
+        if stderr is not None and scale.is_log:
+            stderr *= score
+        mean = {"value": score, "num_runs": len(chosen), "stderr": stderr}
+    found = {"value": value, "run": best.run, "num_runs": len(scores), "bias": bias}
+    return {"step": best.step, "best": found, "chosen": mean}
 
 
 def _notes(
-    runs: Sequence[RunRecord],
-    found: Sequence[Architecture],
-    choices: Mapping[str, Choice],
-    baseline: str | None,
-    steps: Steps,
+    found: Sequence[Architecture], choices: Mapping[str, Choice], baseline: str, steps: Steps
 ) -> list[str]:
     notes = []
     if len(found) == 1:
@@ -278,20 +241,13 @@ def _notes(
         )
     repeats = [run for each in found for recipe in each.recipes for run in recipe.repeats]
     notes += [f"{run.label}: the seeds of another run here; not used." for run in repeats]
-    for run in runs:
-        limits = [each.limit for each in evaluations_of(run)]
-        if limits and None not in limits:
-            notes.append(f"{run.label}: only results with --limit, which are not results.")
-    if baseline and choices[baseline].recipe is None and len(found) > 1:
+    if choices[baseline].recipe is None and len(found) > 1:
         notes.append(f"The baseline {baseline} has no chosen learning rate: no verdicts.")
     for suite, shown in steps.items():
         for each in found if suite != VALIDATION else ():
-            at, first = shown.get(each.label), suite_step(shown)
-            if at not in (None, first):
-                notes.append(f"{suite}: {each.label} is shown at step {at:,}, not {first:,}.")
             for run in each.runs:
                 there = answers(run, suite)
-                if there and at not in there:
+                if there and shown.get(each.label) not in there:
                     last = f"{run.label}, evaluated at step {max(there):,}"
                     notes.append(f"{suite}: {last}, is left out of the scores by architecture.")
     return notes

@@ -25,14 +25,8 @@ def entries(content: Content) -> list[str]:
 
 def _trace(of: str, labels: Sequence[str], label: str, x: Any, y: Any, **more: Any) -> Figure:
     few = len(y) <= FEW_POINTS or None in y  # a value between two gaps has no line to be seen by
-    return {
-        "mode": "lines+markers" if few else "lines",
-        "name": label,
-        "meta": f"{of} {labels.index(label)}",
-        "x": x,
-        "y": _short(y),
-        **more,
-    }
+    mode, meta = "lines+markers" if few else "lines", f"{of} {labels.index(label)}"
+    return {"mode": mode, "name": label, "meta": meta, "x": x, "y": _short(y), **more}
 
 
 def _hover(words: str) -> str:
@@ -57,48 +51,23 @@ def _figure(traces: Sequence[Figure], x: str, hover: str) -> Figure:
     return {"data": traces, "layout": layout}
 
 
-def training(
-    curve: Content, labels: Sequence[str], restarts: Sequence[Sequence[Content]]
-) -> Figure | None:
-    """Draw a training curve over tokens; `restarts` by run, or none, are dotted lines.
-
-    None without any step.
-    """
+def training(curve: Content, labels: Sequence[str]) -> Figure | None:
+    """Draw a training curve over tokens; None without any step."""
     traces = []
-    for k, line in enumerate(curve["lines"]):
-        steps, tokens, values = line["steps"], line["tokens"], line["values"]
-        gaps = [i for i, value in enumerate(values) if value is None]
-        cross = {"mode": "markers", "yaxis": "y2", "marker": {"symbol": "x"}}
-        known = [x for x in (restarts[k] if restarts else ()) if x["tokens"] is not None]
-        ends = [x for each in known for x in (each["tokens"], each["tokens"], None)]
-        begun = [each["from_step"] for each in known for _ in range(3)]
-        dotted = {"mode": "lines", "yaxis": "y2", "line": {"dash": "dot", "width": 1}}
-        for x, y, at, words, more in (
-            (tokens, values, steps, f"<b>%{{y:,.{curve['decimals']}f}}</b>,", {}),
-            ([tokens[i] for i in gaps], [0.02] * len(gaps), [steps[i] for i in gaps],
-             "<b>not finite</b>,", cross),
-            (ends, [0, 1, None] * len(known), begun, "<b>restart</b> from", dotted),
-        ):  # fmt: skip
-            hover = _hover(f"{words} step %{{customdata:,d}}")
-            trace = _trace("run", labels, line["run"], x, y, customdata=at, hovertemplate=hover)
-            trace |= more
-            traces += [trace] * bool(x)
-    if not traces:
-        return None
-    scales = [
-        {"label": name, "method": "relayout", "args": [{"yaxis.type": name}]}
-        for name in ("linear", "log")
-    ]
-    menu = {"type": "buttons", "direction": "right", "showactive": False, "buttons": scales}
-    layout = {
+    for line in curve["lines"]:
+        x, y, at = line["tokens"], line["values"], line["steps"]
+        traces += [_trace("run", labels, line["run"], x, y, customdata=at)] * bool(x)
+    hover = f"<b>%{{y:,.{curve['decimals']}f}}</b>, step %{{customdata:,d}}"
+    drawn = _figure(traces, "tokens", hover)
+    scale = "log" if curve["log_scale"] else "linear"
+    drawn["layout"] |= {
         "hovermode": "x unified",
-        "margin": {"l": 52, "r": 12, "t": 40, "b": 40},
+        "dragmode": "zoom",
+        "margin": {"l": 52, "r": 12, "t": 12, "b": 40},
         "xaxis": {"title": {"text": "tokens"}, "exponentformat": "B"},
-        "yaxis": {"type": "log" if curve["log_scale"] else "linear", "exponentformat": "B"},
-        "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
-        "updatemenus": [{**menu, "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}],
+        "yaxis": {"type": scale, "exponentformat": "B"},
     }
-    return {"data": traces, "layout": layout}
+    return drawn if traces else None
 
 
 def late(content: Content, kind: str, labels: Sequence[str]) -> Figure | None:
@@ -110,23 +79,20 @@ def late(content: Content, kind: str, labels: Sequence[str]) -> Figure | None:
 
 
 def over_training(curve: Content, labels: Sequence[str]) -> Figure:
-    """Draw one score at several steps."""
+    """Draw one score at several steps; one that was cut short is an open circle."""
     over = "steps" if any(None in line["tokens"] for line in curve["lines"]) else "tokens"
     traces = []
     for line in curve["lines"]:
-        names = ("steps", "values", "stderrs", "bounds", "counts", "limits")
         words = []
+        names = ("steps", "values", "stderrs", "bounds", "counts", "limits")
         for step, value, stderr, bound, count, limit in zip(*map(line.get, names), strict=True):
             error = f" ± {stderr:.4f}" if isinstance(stderr, float | int) else ""
             error = error if bound is None else f" {'≥' if value else '≤'} {bound:.4f}"
-            items = "" if count is None else f", n = {count:,}"
             cut = "" if limit is None else "<br>first items only: not a result"
-            words.append(f"{error}<br>step {step:,}{items}{cut}")
+            words.append(f"{error}<br>step {step:,}, n = {count or 0:,}{cut}")
         finite = [x if isinstance(x, float | int) else None for x in line["values"]]
-        more: Figure = {"text": words, "mode": "lines+markers"}
-        if any(limit is not None for limit in line["limits"]):
-            symbols = ["circle" if limit is None else "circle-open" for limit in line["limits"]]
-            more["marker"] = {"symbol": symbols}
+        symbols = ["circle" if limit is None else "circle-open" for limit in line["limits"]]
+        more: Figure = {"text": words, "mode": "lines+markers", "marker": {"symbol": symbols}}
         if len(labels) <= MAX_BARS:
             bars = [x if isinstance(x, float | int) else 0 for x in line["stderrs"]]
             more["error_y"] = {"array": _short(bars), "visible": True}
@@ -134,34 +100,29 @@ def over_training(curve: Content, labels: Sequence[str]) -> Figure:
     return _figure(traces, over, "<b>%{y:,.4f}</b>%{text}")
 
 
-def _means(
-    lines: Sequence[Content], x: Mapping[str, Any], labels: Sequence[str], over: str
+def by_architecture(
+    lines: Sequence[Content], x: Sequence[Sequence[Any]], labels: Sequence[str], over: str
 ) -> Figure:
-    traces = []  # an architecture each: the mean over its runs, and a bar over all of them
-    for line in lines:
-        ends = list(zip(line["values"], line["low"], line["high"], strict=True))
-        more: Figure = {"text": line["n"]}
-        if max(line["n"]) > 1:
-            above = _short(0 if value is None else high - value for value, _, high in ends)
-            below = _short(0 if value is None else value - low for value, low, _ in ends)
-            more["error_y"] = {"symmetric": False, "visible": True, "array": above}
-            more["error_y"]["arrayminus"] = below
-        label = line["label"]
-        traces.append(_trace("entry", labels, label, x[label], line["values"], **more))
+    """Draw the mean over the runs of each architecture, with a bar over all of them."""
+    traces = []
+    for line, places in zip(lines, x, strict=True):
+        ends = [
+            (y or 0, line["low"][k] or 0, line["high"][k] or 0)
+            for k, y in enumerate(line["values"])
+        ]
+        bars = {"symmetric": False, "visible": max(line["n"]) > 1}
+        bars["array"] = _short(high - y for y, _, high in ends)
+        bars["arrayminus"] = _short(y - low for y, low, _ in ends)
+        more = {"text": line["n"], "error_y": bars}
+        traces.append(_trace("entry", labels, line["label"], places, line["values"], **more))
     return _figure(traces, over, "%{x}: <b>%{y:.4f}</b>, %{text} run(s)")
-
-
-def held_out(content: Content, labels: Sequence[str]) -> Figure:
-    """Draw held-out loss over tokens by architecture."""
-    lines = content["lines"]
-    return _means(lines, {x["label"]: x["tokens"] for x in lines}, labels, "tokens")
 
 
 def over_length(panel: Content, unit: str, labels: Sequence[str]) -> Figure:
     """Draw accuracy over length by architecture, with chance."""
     lines, chance = panel["lines"], panel["chance"]
     names = [str(length) for length in panel["lengths"]]
-    drawn = _means(lines, {line["label"]: names for line in lines}, labels, unit)
+    drawn = by_architecture(lines, [names] * len(lines), labels, unit)
     drawn["layout"]["xaxis"] |= {"type": "category", "categoryarray": names}
     drawn["layout"]["yaxis"] |= {"range": [-0.03, 1.03]}
     if chance is not None:

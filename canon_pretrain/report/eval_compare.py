@@ -18,24 +18,27 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.report.architectures import architectures, recipe_of
-from canon_pretrain.report.comparison import add_noise_arguments, check_seed_sigma, family, finite
-from canon_pretrain.report.evaluations import read_runs
+from canon_pretrain.report.comparison import add_noise_arguments, family, finite, noise_options
+from canon_pretrain.report.evaluations import evaluations_of, read_runs
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.sections import figure, interval, p_value, signed
-from canon_pretrain.report.verdicts import (
-    BETTER,
-    WORSE,
-    Measure,
-    Options,
-    Side,
-    held_out_words,
-    verdicts,
-)
+from canon_pretrain.report.verdicts import BETTER, WORSE, Measure, held_out_words, verdicts
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.results import VALIDATION
 
-WIDE = 120
-"""Columns of a terminal in which the intervals, and what is detectable, are shown too."""
+COLUMNS = {
+    "task, metric": lambda row: f"{row['task']} {row['metric']}",
+    "A": lambda row: figure(row["baseline_value"]),
+    "B": lambda row: figure(row["value"]),
+    "B - A": lambda row: signed(row["difference"]),
+    "p (Holm)": lambda row: p_value(row["p_holm"]),
+    "verdict on B": lambda row: row["verdict"],
+    "95 % interval": lambda row: interval(row["ci"]),
+    "detectable": lambda row: figure(row["detectable"]),
+}
+NARROW = 6
+"""Columns that are shown in a terminal of less than 120."""
+STYLES = {BETTER: "green", WORSE: "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,33 +62,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print the comparison. Raises UserError if the two sides cannot be compared."""
-    a, b = _sides(arguments)
-    runs = [*a, *b]
-    options = Options(
-        dict(arguments.seed_sigma),
-        arguments.own_noise_only,
-        arguments.step,
-        arguments.suite,
-        # whoever names single results wants these
-        any_step=all(path.is_file() for path in [*arguments.pair, *(arguments.a or ())]),
-    )
-    check_seed_sigma(runs, options)
+    given = _sides(arguments)
+    runs = [run for side in given for run in side]
+    more = {"step": arguments.step, "suites": arguments.suite}
+    # whoever names single results wants these
+    any_step = all(path.is_file() for path in [*arguments.pair, *(arguments.a or ())])
+    options = noise_options(arguments, runs, any_step=any_step, **more)
     sides, recipes = [], []
     notes = [line for run in runs for line in run.left_out]
-    for name, given in (("A", a), ("B", b)):
-        recipe = recipe_of(given)  # as the user says; what it has is another matter
+    for name, side in zip("AB", given, strict=True):
+        recipe = recipe_of(side)  # as the user says; what it has is another matter
         alike = [each for found in architectures(recipe.runs) for each in found.recipes]
-        sides.append(Side(name, recipe.runs))
+        sides.append((name, recipe.runs))
         recipes += alike
         notes += [f"{name}: {x.label} repeats the seeds of another run" for x in recipe.repeats]
-        notes += [f"{name}: its runs differ in more than their seeds"] if len(alike) > 1 else []
+        notes += [f"{name}: its runs differ in more than their seeds"] * (len(alike) > 1)
     pair = sides[1], sides[0]
     rows, refused, left = verdicts(Measure(recipes, options), [pair])
     if not rows:
-        raise UserError(_nothing(runs, refused, options))
+        raise UserError(f"nothing to compare: {_reasons(runs, refused)}")
     is_asked = options.suites is None or VALIDATION in options.suites
     content = {
-        **{name: [run.label for run in side.runs] for name, side in zip("ab", sides, strict=True)},
+        **{name.lower(): [run.label for run in side] for name, side in sides},
         "held_out": held_out_words(rows, refused, pair) if is_asked else None,
         "family": family(rows),
         "pairs": rows,
@@ -103,20 +101,16 @@ def execute(arguments: argparse.Namespace) -> None:
             raise UserError(f"--json {path}: cannot be written: {error.strerror}") from None
 
 
-def _sides(arguments: argparse.Namespace) -> tuple[list[RunRecord], list[RunRecord]]:
+def _sides(arguments: argparse.Namespace) -> tuple[Sequence[RunRecord], Sequence[RunRecord]]:
     pair, a, b = arguments.pair, arguments.a or [], arguments.b or []
-    if len(pair) == 2 and not (a or b):
-        a, b = pair[:1], pair[1:]
-    elif pair and (a or b):
-        raise UserError("give either A B or --a RUN ... --b RUN ..., not both")
-    elif not (a and b) and len(pair) != 1:
+    if (len(pair) not in (1, 2) or a or b) and not (a and b and not pair):
         raise UserError(
-            f"expected two runs, got {len(pair)}: `compare A B`, or several seeds of "
-            "each: `compare --a RUN RUN --b RUN RUN`"
+            f"expected two runs, got {len(pair)} and {len(a)} with --a, {len(b)} with --b: "
+            "`compare A B`, or several seeds of each: `compare --a RUN RUN --b RUN RUN`"
         )
     paths = [
         [run for path in side for run in ([path] if path.is_file() else named_runs([path]))]
-        for side in (a or pair, b)
+        for side in (a or pair[:1], b or pair[1:])
     ]
     runs = read_runs([*paths[0], *paths[1]])
     if paths[1]:
@@ -131,30 +125,36 @@ def _sides(arguments: argparse.Namespace) -> tuple[list[RunRecord], list[RunReco
     return first, second
 
 
-def _nothing(runs: Sequence[RunRecord], refused: Sequence[dict[str, Any]], options: Options) -> str:
-    if reasons := [f"{x['task']} {x['metric']}: {x['why']}" for x in refused if x["task"]]:
-        return f"nothing to compare: {'; '.join(reasons)}"
-    words = []
-    for run in runs:
-        asked = [results.asked for results in run.evaluations]
-        cut = [" with --limit (not a result)" * (x["limit"] is not None) for x in asked]
-        have = {f"{x['suite']} at step {x['step']}{y}": 0 for x, y in zip(asked, cut, strict=True)}
-        words.append(f"{run.label} has {', '.join(have) or 'no results'}")
-    suites = f"suites {', '.join(options.suites)}" if options.suites else "no suite"
-    at = "" if options.step is None else f" at step {options.step}"
-    how = "`python -m eval run` evaluates a checkpoint"
-    return f"{suites} in common{at}: {'; '.join(words)}. {how}"
+def _reasons(runs: Sequence[RunRecord], refused: Sequence[dict[str, Any]]) -> str:
+    words = [f"{x['task']} {x['metric']}: {x['why']}" for x in refused if x["task"]]
+    for run in runs if not words else ():
+        have = [
+            f"{each.suite} at step {each.step}"
+            + " with --limit (not a result)" * (each.limit is not None)
+            for each in evaluations_of(run)
+        ]
+        words.append(f"{run.label} has {', '.join(dict.fromkeys(have)) or 'no results'}")
+    return f"{'; '.join(words)}. `python -m eval run` evaluates a checkpoint"
 
 
 def _print(content: dict[str, Any]) -> None:
     console = Console()
+    lines = [f"{name.upper()}: {', '.join(content[name])}" for name in ("a", "b")]
     if content["held_out"]:
         console.print(Text(content["held_out"], style="bold"), soft_wrap=True)
-    lines = [f"{name.upper()}: {', '.join(content[name])}" for name in ("a", "b")]
     console.print(Text("\n".join(lines)), soft_wrap=True)
+    names = [*COLUMNS][: None if console.width >= 120 else NARROW]
     for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):
         rows = [row for row in content["pairs"] if row["suite"] == suite]
-        console.print(_table(rows, console.width >= WIDE))
+        steps = f"A at step {rows[0]['baseline_step']}, B at step {rows[0]['step']}"
+        table = Table(
+            title=f"{suite}, {steps}", title_justify="left", box=box.SIMPLE, pad_edge=False
+        )
+        for name in names:
+            table.add_column(name, no_wrap=name != names[0])
+        for row in rows:
+            table.add_row(*(Text(COLUMNS[x](row)) for x in names), style=STYLES.get(row["verdict"]))
+        console.print(table)
     tests = ", ".join(f"{suite} {count} tests" for suite, count in content["family"].items())
     lines = [f"{tests or 'no test'}: a suite is a family, with 5 % for any wrong verdict (Holm)"]
     reasons: dict[str, list[str]] = {}
@@ -165,26 +165,3 @@ def _print(content: dict[str, Any]) -> None:
     for row in content["refused"]:
         lines.append(f"not compared: {row['suite']} {row['task'] or ''}: {row['why']}")
     console.print(Text("\n".join([*lines, *content["notes"]])), soft_wrap=True)
-
-
-def _table(rows: Sequence[dict[str, Any]], wide: bool) -> Table:
-    steps = f"A at step {rows[0]['baseline_step']}, B at step {rows[0]['step']}"
-    title = Text(f"{rows[0]['suite']}, {steps}", style="bold")
-    table = Table("task, metric", title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for name in ("A", "B", "B - A", "p (Holm)", "verdict on B"):
-        table.add_column(name, no_wrap=True)  # the first alone may wrap
-    for name in ("95 % interval", "detectable") if wide else ():
-        table.add_column(name, no_wrap=True)
-    styles = {BETTER: "green", WORSE: "red"}
-    for row in rows:
-        more = [interval(row["ci"]), figure(row["detectable"])]
-        table.add_row(
-            Text(f"{row['task']} {row['metric']}"),
-            figure(row["baseline_value"]),
-            figure(row["value"]),
-            signed(row["difference"]),
-            p_value(row["p_holm"]),
-            Text(row["verdict"], style=styles.get(row["verdict"], "")),
-            *(more if wide else ()),
-        )
-    return table

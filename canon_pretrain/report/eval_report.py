@@ -7,11 +7,13 @@ same: page and Markdown show the blocks of sections.py, report.json is `report_c
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Column, Table
+from rich import box
+from rich.table import Table
 from rich.text import Text
 
 from canon_pretrain.core import page
@@ -20,44 +22,16 @@ from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import printable
 from canon_pretrain.model.args import ModelArgs, num_parameters
-from canon_pretrain.report.comparison import (
-    DEFAULT,
-    add_noise_arguments,
-    anchors,
-    comparison_content,
-    suite_step,
-)
-from canon_pretrain.report.evaluations import (
-    Evaluation,
-    asked_differently,
-    evaluations_of,
-    read_runs,
-    suite_order,
-    tokens_at,
-)
-from canon_pretrain.report.figures import (
-    CURVES,
-    held_out_curves,
-    late_loss,
-    length_figures,
-    score_curves,
-    training_curve,
-)
+from canon_pretrain.report import comparison as comparisons
+from canon_pretrain.report import evaluations, figures, sections
+from canon_pretrain.report.evaluations import evaluations_of
 from canon_pretrain.report.record import RunRecord, differing, in_turn, is_outdated
-from canon_pretrain.report.sections import (
-    Block,
-    Content,
-    failures,
-    number,
-    report_blocks,
-    state_words,
-    tallies,
-)
-from canon_pretrain.report.verdicts import Options
+from canon_pretrain.report.sections import Block, Content
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
+from canon_pretrain.run.results import Results
 
-VERSION = 3
+VERSION = 4
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_DIFFERENCES = 5
 """Sentences at most on how the questions of one suite differ."""
@@ -72,56 +46,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the architecture that the others are compared with, by its label in the report or "
         "that of one of its runs (default: that of the first run)",
     )
-    add_noise_arguments(parser)
+    comparisons.add_noise_arguments(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the page is written")
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Write the report of `arguments.runs`."""
-    options = Options(dict(arguments.seed_sigma), arguments.own_noise_only)
-    report(arguments.runs, arguments.out, arguments.baseline, options)
+    """Write the report of `arguments.runs` into `arguments.out`, and its scores to the terminal.
 
-
-def report(
-    runs: Sequence[Path],
-    out: Path | None,
-    baseline: str | None = None,
-    options: Options = DEFAULT,
-) -> Path:
-    """Write the report of the runs that `runs` name into `out` and return the page's path.
-
-    `out` None: RUN/report for one run or sweep, ./report for several. Raises UserError for what is
-    no run, a run without a log, an unknown `baseline`, and an `out` that can't be a folder.
+    Without `out`: RUN/report for one run or sweep, ./report for several. Raises UserError for what
+    is no run, a run without a log, an unknown baseline, and an `out` that can't be a folder.
     """
-    read = read_runs(named_runs(runs))
-    content = report_content(read, comparison_content(read, baseline, options))
-    folder = out or (runs[0] / "report" if len(runs) == 1 else Path("report"))
+    runs = evaluations.read_runs(named_runs(arguments.runs))
+    options = comparisons.noise_options(arguments, runs)
+    compared = comparisons.comparison_content(runs, arguments.baseline, options)
+    content = report_content(runs, compared)
+    default = arguments.runs[0] / "report" if len(arguments.runs) == 1 else Path("report")
+    folder = arguments.out or default
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"{folder} can't be the report's folder ({error.strerror}): name another with --out"
         ) from None
-    blocks = report_blocks(content)
+    blocks = sections.report_blocks(content)
     stored = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(folder / "report.json", stored.encode())
     write_atomic(folder / "report.md", markdown_page(content["title"], blocks).encode())
     write_atomic(folder / "index.html", html_page(content["title"], blocks).encode())
     _print(content, folder / "index.html")
-    return folder / "index.html"
 
 
 def html_page(title: str, blocks: Sequence[Block]) -> str:
     """Return the self-contained page of `report_blocks`."""
-    figures: list[Any] = []  # in the order of the page: its script draws each when it is seen
-    _collect(blocks, figures)
-    return page.html_page(TEMPLATES, "report", figures, filters={}, title=title, blocks=blocks)
+    drawn = list(_drawn(blocks))
+    return page.html_page(TEMPLATES, "report", drawn, filters={}, title=title, blocks=blocks)
 
 
-def _collect(blocks: Sequence[Block], figures: list[Any]) -> None:
+def _drawn(blocks: Sequence[Block]) -> Iterator[Any]:
+    """Figures in the order of the page, whose script draws each when it is seen."""
     for block in blocks:
-        figures += [figure for *_, figure in block.get("plots", ())]
-        _collect(block.get("blocks", ()), figures)
+        yield from (figure for *_, figure in block.get("plots", ()))
+        yield from _drawn(block.get("blocks", ()))
 
 
 def markdown_page(title: str, blocks: Sequence[Block]) -> str:
@@ -139,16 +104,23 @@ def escape_markdown(text: object) -> str:
 
 def _print(content: Content, path: Path) -> None:
     console = Console()
-    for sentence in failures(content):
-        console.print(Text(sentence, style="bold red"), soft_wrap=True)
-    for sentence in content["comparison"]["held_out"]:
-        console.print(Text(sentence, style="bold"), soft_wrap=True)
-    table = Table(*(Column(x, no_wrap=True) for x in ("run", "tokens", "last loss")), "state")
-    for run, line in zip(content["runs"], content["curves"][0]["lines"], strict=True):
-        loss = number(line["figures"]["last"]["value"] if line["figures"] else None)
-        table.add_row(Text(run["label"]), f"{run['tokens']:,}", loss, Text(state_words(run)))
+    first = [Text(sentence, style="bold red") for sentence in sections.failures(content)]
+    first += [Text(sentence, style="bold") for sentence in content["comparison"]["held_out"]]
+    for text in first:
+        console.print(text, soft_wrap=True)
+    table = Table("task", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("run", "score", "items"):
+        table.add_column(name, no_wrap=True)  # the first alone may wrap
+    for suite in content["suites"]:
+        table.add_row(Text(suite["suite"], style="bold"))
+        for row in suite["rows"]:
+            for label, cell in sections.by_run(suite, row).items():
+                value, error, items = sections.score(cell)
+                task = Text(f"{row['task']} {row['metric']}")
+                table.add_row(task, Text(label), f"{value} {error}", items)
+        table.add_section()
     console.print(table)
-    for label, tally in tallies(content).items():
+    for label, tally in sections.tallies(content).items():
         counts = ", ".join(f"{len(found)} {verdict}" for verdict, found in tally.items())
         words = f"{label} against {content['comparison']['baseline']}: {counts}"
         console.print(Text(words), soft_wrap=True)
@@ -163,9 +135,11 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
 
     `comparison` is the value of comparison.comparison_content.
     """
-    steps = {suite: suite_step(shown) for suite, shown in comparison["steps"].items()}
+    steps = {suite: comparisons.suite_step(shown) for suite, shown in comparison["steps"].items()}
     names = {each.suite for run in runs for each in evaluations_of(run)}
-    suites = [_suite(name, runs, steps.get(name)) for name in sorted(names, key=suite_order)]
+    suites = [
+        _suite(name, runs, steps.get(name)) for name in sorted(names, key=evaluations.suite_order)
+    ]
     # an architecture is drawn by the runs of its chosen learning rate; else by all
     lines: dict[str, tuple[str, ...]] = {}
     for each in comparison["architectures"]:
@@ -186,14 +160,16 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
         "warnings": warnings,
         "comparison": comparison,
-        "anchors": anchors((r["task"], r["metric"]) for suite in suites for r in suite["rows"]),
-        "held_out": held_out_curves(runs, lines),
-        "score_curves": score_curves(runs),
-        "lengths": length_figures(runs, lines, comparison["steps"]),
+        "anchors": comparisons.anchors(
+            (r["task"], r["metric"]) for suite in suites for r in suite["rows"]
+        ),
+        "held_out": figures.held_out_curves(runs, lines),
+        "score_curves": figures.score_curves(runs),
+        "lengths": figures.length_figures(runs, lines, comparison["steps"]),
         "runs": [_run(run) for run in runs],
         "differing_settings": settings,
-        "curves": [training_curve(runs, curve) for curve in CURVES],
-        "late_loss": late_loss(runs, baseline),
+        "curves": [figures.training_curve(runs, curve) for curve in figures.CURVES],
+        "late_loss": figures.late_loss(runs, baseline),
         "suites": suites,
         "without_evaluations": [run.label for run in runs if not run.evaluations],
     }
@@ -232,16 +208,13 @@ def _run(run: RunRecord) -> dict[str, Any]:
             "last event": run.events[-1].get("time") if run.events else None,
             "folder": printable(str(run.folder.path)),
         },
-        "restarts": [
-            {"from_step": at, "tokens": tokens_at(run, at)}
-            for at in (event["from_step"] for event in run.heads if event["event"] == "resume")
-        ],
+        "restarts": [event["from_step"] for event in run.heads if event["event"] == "resume"],
     }
 
 
 def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str, Any]:
-    found = [[e for e in evaluations_of(run) if e.suite == suite] for run in runs]
-    latest = [(run, each[-1]) for run, each in zip(runs, found, strict=True) if each]
+    found = [(run, [e for e in evaluations_of(run) if e.suite == suite]) for run in runs]
+    latest = [(run, each[-1]) for run, each in found if each]
     columns = [each for _, each in latest]
     tasks: dict[str, dict[str, None]] = {}
     for each in columns:
@@ -252,7 +225,7 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
             "task": printable(task),
             "metric": printable(metric),
             "primary": any(metric in each.primary_metrics(task) for each in columns),
-            "cells": [_cell(each, task, metric) for each in columns],
+            "cells": [_cell(each.results, task, metric) for each in columns],
         }
         for task, metrics in tasks.items()
         for metric in metrics
@@ -267,12 +240,11 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
         for run, each in latest
         if is_outdated(run.folder, each.results)
     ]
-    if len({each.step for each in columns}) > 1:
-        warnings.append("The columns are at different steps.")
-    differing = [printable(f"Not the same question: {x}.") for x in asked_differently(columns)]
-    warnings += differing[:MAX_DIFFERENCES]
-    if len(differing) > MAX_DIFFERENCES:
-        warnings.append(f"{len(differing) - MAX_DIFFERENCES} more parts of the question differ.")
+    warnings += ["The columns are at different steps."] * (len({e.step for e in columns}) > 1)
+    unlike = evaluations.asked_differently(columns)
+    warnings += [printable(f"Not the same question: {x}.") for x in unlike[:MAX_DIFFERENCES]]
+    if len(unlike) > MAX_DIFFERENCES:
+        warnings.append(f"{len(unlike) - MAX_DIFFERENCES} more parts of the question differ.")
     return {
         "suite": suite,
         "suite_step": max(each.step for each in columns) if step is None else step,
@@ -282,13 +254,9 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
     }
 
 
-def _cell(each: Evaluation, task: str, metric: str) -> dict[str, Any] | None:
-    score = each.results.scores.get(task, {}).get(metric)
+def _cell(results: Results, task: str, metric: str) -> dict[str, Any] | None:
+    score = results.scores.get(task, {}).get(metric)
     if score is None:
         return None
-    return {
-        "value": json_value(score.value),
-        "stderr": json_value(score.stderr),
-        "bound": score.bound,
-        "num_samples": each.results.num_samples.get(task),
-    }
+    numbers = {name: None if x is None else json_value(x) for name, x in asdict(score).items()}
+    return {**numbers, "num_samples": results.num_samples.get(task)}

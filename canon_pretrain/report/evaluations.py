@@ -46,7 +46,7 @@ class Evaluation:
 
     @property
     def suite(self) -> str:
-        return str(self.results.asked["suite"])
+        return self.results.asked["suite"]
 
     @property
     def step(self) -> int:
@@ -63,14 +63,12 @@ class Evaluation:
         return str(self.results.asked.get(HELD_OUT)) if self.suite == VALIDATION else ""
 
     @property
-    def _tasks(self) -> dict[str, Any]:
-        tasks = self.results.asked.get("tasks")
-        return tasks if isinstance(tasks, dict) else {}
+    def _tasks(self) -> dict[str, dict[str, Any]]:
+        return self.results.asked.get("tasks") or {}
 
     def described(self, task: str) -> dict[str, Any]:
         """Return the recorded declaration of the task: version, primary, chance, ..."""
-        found = self._tasks.get(task)
-        return found if isinstance(found, dict) else {}
+        return self._tasks.get(task, {})
 
     def primary_metrics(self, task: str) -> list[str]:
         """Return the metrics that a table with one line per task shows."""
@@ -81,24 +79,19 @@ class Evaluation:
 
     def chance(self, task: str, metric: str) -> float | None:
         """Return the score of guessing, as the task or its part with that metric declares it."""
-        for declared in self._declarations(task):
-            chance = declared.get("chance")
-            if metric in (declared.get("primary") or ()) and isinstance(chance, int | float):
-                return float(chance)
-        return None
+        asked = [x for x in self._declarations(task) if metric in (x.get("primary") or ())]
+        return next((float(x["chance"]) for x in asked if x.get("chance") is not None), None)
 
     def higher_is_better(self, question: Question) -> bool:
         """Return the direction that the task declares, else that of the metric's name."""
         metric = question.metric.partition(", ")[0]
-        for each in self._declarations(question.task):
-            declared = each.get("higher_is_better")
-            if isinstance(declared, dict) and metric in declared:
-                return bool(declared[metric])
+        for declared in self._declarations(question.task):
+            if metric in (directions := declared.get("higher_is_better") or {}):
+                return bool(directions[metric])
         return not is_loss(question.metric)
 
     def _declarations(self, task: str) -> list[dict[str, Any]]:
-        found = [(name, self.described(name)) for name in self._tasks]
-        return [each for name, each in found if task in (name, each.get("part_of"))]
+        return [each for name, each in self._tasks.items() if task in (name, each.get("part_of"))]
 
     def score(self, question: Question) -> float | None:
         score = self.results.scores.get(question.task, {}).get(question.metric)
@@ -160,12 +153,9 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """Read runs and single results.json files. Raises UserError for what is neither or damaged."""
     found: list[RunRecord] = []
     for path, label in zip(paths, unique_labels(paths), strict=True):
-        if path.is_file():
-            found.append(SingleResult(path, label))
-            continue
-        run = RunRecord(path, label)
+        run = SingleResult(path, label) if path.is_file() else RunRecord(path, label)
         _ = run.identity, run.steps  # damage is reported before anything is computed
-        if run.damaged:
+        if not path.is_file() and run.damaged:
             raise run.damaged[0]
         found.append(run)
     return found
@@ -187,78 +177,59 @@ def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) ->
     return sorted((x for x in whole if wanted is None or x in wanted), key=suite_order)
 
 
-def common_step(
-    a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None = None
-) -> int | None:
-    """Return the highest step at which both sides have a run with whole results."""
-    ours, theirs = ({at for run in side for at in answers(run, suite, step)} for side in (a, b))
-    return max(ours & theirs, default=None)
+def _common_step(suite: str, step: int | None, *sides: Iterable[RunRecord]) -> int | None:
+    """The highest step at which all sides have a run with whole results."""
+    found = [{at for run in side for at in answers(run, suite, step)} for side in sides]
+    return max(set.intersection(*found), default=None)
 
 
 def side_by_side(
     a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None, *, any_step: bool
-) -> tuple[list[Evaluation], list[Evaluation]]:
-    """Return whole results of both sides at their `common_step`; ([], []) if there is none.
+) -> list[list[Evaluation]]:
+    """Return whole results of both sides at the last step of both; two empty lists without any.
 
     Runs without results at that step are left out. `any_step`: each run's last results instead.
     """
-    at = step if any_step else common_step(a, b, suite, step)
-    if at is None and not any_step:
-        return [], []
+    at = step if any_step else _common_step(suite, step, a, b)
     found = [[answers(run, suite, at) for run in side] for side in (a, b)]
-    ours, theirs = ([by_step[max(by_step)] for by_step in side if by_step] for side in found)
-    return (ours, theirs) if ours and theirs else ([], [])
+    sides = [[by_step[max(by_step)] for by_step in side if by_step] for side in found]
+    return sides if all(sides) and (any_step or at is not None) else [[], []]
 
 
 def steps_shown(
-    sides: Mapping[str, Sequence[RunRecord]],
-    baseline: str | None,
-    suite: str,
-    step: int | None = None,
+    sides: Mapping[str, Sequence[RunRecord]], baseline: str, suite: str, step: int | None = None
 ) -> dict[str, int]:
     """Return the step at which tables show each side, the baseline first: that of its verdict.
 
     The baseline, which has several verdicts, is shown at the highest of them; a side without a step
     in common with it at its own last. A side without whole results is left out.
     """
-    base = sides.get(baseline or "", ())
-    own = {label: common_step(runs, runs, suite, step) for label, runs in sides.items()}
-    common = {
-        label: common_step(runs, base, suite, step)
-        for label, runs in sides.items()
-        if label != baseline
-    }
-    known = [at for at in common.values() if at is not None]
-    shown = {baseline or "": max(known, default=own.get(baseline or ""))}
-    shown |= {label: own[label] if at is None else at for label, at in common.items()}
-    return {label: at for label, at in shown.items() if at is not None}
+    own = {label: _common_step(suite, step, runs) for label, runs in sides.items()}
+    common = {x: _common_step(suite, step, runs, sides[baseline]) for x, runs in sides.items()}
+    known = [at for x, at in common.items() if at is not None and x != baseline]
+    common[baseline] = max(known, default=None)
+    shown = {x: own[x] if common[x] is None else common[x] for x in (baseline, *sides)}
+    return {x: at for x, at in shown.items() if at is not None}
 
 
 def questions(evaluations: Sequence[Evaluation], suite: str) -> list[Question]:
     """Return the primary metrics of the tasks that any of them answered."""
-    found: dict[Question, None] = {}
-    for each in evaluations:
-        for task in each.results.scores:
-            names = each.primary_metrics(task)
-            found |= dict.fromkeys(Question(suite, task, name) for name in names)
-    return list(found)
+    tasks = [(each, task) for each in evaluations for task in each.results.scores]
+    names = [(task, name) for each, task in tasks for name in each.primary_metrics(task)]
+    return [Question(suite, *pair) for pair in dict.fromkeys(names)]
 
 
 def asked_differently(
     evaluations: Sequence[Evaluation], ignored: Collection[str] = OWN_TO_A_RUN
 ) -> list[str]:
     """Return what was asked differently, as `dotted.name: value / value`."""
-    asked = [
-        _flat({k: v for k, v in each.results.asked.items() if k not in ignored})
-        for each in evaluations
-    ]
-    names = dict.fromkeys(name for leaves in asked for name in leaves)
-    values = {name: dict.fromkeys(str(x.get(name))[:20] for x in asked) for name in names}
-    return [
-        f"{name}: {' / '.join(values[name])}"
-        for name in names
-        if len({leaves.get(name) for leaves in asked}) > 1
-    ]
+    asked = [_flat(each.results.asked) for each in evaluations]
+    found = []
+    for name in dict.fromkeys(name for leaves in asked for name in leaves):
+        values = dict.fromkeys(leaves.get(name) for leaves in asked)
+        if len(values) > 1 and name.partition(".")[0] not in ignored:
+            found.append(f"{name}: {' / '.join(str(value)[:20] for value in values)}")
+    return found
 
 
 def differing_questions(evaluations: Sequence[Evaluation], task: str) -> list[str]:
@@ -266,7 +237,7 @@ def differing_questions(evaluations: Sequence[Evaluation], task: str) -> list[st
     found = asked_differently(evaluations, (*OWN_TO_A_RUN, *OF_A_SUITE))
     for name in ("version", "config_sha256"):
         values = dict.fromkeys(str(each.described(task).get(name)) for each in evaluations)
-        found += [f"{name} of the task: {' / '.join(values)}"] if len(values) > 1 else []
+        found += [f"{name} of the task: {' / '.join(values)}"] * (len(values) > 1)
     return found
 
 

@@ -53,8 +53,8 @@ class Curve(NamedTuple):
 
 CURVES = (
     Curve("loss", "Loss", "nats a token", "training loss, mean over the global batch", 4),
-    Curve("grad_norm", "Gradient norm", "L2 norm", "before clipping; a cross: no norm", 4, True),
-    Curve("tokens_per_second", "Throughput", "tokens a second", "a dotted line: a restart", 0),
+    Curve("grad_norm", "Gradient norm", "L2 norm", "before clipping", 4, True),
+    Curve("tokens_per_second", "Throughput", "tokens a second", "of all ranks", 0),
 )
 
 

@@ -6,13 +6,14 @@ without a source is its own cluster. Pure functions. Letters: N items, G cluster
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import integrate, stats
 from scipy.special import fdtrc
+
+from canon_pretrain.report.decide import Noise
 
 RESAMPLES = 2000
 EXACT_BELOW = 1000
@@ -45,8 +46,15 @@ UNLIKE = 0.1
 # -- items ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Clusters:
+class Answers(NamedTuple):
+    """The values of one side's runs on the items of one task; `clusters_N` are codes."""
+
+    values_RN: np.ndarray
+    weights_N: np.ndarray
+    clusters_N: np.ndarray
+
+
+class Clusters(NamedTuple):
     """Sums by cluster of values times weights, and of the weights. The mean is their ratio."""
 
     sums_G: np.ndarray
@@ -57,19 +65,8 @@ class Clusters:
         cls, values_N: np.ndarray, weights_N: np.ndarray, clusters_N: np.ndarray, count: int = 0
     ) -> "Clusters":
         """Sum by cluster code; `count` of codes, if tasks share them."""
-        return cls(
-            np.bincount(clusters_N, weights=values_N * weights_N, minlength=count),
-            np.bincount(clusters_N, weights=weights_N, minlength=count),
-        )
-
-    @classmethod
-    def joined(cls, tasks: Sequence["Clusters"]) -> "Clusters":
-        """Return clusters with the plain mean of the tasks' means; codes are shared."""
-        if len(tasks) == 1:
-            return tasks[0]
-        shares = [(1 / (len(tasks) * task.weights_G.sum()), task) for task in tasks]
-        sums_G = np.sum([share * task.sums_G for share, task in shares], axis=0)
-        return cls(sums_G, np.sum([share * task.weights_G for share, task in shares], axis=0))
+        sums_G = np.bincount(clusters_N, weights=values_N * weights_N, minlength=count)
+        return cls(sums_G, np.bincount(clusters_N, weights=weights_N, minlength=count))
 
     @property
     def mean(self) -> float:
@@ -105,27 +102,25 @@ def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
     Then two items, +1 and -1, are added, so that few items that all agree are no certainty (Bonett
     and Price 2012, who add one to both discordant counts).
     """
-    if bounded and clusters.sums_G.size > 1:
-        extra = np.array([1.0, -1.0])
-        clusters = Clusters(
-            np.append(clusters.sums_G, extra), np.append(clusters.weights_G, np.ones(2))
-        )
+    sums_G, weights_G = clusters
+    if bounded and sums_G.size > 1:
+        clusters = Clusters(np.append(sums_G, [1.0, -1.0]), np.append(weights_G, np.ones(2)))
     return mean_variance(clusters)
 
 
-def interaction_variance(*tasks: tuple[np.ndarray, np.ndarray, np.ndarray]) -> float:
+def interaction_variance(*tasks: Answers) -> float:
     """Return what a run's own answers add to the variance of its mean, from R >= 2 runs.
 
-    The spread of equally good runs and the variance over items both contain it. A task is
-    (values_RN, weights_N, clusters_N); of several, it is of the plain mean of their means.
+    The spread of equally good runs and the variance over items both contain it. Of several tasks it
+    is of the plain mean of their means.
     """
-    count = 1 + max(int(clusters_N.max()) for *_, clusters_N in tasks)
-    residuals = [values_RN - values_RN.mean(axis=0) for values_RN, *_ in tasks]
-    each = []
+    count = 1 + max(int(task.clusters_N.max()) for task in tasks)
+    residuals = [task.values_RN - task.values_RN.mean(axis=0) for task in tasks]
+    found = 0.0
     for rows in zip(*residuals, strict=True):
-        pairs = zip(rows, tasks, strict=True)
-        each.append(mean_variance(*(Clusters.of(x, w, codes, count) for x, (_, w, codes) in pairs)))
-    return float(sum(each) / (len(each) - 1))
+        each = zip(rows, tasks, strict=True)
+        found += mean_variance(*(Clusters.of(row, *task[1:], count) for row, task in each))
+    return found / (len(residuals[0]) - 1)
 
 
 def bootstrap_interval(
@@ -135,8 +130,7 @@ def bootstrap_interval(
 
     Equal clusters are drawn together by a multinomial: the same distribution with few counts.
     """
-    pairs = np.stack([clusters.sums_G, clusters.weights_G], axis=1)
-    distinct, counts = np.unique(pairs, axis=0, return_counts=True)
+    distinct, counts = np.unique(np.stack(clusters, axis=1), axis=0, return_counts=True)
     total = int(counts.sum())
     means = []
     step = max(1, CELLS // len(distinct))
@@ -144,8 +138,7 @@ def bootstrap_interval(
         drawn = generator.multinomial(total, counts / total, size=min(step, resamples - begin))
         sums, weights = (drawn @ distinct).T
         means.append(sums / weights)
-    tail = (1 - 0.95) / 2
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    low, high = np.quantile(np.concatenate(means), [(1 - 0.95) / 2, 1 - (1 - 0.95) / 2])
     return float(low), float(high)
 
 
@@ -159,16 +152,15 @@ def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> dict[str, Any]:
 
     only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
     exact = only_a + only_b < EXACT_BELOW
-    both, neither = int((a_N * b_N).sum()), int(((1 - a_N) * (1 - b_N)).sum())
-    p = float(mcnemar([[both, only_a], [only_b, neither]], exact=exact, correction=True).pvalue)
+    table = [[int((a_N * b_N).sum()), only_a], [only_b, int(((1 - a_N) * (1 - b_N)).sum())]]
+    p = float(mcnemar(table, exact=exact, correction=True).pvalue)
     return {"only_a": only_a, "only_b": only_b, "p": p, "exact": exact}
 
 
 # -- seeds ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SeedNoise:
+class SeedNoise(NamedTuple):
     """The variance of one run's score over seeds; `df` is infinite if it is taken as known.
 
     `source`: own, own and paper, paper, or given; `words` describe it in full.
@@ -198,32 +190,16 @@ def published_spread(task: str, suite: str) -> float | None:
     """
     if suite == "discriminative":
         return PUBLISHED_SPREADS.get(task, OTHER_DISCRIMINATIVE)
-    if task.startswith(("jrt_", "babilong_")):
-        return PUBLISHED_SPREADS.get(task, OTHER_GENERATIVE)
-    return None
+    is_generative = task.startswith(("jrt_", "babilong_"))
+    return PUBLISHED_SPREADS.get(task, OTHER_GENERATIVE) if is_generative else None
 
 
 def pooled_variance(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     """Return the variance within groups of runs of one recipe, and its degrees of freedom."""
-    squares, df = 0.0, 0
-    for group in groups:
-        values = np.asarray(group, dtype=np.float64)
-        squares += float(((values - values.mean()) ** 2).sum()) if values.size else 0.0
-        df += max(0, values.size - 1)
+    several = [np.asarray(group, dtype=np.float64) for group in groups if len(group) > 1]
+    squares = sum(float(((values - values.mean()) ** 2).sum()) for values in several)
+    df = sum(values.size - 1 for values in several)
     return (squares / df, df) if df else (0.0, 0)
-
-
-def vary_more(groups: Sequence[Sequence[float]], compared: Sequence[bool]) -> bool:
-    """Return whether the compared groups vary more than the rest, by an F test at level UNLIKE.
-
-    Scores near 0 or 1 hardly vary: pooled with them, others would seem surer than they are.
-    """
-    pairs = list(zip(groups, compared, strict=True))
-    ours, df = pooled_variance([group for group, is_ours in pairs if is_ours])
-    rest, rest_df = pooled_variance([group for group, is_ours in pairs if not is_ours])
-    if not (df and rest_df and ours > rest):
-        return False
-    return rest == 0 or float(fdtrc(df, rest_df, ours / rest)) < UNLIKE
 
 
 def seed_noise(
@@ -240,70 +216,50 @@ def seed_noise(
     standard deviation that the user states, taken as known. Own seeds count alone from RANGE_DF
     degrees of freedom on; fewer are weighted with the paper's by degrees of freedom (Smyth 2004),
     and never make the noise smaller than their own. `compared`: which groups are of the two sides;
-    if these vary more than the others (`vary_more`), the others are left out.
+    if these vary more than the others by an F test, the others are left out: scores near 0 or 1
+    hardly vary, and would make them seem surer than they are.
     """
     if given is not None:
         return SeedNoise(given**2, math.inf, "given", f"given: {given:g}")
-    if compared is not None and vary_more(groups, compared):
-        kept = [group for group, is_of in zip(groups, compared, strict=True) if is_of]
-        found = seed_noise(kept, spread=spread, own_only=own_only)
-        assert found is not None  # the compared groups have seeds
-        return replace(found, words=f"{found.words}; other recipes vary less and are left out")
+    left_out = ""
+    if compared is not None:
+        pairs = list(zip(groups, compared, strict=True))
+        ours = [group for group, is_ours in pairs if is_ours]
+        high, high_df = pooled_variance(ours)
+        low, low_df = pooled_variance([group for group, is_ours in pairs if not is_ours])
+        is_more = high_df and low_df and high > low
+        if is_more and (low == 0 or float(fdtrc(high_df, low_df, high / low)) < UNLIKE):
+            groups, left_out = ours, "; other recipes vary less and are left out"
     own, df = pooled_variance(groups)
     several = [len(group) for group in groups if len(group) > 1]
     words = f"own: {sum(several)} runs, {len(several)} recipes, {df} degrees of freedom"
     if df and (spread is None or own_only or df >= RANGE_DF):
-        return SeedNoise(own, float(df), "own", words)
+        return SeedNoise(own, float(df), "own", words + left_out)
     if spread is None:
         return None
     paper = (spread / RANGE_OF_8) ** 2
     paper_words = f"the paper's: 8 seeds within {100 * spread:.3g} %"
     if not df:
         return SeedNoise(paper, RANGE_DF, "paper", paper_words)
-    mixed = (RANGE_DF * paper + df * own) / (RANGE_DF + df)
-    return SeedNoise(max(own, mixed), RANGE_DF + df, "own and paper", f"{words}; {paper_words}")
+    both = max(own, (RANGE_DF * paper + df * own) / (RANGE_DF + df))
+    words = f"{words}; {paper_words}{left_out}"
+    return SeedNoise(both, RANGE_DF + df, "own and paper", words)
 
 
 @lru_cache
 def expected_maximum(count: int) -> float:
     """Return the expected maximum of `count` independent standard normals: 0.564 for 2."""
-    if count < 2:
-        return 0.0
 
     def density(x: float) -> float:
         return x * count * math.exp((count - 1) * stats.norm.logcdf(x)) * stats.norm.pdf(x)
 
-    return float(integrate.quad(density, -12, 12, limit=200)[0])
+    return float(integrate.quad(density, -12, 12, limit=200)[0]) if count > 1 else 0.0
 
 
 # -- both -----------------------------------------------------------------------------------------
 
 
-class Noise(NamedTuple):
-    """The two variances of a difference and their degrees of freedom, as `decide.py` takes them."""
-
-    item_variance: float
-    item_df: float
-    seed_variance: float
-    seed_df: float
-
-    @property
-    def stderr(self) -> float:
-        return float(np.sqrt(self.item_variance + self.seed_variance))
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The values of the runs of both sides on the items of one task; `clusters_N` are codes."""
-
-    a_RN: np.ndarray
-    b_RN: np.ndarray
-    weights_N: np.ndarray
-    clusters_N: np.ndarray
-
-
-@dataclass(frozen=True)
-class Paired:
+class Paired(NamedTuple):
     """The mean paired difference a - b over the items, and its noise.
 
     `lasting`: the part of the items' variance that more seeds do not reduce; 0 for single runs,
@@ -326,68 +282,60 @@ class Paired:
         return Noise(items, self.noise.item_df, seeds, self.seeds.df_with(2 * runs - a - b))
 
 
-def paired(tasks: Sequence[Answers], seeds: SeedNoise) -> Paired:
+def paired(a: Sequence[Answers], b: Sequence[Answers], seeds: SeedNoise) -> Paired:
     """Compare two sides item by item on one task, or on the plain mean of several.
 
-    Cluster codes mean the same in all tasks. `seeds`: the noise of one run's score, or mean of
-    scores. The variance is that over items plus that over seeds, less what is in both
-    (`interaction_variance`, known if one side has several runs; else it is counted twice). Runs of
-    both sides that share a seed count as independent. Both err towards "within noise".
+    The sides have equal weights and clusters; codes mean the same in all tasks. `seeds`: the noise
+    of one run's score, or mean of scores. The variance is that over items plus that over seeds,
+    less what is in both (`interaction_variance`, known if one side has several runs; else it is
+    counted twice). Runs of both sides that share a seed count as independent. Both err towards
+    "within noise".
     """
-    count = 1 + max(int(task.clusters_N.max()) for task in tasks)
+    count = 1 + max(int(task.clusters_N.max()) for task in a)
     differences = [
-        Clusters.of(t.a_RN.mean(axis=0) - t.b_RN.mean(axis=0), t.weights_N, t.clusters_N, count)
-        for t in tasks
+        Clusters.of(x.values_RN.mean(axis=0) - y.values_RN.mean(axis=0), *x[1:], count)
+        for x, y in zip(a, b, strict=True)
     ]
-    clusters = Clusters.joined(differences)
-    if len(tasks) == 1:
-        both = np.concatenate([tasks[0].a_RN, tasks[0].b_RN])
-        bounded = bool(((both >= 0) & (both <= 1)).all() and (tasks[0].weights_N == 1).all())
+    if len(a) == 1:
+        (clusters,) = differences
+        is_share = all(((x >= 0) & (x <= 1)).all() for x in (a[0].values_RN, b[0].values_RN))
+        bounded = bool(is_share and (a[0].weights_N == 1).all())
         over_items = difference_variance(clusters, bounded=bounded)
     else:
+        shares = [1 / (len(a) * x.weights_G.sum()) for x in differences]
+        scaled = [k * np.stack(x) for k, x in zip(shares, differences, strict=True)]
+        clusters = Clusters(*np.sum(scaled, axis=0))
         over_items = mean_variance(*differences)
-    a = [(t.a_RN, t.weights_N, t.clusters_N) for t in tasks]
-    b = [(t.b_RN, t.weights_N, t.clusters_N) for t in tasks]
-    own_answers = _own_answers([a, b])
-    counts = len(tasks[0].a_RN), len(tasks[0].b_RN)
+    own_answers = _own_answers(a, b)
+    counts = len(a[0].values_RN), len(b[0].values_RN)
     runs = 1 / counts[0] + 1 / counts[1]
-    noise = Noise(
-        _beyond(over_items, runs * own_answers, clusters),
-        degrees_of_freedom(clusters),
-        # a run's score cannot vary less than its own answers make it
-        runs * max(seeds.variance, own_answers),
-        seeds.df,
-    )
+    # a run's score cannot vary less than its own answers make it
+    of_seeds = runs * max(seeds.variance, own_answers), seeds.df
+    noise = Noise(*_beyond(over_items, runs * own_answers, clusters), *of_seeds)
     lasting = noise.item_variance if max(counts) > 1 else 0.0
     return Paired(clusters.mean, noise, lasting, clusters, counts, seeds)
 
 
-def one_side(
-    values_RN: np.ndarray, weights_N: np.ndarray, clusters_N: np.ndarray, seeds: SeedNoise
-) -> tuple[float, Noise]:
+def one_side(answers: Answers, seeds: SeedNoise) -> tuple[float, Noise]:
     """Return the mean score of the runs of one architecture, and its noise."""
-    clusters = Clusters.of(values_RN.mean(axis=0), weights_N, clusters_N)
-    own_answers = _own_answers([[(values_RN, weights_N, clusters_N)]])
-    runs = len(values_RN)
-    noise = Noise(
-        _beyond(mean_variance(clusters), own_answers / runs, clusters),
-        degrees_of_freedom(clusters),
-        max(seeds.variance, own_answers) / runs,
-        seeds.df,
-    )
-    return clusters.mean, noise
+    clusters = Clusters.of(answers.values_RN.mean(axis=0), *answers[1:])
+    own_answers, runs = _own_answers([answers]), len(answers.values_RN)
+    of_items = _beyond(mean_variance(clusters), own_answers / runs, clusters)
+    return clusters.mean, Noise(*of_items, max(seeds.variance, own_answers) / runs, seeds.df)
 
 
-def _beyond(over_items: float, own_answers: float, clusters: Clusters) -> float:
-    """The items' variance without the runs' own answers; few clusters know neither well enough."""
-    if degrees_of_freedom(clusters) < FEW_CLUSTERS:
-        return over_items
-    return max(over_items - own_answers, 0.0)
+def _beyond(over_items: float, own_answers: float, clusters: Clusters) -> tuple[float, float]:
+    """The items' variance without the runs' own answers, and its degrees of freedom.
+
+    Few clusters know neither well enough.
+    """
+    df = degrees_of_freedom(clusters)
+    return over_items if df < FEW_CLUSTERS else max(over_items - own_answers, 0.0), df
 
 
-def _own_answers(sides: Sequence[Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]]) -> float:
+def _own_answers(*sides: Sequence[Answers]) -> float:
     """`interaction_variance` pooled over the sides with several runs; 0 without any."""
-    several = [(len(tasks[0][0]) - 1, tasks) for tasks in sides if len(tasks[0][0]) > 1]
+    several = [(len(tasks[0].values_RN) - 1, tasks) for tasks in sides]
     df = sum(more for more, _ in several)
-    squares = sum(more * interaction_variance(*tasks) for more, tasks in several)
+    squares = sum(more * interaction_variance(*tasks) for more, tasks in several if more)
     return squares / df if df else 0.0

@@ -6,40 +6,18 @@ of a suite together (decide.py). No torch.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon_pretrain.report import decide
+from canon_pretrain.report import decide, evaluations, noise
 from canon_pretrain.report.architectures import Recipe
-from canon_pretrain.report.decide import ALPHA, critical_value
-from canon_pretrain.report.evaluations import (
-    Evaluation,
-    Question,
-    answers,
-    differing_questions,
-    is_loss,
-    logged_losses,
-    questions,
-    side_by_side,
-    suite_order,
-    suites_of,
-)
+from canon_pretrain.report.decide import ALPHA
+from canon_pretrain.report.evaluations import Evaluation, Question, differing_questions, is_loss
 from canon_pretrain.report.items import Items, Records, Scale
-from canon_pretrain.report.noise import (
-    Answers,
-    Clusters,
-    Paired,
-    SeedNoise,
-    bootstrap_interval,
-    mcnemar_test,
-    one_side,
-    paired,
-    published_spread,
-    seed_noise,
-)
+from canon_pretrain.report.noise import Answers, Clusters, Paired, SeedNoise
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.results import VALIDATION
 
@@ -54,17 +32,14 @@ TOLERANCE = 1e-6
 """By how much a score and the mean over its items may differ, relatively."""
 NO_TEST = dict.fromkeys(
     ("ci", "log_difference", "log_ci", "stderr", "stderr_items", "stderr_seeds", "p", "p_holm")
-    + ("detectable", "seeds_needed")
+    + ("detectable", "seeds_needed", "why")
 )
 
 Row = dict[str, Any]
-
-
-class Side(NamedTuple):
-    """One side of a pair: an architecture's runs."""
-
-    label: str
-    runs: Sequence[RunRecord]
+Side = tuple[str, Sequence[RunRecord]]
+"""An architecture's label and its runs."""
+Evaluated = Sequence[Sequence[Evaluation]]
+"""The evaluations of a side and of the baseline."""
 
 
 @dataclass(frozen=True)
@@ -86,21 +61,32 @@ class Refused(Exception):
     """Two sides that cannot be compared on a task; the message is the reason."""
 
 
-@dataclass(frozen=True)
-class Measured:
+class Task(NamedTuple):
+    """What both sides answered to one question; `clusters_N` are places in `sources`.
+
+    `bounded`: the metric is between 0 and 1. `extreme`: where both sides are, see `_extreme`.
+    """
+
+    question: Question
+    sides: tuple[Answers, Answers]
+    sources: np.ndarray
+    values: list[float]
+    bounded: bool
+    chance: float | None
+    extreme: str | None
+    differing: list[str]
+
+
+class Test(NamedTuple):
     """One row before the family is known; `found` is None if it cannot be judged.
 
-    `bounded`: the metric is between 0 and 1. `weight`: its share of the family's error rate, in any
-    unit. `answers` and the `sources` of their clusters are for means over tasks.
+    `weight`: its share of the family's error rate, in any unit.
     """
 
     row: Row
     found: Paired | None
-    scale: Scale
     bounded: bool
-    answers: Answers | None = None
-    sources: np.ndarray | None = None
-    weight: float = 1.0
+    weight: float
 
 
 @dataclass
@@ -112,11 +98,7 @@ class Measure:
     records: Records = field(default_factory=Records)
 
     def noise(
-        self,
-        asked: Sequence[Question],
-        *,
-        bounded: bool,
-        sides: Sequence[Sequence[Evaluation]] = (),
+        self, asked: Sequence[Question], *, bounded: bool, sides: Evaluated = ()
     ) -> SeedNoise | None:
         """Return the seed noise of one task, or of the mean of several of a suite.
 
@@ -125,163 +107,117 @@ class Measure:
         score 0, or all 1, vary no more for that reason and are left out; `sides`, the two compared,
         count if both have several seeds.
         """
-        scale, suite = Scale.of(asked[0].metric), asked[0].suite
+        scale, suite, options = Scale.of(asked[0].metric), asked[0].suite, self.options
         ours = {each.run for side in sides for each in side}
         each_tells = bool(sides) and all(len(side) > 1 for side in sides)
         groups, compared = [], []
         for recipe in self.recipes:
-            by_step = [answers(run, suite, self.options.step) for run in recipe.runs]
+            by_step = [evaluations.answers(run, suite, options.step) for run in recipe.runs]
             steps = [at for found in by_step for at in found]
-            several = [at for at in steps if steps.count(at) > 1]
-            if not several:
-                continue
-            at = max(several)
-            runs = [[f[at].score(question) for question in asked] for f in by_step if at in f]
-            group = [
-                sum(scale.mean(score) for score in known) / len(asked)
-                for scores in runs
-                if len(known := [score for score in scores if score is not None]) == len(asked)
-            ]
+            last = max((at for at in steps if steps.count(at) > 1), default=None)
+            scores = [[found[last].score(q) for q in asked] for found in by_step if last in found]
+            known = [[scale.mean(x) for x in each if x is not None] for each in scores]
+            group = [sum(each) / len(asked) for each in known if len(each) == len(asked)]
             is_ours = any(run.label in ours for run in recipe.runs)
             at_bound = bounded and group and (max(group) <= 0 or min(group) >= 1)
             if np.isfinite(group).all() and (not at_bound or (is_ours and each_tells)):
                 groups.append(group)
                 compared.append(is_ours)
-        given = self.options.seed_sigma
-        only = self.options.own_noise_only
-        spreads = [published_spread(q.task, suite) if bounded and not only else None for q in asked]
-        sigmas = [
-            given.get(f"{q.task}:{q.metric}", None if scale.is_log else given.get(q.task))
-            for q in asked
-        ]
-        return seed_noise(
+        spreads, given = [], []
+        for _, task, metric in asked:
+            sigma = None if scale.is_log else options.seed_sigma.get(task)
+            given.append(options.seed_sigma.get(f"{task}:{metric}", sigma))
+            is_known = bounded and not options.own_noise_only
+            spreads.append(noise.published_spread(task, suite) if is_known else None)
+        return noise.seed_noise(
             groups,
             spread=_mean_if_all(spreads),
-            given=_mean_if_all(sigmas),
-            own_only=only,
+            given=_mean_if_all(given),
+            own_only=options.own_noise_only,
             compared=compared if sides else None,
         )
 
-    def pair(
-        self,
-        question: Question,
-        ours: Sequence[Evaluation],
-        theirs: Sequence[Evaluation],
-        names: Mapping[str, str],
-    ) -> Measured:
-        """Return one row, without what depends on the family. Raises Refused."""
-        a_RN, weights_N, items = self._answers(question, ours)
-        b_RN, _, others = self._answers(question, theirs)
-        differing = differing_questions([*ours, *theirs], question.task)
-        if items.keys is not others.keys:
-            raise Refused(_other_items(items, others, differing))
-        if differing and is_loss(question.metric):
+    def task(self, question: Question, sides: Evaluated) -> Task:
+        """Return what both sides answered. Raises Refused."""
+        (a, items), (b, others) = (self._answers(question, side) for side in sides)
+        metric, both = question.metric, [*sides[0], *sides[1]]
+        differing = differing_questions(both, question.task)
+        _check_items(items, others, differing)
+        if differing and is_loss(metric):
             raise Refused(f"asked differently, on which it depends ({'; '.join(differing)})")
         # records of an older version may lack the sources
         coarse = min(items, others, key=lambda each: each.sources.size)
-        clusters_N, num_clusters = coarse.clusters_N, int(coarse.sources.size)
-        scale, sides = Scale.of(question.metric), (a_RN, b_RN)
-        value, baseline_value = (
-            scale.score(float(np.average(x.mean(axis=0), weights=weights_N))) for x in sides
-        )
-        bounded = not is_loss(question.metric) and all(((x >= 0) & (x <= 1)).all() for x in sides)
-        noise = self.noise([question], bounded=bounded, sides=[ours, theirs])
-        guess = ours[0].chance(question.task, question.metric)
-        if guess is None and question.metric.startswith("acc"):
-            guess = items.chance
-        # of these very runs, seeds apart
-        difference = Clusters.of(a_RN.mean(axis=0) - b_RN.mean(axis=0), weights_N, clusters_N)
-        items_ci = bootstrap_interval(difference, np.random.default_rng(0))
-        single = len(a_RN) == len(b_RN) == 1 and np.isin([a_RN, b_RN], (0.0, 1.0)).all()
-        several = num_clusters > 1
-        extreme = _extreme(sides, weights_N, clusters_N, guess) if bounded and several else None
-        row = {
-            **question._asdict(),
-            "higher_is_better": ours[0].higher_is_better(question),
-            **names,
-            "step": ours[0].step,
-            "baseline_step": theirs[0].step,
-            "value": value,
-            "baseline_value": baseline_value,
-            "difference": value - baseline_value,
-            "num_items": len(items.keys),
-            "num_clusters": num_clusters,
-            "num_runs": [len(a_RN), len(b_RN)],
-            "asked_differently": differing,
-            "mean_of": None,
-            "items_ci": [scale.change(x, baseline_value) for x in items_ci],
-            "mcnemar": mcnemar_test(a_RN[0], b_RN[0]) if single else None,
-            "chance": guess,
-            "seed_noise": _noise_content(noise, scale),
-            "uninformative": extreme,
-        }
-        on_items = Answers(a_RN, b_RN, weights_N, clusters_N)
-        found = paired([on_items], noise) if noise and several else None
-        return Measured(row, found, scale, bounded, on_items, coarse.sources)
+        a = a._replace(clusters_N=coarse.clusters_N)
+        b = Answers(b.values_RN, *a[1:])
+        values = [_score(metric, side.values_RN.mean(axis=0), a.weights_N) for side in (a, b)]
+        is_share = all(((x.values_RN >= 0) & (x.values_RN <= 1)).all() for x in (a, b))
+        bounded = is_share and not is_loss(metric)
+        chance = both[0].chance(question.task, metric)
+        if chance is None and metric.startswith("acc"):
+            chance = items.chance
+        extreme = _extreme((a, b), chance) if bounded and coarse.sources.size > 1 else None
+        return Task(question, (a, b), coarse.sources, values, bounded, chance, extreme, differing)
 
-    def mean(
-        self,
-        name: str,
-        tasks: Sequence[Measured],
-        ours: Sequence[Evaluation],
-        theirs: Sequence[Evaluation],
-    ) -> Measured:
-        """Return the row of the plain mean of the scores of `tasks`: of one suite, and bounded.
+    def row(self, tasks: Sequence[Task], sides: Evaluated) -> tuple[Row, Paired | None]:
+        """Return the row of one task, or of the plain mean of several, bounded ones of a suite.
 
-        A source that several of them share is one draw.
+        A source that several of them share is one draw. None if it cannot be judged.
         """
-        rows = [each.row for each in tasks]
-        given = [(x.answers, x.sources) for x in tasks if x.answers and x.sources is not None]
-        sources, codes = np.unique(np.concatenate([x for _, x in given]), return_inverse=True)
-        ends = np.cumsum([x.size for _, x in given])[:-1]
-        shared = [
-            replace(on_items, clusters_N=place_G[on_items.clusters_N])
-            for (on_items, _), place_G in zip(given, np.split(codes, ends), strict=True)
+        first, asked = tasks[0], [task.question for task in tasks]
+        scale, single = Scale.of(asked[0].metric), len(tasks) == 1
+        seeds = self.noise(asked, bounded=first.bounded, sides=sides)
+        value, base = (math.fsum(task.values[k] for task in tasks) / len(tasks) for k in (0, 1))
+        joined = np.concatenate([task.sources for task in tasks])
+        sources, codes = np.unique(joined, return_inverse=True)
+        places = np.split(codes, np.cumsum([task.sources.size for task in tasks])[:-1])
+        answers = [
+            [side._replace(clusters_N=place_G[side.clusters_N]) for side in task.sides]
+            for task, place_G in zip(tasks, places, strict=True)
         ]
-        asked = [Question(x["suite"], x["task"], x["metric"]) for x in rows]
-        noise = self.noise(asked, bounded=True, sides=[ours, theirs])
-        value, baseline_value = (
-            math.fsum(row[key] for row in rows) / len(rows) for key in ("value", "baseline_value")
-        )
-        extremes = {row["uninformative"] for row in rows}
-        row = rows[0] | {
-            "task": name,
-            "metric": ", ".join(dict.fromkeys(row["metric"] for row in rows)),
+        found, extremes, about = None, {task.extreme for task in tasks}, None
+        if seeds is not None:
+            about = {"sigma": seeds.sigma, "df": seeds.df, "source": seeds.source}
+            about |= {"words": seeds.words, "scale": "log" if scale.is_log else "metric"}
+            if all(task.sources.size > 1 for task in tasks):
+                a, b = zip(*answers, strict=True)
+                found = noise.paired(a, b, seeds)
+        row = {
+            **asked[0]._asdict(),
+            "metric": ", ".join(dict.fromkeys(question.metric for question in asked)),
+            "higher_is_better": sides[0][0].higher_is_better(asked[0]),
+            "step": sides[0][0].step,
+            "baseline_step": sides[1][0].step,
             "value": value,
-            "baseline_value": baseline_value,
-            "difference": value - baseline_value,
-            "num_items": sum(row["num_items"] for row in rows),
+            "baseline_value": base,
+            "difference": value - base,
+            "num_items": sum(task.sides[0].weights_N.size for task in tasks),
             "num_clusters": int(sources.size),
-            "asked_differently": [*dict.fromkeys(x for r in rows for x in r["asked_differently"])],
-            "items_ci": None,
-            "mcnemar": None,
-            "chance": _mean_if_all([row["chance"] for row in rows]),
-            "seed_noise": _noise_content(noise, tasks[0].scale),
+            "num_runs": [len(side) for side in sides],
+            "asked_differently": [*dict.fromkeys(x for task in tasks for x in task.differing)],
+            "mean_of": None if single else [question.task for question in asked],
+            **(_of_these_runs(first, base) if single else {"items_ci": None, "mcnemar": None}),
+            "chance": _mean_if_all([task.chance for task in tasks]),
             "uninformative": extremes.pop() if len(extremes) == 1 else None,
-            "mean_of": [row["task"] for row in rows],
+            "seed_noise": about,
         }
-        is_judged = noise is not None and all(row["num_clusters"] > 1 for row in rows)
-        found = paired(shared, noise) if noise is not None and is_judged else None
-        return Measured(row, found, tasks[0].scale, True)
+        return row, found
 
     def stderr(
-        self, question: Question, evaluations: Sequence[Evaluation], noise: SeedNoise
+        self, question: Question, evaluated: Sequence[Evaluation], seeds: SeedNoise
     ) -> float | None:
         """Return the standard error of one side, on the scale that is averaged; None if unknown."""
         try:
-            values_RN, weights_N, items = self._answers(question, evaluations)
+            return noise.one_side(self._answers(question, evaluated)[0], seeds)[1].stderr
         except Refused:
             return None
-        found = one_side(values_RN, weights_N, items.clusters_N, noise)[1].stderr
-        return found if math.isfinite(found) else None
 
     def _answers(
-        self, question: Question, evaluations: Sequence[Evaluation]
-    ) -> tuple[np.ndarray, np.ndarray, Items]:
-        """The runs' values by item, the items' weights, and the items. Raises Refused."""
-        scale, rows = Scale.of(question.metric), []
-        first: tuple[np.ndarray, Items] | None = None
-        for each in evaluations:
+        self, question: Question, evaluated: Sequence[Evaluation]
+    ) -> tuple[Answers, Items]:
+        """What the runs of a side answered, item by item. Raises Refused."""
+        rows: list[tuple[np.ndarray, np.ndarray]] = []
+        read: list[Items] = []
+        for each in evaluated:
             score = each.score(question)
             if score is None:
                 raise Refused(f"{each.run} has no {question.metric} of it")
@@ -289,21 +225,44 @@ class Measure:
             found = items.of_metric(question.metric) if items else None
             if items is None or found is None:
                 raise Refused(f"{each.run} kept no records of its items: evaluate again")
-            values_N, weights_N = found
-            if not np.isfinite(values_N).all():
+            if not np.isfinite(found[0]).all():
                 raise Refused(f"{each.run} has an item without a finite value")
-            mean = scale.score(float(np.average(values_N, weights=weights_N)))
+            mean = _score(question.metric, *found)
             if not math.isclose(score, mean, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-                raise Refused(
-                    f"{each.run} scores {score:.6g}, which is no mean over its items ({mean:.6g})"
-                )
-            first = first or (weights_N, items)
-            if items.keys is not first[1].keys:
-                differing = differing_questions(evaluations, question.task)
-                raise Refused(_other_items(first[1], items, differing))
-            rows.append(values_N)
-        assert first is not None  # a side has a run
-        return np.stack(rows), *first
+                no_mean = f"which is no mean over its items ({mean:.6g})"
+                raise Refused(f"{each.run} scores {score:.6g}, {no_mean}")
+            rows.append(found)
+            read.append(items)
+            _check_items(read[0], items, differing_questions(evaluated, question.task))
+        values_RN = np.stack([values_N for values_N, _ in rows])
+        return Answers(values_RN, rows[0][1], read[0].clusters_N), read[0]
+
+
+def _score(metric: str, values_N: np.ndarray, weights_N: np.ndarray) -> float:
+    return Scale.of(metric).score(float(np.average(values_N, weights=weights_N)))
+
+
+def _check_items(a: Items, b: Items, differing: Sequence[str]) -> None:
+    """Raise Refused for other items."""
+    if a.keys is not b.keys:
+        common = len(set(a.keys) & set(b.keys))
+        asked = f"; asked differently ({'; '.join(differing)})" if differing else ""
+        raise Refused(
+            f"other items: {len(a.keys)} and {len(b.keys)}, of them {common} in common{asked}. "
+            "Evaluate both on the same data with the same options"
+        )
+
+
+def _of_these_runs(task: Task, base: float) -> Row:
+    """What the items of these very runs say, seeds apart."""
+    a, b = (side.values_RN for side in task.sides)
+    clusters = Clusters.of(a.mean(axis=0) - b.mean(axis=0), *task.sides[0][1:])
+    ends = noise.bootstrap_interval(clusters, np.random.default_rng(0))
+    single = len(a) == len(b) == 1 and np.isin([a, b], (0.0, 1.0)).all()
+    return {
+        "items_ci": [Scale.of(task.question.metric).change(x, base) for x in ends],
+        "mcnemar": noise.mcnemar_test(a[0], b[0]) if single else None,
+    }
 
 
 def _mean_if_all(values: Sequence[float | None]) -> float | None:
@@ -311,35 +270,12 @@ def _mean_if_all(values: Sequence[float | None]) -> float | None:
     return math.fsum(known) / len(known) if len(known) == len(values) else None
 
 
-def _other_items(a: Items, b: Items, differing: Sequence[str]) -> str:
-    common = len(set(a.keys) & set(b.keys))
-    asked = f"; asked differently ({'; '.join(differing)})" if differing else ""
-    return (
-        f"other items: {len(a.keys)} and {len(b.keys)}, of them {common} in common{asked}. "
-        "Evaluate both on the same data with the same options"
-    )
-
-
-def _noise_content(noise: SeedNoise | None, scale: Scale) -> Row | None:
-    if noise is None:
-        return None
-    df = noise.df if math.isfinite(noise.df) else None
-    named = {"source": noise.source, "words": noise.words}
-    return {"sigma": noise.sigma, "df": df, **named, "scale": "log" if scale.is_log else "metric"}
-
-
-def _extreme(
-    sides: Sequence[np.ndarray],
-    weights_N: np.ndarray,
-    clusters_N: np.ndarray,
-    chance: float | None,
-) -> str | None:
+def _extreme(sides: Sequence[Answers], chance: float | None) -> str | None:
     """ "floor" (0), "ceiling" (1) or "chance" if all sides score that, by the noise of items."""
-    found = [one_side(values_RN, weights_N, clusters_N, NO_NOISE) for values_RN in sides]
+    found = [noise.one_side(side, NO_NOISE) for side in sides]
+    ends = [(mean, decide.critical_value(ALPHA, *of_items)) for mean, of_items in found]
     for name, level in (("floor", 0.0), ("ceiling", 1.0), ("chance", chance)):
-        if level is not None and all(
-            abs(mean - level) <= critical_value(ALPHA, *noise) for mean, noise in found
-        ):
+        if level is not None and all(abs(mean - level) <= half for mean, half in ends):
             return name
     return None
 
@@ -352,125 +288,116 @@ def verdicts(
 ) -> tuple[list[Row], list[Row], list[str]]:
     """Return rows and refusals of each (side, baseline), and notes on runs that were left out."""
     options = measure.options
-    measured: list[Measured] = []
+    tests: dict[str, list[Test]] = {}
     refused: list[Row] = []
     notes: dict[str, None] = {}
-    for side, baseline in pairs:
-        both = [*side.runs, *baseline.runs]
-        names = {"architecture": side.label, "baseline": baseline.label}
-        for suite in suites_of(both, options.suites):
+    for (label, runs), (baseline, base_runs) in pairs:
+        both = [*runs, *base_runs]
+        names = {"architecture": label, "baseline": baseline}
+        for suite in evaluations.suites_of(both, options.suites):
             nothing: Row = {"suite": suite, "task": None, "metric": None, **names}
-            ours, theirs = side_by_side(
-                side.runs, baseline.runs, suite, options.step, any_step=options.any_step
+            sides = evaluations.side_by_side(
+                runs, base_runs, suite, options.step, any_step=options.any_step
             )
-            if not ours:
+            if not sides[0]:
                 refused.append(nothing | {"why": "no whole result at a step that both have"})
                 continue
-            here = {each.run for each in (*ours, *theirs)}
+            here = {each.run for side in sides for each in side}
             if left := [run.label for run in both if run.label not in here]:
-                note = f"{suite} at step {ours[0].step}: no whole result of {', '.join(left)}"
-                notes[note] = None
-            found = []
-            for question in questions([*ours, *theirs], suite):
+                at = f"{suite} at step {sides[0][0].step}"
+                notes[f"{at}: no whole result of {', '.join(left)}"] = None
+            tasks = []
+            for question in evaluations.questions([*sides[0], *sides[1]], suite):
                 if suite == VALIDATION and question.task != VALIDATION:
                     continue  # the count models beside it
                 try:
-                    found.append(measure.pair(question, ours, theirs, names))
+                    tasks.append(measure.task(question, sides))
                 except Refused as reason:
                     refused.append(nothing | question._asdict() | {"why": str(reason)})
-            measured += _with_means(measure, found, ours, theirs)
-    measured.sort(key=lambda each: suite_order(each.row["suite"]))
-    rows: list[Row] = []
-    for suite in dict.fromkeys(each.row["suite"] for each in measured):
-        rows += _family([each for each in measured if each.row["suite"] == suite])
-    return rows, refused, list(notes)
+            for name, members, weight in _tests(suite, tasks, sides):
+                row, paired = measure.row(members, sides)
+                row |= {"task": name, **names}
+                test = Test(row, paired, members[0].bounded, weight)
+                tests.setdefault(suite, []).append(test)
+    ordered = sorted(tests, key=evaluations.suite_order)
+    return [row for suite in ordered for row in _family(tests[suite])], refused, list(notes)
 
 
-def _with_means(
-    measure: Measure,
-    tasks: Sequence[Measured],
-    ours: Sequence[Evaluation],
-    theirs: Sequence[Evaluation],
-) -> list[Measured]:
-    """The rows of one suite and pair: the mean of its tasks first, Babilong as means per length.
+def _tests(
+    suite: str, tasks: Sequence[Task], sides: Evaluated
+) -> Iterator[tuple[str, Sequence[Task], float]]:
+    """Name, tasks and weight of each test: the mean of all first, Babilong as means per length.
 
     A task counts in a mean by its first metric between 0 and 1. The mean has half of the family's
     error rate, the others share the other half.
     """
-    scored: dict[str, Measured] = {}
-    for each in tasks:
-        if each.bounded and each.row["higher_is_better"]:
-            scored.setdefault(each.row["task"], each)
-    cells: dict[int, list[Measured]] = {}
-    for task, each in scored.items():
-        if match := BABILONG.fullmatch(task):
-            cells.setdefault(int(match[2]), []).append(each)
-    rows = [each for each in tasks if not BABILONG.fullmatch(each.row["task"])]
-    for length, members in sorted(cells.items()):
-        name = f"babilong_{length}k, mean of {len(members)} tasks"
-        single = len(members) == 1
-        rows.append(members[0] if single else measure.mean(name, members, ours, theirs))
+    scored: dict[str, Task] = {}
+    for task in tasks:
+        if task.bounded and sides[0][0].higher_is_better(task.question):
+            scored.setdefault(task.question.task, task)
+    rows = [(x.question.task, [x]) for x in tasks if not BABILONG.fullmatch(x.question.task)]
+    lengths: dict[int, list[Task]] = {}
+    for name, task in scored.items():
+        if match := BABILONG.fullmatch(name):
+            lengths.setdefault(int(match[2]), []).append(task)
+    for length, members in sorted(lengths.items()):
+        mean = f"babilong_{length}k, mean of {len(members)} tasks"
+        rows.append((mean if len(members) > 1 else members[0].question.task, members))
     if len(scored) > 1:
-        name = f"{tasks[0].row['suite']}, mean of {len(scored)} tasks"
-        mean = measure.mean(name, list(scored.values()), ours, theirs)
-        rows.insert(0, replace(mean, weight=sum(each.weight for each in rows)))
-    return rows
+        yield f"{suite}, mean of {len(scored)} tasks", list(scored.values()), float(len(rows))
+    yield from ((name, members, 1.0) for name, members in rows)
 
 
-def _family(measured: Sequence[Measured]) -> list[Row]:
+def _family(tests: Sequence[Test]) -> Iterator[Row]:
     """The rows of one suite, which is a family, with p, Holm's p and verdicts."""
-    tests = [(each, each.found) for each in measured if each.found]
-    p = np.array([float(decide.two_sided_p(x.difference, *x.noise)) for _, x in tests])
-    weights = np.array([each.weight for each, _ in tests])
-    adjusted, levels = decide.holm(p, weights), decide.holm_levels(p, weights)
-    first = ALPHA * weights / weights.sum() if tests else weights
-    judged = {
-        id(each): _judged(each, found, *map(float, numbers))
-        for (each, found), *numbers in zip(tests, p, adjusted, levels, first, strict=True)
-    }
-    return [each.row | (judged.get(id(each)) or _not_judged(each)) for each in measured]
-
-
-def _not_judged(each: Measured) -> Row:
-    row = each.row
-    if row["uninformative"]:
-        return {**NO_TEST, "verdict": UNINFORMATIVE, "why": None}
-    why = "its items are of one source, so their noise is unknown"
-    if row["num_clusters"] > 1:
-        of = "of each task" if row["mean_of"] else f"{row['task']}:{row['metric']}=SIGMA"
-        why = f"no seed noise known: give a second seed, or --seed_sigma {of}"
-    return {**NO_TEST, "verdict": NOT_JUDGED, "why": why}
+    found = [each.found for each in tests if each.found]
+    p = np.array([decide.two_sided_p(x.difference, *x.noise) for x in found])
+    weights = np.array([each.weight for each in tests if each.found])
+    firsts = ALPHA * weights / weights.sum() if found else weights
+    numbers = zip(p, decide.holm(p, weights), decide.holm_levels(p, weights), firsts, strict=True)
+    for each in tests:
+        if each.found is not None:
+            yield each.row | _judged(each, each.found, *map(float, next(numbers)))
+        elif each.row["uninformative"]:
+            yield each.row | NO_TEST | {"verdict": UNINFORMATIVE}
+        else:
+            why = "its items are of one source, so their noise is unknown"
+            if each.row["num_clusters"] > 1:
+                task = f"{each.row['task']}:{each.row['metric']}=SIGMA"
+                of = "of each task" if each.row["mean_of"] else task
+                why = f"no seed noise known: give a second seed, or --seed_sigma {of}"
+            yield each.row | NO_TEST | {"verdict": NOT_JUDGED, "why": why}
 
 
 def _judged(
-    each: Measured, found: Paired, p: float, p_holm: float, level: float, first_level: float
+    each: Test, found: Paired, p: float, p_holm: float, level: float, first_level: float
 ) -> Row:
     # `ci` is at the level of this test, which begins at `first_level`
-    scale, row = each.scale, each.row
-    size, noise = found.difference, found.noise
-    half = decide.critical_value(level, *noise)
+    row, scale = each.row, Scale.of(each.row["metric"])
+    size, of_both = found.difference, found.noise
+    half = decide.critical_value(level, *of_both)
     ci = [size - half, size + half]
     is_real = p_holm <= ALPHA
     says_nothing = row["uninformative"] is not None and not is_real
     direction = BETTER if (size > 0) == row["higher_is_better"] else WORSE
     verdict = direction if is_real else UNINFORMATIVE if says_nothing else WITHIN
-    detectable = decide.detectable(first_level, *noise)
+    detectable = decide.detectable(first_level, *of_both)
     # None if it is more than there can be, or all sides are at floor
     is_shown = not (says_nothing or (each.bounded and detectable > 1))
+    needed = None  # a difference beyond noise has been shown already
+    if verdict == WITHIN:
+        needed = decide.seeds_needed(size, first_level, found.noise_with)
     return {
         "ci": [scale.change(x, row["baseline_value"]) for x in ci],
         "log_difference": size if scale.is_log else None,
         "log_ci": ci if scale.is_log else None,
-        "stderr": noise.stderr,
-        "stderr_items": math.sqrt(noise.item_variance),
-        "stderr_seeds": math.sqrt(noise.seed_variance),
+        "stderr": of_both.stderr,
+        "stderr_items": math.sqrt(of_both.item_variance),
+        "stderr_seeds": math.sqrt(of_both.seed_variance),
         "p": p,
         "p_holm": p_holm,
         "detectable": scale.change(detectable, row["baseline_value"]) if is_shown else None,
-        # a difference beyond noise has been shown already
-        "seeds_needed": decide.seeds_needed(size, first_level, found.noise_with)
-        if verdict == WITHIN
-        else None,
+        "seeds_needed": needed,
         "verdict": verdict,
         "uninformative": row["uninformative"] if says_nothing else None,
         "why": None,
@@ -482,31 +409,28 @@ def held_out_words(rows: Sequence[Row], refused: Sequence[Row], pair: tuple[Side
 
     Without evaluations the losses that training logged, and no verdict.
     """
-    start, (side, baseline) = "held-out loss:", pair
-    names = {"architecture": side.label, "baseline": baseline.label, "suite": VALIDATION}
-    for row in rows:
-        if names.items() <= row.items():
-            size = abs(row["difference"])
-            is_lower = row["difference"] < 0
-            found = f"{'lower' if is_lower else 'higher'} by {size:.3g} nats/token"
-            found = f"{side.label} {found} than {baseline.label}"
-            ends = row["items_ci"] if row["ci"] is None else row["ci"]
-            low, high = sorted(-x if is_lower else x for x in ends)
-            interval = f"95 % {low:.3g} to {high:.3g}"
-            if row["p"] is None:
-                return f"{start} {NOT_JUDGED} ({row['why']}); {found} ({interval} over documents)"
-            return f"{start} {row['verdict']}; {found} ({interval}, p {row['p_holm']:.2g})"
-    for row in refused:
-        if names.items() <= row.items():
-            return f"{start} not compared: {row['why']}"
+    start, ((side, runs), (baseline, base_runs)) = "held-out loss:", pair
+    names = {"architecture": side, "baseline": baseline, "suite": VALIDATION}
+    for row in (x for x in rows if names.items() <= x.items()):
+        is_lower = row["difference"] < 0
+        size = f"{'lower' if is_lower else 'higher'} by {abs(row['difference']):.3g} nats/token"
+        found = f"{side} {size} than {baseline}"
+        ends = row["items_ci"] if row["ci"] is None else row["ci"]
+        low, high = sorted(-x if is_lower else x for x in ends)
+        interval = f"95 % {low:.3g} to {high:.3g}"
+        if row["p"] is None:
+            return f"{start} {NOT_JUDGED} ({row['why']}); {found} ({interval} over documents)"
+        return f"{start} {row['verdict']}; {found} ({interval}, p {row['p_holm']:.2g})"
+    for row in (x for x in refused if names.items() <= x.items()):
+        return f"{start} not compared: {row['why']}"
     how = "`python -m eval run --suite validation` evaluates a checkpoint"
-    logged = [[logged_losses(run) for run in runs] for _, runs in pair]
-    scored = set.intersection(*(set(losses) for runs in logged for losses in runs))
+    logged = [[evaluations.logged_losses(run) for run in of] for of in (runs, base_runs)]
+    scored = set.intersection(*(set(losses) for of in logged for losses in of))
     if not scored:
         return f"{start} not evaluated; {how}"
     at = max(scored)
-    ours, theirs = (math.fsum(x[at] for x in runs) / len(runs) for runs in logged)
+    ours, theirs = (math.fsum(losses[at] for losses in of) / len(of) for of in logged)
     return (
-        f"{start} no verdict; in training, at step {at[0]}: {side.label} {ours:.4f}, "
-        f"{baseline.label} {theirs:.4f} nats/token ({how})"
+        f"{start} no verdict; in training, at step {at[0]}: {side} {ours:.4f}, "
+        f"{baseline} {theirs:.4f} nats/token ({how})"
     )

@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,9 +28,7 @@ from canon_pretrain.core.files import (
     parse_record,
     parsing,
     read_bytes,
-    read_json,
     read_lines,
-    read_record,
     write_atomic,
     write_json,
 )
@@ -40,7 +38,7 @@ from canon_pretrain.run.folder import EVALS, RunFolder
 VERSION = 1
 RESULTS = "results.json"
 SAMPLES = "samples-{}.jsonl"
-KEPT = ".task.json"
+KEPT = "{}.task.json"
 MAX_TASK_BYTES = 1 << 30
 MAX_SAMPLE_BYTES = 1 << 26
 
@@ -148,16 +146,14 @@ def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
 
 
 class Unfinished:
-    """The finished tasks of one question, in `folder`/unfinished.
+    """The finished tasks of one question, in `folder`/unfinished: a suite takes hours.
 
-    A suite takes hours and may be killed: each task is kept as it ends. Answers to another
-    question, or about another checkpoint, are discarded.
+    Each task is kept as it ends, with the question: answers to another one are ignored.
     """
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
         self._folder = folder / "unfinished"
-        self._question = self._folder / "question.json"
-        self._asked = json.loads(json.dumps(asked))
+        self._question = json.loads(json.dumps(question_of(asked)))
 
     @contextmanager
     def hold(self, log: Callable[[str], None]) -> Iterator[None]:
@@ -166,41 +162,30 @@ class Unfinished:
         Raises OSError if the folder cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        results = self._folder.parent / RESULTS
-        waits = f"waits: another process asks the same question, in {results.parent}"
-        lock, name = self._folder / "lock", str(results.parent)
-        with locked(lock, name, patience_s=math.inf, on_wait=lambda: log(waits)):
+        folder = self._folder.parent
+        waits = f"waits: another process asks the same question, in {folder}"
+        lock = self._folder / "lock"
+        with locked(lock, str(folder), patience_s=math.inf, on_wait=lambda: log(waits)):
             yield
-            if results.exists():
+            if (folder / RESULTS).exists():
                 self.remove()
 
     def read(self) -> dict[str, Answers]:
         """Return the answers by task, without unreadable ones, which are asked again."""
         found: dict[str, Answers] = {}
-        for path in sorted(self._folder.glob(f"*{KEPT}")) if self._is_ours() else ():
-            try:
-                kept = read_record(path, Answers, finite=False, max_bytes=MAX_TASK_BYTES)
-            except UnreadableFile:
-                continue
-            found[_task(path.name.removesuffix(KEPT))] = kept
+        for path in sorted(self._folder.glob(KEPT.format("*"))):
+            with suppress(UnreadableFile), parsing(path):
+                content = read_bytes(path, MAX_TASK_BYTES)
+                if parse_json(content, finite=False)["question"] == self._question:
+                    found[_task(path, KEPT)] = parse_record(content, Answers, finite=False)
         return found
 
     def add(self, task: str, answers: Answers) -> None:
         """Keep the answers to `task`. Raises OSError if they cannot be written."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        if not self._is_ours():
-            for left in self._folder.glob(f"*{KEPT}"):
-                left.unlink()
-            write_json(self._question, self._asked)
-        content = json.dumps(asdict(answers), ensure_ascii=False)
-        write_atomic(self._folder / f"{_file_name(task)}{KEPT}", content.encode())
-
-    def _is_ours(self) -> bool:
-        try:
-            kept = read_json(self._question, finite=False)
-            return question_of(kept) == question_of(self._asked)
-        except UnreadableFile:
-            return False
+        content = {"question": self._question, **asdict(answers)}
+        stored = json.dumps(content, ensure_ascii=False).encode()
+        write_atomic(self._folder / _file_name(task, KEPT), stored)
 
     def remove(self) -> None:
         """Remove them; results.json replaces them."""
@@ -217,18 +202,19 @@ def write_results(
         left.unlink()
     for task, items in samples.items():
         lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
-        write_atomic(folder / SAMPLES.format(_file_name(task)), lines.encode())
+        write_atomic(folder / _file_name(task, SAMPLES), lines.encode())
     written = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(folder / RESULTS, {"version": VERSION, **asdict(results), "written": written})
 
 
-def _file_name(task: str) -> str:
+def _file_name(task: str, pattern: str) -> str:
     """A task may be named like a path."""
-    return task.replace("/", "%2F")
+    return pattern.format(task.replace("/", "%2F"))
 
 
-def _task(file_name: str) -> str:
-    return file_name.replace("%2F", "/")
+def _task(path: Path, pattern: str) -> str:
+    start, end = pattern.split("{}")
+    return path.name.removeprefix(start).removesuffix(end).replace("%2F", "/")
 
 
 def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -236,7 +222,6 @@ def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
     Raises UserError for a damaged file.
     """
-    start, end = SAMPLES.split("{}")
     found = {}
     for path in sorted(folder.glob(SAMPLES.format("*"))):
         try:
@@ -247,7 +232,7 @@ def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
                     raise ValueError("a line is no JSON object")
         except UnreadableFile as error:
             raise UserError(f"{error}; `python -m eval run` asks that suite again") from None
-        found[_task(path.name.removeprefix(start).removesuffix(end))] = items
+        found[_task(path, SAMPLES)] = items
     return found
 
 
@@ -261,11 +246,7 @@ def read_results(path: Path) -> Results:
                 raise UserError(f"{path}: version {version!r}, this program reads {VERSION}")
             stored = parse_record(content, Results, finite=False)
     except UnreadableFile as error:
-        if error.is_missing:
-            raise UserError(f"{path}: no results here; `python -m eval run` writes them") from None
-        if error.errno is not None:
-            raise
-        raise UserError(f"{error}; evaluate again") from None
+        raise UserError(f"{error}; `python -m eval run` evaluates again") from None
     for task, metrics in stored.scores.items():
         for name, score in metrics.items():
             count = stored.num_samples.get(task)

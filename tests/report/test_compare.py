@@ -136,8 +136,8 @@ def test_the_step_the_suite_and_the_seed_noise_are_the_users(tmp_path: Path) -> 
         (row,) = compare(*pair, "--seed_sigma", f"boolq={sigma}", out=out)["pairs"]
         assert row["verdict"] == verdict
     for words, match in (
-        (["--step", 15], "in common at step 15: a has disc.* at step 10"),
-        (["--suite", "jrt"], "suites jrt in common"),
+        (["--step", 15], "nothing to compare: .*a has disc.* at step 10"),
+        (["--suite", "jrt"], "nothing to compare"),
         (["--seed_sigma", "boolq"], "expected TASK=SIGMA"),
         (["--seed_sigma", "boolqq=0.1"], 'Did you mean "boolq"'),
         (["--seed_sigma", "boolq=-1"], "above 0"),

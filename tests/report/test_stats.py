@@ -31,7 +31,8 @@ def compared(
     a: np.ndarray, b: np.ndarray, weights: np.ndarray, clusters: np.ndarray, seeds: SeedNoise
 ) -> Paired:
     """On one task."""
-    return noise.paired([Answers(a, b, weights, clusters)], seeds)
+    sides = ([Answers(values, weights, clusters)] for values in (a, b))
+    return noise.paired(*sides, seeds)
 
 
 # -- items ----------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def test_what_runs_answer_on_their_own_is_the_part_of_their_spread_without_the_s
 ) -> None:
     chances = rng.uniform(0.1, 0.9, 900)
     answers = (rng.random((300, 900)) < chances).astype(float)  # equally good runs
-    found = noise.interaction_variance((answers, np.ones(900), np.arange(900)))
+    found = noise.interaction_variance(Answers(answers, np.ones(900), np.arange(900)))
     assert found == pytest.approx((chances * (1 - chances)).mean() / 900, rel=0.02)
     assert found == pytest.approx(answers.mean(axis=1).var(ddof=1), rel=0.3)
 
@@ -262,8 +263,8 @@ P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 def test_holm_of_one_family_and_of_many_agree(rng: np.random.Generator) -> None:
     p = rng.uniform(size=(3, 15)) ** 6
     each = np.stack([multipletests(row, method="holm")[1] for row in p])
-    assert decide.holm(p) == pytest.approx(each)
-    assert decide.holm(np.array([])).size == 0
+    assert np.array([decide.holm(row, np.ones(15)) for row in p]) == pytest.approx(each)
+    assert decide.holm(np.array([]), np.array([])).size == 0
 
 
 @given(P_VALUES, st.integers(0, 10**6))
@@ -283,7 +284,9 @@ def test_weighted_holm_gives_each_test_its_share_of_what_is_left(p: list[float],
     if not any(near):
         assert {k for k, x in enumerate(adjusted) if x <= 0.05} == rejected
         assert {k for k, x in enumerate(p) if x <= levels[k]} == rejected
-    assert decide.holm(np.array(p), np.full(len(p), 3.0)) == pytest.approx(decide.holm(np.array(p)))
+    ones = np.ones(len(p))
+    alike = decide.holm(np.array(p), 3 * ones)
+    assert alike == pytest.approx(decide.holm(np.array(p), ones))
 
 
 # -- pairs: what may not change a verdict ---------------------------------------------------------
@@ -355,30 +358,33 @@ def test_the_mean_of_tasks_is_the_jackknife_that_leaves_out_a_source_of_all(
 ) -> None:
     """Issue 17, item 3: tasks of unequal size, some of whose items share a source."""
     known = SeedNoise(0.0, math.inf, "given", "")
-    tasks, sizes = [], (60, 200, 35)
+    a, b, sizes = [], [], (60, 200, 35)
     for size in sizes:
-        a, b = rng.normal(size=(1, size)), rng.normal(size=(1, size))
+        values = rng.normal(size=(1, size)), rng.normal(size=(1, size))
         codes = rng.integers(0, 25, size)
         codes[:25] = np.arange(25)
-        tasks.append(Answers(a, b, rng.uniform(1, 3, size), codes))
+        weights = rng.uniform(1, 3, size)
+        for side, each in zip((a, b), values, strict=True):
+            side.append(Answers(each, weights, codes))
 
     def mean(left_out: int | None) -> float:
-        kept = [t.clusters_N != left_out for t in tasks]
-        each = [
-            np.average((t.a_RN - t.b_RN)[0, k], weights=t.weights_N[k])
-            for t, k in zip(tasks, kept, strict=True)
-        ]
+        each = []
+        for x, y in zip(a, b, strict=True):
+            kept = x.clusters_N != left_out
+            differences = (x.values_RN - y.values_RN)[0, kept]
+            each.append(np.average(differences, weights=x.weights_N[kept]))
         return float(np.mean(each))
 
-    found = noise.paired(tasks, known)
+    found = noise.paired(a, b, known)
     assert found.difference == pytest.approx(mean(None))
     by_hand = 24 / 25 * sum((mean(g) - mean(None)) ** 2 for g in range(25))
     assert found.noise.item_variance == pytest.approx(by_hand)
-    alone = [noise.paired([t], known).noise.item_variance for t in tasks]
-    apart = [
-        Answers(t.a_RN, t.b_RN, t.weights_N, t.clusters_N + 25 * k) for k, t in enumerate(tasks)
-    ]
-    found = noise.paired(apart, known)  # independent: variances add
+    alone = [noise.paired([x], [y], known).noise.item_variance for x, y in zip(a, b, strict=True)]
+    apart = (
+        [x._replace(clusters_N=x.clusters_N + 25 * k) for k, x in enumerate(side)]
+        for side in (a, b)
+    )
+    found = noise.paired(*apart, known)  # independent: variances add
     assert found.noise.item_variance == pytest.approx(sum(alone) / 9, rel=0.05)
 
 
