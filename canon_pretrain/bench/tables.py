@@ -1,8 +1,7 @@
-"""How the benches print: narrow tables, lines that no terminal breaks, targets and verdicts."""
+"""How the benches print: a table whose cells stay on one line, then lines; targets and verdicts."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -16,8 +15,7 @@ Columns = Mapping[str, Callable[[Any], str]]
 """Title -> the cell of a row."""
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """Three bounds, the easiest first: upper ones, or lower ones if more is better."""
 
     must: float
@@ -29,7 +27,7 @@ class Target:
     def verdict(self, value: float) -> str:
         """Return the bounds and the hardest one that `value` meets, if any."""
         scale = 100 if self.unit == "%" else 1
-        bounds = "/".join(f"{scale * b:g}" for b in (self.must, self.goal, self.stretch))
+        bounds = "/".join(f"{scale * bound:g}" for bound in self[:3])
         for name in ("stretch", "goal", "must"):
             bound = getattr(self, name)
             if value >= bound if self.more_is_better else value <= bound:
@@ -61,14 +59,15 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=NO_TERMINAL_WIDTH)
 
 
-def print_table(console: Console, rows: Iterable[Any], columns: Columns) -> None:
-    """Print a line per row, whose cells stay on one line."""
+def print_table(console: Console, rows: Iterable[Any], columns: Columns, *lines: str) -> None:
+    """Print a line per row, whose cells stay on one line, and then `lines`."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for title in columns:
         table.add_column(title, no_wrap=True)
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
     console.print(table)
+    print_lines(console, *lines)
 
 
 def print_lines(console: Console, *lines: str) -> None:
@@ -89,8 +88,7 @@ def extra(row: Row) -> str:
 
 def spread(row: Row) -> str:
     """Return the cell of the spread of `extra`."""
-    low, high = row.get("ratio_low", 0) - 1, row.get("ratio_high", 0) - 1
-    return f"{low:+.1%} to {high:+.1%}" if "ratio" in row else ""
+    return f"{row['ratio_low'] - 1:+.1%} to {row['ratio_high'] - 1:+.1%}" if "ratio" in row else ""
 
 
 FACTOR: Columns = {
@@ -100,25 +98,8 @@ FACTOR: Columns = {
 """A comparison as a factor over the base."""
 
 
-def heading(result: Row) -> list[str]:
-    """Return the lines that say where, with what and when a result was measured."""
-    with_what = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)
-    lines = [f"{result['device']}; {with_what}; {result['time']}; {result['seconds_are']} time"]
-    if result["gpu"] is not None:
-        facts = ", ".join(f"{name} {value}" for name, value in result["gpu"].items())
-        lines.append(facts)
-    return lines
-
-
-def work_line(result: Row) -> str:
-    """Return what was measured: the model and the micro-batch."""
-    shape = f"{result['micro_batch']} x {result['num_tokens']:,} tokens"
-    return f"{result['model']}, {shape}, {result['dtype']}"
-
-
 def peaks_line(peaks: Row) -> str:
     """Return both speeds of the machine in words."""
-    copy, matmul = peaks["copy_bandwidth"] or 0.0, peaks["matmul_flops"] or 0.0
-    stated = peaks["stated_flops"]
+    copy, matmul, stated = (peaks[name] or 0.0 for name in sorted(peaks))
     line = f"measured: copy {copy / 1e9:,.1f} GB/s, matmul sustained {matmul / 1e12:,.3g} TFLOP/s"
     return line + (f" (stated: {stated / 1e12:,.0f})" if stated else "")
