@@ -21,8 +21,10 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
-from canon_pretrain.bench.tables import Columns, print_table
+from canon_pretrain.bench.tables import Columns, Target, make_console, print_table
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json, write_json
@@ -54,16 +56,15 @@ SEQ_LEN, BATCH, BATCHES = 4096, 8, 400
 SPLIT_TOKENS = 1 << 26
 # FineWeb-Edu's 100B tokens in Llama-2's pieces
 PARTS, TOKENS, DOCUMENTS_A_PART = 433, 116_000_000_000, 224_000
-GOALS = {
-    "encoding, empty word cache / sp.encode": 1.0,
-    "encoding, the same text again / sp.encode": 2.0,
-    "build, CPU time: ours / datatrove": 1.0,
-    "build, clock: 2 workers / 1": 1.8,
-    "loader, CRC checked, one core": 100.0,
-    "opening all parts": 0.1,
-    "memory, with the first batch": 20.0,
+TARGETS = {
+    "encoding, empty word cache / sp.encode": Target((1.0,), True, "x"),
+    "encoding, the same text again / sp.encode": Target((2.0,), True, "x"),
+    "build, CPU time: ours / datatrove": Target((1.0,), True, "x"),
+    "build, clock: 2 workers / 1": Target((1.8,), True, "x"),
+    "loader, CRC checked, one core": Target((100.0,), True, "Mtok/s"),
+    "opening all parts": Target((0.1,), unit="s"),
+    "memory, with the first batch": Target((20.0,), unit="MB"),
 }
-"""At least; at most for what is in seconds or MB."""
 
 DATATROVE = """
 import sys
@@ -78,16 +79,9 @@ logs = f"{out}/logs"
 LocalPipelineExecutor([JsonlReader(files), writer], tasks=1, workers=1, logging_dir=logs).run()
 Path(out, "token_size").write_text(str(writer.token_size))
 """
-START = """
-import json, sys
-from pathlib import Path
-from data_prep.bench import open_once
-print(json.dumps(open_once(Path(sys.argv[1]))))
-"""
-
 Encode = Callable[[list[str]], Any]
 Rows = list[dict[str, Any]]
-"""Each with `what`, `value` (None: not measured) and `unit`."""
+"""Each with `what`, `value` (None: not measured), `unit` and, in words, `target`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,30 +123,31 @@ def run(arguments: argparse.Namespace) -> None:
         "method": model.method,
         "rows": rows,
     }
-    print_result(result, Console())
+    print_result(result, make_console())
     if arguments.json:
         write_json(arguments.json, result)
 
 
 def row(what: str, value: float | None, unit: str) -> dict[str, Any]:
-    return {"what": what, "value": value, "unit": unit, "goal": GOALS.get(what)}
+    has_target = what in TARGETS and value is not None
+    target = TARGETS[what].verdict(value) if has_target else ""
+    return {"what": what, "value": value, "unit": unit, "target": target}
 
 
 def collect(limit: int) -> list[str]:
     """Return text files of the library, then of the installed packages, up to `limit` bytes."""
     texts: list[str] = []
-    for place in ("stdlib", "purelib"):
-        for folder, names, found in os.walk(sysconfig.get_path(place)):
-            names[:] = sorted(name for name in names if name != "site-packages")
-            for name in sorted(name for name in found if name.endswith(TEXT_FILES)):
+    for place in map(sysconfig.get_path, ("stdlib", "purelib")):
+        for path in sorted(Path(place).rglob("*")):
+            is_own = "site-packages" not in path.relative_to(place).parts
+            if path.suffix in TEXT_FILES and is_own and path.is_file():
                 # a package's test may be no UTF-8: any other text serves as well
                 with contextlib.suppress(OSError, UnicodeDecodeError):
-                    content = Path(folder, name).read_bytes()
+                    content = path.read_bytes()
                     limit -= len(content)
                     if limit < 0 and len(texts) > 1:
                         return texts
-                    if content:
-                        texts.append(content.decode())
+                    texts += [content.decode()] if content else []
     return texts
 
 
@@ -293,7 +288,8 @@ def measure_start(folder: Path, repeats: int, *, parts: int = PARTS, tokens: int
     The least of `repeats` fresh processes: of the one that others disturbed least.
     """
     write_sparse(folder, parts, tokens)
-    runs = [json.loads(run_python("-c", START, str(folder))) for _ in range(repeats)]
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        runs = list(pool.map(open_once, [folder] * repeats))
     open_s, memory = (min(values) for values in zip(*runs, strict=True))
     return [
         row("opening all parts", open_s, "s"),
@@ -343,22 +339,11 @@ def write_sparse(folder: Path, parts: int, tokens: int) -> None:
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """Print the rows, and which goals hold."""
-
-    def goal(row: dict[str, Any]) -> str:
-        value, aim, unit = row["value"], row["goal"], row["unit"]
-        if value is None or aim is None:
-            return ""
-        more = unit in ("x", "Mtok/s")
-        holds = value >= aim if more else value <= aim
-        return f"at {'least' if more else 'most'} {aim:g} {unit}: {'met' if holds else 'MISSED'}"
-
+    """Print the rows, and which targets are met."""
     columns: Columns = {
         "measured": lambda row: row["what"],
-        "": lambda row: (
-            "not measured" if row["value"] is None else f"{row['value']:.3g} {row['unit']}"
-        ),
-        "goal": goal,
+        "": lambda row: f"{row['value']:.3g} {row['unit']}" if row["value"] else "not measured",
+        "target": lambda row: row["target"],
     }
     line = (
         f"{result['bytes'] / 1e6:.1f} MB in {result['documents']:,} documents, "

@@ -43,7 +43,7 @@ WORST_ERROR = 3e-2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = f"of {', '.join(WAYS)} (default: all here)"
     parser.add_argument("--ways", nargs="+", metavar="WAY", help=about)
-    names = (*variants.MODEL, *variants.SHAPE, *variants.TIMING)
+    names = (*variants.SHAPE, *variants.TIMING)
     shapes = {"cuda": (6, 4096), "cpu": (2, 1024)}
     variants.add_options(parser, *names, shapes=shapes, pairs=11, block_seconds=0.1)
 

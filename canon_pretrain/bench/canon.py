@@ -27,7 +27,7 @@ from canon_pretrain.model.canon_check import (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = (*variants.MODEL, *variants.SHAPE, "backends", *variants.TIMING)
+    names = (*variants.SHAPE, "backends", *variants.TIMING)
     shapes = {"cuda": (16, 4096), "cpu": (4, 1024)}
     variants.add_options(parser, *names, shapes=shapes, pairs=11, block_seconds=0.05)
     parser.set_defaults(position="rope")  # B's neighbor is the rotation

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_tensor
 
 from canon_pretrain import kernels
 from canon_pretrain.bench.fake_gpu import ATTENTION, NAME, OpaqueAttend, fake_gpu, lower
@@ -42,20 +42,19 @@ OURS, GEMM = "torch.ops.canon_pretrain.", "extern_kernels."
 BACKENDS = ("compiled", "triton")
 SETS = ("A", "B", "C", "D", "AC", "ABCD")
 BRIEF_SETS = ("AC", "ABCD")
-_NOPE = {"position": "nope"}
-_STANDARD = {"ffn": "standard"}
+NOPE, STANDARD = {"position": "nope"}, {"ffn": "standard"}
 MODELS: dict[str, dict[str, Any]] = {
-    "nope": _NOPE,
+    "nope": NOPE,
     "rope": {},
     "partial_rope_a": {"position": "partial_rope_a"},
     "partial_rope_b": {"position": "partial_rope_b"},
     "partial_rope_c": {"position": "partial_rope_c"},
-    "nope_documents": _NOPE | {"document_mask": True},
+    "nope_documents": NOPE | {"document_mask": True},
     "rope_documents": {"document_mask": True},
     "rope_relu2": {"ffn_activation": "relu2"},
-    "rope_standard_relu2": _STANDARD | {"ffn_activation": "relu2"},
-    "rope_standard_gelu": _STANDARD | {"ffn_activation": "gelu"},
-    "nope_qk_per_head": _NOPE | {"qk_norm": "per_head"},
+    "rope_standard_relu2": STANDARD | {"ffn_activation": "relu2"},
+    "rope_standard_gelu": STANDARD | {"ffn_activation": "gelu"},
+    "nope_qk_per_head": NOPE | {"qk_norm": "per_head"},
     "released_1b": {"position": "partial_rope_c", "qk_norm": "full"},
 }
 """Name -> what it changes in a 1b3 model (released_1b: in 1b3_released)."""
@@ -145,17 +144,18 @@ def count(case: Case) -> Row:
         """Count the code of a graph; what is returned makes empty results in its place."""
         (returned,) = next(node for node in gm.graph.nodes if node.op == "output").args
         values = [out.meta["val"] if isinstance(out, torch.fx.Node) else out for out in returned]
-        if not is_backward:
-            found["saved_bytes"] = _bytes_of(returned[1:]) / (MICRO_BATCH * NUM_TOKENS)
+        if not is_backward:  # the block's parameters and inputs are placeholders
+            nodes = [out for out in returned[1:] if isinstance(out, torch.fx.Node)]
+            kept = [node.meta["val"] for node in nodes if node.op != "placeholder"]
+            num_bytes = sum(math.prod(v.shape) * v.itemsize for v in kept if is_tensor(v))
+            found["saved_bytes"] = num_bytes / (MICRO_BATCH * NUM_TOKENS)
         found["backward" if is_backward else "forward"] = _count(*lower(gm, is_backward))
 
         def run(inputs: list[Any]) -> list[Any]:
             inputs.clear()
             return [
-                torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-                if isinstance(value, Tensor)
-                else value
-                for value in values
+                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) if is_tensor(v) else v
+                for v in values
             ]
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -197,13 +197,6 @@ def _count(code: str, kernels: list[tuple[str, int]]) -> Row:
     }
 
 
-def _bytes_of(nodes: Sequence[Any]) -> int:
-    """Return the bytes of what nodes of a graph hold, without its parameters and inputs."""
-    made = [n for n in nodes if isinstance(n, torch.fx.Node) and n.op != "placeholder"]
-    values = [node.meta["val"] for node in made]
-    return sum(math.prod(v.shape) * v.itemsize for v in values if isinstance(v, Tensor))
-
-
 def _both(row: Row) -> tuple[Row, Row]:
     return row["forward"], row["backward"]
 
@@ -215,6 +208,21 @@ def computed(row: Row, rows: Sequence[Row]) -> Row:
     no Canon. `steps`: GPU of RATES -> seconds, MFU and the price over no Canon, each with low
     rates, middle and high ones. Computed, not measured.
     """
+
+    def step_s(row: Row, rates: Rates, bar: int) -> float:
+        launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _both(row))
+        return step_seconds(
+            _case(row).args,
+            rates,
+            bar,
+            num_tokens=MICRO_BATCH * NUM_TOKENS,
+            seq_len=NUM_TOKENS,
+            world_size=GPUS_OF_A_NODE,
+            layer_bytes=KIB * sum(one["kib"]["other"] for one in _both(row)),
+            # a second stage of weight gradients; attention
+            layer_launches=launches + row["backward"]["operators"] + 3,
+        )
+
     none = next(one for one in rows if one["model"] == row["model"] and not one["canon_set"])
     args = _case(row).args
     least = sum(map(sum, block_traffic(args, itemsize=2).values())) / KIB
@@ -223,28 +231,13 @@ def computed(row: Row, rows: Sequence[Row]) -> Row:
     flops = flops_per_token(args, NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
     found = {"least_kib": least, "counted_kib": counted, "ratio": counted / least, "steps": {}}
     for gpu, rates in RATES.items():
-        own, others = ([_step_s(one, rates, bar) for bar in range(3)] for one in (row, none))
+        own, others = ([step_s(one, rates, bar) for bar in range(3)] for one in (row, none))
         found["steps"][gpu] = {
             "seconds": own,
             "mfu": [flops / seconds / rates.peak_flops for seconds in own],
             "over_none": [one / other - 1 for one, other in zip(own, others, strict=True)],
         }
     return found | {"total_kib": total, "extra_kib": total - base}
-
-
-def _step_s(row: Row, rates: Rates, bar: int) -> float:
-    launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _both(row))
-    launches += row["backward"]["operators"] + 3  # a second stage of weight gradients; attention
-    return step_seconds(
-        _case(row).args,
-        rates,
-        bar,
-        num_tokens=MICRO_BATCH * NUM_TOKENS,
-        seq_len=NUM_TOKENS,
-        world_size=GPUS_OF_A_NODE,
-        layer_bytes=KIB * sum(one["kib"]["other"] for one in _both(row)),
-        layer_launches=launches,
-    )
 
 
 RATE_WORDS = {

@@ -36,7 +36,7 @@ PREFILL, DECODE = "prefill", "decode"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    variants.add_options(parser, *variants.MODEL, "sets", "pairs", pairs=9, micro_batch=1)
+    variants.add_options(parser, "sets", "pairs", pairs=9, micro_batch=1)
     about = "rows at a time (default: 1 8 32)"
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help=about)
     for option, tokens in (("--prompt-tokens", 128), ("--new-tokens", 64)):
@@ -156,9 +156,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         "decode ms": lambda row: tables.ms(row[DECODE]["other_s"], 3),
         "decode over none": lambda row: tables.extra(row[DECODE]),
         "spread": lambda row: tables.spread(row[DECODE]),
-        "target": lambda row: tables.verdict(
-            tables.GENERATION, row["canon_set"], row[DECODE].get("ratio", 1) - 1
-        ),
+        "target": lambda row: tables.verdict(tables.GENERATION, row | row[DECODE]),
         f"{result['operators_are']} per step": lambda row: f"{row['operators']:.0f}",
     }
     line = (

@@ -42,7 +42,7 @@ from canon_pretrain.titan.dry_run import GIB
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "(default: model on a GPU, block on a CPU)"
     parser.add_argument("--unit", choices=("block", "model"), help=about)
-    names = (*variants.MODEL, *variants.SHAPE, "sets", "backends", *variants.TIMING)
+    names = (*variants.SHAPE, "sets", "backends", *variants.TIMING)
     shapes = {"cuda": (3, 4096), "cpu": (2, 1024)}
     variants.add_options(parser, *names, shapes=shapes, pairs=15, block_seconds=0.5)
 
@@ -174,7 +174,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         "over none": tables.extra,
         "spread": tables.spread,
         "least": lambda row: f"{row['least']:+.1%}" if "least" in row else "",
-        "target": lambda row: tables.verdict(targets, row["canon_set"], row.get("ratio", 1) - 1),
+        "target": lambda row: tables.verdict(targets, row),
     }
     how = "pairs of neighboring blocks"
     if base["drift"] is not None:

@@ -26,6 +26,7 @@ Block = Callable[[], Seconds]
 """Does its work once and returns the seconds of each of its parts."""
 Comparison = dict[str, float]
 """`base_s`, `other_s`, `ratio`, `ratio_low`, `ratio_high` (10th, 90th percentile), `pairs`."""
+Parts = dict[str, Comparison]
 
 STEP, BASE = "step", ""
 MAX_STEPS = 10_000
@@ -49,7 +50,7 @@ def summarise(base_s: Sequence[float], other_s: Sequence[float]) -> Comparison:
     }
 
 
-def paired(base: Block, other: Block, pairs: int) -> dict[str, Comparison]:
+def paired(base: Block, other: Block, pairs: int) -> Parts:
     """Run blocks of the two in turn, `pairs` times; return a comparison per part."""
     taken: tuple[list[Seconds], list[Seconds]] = ([], [])
     for number in range(pairs):
@@ -57,10 +58,11 @@ def paired(base: Block, other: Block, pairs: int) -> dict[str, Comparison]:
         turn = list(zip((base, other), taken, strict=True))
         for block, times in turn if number % 2 == 0 else reversed(turn):
             times.append(block())
-    return _by_part(*taken)
+    return by_part(*taken)
 
 
-def _by_part(base: Sequence[Seconds], other: Sequence[Seconds]) -> dict[str, Comparison]:
+def by_part(base: Sequence[Seconds], other: Sequence[Seconds]) -> Parts:
+    """Compare blocks part by part."""
     return {p: summarise([t[p] for t in base], [t[p] for t in other]) for p in base[0]}
 
 
@@ -71,33 +73,25 @@ class Subject(NamedTuple):
     facts: Callable[[], dict[str, Any]] = dict
 
 
-class Compared(NamedTuple):
-    """Subjects beside the base: comparisons by name and part, facts, and what failed and why."""
-
-    parts: dict[str, dict[str, Comparison]]
-    facts: dict[str, dict[str, Any]]
-    """Those of BASE have its `drift` if blocks did not take turns, else None."""
-    failed: dict[str, str]
-
-
 Make = Callable[[], Subject]
 """Builds a subject. Raises NotMeasured."""
 
 
 def compare_subjects(
     base: Make, others: Mapping[str, Make], *, pairs: int, alone: bool, free: Callable[[], None]
-) -> Compared:
-    """Compare each of `others` with the base. Raises NotMeasured if the base can't be built.
+) -> tuple[dict[str, Parts], dict[str, dict[str, Any]], dict[str, str]]:
+    """Compare others with the base; return their parts and facts by name, and why others failed.
 
     Blocks take turns, with the base and one other in memory. `alone` (on a GPU): one subject in
     memory at a time, the base first and last; a block's partner is the mean of the base's two of
-    its number, so that a drift of the clocks falls on both. `free` is called before each is built.
+    its number, so that a drift of the clocks falls on both. It is the `drift` among the facts of
+    BASE, else None. `free` is called before each is built. Raises NotMeasured if the base fails.
     """
-    parts: dict[str, dict[str, Comparison]] = {}
+    parts: dict[str, Parts] = {}
     facts, failed, first, drift = {}, {}, None, None
     blocks: dict[str, list[Seconds]] = {}
 
-    def measure(name: str, make: Make, first: Subject | None) -> None:
+    def measure(name: str, make: Make) -> None:
         free()
         subject = make()
         if first is not None:
@@ -107,28 +101,27 @@ def compare_subjects(
         facts[name] = subject.facts()
 
     if alone:
-        measure(BASE, base, None)
+        measure(BASE, base)
     else:
         free()
         first = base()
     for name, make in others.items():
         try:
-            measure(name, make, first)
+            measure(name, make)
         except NotMeasured as why:
             failed[name] = str(why)
     if first is not None:
         facts[BASE] = first.facts()
     else:
-        before, base_facts = blocks.pop(BASE), facts[BASE]
-        measure(BASE, base, None)
-        after, facts[BASE] = blocks.pop(BASE), base_facts
+        before = blocks.pop(BASE)
+        measure(BASE, base)
+        after = blocks.pop(BASE)
         means = [{p: (a[p] + b[p]) / 2 for p in a} for a, b in zip(before, after, strict=True)]
-        parts = {name: _by_part(means, taken) for name, taken in blocks.items()}
-        drift = statistics.median(
-            c["other_s"] / c["base_s"] for c in _by_part(before, after).values()
-        )
+        parts = {name: by_part(means, taken) for name, taken in blocks.items()}
+        (*_, last) = by_part(before, after).values()
+        drift = last["other_s"] / last["base_s"]
     facts[BASE]["drift"] = drift
-    return Compared(parts, facts, failed)
+    return parts, facts, failed
 
 
 def block_of(step: Step, count: int) -> Block:

@@ -80,8 +80,8 @@ TIMING = ("pairs", "block-seconds")
 
 
 def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """Add these of OPTIONS; `shapes`: rows and tokens of a micro-batch by type of the device."""
-    for name in names:
+    """Add MODEL and these of OPTIONS; `shapes`: rows and tokens of a micro-batch by device."""
+    for name in (*MODEL, *names):
         parser.add_argument(f"--{name}", **OPTIONS[name])
     parser.set_defaults(**defaults)
 
